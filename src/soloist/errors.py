@@ -1,0 +1,305 @@
+"""Every error that Soloist raises on purpose.
+
+    SoloistError
+    ├── UserError                something given to Soloist cannot be used
+    │   ├── ConfigError          config.json:   MissingField · WrongType · UnsupportedField · UnknownFamily
+    │   ├── CheckpointError      model files:   ModelNotFound · MissingFile · TruncatedFile · MissingTensor
+    │   │                                       UnexpectedTensor · WrongShape · NotFinite · DownloadFailed
+    │   ├── TokenizerError       tokenizer files and chat templates
+    │   ├── RequestError         one request:   EmptyPrompt · PromptTooLong · BadSampling · BadTokenId
+    │   └── SettingError         options and environment
+    └── DeviceError              the machine cannot do it: OutOfMemory · DeviceMissing
+
+Classes take facts and build the sentence: what was given, what is allowed, then a hint.
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class SoloistError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        message: what was given and what is allowed, one paragraph.
+        hint: what to do about it, one sentence; empty only where nothing can be done.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
+
+
+class UserError(SoloistError):
+    """Something given to Soloist cannot be used."""
+
+
+class DeviceError(SoloistError):
+    """The machine cannot do what was asked."""
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+
+class ConfigError(UserError):
+    """A configuration file cannot be read or asks for something that is not supported."""
+
+
+class MissingField(ConfigError):
+    """A field without which the model's function is unknown is absent."""
+
+    def __init__(self, file: str, field: str, expected: str) -> None:
+        super().__init__(
+            f"{file} has no field '{field}' (expected {expected})",
+            "the checkpoint is incomplete or older than its format; take the file from its source",
+        )
+        self.field = field
+
+
+class WrongType(ConfigError):
+    """A field holds a value of the wrong type or outside its range."""
+
+    def __init__(self, file: str, field: str, value: object, expected: str) -> None:
+        super().__init__(
+            f"{file}: field '{field}' is {value!r}, expected {expected}",
+            "correct the file, or take it from the checkpoint's source",
+        )
+        self.field = field
+
+
+class UnsupportedField(ConfigError):
+    """A field changes what the model computes in a way Soloist does not implement."""
+
+    def __init__(self, file: str, field: str, value: object, allowed: str, family: str) -> None:
+        super().__init__(
+            f"{file}: field '{field}' is {_short(value)}, which the family '{family}' does not "
+            f"implement (allowed: {allowed})",
+            "ignoring it would change the model's output; use a checkpoint without it, or add it to "
+            "the family (docs/adding-a-model.md)",
+        )
+        self.field = field
+
+
+class UnknownFamily(ConfigError):
+    """`model_type` names no family that Soloist knows."""
+
+    def __init__(self, file: str, model_type: str, supported: Iterable[str]) -> None:
+        super().__init__(
+            f"{file}: model_type '{model_type}' is not supported "
+            f"(supported: {', '.join(sorted(supported))})",
+            "docs/adding-a-model.md tells how to add a family",
+        )
+        self.model_type = model_type
+
+
+# --- checkpoint files ----------------------------------------------------------------------------
+
+
+class CheckpointError(UserError):
+    """The files of a model are absent, damaged or do not fit its configuration."""
+
+
+class ModelNotFound(CheckpointError):
+    """A model was named that is neither a folder, a hub id nor one that ships with Soloist."""
+
+    def __init__(self, given: str, shipped: Iterable[str]) -> None:
+        super().__init__(
+            f"no model '{given}': it is no folder on this machine, no hub id of the form "
+            f"'owner/name', and not one that ships with Soloist ({', '.join(sorted(shipped))})",
+            "check the path, or give a folder that holds config.json and *.safetensors",
+        )
+
+
+class MissingFile(CheckpointError):
+    """A file that the model needs is not in its folder."""
+
+    def __init__(self, folder: str, wanted: str, found: Sequence[str], hint: str = "") -> None:
+        shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
+        super().__init__(
+            f"{folder} holds no {wanted} (it holds: {shown})"
+            if found
+            else f"{folder} is empty; a model folder holds {wanted}",
+            hint or "download the model again, or point to the folder that holds its files",
+        )
+
+
+class TruncatedFile(CheckpointError):
+    """A file is shorter than its own header says, or has no readable header."""
+
+    def __init__(self, file: str, detail: str) -> None:
+        super().__init__(
+            f"{file} is damaged: {detail}",
+            "the download or copy was probably cut off; fetch this file again",
+        )
+
+
+class MissingTensor(CheckpointError):
+    """The checkpoint lacks a tensor that the configuration calls for."""
+
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{folder} lacks {len(names)} tensor{'s' * (len(names) > 1)} that config.json calls "
+            f"for: {_listed(names)}",
+            "config.json and the weights are from different models, or a shard is missing",
+        )
+
+
+class UnexpectedTensor(CheckpointError):
+    """The checkpoint holds a tensor that the configuration does not account for."""
+
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{folder} holds {len(names)} tensor{'s' * (len(names) > 1)} that config.json does not "
+            f"account for: {_listed(names)}",
+            "leaving them out would change the model's output; check that config.json belongs to "
+            "these weights",
+        )
+
+
+class WrongShape(CheckpointError):
+    """A tensor's shape contradicts the configuration."""
+
+    def __init__(self, tensor: str, seen: Sequence[int], wanted: Sequence[int]) -> None:
+        super().__init__(
+            f"tensor '{tensor}' has shape {list(seen)}, config.json calls for {list(wanted)}",
+            "config.json and the weights are from different models",
+        )
+
+
+class NotFinite(CheckpointError):
+    """A tensor holds NaN or infinite values."""
+
+    def __init__(self, tensor: str, count: int, total: int) -> None:
+        super().__init__(
+            f"tensor '{tensor}' holds {count:,} NaN or infinite values among {total:,}",
+            "the file is damaged or its conversion overflowed; fetch or convert it again",
+        )
+
+
+class DownloadFailed(CheckpointError):
+    """A model could not be fetched from the hub."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(
+            f"cannot fetch '{model}' from the hub: {reason}",
+            "check the name, the network and, for gated models, `hf auth login`; or give a local "
+            "folder",
+        )
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+class TokenizerError(UserError):
+    """A tokenizer or chat template is absent, damaged or cannot do what was asked."""
+
+
+# --- one request ---------------------------------------------------------------------------------
+
+
+class RequestError(UserError):
+    """One request cannot be served; the engine goes on."""
+
+
+class EmptyPrompt(RequestError):
+    """A prompt without a single token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the prompt is empty: generation needs at least one token to start from",
+            "give some text, for example --prompt 'def main():'",
+        )
+
+
+class PromptTooLong(RequestError):
+    """Prompt and requested tokens do not fit the context."""
+
+    def __init__(self, prompt_tokens: int, new_tokens: int, context_tokens: int) -> None:
+        room = context_tokens - prompt_tokens
+        super().__init__(
+            f"the prompt has {prompt_tokens:,} tokens and {new_tokens:,} new ones were asked for, "
+            f"but the context holds {context_tokens:,}; nothing was cut",
+            f"ask for at most {room:,} new tokens"
+            if room > 0
+            else f"shorten the prompt to at most {context_tokens - 1:,} tokens, or raise --context "
+            "if the model allows it",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class BadSampling(RequestError):
+    """A sampling value is out of range, or two of them contradict each other."""
+
+    def __init__(self, field: str, value: object, allowed: str, hint: str = "") -> None:
+        super().__init__(
+            f"{field} is {value!r} (allowed: {allowed})", hint or f"set {field} to an allowed value"
+        )
+        self.field = field
+
+
+class BadTokenId(RequestError):
+    """A token id outside the vocabulary."""
+
+    def __init__(self, field: str, token_id: int, vocab_size: int) -> None:
+        super().__init__(
+            f"{field}: token id {token_id} is outside the vocabulary (0 … {vocab_size - 1})",
+            "token ids belong to one tokenizer; check that these come from this model's",
+        )
+
+
+class SettingError(UserError):
+    """An option or an environment variable holds an unusable value."""
+
+    def __init__(self, setting: str, value: object, allowed: str, hint: str = "") -> None:
+        super().__init__(
+            f"{setting} is {value!r} (allowed: {allowed})",
+            hint or f"set {setting} to an allowed value",
+        )
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+class OutOfMemory(DeviceError):
+    """The model does not fit; nothing was allocated yet."""
+
+    def __init__(self, needed: str, needed_bytes: int, available_bytes: int, fits: str) -> None:
+        super().__init__(
+            f"{needed} needs {gigabytes(needed_bytes)} but {gigabytes(available_bytes)} is "
+            "available; nothing was allocated",
+            fits,
+        )
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class DeviceMissing(DeviceError):
+    """A device was asked for that this machine does not have."""
+
+    def __init__(self, given: str, available: Iterable[str]) -> None:
+        super().__init__(
+            f"device '{given}' is not available here (available: {', '.join(available)})",
+            "leave --device out to take the best one",
+        )
+
+
+def gigabytes(num_bytes: int) -> str:
+    """`num_bytes` for people, in decimal units: '12.8 GB', '640 MB', '3.1 kB'."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _short(value: object, most: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 1] + "…"
