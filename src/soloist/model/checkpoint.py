@@ -1,0 +1,181 @@
+"""The safetensors files of a model: which tensors they hold, checked before anything is read.
+
+Headers are read through the safetensors library, which maps the files into memory and verifies that
+every byte a header promises is there.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from soloist.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingFile,
+    MissingTensor,
+    TruncatedFile,
+    UnexpectedTensor,
+    WrongShape,
+)
+from soloist.model.dtype import Dtype
+from soloist.model.reading import read_json
+from soloist.model.tensors import TensorSpec
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor on disk."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, F16, F8_E4M3, …
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened set of safetensors files: names, shapes and places, no data."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def dtype(self) -> Dtype:
+        """The type that most tensors are stored in.
+
+        Raises:
+            CheckpointError: a tensor has a type that is no plain float.
+        """
+        counts: dict[str, int] = {}
+        for stored in self.tensors.values():
+            counts[stored.dtype] = counts.get(stored.dtype, 0) + 1
+        return stored_dtype(self, max(counts, key=lambda name: counts[name]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files, in order of name."""
+        return sorted({stored.file for stored in self.tensors.values()})
+
+    def check(self, specs: Iterable[TensorSpec], ignored: Iterable[str] = ()) -> None:
+        """Hold the files against what the configuration calls for.
+
+        Raises:
+            MissingTensor, UnexpectedTensor, WrongShape: naming the tensors.
+        """
+        wanted = {source.name: source.shape for spec in specs for source in spec.sources}
+        missing = sorted(wanted.keys() - self.tensors.keys())
+        if missing:
+            raise MissingTensor(str(self.folder), missing)
+        patterns = [re.compile(pattern) for pattern in ignored]
+        unexpected = [
+            name
+            for name in sorted(self.tensors.keys() - wanted.keys())
+            if not any(pattern.fullmatch(name) for pattern in patterns)
+        ]
+        if unexpected:
+            raise UnexpectedTensor(str(self.folder), unexpected)
+        for name, shape in wanted.items():
+            if self.tensors[name].shape != shape:
+                raise WrongShape(name, self.tensors[name].shape, shape)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a single or sharded safetensors checkpoint.
+
+    Raises:
+        CheckpointError: files are missing, cut off, or disagree with their index.
+    """
+    index = folder / INDEX_FILE
+    files = _shards(folder, index) if index.exists() else [_single(folder)]
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for stored in _header(file):
+            if stored.name in tensors:
+                raise CheckpointError(
+                    f"tensor '{stored.name}' stands in {tensors[stored.name].file.name} and in "
+                    f"{file.name}",
+                    "remove the copy that does not belong to this checkpoint",
+                )
+            tensors[stored.name] = stored
+    if not tensors:
+        raise TruncatedFile(str(files[0]), "it holds no tensors")
+    return Checkpoint(folder, tensors)
+
+
+def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library's handle is untyped
+    """Map one safetensors file; `framework` is 'np' for headers and 'pt' for tensors.
+
+    Raises:
+        TruncatedFile: its header or length is wrong.
+    """
+    try:
+        return safe_open(file, framework=framework)
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise TruncatedFile(str(file), f"{error} (the file has {size:,} bytes)") from error
+
+
+def stored_dtype(checkpoint: Checkpoint, name: str) -> Dtype:
+    """Our type for one that safetensors names, or an error that says what is supported."""
+    try:
+        return {"F32": Dtype.FP32, "BF16": Dtype.BF16, "F16": Dtype.FP16}[name]
+    except KeyError:
+        raise CheckpointError(
+            f"{checkpoint.folder} stores tensors as {name} (supported: F32, BF16, F16)",
+            "use the unquantised checkpoint of this model",
+        ) from None
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    handle = open_file(file, "np")
+    with handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return [
+            StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        ]
+
+
+def _single(folder: Path) -> Path:
+    file = folder / SINGLE_FILE
+    if file.exists():
+        return file
+    found = sorted(p.name for p in folder.iterdir())
+    others = [name for name in found if name.endswith((".bin", ".pth", ".gguf", ".pt"))]
+    hint = (
+        f"{others[0]} is in a format that Soloist does not load; get the safetensors version"
+        if others
+        else ""
+    )
+    raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint)
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ConfigError(
+            f"{index} has no usable 'weight_map'", "fetch the file again from its source"
+        )
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            found = sorted(p.name for p in folder.iterdir())
+            raise MissingFile(
+                str(folder),
+                f"shard {name}, one of {len(names)} that {INDEX_FILE} lists",
+                found,
+                "fetch the missing shard",
+            )
+    return [folder / name for name in names]

@@ -1,0 +1,64 @@
+"""The families that Soloist loads: one file each, one row of the table.
+
+A family file has two functions and one tuple:
+
+    read(fields)     config.json → ModelConfig, refusing what it does not implement
+    tensors(config)  ModelConfig → the tensors of a checkpoint
+    IGNORED          patterns of checkpoint tensors that carry no weights
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from soloist.errors import MissingField, UnknownFamily, WrongType
+from soloist.model.config import ModelConfig
+from soloist.model.families import laneformer, llama, mistral, qwen2, qwen3, smollm3
+from soloist.model.reading import Fields, read_json
+from soloist.model.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read one `model_type`."""
+
+    read: Callable[[Fields], ModelConfig]
+    tensors: Callable[[ModelConfig], tuple[TensorSpec, ...]]
+    ignored: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "llama": Family(llama.read, llama.tensors, llama.IGNORED),
+    "mistral": Family(mistral.read, mistral.tensors),
+    "qwen2": Family(qwen2.read, qwen2.tensors),
+    "qwen3": Family(qwen3.read, qwen3.tensors),
+    "smollm3": Family(smollm3.read, smollm3.tensors),
+    "laneformer": Family(laneformer.read, laneformer.tensors),
+    "laneformer_tp": Family(laneformer.read, laneformer.tensors),
+}
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The model that a `config.json` describes.
+
+    Raises:
+        ConfigError: the file is damaged, its family unknown, or a field is missing, mistyped or
+            asks for something that the family does not implement.
+    """
+    values = read_json(path)
+    model_type = values.get("model_type")
+    if model_type is None:
+        raise MissingField(str(path), "model_type", f"one of {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str):
+        raise WrongType(str(path), "model_type", model_type, f"one of {', '.join(FAMILIES)}")
+    if model_type not in FAMILIES:
+        raise UnknownFamily(str(path), model_type, FAMILIES)
+    fields = Fields(values, str(path), model_type)
+    config = FAMILIES[model_type].read(fields)
+    fields.refuse_rest()
+    return config
+
+
+def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """The tensors that `config` calls for."""
+    return FAMILIES[config.family].tensors(config)

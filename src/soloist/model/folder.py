@@ -1,0 +1,73 @@
+"""From what a user types to a folder of files: a path, a shipped model or a hub id."""
+
+import re
+from pathlib import Path
+
+from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+
+SHIPPED = ("etude", "etude-draft")
+CONFIG_FILE = "config.json"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+# What a model needs; conversions to other formats in the same repository stay where they are.
+_WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
+
+
+def find_model(given: str, *, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder of a model, fetched from the hub if `given` is a hub id.
+
+    Args:
+        given: a folder, the name of a shipped model, or 'owner/name' on the hub.
+        revision: branch, tag or commit on the hub.
+        offline: use only what the local hub cache holds.
+
+    Raises:
+        CheckpointError: nothing of that name, an empty folder, or a failed download.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.is_file():
+        raise CheckpointError(
+            f"{given} is a file; a model is a folder that holds {CONFIG_FILE} and *.safetensors",
+            f"give the folder: {path.parent}",
+        )
+    if given in SHIPPED:
+        return _checked(shipped_folder(given))
+    if _HUB_ID.fullmatch(given):
+        return _checked(_download(given, revision, offline=offline))
+    raise ModelNotFound(given, SHIPPED)
+
+
+def shipped_folder(name: str) -> Path:
+    """Where the files of a shipped model are."""
+    return Path(__file__).parent.parent / "models" / name
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / CONFIG_FILE).is_file():
+        raise MissingFile(str(folder), CONFIG_FILE, sorted(p.name for p in folder.iterdir()))
+    return folder
+
+
+def _download(hub_id: str, revision: str | None, *, offline: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(_WANTED),
+                ignore_patterns=list(_UNWANTED),
+                local_files_only=offline,
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        reason = "it is not in the local cache" + ("" if offline else " and the hub is unreachable")
+        raise DownloadFailed(hub_id, reason) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise DownloadFailed(hub_id, str(error).strip().splitlines()[0]) from error

@@ -1,0 +1,182 @@
+"""Strict, typed reading of config.json: every field is read, known to be harmless, or refused.
+
+A family asks for its fields one by one; `refuse_rest` then names whatever nobody asked for.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from soloist.errors import ConfigError, MissingField, UnsupportedField, WrongType
+
+REQUIRED: Final = object()
+
+# Fields that say who made a file or steer training, generation defaults or a framework. None of
+# them changes the function that maps tokens to logits.
+HARMLESS: Final = frozenset(
+    """
+    _attn_implementation_autoset _flash_attn_2_enabled _name_or_path architectures attention_dropout auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward 
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder
+    label2id length_penalty max_length max_window_layers min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ConfigError: not readable, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as JSON: {error}", "fetch the file again from its source"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{path} holds a JSON {type(value).__name__}, expected an object",
+            "fetch the file again from its source",
+        )
+    return value
+
+
+class Fields:
+    """The fields of one configuration file and which of them have been asked for.
+
+    Args:
+        values: the parsed JSON object.
+        file: its path, for messages.
+        family: who reads, for messages.
+        prefix: path of an enclosing field, for messages ('rope_scaling.').
+    """
+
+    def __init__(self, values: Mapping[str, Any], file: str, family: str, prefix: str = "") -> None:
+        self._values = values
+        self._asked: set[str] = set()
+        self.file = file
+        self.family = family
+        self._prefix = prefix
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, default: Any = REQUIRED, *, minimum: int = 1) -> Any:  # noqa: ANN401
+        """A whole number of at least `minimum`; `default` where the field is absent or null."""
+        expected = f"a whole number of at least {minimum}"
+        value = self._take(name, default, expected)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(name, value, expected)
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED, *, above: float = 0.0) -> Any:  # noqa: ANN401
+        """A finite number greater than `above`."""
+        expected = f"a number greater than {above:g}"
+        value = self._take(name, default, expected)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, expected)
+        if not math.isfinite(value) or value <= above:
+            raise self._wrong(name, value, expected)
+        return float(value)
+
+    def flag(self, name: str, default: Any = REQUIRED) -> Any:  # noqa: ANN401
+        """True or false."""
+        value = self._take(name, default, "true or false")
+        if value is not default and not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, allowed: Sequence[str], default: Any = REQUIRED) -> Any:  # noqa: ANN401
+        """One of `allowed`; any other text is refused as unsupported."""
+        value = self._take(name, default, f"one of {', '.join(allowed)}")
+        if value is default:
+            return value
+        if not isinstance(value, str):
+            raise self._wrong(name, value, f"one of {', '.join(allowed)}")
+        if value not in allowed:
+            raise self.unsupported(name, value, ", ".join(allowed))
+        return value
+
+    def integers(self, name: str, default: Any = REQUIRED) -> Any:  # noqa: ANN401
+        """A list of whole numbers of at least 0."""
+        value = self._take(name, default, "a list of whole numbers")
+        if value is default:
+            return value
+        if not isinstance(value, list) or any(
+            isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value
+        ):
+            raise self._wrong(name, value, "a list of whole numbers of at least 0")
+        return value
+
+    def texts(self, name: str, length: int, allowed: Sequence[str]) -> list[str] | None:
+        """A list of `length` words out of `allowed`, or None where the field is absent."""
+        value = self._take(name, None, "a list")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length:
+            raise self._wrong(name, value, f"a list of {length} entries")
+        for entry in value:
+            if entry not in allowed:
+                raise self.unsupported(name, entry, ", ".join(allowed))
+        return value
+
+    def group(self, name: str) -> "Fields | None":
+        """The fields of a nested object, or None where it is absent or null."""
+        value = self._take(name, None, "an object")
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return Fields(value, self.file, self.family, f"{self._prefix}{name}.")
+
+    def only(self, name: str, wanted: object) -> None:
+        """The field must be absent, null or equal to `wanted`: nothing else is implemented."""
+        value = self._take(name, None, repr(wanted))
+        if value is not None and value != wanted:
+            raise self.unsupported(name, value, repr(wanted))
+
+    def ignore(self, *names: str) -> None:
+        """Fields of this family that do not change its function."""
+        self._asked.update(names)
+
+    def refuse_rest(self, harmless: frozenset[str] = HARMLESS) -> None:
+        """Refuse, by name, a field with a value that nobody asked for.
+
+        Raises:
+            UnsupportedField: naming the first such field.
+        """
+        for name, value in self._values.items():
+            if name not in self._asked and name not in harmless and value is not None:
+                raise self.unsupported(name, value, "absent")
+
+    def unsupported(self, name: str, value: object, allowed: str) -> UnsupportedField:
+        """The error for a value that would change the model's function."""
+        return UnsupportedField(self.file, self._prefix + name, value, allowed, self.family)
+
+    def _take(self, name: str, default: object, expected: str) -> Any:  # noqa: ANN401
+        self._asked.add(name)
+        value = self._values.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise MissingField(self.file, self._prefix + name, expected)
+            return default
+        return value
+
+    def _wrong(self, name: str, value: object, expected: str) -> WrongType:
+        return WrongType(self.file, self._prefix + name, value, expected)

@@ -1,0 +1,50 @@
+"""Which tensors a model consists of and where a checkpoint keeps them. Pure: names and shapes.
+
+A `TensorSpec` is one tensor of the engine, often several of the checkpoint's put together: q, k and
+v are one matrix here, and so are gate and up. Matrices are [out, in], as checkpoints have them; in
+a model with lanes every per-lane tensor has the lane first.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the engine: its sources, concatenated along `axis`."""
+
+    name: str
+    sources: tuple[Source, ...]
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after concatenation."""
+        first = self.sources[0].shape
+        joined = sum(s.shape[self.axis] for s in self.sources)
+        return (*first[: self.axis], joined, *first[self.axis + 1 :])
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in the tensor."""
+        return math.prod(self.shape)
+
+
+def parameters(specs: Iterable[TensorSpec]) -> int:
+    """Parameters of a model; a tied head is counted once, as it is stored once."""
+    return sum(spec.num_values for spec in specs)
+
+
+def streamed_values(specs: Iterable[TensorSpec], *, tied_head: bool) -> int:
+    """Numbers that one decode step at batch 1 has to read: all weights, but of an untied embedding
+    only the row that is looked up (left out here as too small to matter)."""
+    return sum(s.num_values for s in specs if tied_head or s.name != "embedding")

@@ -1,0 +1,120 @@
+"""From checkpoint files to the tensors of a model: mapped, joined, converted and checked."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soloist.errors import NotFinite
+from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
+from soloist.model.dtype import Dtype
+from soloist.model.tensors import TensorSpec
+
+TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading has come, in bytes of the checkpoint."""
+
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Rate so far."""
+        return self.done_bytes / max(self.elapsed_s, 1e-9) / 1e9
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    specs: Iterable[TensorSpec],
+    dtype: Dtype,
+    device: torch.device,
+    on_progress: Callable[[LoadProgress], None] = lambda _: None,
+) -> Weights:
+    """Read every tensor that `specs` call for; the checkpoint was held against them before.
+
+    Raises:
+        NotFinite: a tensor holds NaN or infinite values, as stored or after conversion.
+        CheckpointError: a tensor's format is not supported.
+    """
+    specs = tuple(specs)
+    weights: Weights = {}
+    sizes = {s.name: _stored_bytes(checkpoint, s.name) for spec in specs for s in spec.sources}
+    total, done, start = sum(sizes.values()), 0, time.perf_counter()
+    with ExitStack() as stack:
+        handles = _Handles(stack)
+        for spec in specs:
+            joined = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device=device)
+            parts = _parts(joined, spec)
+            for source, part in zip(spec.sources, parts, strict=True):
+                stored = handles.open(checkpoint.tensors[source.name].file).get_tensor(source.name)
+                part.copy_(stored)
+                _require_finite(source.name, part)
+                done += sizes[source.name]
+                on_progress(LoadProgress(done, total, time.perf_counter() - start))
+            weights[spec.name] = joined
+    return weights
+
+
+def random_weights(
+    specs: Iterable[TensorSpec], dtype: Dtype, device: torch.device, seed: int = 0
+) -> Weights:
+    """Weights for benchmarks: normal values scaled so that activations keep their size."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    weights: Weights = {}
+    for spec in specs:
+        values = torch.empty(spec.shape, dtype=torch.float32, device=device)
+        if spec.name.endswith("norm"):
+            values.fill_(1.0)
+        else:
+            values.normal_(0.0, spec.shape[-1] ** -0.5, generator=generator)
+        weights[spec.name] = values.to(TORCH_DTYPES[dtype])
+    return weights
+
+
+class _Handles:
+    """Open each file once."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+
+    def open(self, file: Path) -> Any:  # noqa: ANN401 - the library's handle is untyped
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(open_file(file, "pt"))
+        return self._open[file]
+
+
+def _parts(joined: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
+    start = 0
+    for source in spec.sources:
+        rows = source.shape[spec.axis]
+        yield joined.narrow(spec.axis, start, rows)
+        start += rows
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    stored = checkpoint.tensors[name]
+    count = 1
+    for size in stored.shape:
+        count *= size
+    return count * stored_dtype(checkpoint, stored.dtype).num_bytes
+
+
+def _require_finite(name: str, values: Tensor) -> None:
+    # One sum finds every NaN and infinity in a single pass; the exact count is for the message.
+    if torch.isfinite(values.sum(dtype=torch.float32)):
+        return
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        raise NotFinite(name, bad, values.numel())

@@ -1,0 +1,96 @@
+"""The interface that every reference model offers: allocate a cache, step over tokens."""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from soloist.model.config import ModelConfig
+from soloist.model.weights import Weights
+from soloist.reference.blocks import Rotary, Step
+from soloist.reference.cache import KVCache, Scratch
+
+LogitRows = Literal["none", "last", "all"]
+
+# Steps of at most this many tokens keep their scratch; what longer ones took is given back.
+KEPT_TOKENS = 8
+
+
+class Reference(ABC):
+    """A model with its weights on one torch device.
+
+    Args:
+        config: what it computes.
+        weights: one tensor for each `TensorSpec`, all of one dtype on one device.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self._embedding = weights["embedding"]
+        self._head = weights["embedding"] if config.tied_head else weights["head"]
+        self._epsilon = config.norm_epsilon
+        self._scratch = Scratch(self.device)
+        self._rotary: Rotary | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        return self._embedding.dtype
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty KV cache for one sequence of up to `capacity` tokens."""
+        if self._rotary is None or self._rotary.cos.shape[0] < capacity:
+            head_dim = self.config.layers[0].attention.head_dim
+            self._rotary = Rotary(self.config.rope, head_dim, capacity, self.device)
+        return KVCache(self._cache_shapes(), capacity, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, position: int, cache: KVCache, rows: LogitRows = "last"
+    ) -> Tensor | None:
+        """Run T consecutive tokens of one sequence.
+
+        Args:
+            token_ids: [T] int64 on this device.
+            position: of the first token; the cache holds everything before it.
+            cache: gains the keys and values of these positions.
+            rows: for which tokens logits are wanted.
+
+        Returns:
+            fp32 logits [T, V] or [1, V], or None; for small T valid until the next call.
+        """
+        num_tokens = token_ids.shape[0]
+        assert position + num_tokens <= cache.capacity, "the caller checked the context"
+        assert self._rotary is not None, "the cache came from new_cache"
+        step = Step(position, num_tokens, self._rotary, cache, self._scratch)
+        streams = self._streams(token_ids, step)
+        logits = None
+        if rows != "none":
+            logits = self._logits(streams[..., -1:, :] if rows == "last" else streams, step)
+        if num_tokens > KEPT_TOKENS:
+            self._scratch = Scratch(self.device)
+        return logits
+
+    @abstractmethod
+    def _cache_shapes(self) -> list[tuple[int, int]]:
+        """(KV heads, head dimension) of every attention block."""
+
+    @abstractmethod
+    def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
+        """Residual stream(s) [..., T, H] after the last layer, fp32."""
+
+    @abstractmethod
+    def _logits(self, streams: Tensor, step: Step) -> Tensor:
+        """fp32 logits [T, V] of the given rows of the streams."""
+
+
+def layer_weights(weights: Weights, layer: int) -> Weights:
+    """The tensors of one layer under their names without 'layers.N.'."""
+    prefix = f"layers.{layer}."
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
