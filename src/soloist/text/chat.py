@@ -1,0 +1,216 @@
+"""Renders a conversation to the prompt a model was trained on, with the model's own template.
+
+The text equals what transformers' `apply_chat_template(tokenize=False)` gives, character by
+character. Knows nothing of tokens: encode the prompt with `add_special_tokens=False`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+
+from soloist.errors import RequestError, TokenizerError
+from soloist.text.files import read_json, read_special_tokens, read_text
+from soloist.text.jinja import Refusal, environment
+from soloist.text.messages import Message, Tool, plain, plain_messages, plain_tools
+
+# Stands for the end of the message to continue while the template runs. The last character tells
+# whether the template trims what it prints.
+_MARK = "CONTINUE_FINAL_MESSAGE_HERE "
+
+
+class ChatTemplate:
+    """The chat templates of one model.
+
+    Attributes:
+        names: the templates there are; `default` is taken unless tools are given and there is a
+            `tool_use`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+        file: str = "chat template",
+    ) -> None:
+        """Compile templates by name.
+
+        Args:
+            sources: template text by name.
+            special_tokens: variables that templates see, such as `bos_token`.
+            now: the clock behind `strftime_now`.
+            file: where the templates are from, for errors.
+        """
+        self._file = file
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens or {})
+        made = environment(now)
+        try:
+            self._templates: dict[str, Template] = {
+                name: made.from_string(source) for name, source in sources.items()
+            }
+        except TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"{file}: the chat template has a syntax error in line {error.lineno}: "
+                f"{error.message}",
+                "take the file again from the checkpoint's source",
+            ) from error
+
+    @classmethod
+    def from_folder(
+        cls, path: Path, *, now: Callable[[], datetime] = datetime.now
+    ) -> "ChatTemplate":
+        """The templates of a model folder.
+
+        `chat_template.jinja` and `additional_chat_templates/*.jinja` go before `chat_template` in
+        tokenizer_config.json, which is a text or a list of names and texts.
+        """
+        file, sources = _read_sources(path)
+        if not sources:
+            raise TokenizerError(
+                f"{path} has no chat template, so a conversation cannot be turned into a prompt",
+                "use plain completion: this model continues text",
+            )
+        return cls(
+            sources,
+            special_tokens=read_special_tokens(path).named,
+            now=now,
+            file=str(file),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the templates."""
+        return tuple(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        **variables: object,
+    ) -> str:
+        """The prompt for `messages`, special tokens included.
+
+        Encode it with `add_special_tokens=False`: templates write the beginning-of-sequence token
+        themselves, and a second one changes what models answer.
+
+        Args:
+            messages: objects with `role` and `content`, and whatever else the template reads.
+            tools: JSON schemas of the functions the model may call.
+            add_generation_prompt: end with the head of the assistant's answer; by default unless
+                the final message is continued.
+            continue_final_message: end within the final message, for the model to go on there.
+            template: name of the template, by default chosen as `names` says.
+            variables: further switches of the template, such as `enable_thinking`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true: a prompt ends "
+                "either within the final message or with the head of a new one",
+                "set only one of them",
+            )
+        name = self._chosen(template, with_tools=tools is not None)
+        chat = plain_messages(messages)
+        final_text = _mark_final(chat) if continue_final_message else ""
+        prompt = self._run(
+            name,
+            messages=chat,
+            tools=plain_tools(tools),
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            variables={key: plain(value, key) for key, value in variables.items()},
+        )
+        return _cut_at_mark(prompt, final_text) if continue_final_message else prompt
+
+    def _chosen(self, name: str | None, *, with_tools: bool) -> str:
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError(
+                f"{self._file} has no chat template '{name}' (it has: {', '.join(self.names)})",
+                "name one of these",
+            )
+        return name
+
+    def _run(self, name: str, *, variables: Mapping[str, object], **given: object) -> str:
+        # Templates may ask whether `documents` is given; there it is always defined, as null.
+        context = {"documents": None, **self._special_tokens, **variables, **given}
+        try:
+            return self._templates[name].render(context)
+        except Refusal as refusal:
+            raise RequestError(
+                f"the model's chat template refuses this conversation: {refusal.message}",
+                "change the conversation as the sentence says; it comes from the model's makers",
+            ) from refusal
+        except (
+            TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+            RecursionError,
+        ) as error:  # fmt: skip
+            raise RequestError(
+                f"the model's chat template ({self._file}) fails on this conversation: {error}",
+                "it may call for fields or variables that are not given; compare with the model's "
+                "documentation",
+            ) from error
+
+
+def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
+    file = folder / "chat_template.jinja"
+    sources = {"default": read_text(file)} if file.is_file() else {}
+    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[extra.stem] = read_text(extra)
+    if sources:
+        return file, sources
+    file = folder / "tokenizer_config.json"
+    match read_json(file).get("chat_template"):
+        case None:
+            return file, {}
+        case str(source):
+            return file, {"default": source}
+        case list(entries):
+            for entry in entries:
+                match entry:
+                    case {"name": str(name), "template": str(source)}:
+                        sources[name] = source
+                    case _:
+                        break
+            else:
+                return file, sources
+    raise TokenizerError(
+        f"{file}: field 'chat_template' is neither a text nor a list of names and texts",
+        "take the file again from the checkpoint's source",
+    )
+
+
+def _mark_final(chat: list[dict[str, object]]) -> str:
+    """Put the mark at the end of the final message's text; return the text without it."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _MARK
+        return content
+    for part in reversed(content if isinstance(content, list) else []):
+        if isinstance(text := part.get("text"), str):
+            part["text"] = text + _MARK
+            return text
+    raise RequestError(
+        f"messages[{len(chat) - 1}] has no text to continue",
+        "give its content as a text, or leave continue_final_message out",
+    )
+
+
+def _cut_at_mark(prompt: str, final_text: str) -> str:
+    at = prompt.rfind(_MARK.strip())
+    if at < 0 or final_text.strip() not in prompt:
+        raise RequestError(
+            "the chat template leaves out or rewrites the final message, so it cannot be continued",
+            "end with another message, or leave continue_final_message out",
+        )
+    before = prompt[:at]
+    return before if prompt.startswith(_MARK, at) else before.rstrip()

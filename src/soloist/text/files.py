@@ -1,0 +1,135 @@
+"""Reads the JSON files of a model folder and the special tokens they name.
+
+Special tokens are written in up to four places that overrule each other; this file knows the order.
+It knows nothing of how text becomes tokens.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from soloist.errors import TokenizerError, WrongType
+
+_STANDARD_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens of one model folder.
+
+    Attributes:
+        named: token by name, as chat templates see them: `bos_token`, `eos_token`, ….
+        extra: further special tokens, without a name.
+        added: tokens listed with their id and matching rules outside of tokenizer.json.
+    """
+
+    named: Mapping[str, str]
+    extra: tuple[str, ...]
+    added: Mapping[int, AddedToken]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that exists; refuses one that is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"byte {error.start} is not UTF-8") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no such file; refuses anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} (line {error.lineno}, column {error.colno})"
+        raise _damaged(path, f"not valid JSON: {detail}") from error
+    if not isinstance(content, dict):
+        raise _damaged(path, f"holds a {type(content).__name__} where an object is expected")
+    return content
+
+
+def read_special_tokens(folder: Path) -> SpecialTokens:
+    """Special tokens from tokenizer_config.json and the older files beside it.
+
+    A config with `added_tokens_decoder` stands alone. Older checkpoints lack it; there
+    special_tokens_map.json overrules the config, and added_tokens.json gives further ids.
+    """
+    config_path = folder / "tokenizer_config.json"
+    fields = read_json(config_path)
+    listed = fields.get("added_tokens_decoder")
+    if listed is not None:
+        return _special_tokens(fields, _added_tokens(listed, config_path), config_path)
+    map_path = folder / "special_tokens_map.json"
+    fields = fields | read_json(map_path)
+    special = _special_tokens(fields, {}, config_path)
+    texts = {*special.named.values(), *special.extra}
+    added = {
+        token_id: AddedToken(content, special=content in texts, normalized=content not in texts)
+        for content, token_id in read_json(folder / "added_tokens.json").items()
+    }
+    return SpecialTokens(special.named, special.extra, added)
+
+
+def read_eos_ids(folder: Path) -> frozenset[int]:
+    """Ids that end generation: generation_config.json, else config.json, else none."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise WrongType(
+                str(folder / name), "eos_token_id", value, "a token id or a list of them"
+            )
+        return frozenset(ids)
+    return frozenset()
+
+
+def _special_tokens(
+    fields: Mapping[str, Any], added: Mapping[int, AddedToken], path: Path
+) -> SpecialTokens:
+    named = {
+        key: _content(value, key, path)
+        for key, value in fields.items()
+        if (key in _STANDARD_NAMES and value is not None)
+        or (key.endswith("_token") and isinstance(value, str | dict))
+    }
+    extra: list[str] = []
+    for key in _EXTRA_LISTS:
+        value = fields.get(key) or ()
+        if isinstance(value, dict):
+            named |= {name: _content(token, f"{key}.{name}", path) for name, token in value.items()}
+        elif isinstance(value, list | tuple):
+            extra += [_content(token, key, path) for token in value]
+        else:
+            raise _damaged(path, f"field '{key}' is {value!r}, expected a list of tokens")
+    return SpecialTokens(named, tuple(dict.fromkeys(extra)), added)
+
+
+def _added_tokens(listed: Mapping[str, Any], path: Path) -> dict[int, AddedToken]:
+    try:
+        return {int(token_id): AddedToken(**rules) for token_id, rules in dict(listed).items()}
+    except (TypeError, ValueError) as error:
+        raise _damaged(path, f"field 'added_tokens_decoder' cannot be read: {error}") from error
+
+
+def _content(token: object, key: str, path: Path) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise _damaged(path, f"field '{key}' is {token!r}, expected a token's text or its rules")
+    return content
+
+
+def _damaged(path: Path, detail: str) -> TokenizerError:
+    return TokenizerError(
+        f"{path} is damaged: {detail}", "take the file again from the checkpoint's source"
+    )

@@ -1,0 +1,217 @@
+"""Text to token ids and back, equal to what transformers makes of the same model folder.
+
+Reads tokenizer.json and the small files beside it. Knows neither models nor requests.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from soloist.errors import MissingFile, RequestError, TokenizerError
+from soloist.text.decoder import Decoder
+from soloist.text.detokenizer import Detokenizer
+from soloist.text.files import SpecialTokens, read_eos_ids, read_json, read_special_tokens
+from soloist.text.metaspace import SPACE_MARK, follow_llama_class
+
+# Marks before prefix, suffix and middle, one row per way of spelling them.
+_FIM_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 – the bars are meant
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    Attributes:
+        vocab_size: one more than the largest token id.
+        special_tokens: special token by name (`bos_token`, …), as chat templates see it.
+        special_ids: ids that `decode` leaves out unless told otherwise.
+        eos_ids: ids that end generation; empty if the model names none.
+        bos_id: the id of `bos_token`, if the model names one.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
+        file: str = "tokenizer.json",
+    ) -> None:
+        """Wrap a `tokenizers` tokenizer; `file` is its name in errors."""
+        if backend.decoder is None:
+            raise TokenizerError(
+                f"{file} has no decoder, so its tokens cannot be turned back into text",
+                "take the file again from the checkpoint's source",
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._file = file
+        self._decoder = Decoder(json.loads(backend.decoder.__getstate__()), file)
+        self.special_tokens = dict(special_tokens or {})
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.bos_id = self._named_id("bos_token")
+        self.eos_ids = frozenset(eos_ids)
+        if not self.eos_ids and (eos_id := self._named_id("eos_token")) is not None:
+            self.eos_ids = frozenset([eos_id])
+
+    @classmethod
+    def from_folder(cls, path: Path) -> "Tokenizer":
+        """The tokenizer of a model folder.
+
+        As in transformers, a beginning-of-sequence token is added only if the post-processor of
+        tokenizer.json adds one; `add_bos_token` in tokenizer_config.json has no say.
+        `eos_ids` come from generation_config.json, else config.json, else `eos_token`.
+        """
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise _no_tokenizer(path)
+        backend = _read_backend(file)
+        follow_llama_class(backend, path)
+        special = read_special_tokens(path)
+        _add_missing(backend, special, file)
+        config = read_json(path / "tokenizer_config.json")
+        backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+        if config.get("clean_up_tokenization_spaces") and not isinstance(backend.model, models.BPE):
+            raise TokenizerError(
+                f"{path / 'tokenizer_config.json'}: clean_up_tokenization_spaces is true, which is "
+                "supported for BPE tokenizers only (there it has no effect)",
+                "set it to false if the model's text needs no cleaning",
+            )
+        return cls(
+            backend,
+            special_tokens=special.named,
+            eos_ids=read_eos_ids(path),
+            file=str(file),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`. A special token written out in it becomes that token.
+
+        A rendered chat prompt holds its own special tokens: encode it with
+        `add_special_tokens=False`, or models with a beginning-of-sequence token get two.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds half a surrogate pair at position {error.start}, which is no "
+                "character",
+                "decode the text as UTF-8 or UTF-16 before passing it on",
+            ) from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's spelling of one token, None for an id without one."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text, away from the text's start."""
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else self._decoder.token_bytes(token)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental twin of `decode`, fed with the spellings of tokens."""
+        return self._decoder.start()
+
+    def fim_prompt(self, prefix: str, suffix: str) -> list[int]:
+        """The prompt to which a model answers with what belongs between `prefix` and `suffix`."""
+        prefix_mark, suffix_mark, middle_mark = self._fim_ids()
+        start = self.encode("")[:1]
+        return [
+            *(start if start == [self.bos_id] else []),
+            prefix_mark,
+            *self.encode(prefix, add_special_tokens=False),
+            suffix_mark,
+            *self._encode_inside(suffix),
+            middle_mark,
+        ]
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """The ids of `text` without the space that a tokenizer may put at a text's start."""
+        newline = self.encode("\n", add_special_tokens=False)
+        if not (newline and (self.token(newline[0]) or "").startswith(SPACE_MARK)):
+            return self.encode(text, add_special_tokens=False)
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        if ids[: len(newline)] != newline:
+            return self.encode(text, add_special_tokens=False)
+        return ids[len(newline) :]
+
+    def _fim_ids(self) -> tuple[int, ...]:
+        for marks in _FIM_MARKS:
+            ids = [self._backend.token_to_id(mark) for mark in marks]
+            known = tuple(token_id for token_id in ids if token_id is not None)
+            if len(known) == len(marks):
+                return known
+        raise TokenizerError(
+            f"{self._file} has no fill-in-the-middle tokens (known: "
+            f"{'; '.join(' '.join(marks) for marks in _FIM_MARKS)})",
+            "give only a prefix, or use a code model trained to fill in the middle",
+        )
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    read_json(file)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(
+            f"{file} is damaged or of a kind that tokenizers {tokenizers.__version__} cannot read: "
+            f"{error}",
+            "take the file again from the checkpoint's source, or update tokenizers",
+        ) from error
+
+
+def _add_missing(backend: tokenizers.Tokenizer, special: SpecialTokens, file: Path) -> None:
+    """Add the tokens that only the files beside tokenizer.json know."""
+    present = backend.get_added_tokens_decoder()
+    rules = {repr(token) for token in present.values()}
+    tokens = [token for _, token in sorted(special.added.items()) if repr(token) not in rules]
+    seen = {token.content for token in [*present.values(), *tokens]}
+    tokens += [
+        AddedToken(content, special=True)
+        for content in dict.fromkeys([*special.named.values(), *special.extra])
+        if content not in seen
+    ]
+    backend.add_tokens(tokens)
+    for token_id, token in special.added.items():
+        if (given := backend.token_to_id(token.content)) != token_id:
+            raise TokenizerError(
+                f"{file.parent}: token '{token.content}' has id {token_id} beside tokenizer.json "
+                f"but {given} with it",
+                "the files are from different tokenizers; take them from one source",
+            )
+
+
+def _no_tokenizer(folder: Path) -> MissingFile | TokenizerError:
+    if not folder.is_dir():
+        return TokenizerError(f"{folder} is no folder", "give the folder that holds tokenizer.json")
+    found = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".model") or name == "tekken.json" for name in found):
+        hint = (
+            "the tokenizer is there in another format; load it once with transformers' "
+            "AutoTokenizer and save it with save_pretrained, which writes tokenizer.json"
+        )
+        return MissingFile(str(folder), "tokenizer.json", found, hint)
+    return MissingFile(str(folder), "tokenizer.json", found)
