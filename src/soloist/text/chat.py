@@ -76,7 +76,7 @@ class ChatTemplate:
             )
         return cls(
             sources,
-            special_tokens=read_special_tokens(path).named,
+            special_tokens=read_special_tokens(path).texts,
             now=now,
             file=str(file),
         )

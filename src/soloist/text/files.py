@@ -17,6 +17,7 @@ from soloist.errors import TokenizerError, WrongType
 _STANDARD_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+_MATCHING_RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -25,14 +26,19 @@ class SpecialTokens:
     """The special tokens of one model folder.
 
     Attributes:
-        named: token by name, as chat templates see them: `bos_token`, `eos_token`, ….
+        named: token by name: `bos_token`, `eos_token`, ….
         extra: further special tokens, without a name.
-        added: tokens listed with their id and matching rules outside of tokenizer.json.
+        added: tokens listed with their id outside of tokenizer.json, special or not.
     """
 
-    named: Mapping[str, str]
-    extra: tuple[str, ...]
+    named: Mapping[str, AddedToken]
+    extra: tuple[AddedToken, ...]
     added: Mapping[int, AddedToken]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text of each named token, as chat templates see it."""
+        return {name: token.content for name, token in self.named.items()}
 
 
 def read_text(path: Path) -> str:
@@ -71,7 +77,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     map_path = folder / "special_tokens_map.json"
     fields = fields | read_json(map_path)
     special = _special_tokens(fields, {}, config_path)
-    texts = {*special.named.values(), *special.extra}
+    texts = {token.content for token in (*special.named.values(), *special.extra)}
     added = {
         token_id: AddedToken(content, special=content in texts, normalized=content not in texts)
         for content, token_id in read_json(folder / "added_tokens.json").items()
@@ -98,35 +104,42 @@ def _special_tokens(
     fields: Mapping[str, Any], added: Mapping[int, AddedToken], path: Path
 ) -> SpecialTokens:
     named = {
-        key: _content(value, key, path)
+        key: _special_token(value, key, path)
         for key, value in fields.items()
         if (key in _STANDARD_NAMES and value is not None)
         or (key.endswith("_token") and isinstance(value, str | dict))
     }
-    extra: list[str] = []
+    extra: list[AddedToken] = []
     for key in _EXTRA_LISTS:
         value = fields.get(key) or ()
         if isinstance(value, dict):
-            named |= {name: _content(token, f"{key}.{name}", path) for name, token in value.items()}
+            named |= {
+                name: _special_token(token, f"{key}.{name}", path) for name, token in value.items()
+            }
         elif isinstance(value, list | tuple):
-            extra += [_content(token, key, path) for token in value]
+            extra += [_special_token(token, key, path) for token in value]
         else:
             raise _damaged(path, f"field '{key}' is {value!r}, expected a list of tokens")
-    return SpecialTokens(named, tuple(dict.fromkeys(extra)), added)
+    return SpecialTokens(named, tuple(extra), added)
 
 
 def _added_tokens(listed: Mapping[str, Any], path: Path) -> dict[int, AddedToken]:
     try:
-        return {int(token_id): AddedToken(**rules) for token_id, rules in dict(listed).items()}
-    except (TypeError, ValueError) as error:
+        return {int(token_id): _added_token(rules) for token_id, rules in dict(listed).items()}
+    except (TypeError, ValueError, LookupError) as error:
         raise _damaged(path, f"field 'added_tokens_decoder' cannot be read: {error}") from error
 
 
-def _content(token: object, key: str, path: Path) -> str:
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
+def _added_token(rules: Mapping[str, Any]) -> AddedToken:
+    known = {name: rules[name] for name in _MATCHING_RULES if name in rules}
+    return AddedToken(rules["content"], **known)
+
+
+def _special_token(token: object, key: str, path: Path) -> AddedToken:
+    rules = token if isinstance(token, dict) else {"content": token}
+    if not isinstance(rules.get("content"), str):
         raise _damaged(path, f"field '{key}' is {token!r}, expected a token's text or its rules")
-    return content
+    return _added_token(rules | {"special": True})
 
 
 def _damaged(path: Path, detail: str) -> TokenizerError:

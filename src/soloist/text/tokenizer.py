@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, models
+from tokenizers import models
 
 from soloist.errors import MissingFile, RequestError, TokenizerError
 from soloist.text.decoder import Decoder
@@ -94,7 +94,7 @@ class Tokenizer:
             )
         return cls(
             backend,
-            special_tokens=special.named,
+            special_tokens=special.texts,
             eos_ids=read_eos_ids(path),
             file=str(file),
         )
@@ -105,14 +105,8 @@ class Tokenizer:
         A rendered chat prompt holds its own special tokens: encode it with
         `add_special_tokens=False`, or models with a beginning-of-sequence token get two.
         """
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text holds half a surrogate pair at position {error.start}, which is no "
-                "character",
-                "decode the text as UTF-8 or UTF-16 before passing it on",
-            ) from error
+        _check_characters(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
@@ -171,6 +165,16 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds half a surrogate pair at position {error.start}, no whole character",
+            "decode the text as UTF-8 or UTF-16 before passing it on",
+        ) from error
+
+
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
     read_json(file)
     try:
@@ -189,12 +193,8 @@ def _add_missing(backend: tokenizers.Tokenizer, special: SpecialTokens, file: Pa
     rules = {repr(token) for token in present.values()}
     tokens = [token for _, token in sorted(special.added.items()) if repr(token) not in rules]
     seen = {token.content for token in [*present.values(), *tokens]}
-    tokens += [
-        AddedToken(content, special=True)
-        for content in dict.fromkeys([*special.named.values(), *special.extra])
-        if content not in seen
-    ]
-    backend.add_tokens(tokens)
+    further = [*special.named.values(), *special.extra]
+    backend.add_tokens(tokens + [token for token in further if token.content not in seen])
     for token_id, token in special.added.items():
         if (given := backend.token_to_id(token.content)) != token_id:
             raise TokenizerError(

@@ -1,4 +1,6 @@
-"""Small tokenizers, trained here, of the two kinds that Soloist streams, and model folders of them."""
+"""Small tokenizers, trained here, of all kinds that Soloist streams, and model folders of them."""
+
+# ruff: noqa: RUF001, S106 – texts of many scripts are meant, and a token is no password
 
 import json
 from collections.abc import Callable
