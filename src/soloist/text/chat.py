@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
 
 from soloist.errors import RequestError, TokenizerError
 from soloist.text.files import read_json, read_special_tokens, read_text
@@ -45,19 +45,12 @@ class ChatTemplate:
             file: where the templates are from, for errors.
         """
         self._file = file
-        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens or {})
         made = environment(now)
-        try:
-            self._templates: dict[str, Template] = {
-                name: made.from_string(source) for name, source in sources.items()
-            }
-        except TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"{file}: the chat template has a syntax error in line {error.lineno}: "
-                f"{error.message}",
-                "take the file again from the checkpoint's source",
-            ) from error
+        self._templates = {
+            name: _compile(made, source, f"{file}: chat template '{name}'")
+            for name, source in sources.items()
+        }
 
     @classmethod
     def from_folder(
@@ -68,7 +61,7 @@ class ChatTemplate:
         `chat_template.jinja` and `additional_chat_templates/*.jinja` go before `chat_template` in
         tokenizer_config.json, which is a text or a list of names and texts.
         """
-        file, sources = _read_sources(path)
+        origin, sources = _read_sources(path)
         if not sources:
             raise TokenizerError(
                 f"{path} has no chat template, so a conversation cannot be turned into a prompt",
@@ -78,7 +71,7 @@ class ChatTemplate:
             sources,
             special_tokens=read_special_tokens(path).texts,
             now=now,
-            file=str(file),
+            file=str(origin),
         )
 
     @property
@@ -161,29 +154,39 @@ class ChatTemplate:
             ) from error
 
 
+def _compile(made: Environment, source: str, label: str) -> Template:
+    try:
+        return made.from_string(source)
+    except TemplateSyntaxError as error:
+        raise TokenizerError(
+            f"{label} has a syntax error in line {error.lineno}: {error.message}",
+            "take the file again from the checkpoint's source",
+        ) from error
+
+
 def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
+    """The templates by name, and the file or folder they are from."""
     file = folder / "chat_template.jinja"
     sources = {"default": read_text(file)} if file.is_file() else {}
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[extra.stem] = read_text(extra)
     if sources:
-        return file, sources
+        return folder, sources
     file = folder / "tokenizer_config.json"
-    match read_json(file).get("chat_template"):
-        case None:
-            return file, {}
-        case str(source):
-            return file, {"default": source}
-        case list(entries):
-            for entry in entries:
-                match entry:
-                    case {"name": str(name), "template": str(source)}:
-                        sources[name] = source
-                    case _:
-                        break
-            else:
-                return file, sources
-    raise TokenizerError(
+    given = read_json(file).get("chat_template")
+    if given is None:
+        return file, {}
+    for entry in given if isinstance(given, list) else [{"name": "default", "template": given}]:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                sources[name] = source
+            case _:
+                raise _malformed(file)
+    return file, sources
+
+
+def _malformed(file: Path) -> TokenizerError:
+    return TokenizerError(
         f"{file}: field 'chat_template' is neither a text nor a list of names and texts",
         "take the file again from the checkpoint's source",
     )

@@ -27,10 +27,10 @@ _JOINING = {"ByteLevel", "Fuse"}
 class Decoder:
     """What tokenizer.json says about decoding."""
 
-    def __init__(self, description: Mapping[str, Any] | None, file: str) -> None:
+    def __init__(self, description: Mapping[str, Any], file: str) -> None:
         """Take the `decoder` object of `file`; refuse one that has no exact stream."""
         self._file = file
-        self._steps = list(_flattened(description)) if description else []
+        self._steps = list(_flattened(description))
         self._kinds = {step["type"] for step in self._steps}
         if not self._kinds & {"ByteLevel", "Replace", "Metaspace"}:
             raise self._refusal(", ".join(sorted(self._kinds)) or "none at all")

@@ -58,12 +58,9 @@ class Tokenizer:
         self._file = file
         self._decoder = Decoder(json.loads(backend.decoder.__getstate__()), file)
         self.special_tokens = dict(special_tokens or {})
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max([backend.get_vocab_size(), *(token_id + 1 for token_id in added)])
         self.bos_id = self._named_id("bos_token")
         self.eos_ids = frozenset(eos_ids)
         if not self.eos_ids and (eos_id := self._named_id("eos_token")) is not None:
@@ -176,10 +173,10 @@ def _check_characters(text: str) -> None:
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    read_json(file)
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
+        read_json(file)  # says where the file is cut off, if it is
         raise TokenizerError(
             f"{file} is damaged or of a kind that tokenizers {tokenizers.__version__} cannot read: "
             f"{error}",

@@ -277,10 +277,12 @@ def test_a_malformed_template_field_is_refused(folder, value):
         ChatTemplate.from_folder(folder(tokenizer_config={"chat_template": value}))
 
 
-def test_a_syntax_error_names_file_and_line(folder):
+def test_a_syntax_error_names_template_and_line(folder):
     path = folder(tokenizer_config={})
     (path / "chat_template.jinja").write_text("x\n{% if %}", encoding="utf-8")
-    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: .* syntax error in line 2"):
+    with pytest.raises(
+        TokenizerError, match=r"chat template 'default' has a syntax error in line 2"
+    ):
         ChatTemplate.from_folder(path)
 
 

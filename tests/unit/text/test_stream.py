@@ -106,7 +106,7 @@ def test_byte_level_holds_back_no_more_than_needed(byte_tokenizer, numbers, stop
             assert shown == cut
             break
         beginnings = {wanted[:n] for wanted in stop for n in range(1, len(wanted))}
-        held = max((n for n in range(1, 4) if certain[-n:] in beginnings), default=0)
+        held = max((len(start) for start in beginnings if certain.endswith(start)), default=0)
         assert shown == certain[: len(certain) - held]
 
 
@@ -155,7 +155,7 @@ def test_a_run_of_byte_tokens_waits_for_its_end(fallback_tokenizer):
     """One bad byte would turn the whole run into replacement characters."""
     run = fallback_tokenizer.encode("🦊🦊", add_special_tokens=False)[1:]
     bad = fallback_tokenizer.encode("🦊", add_special_tokens=False)[-1:]
-    word = fallback_tokenizer.encode("x", add_special_tokens=False)[-1:]
+    word = fallback_tokenizer.encode("o", add_special_tokens=False)[-1:]
     stream = TextStream(fallback_tokenizer)
     assert stream.push(run) == ""
     assert stream.push(word).startswith("🦊🦊")

@@ -85,6 +85,10 @@ FOLDERS = {
             },
         },
     ),
+    "ids in added_tokens.json": (
+        "byte_level",
+        {"tokenizer_config": BARE | {"pad_token": "<pad>"}, "added_tokens": {"<extra>": 422}},
+    ),
     "Llama class": (
         "byte_fallback",
         {
