@@ -1,0 +1,85 @@
+"""From logits to scores: penalties, bias and the ban on ending too early. All in fp32."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from soloist.errors import BadTokenId
+from soloist.sampling.elementary import FloatArray
+from soloist.sampling.params import SamplingParams
+
+
+class TokenCounts:
+    """What prompt and output hold of each token; adding and taking back are exact opposites.
+
+    Attributes:
+        in_prompt: [V] bool.
+        in_output: [V] int32, how often.
+        num_output: tokens in the output.
+
+    Raises:
+        BadTokenId: the prompt holds a token outside the vocabulary.
+    """
+
+    def __init__(self, vocab_size: int, prompt_ids: Iterable[int]) -> None:
+        self.in_prompt = np.zeros(vocab_size, np.bool_)
+        self.in_output = np.zeros(vocab_size, np.int32)
+        self.num_output = 0
+        for token_id in prompt_ids:
+            self._check(token_id)
+            self.in_prompt[token_id] = True
+
+    def add(self, token_id: int) -> None:
+        """Append a token to the output."""
+        self._check(token_id)
+        self.in_output[token_id] += 1
+        self.num_output += 1
+
+    def remove(self, token_id: int) -> None:
+        """Take a token of the output back."""
+        self.in_output[token_id] -= 1
+        self.num_output -= 1
+
+    def _check(self, token_id: int) -> None:
+        if not 0 <= token_id < len(self.in_prompt):
+            raise BadTokenId("prompt or output", token_id, len(self.in_prompt))
+
+
+def adjusted(
+    logits: FloatArray, params: SamplingParams, counts: TokenCounts, ending_ids: Iterable[int]
+) -> FloatArray:
+    """The scores that a token is chosen by, before temperature.
+
+    Args:
+        logits: [V] fp32; left as they are.
+        params: penalties, bias and min_tokens are used.
+        counts: prompt and output so far.
+        ending_ids: tokens that end generation; banned while the output is shorter than min_tokens.
+
+    Returns:
+        [V] fp32, `logits` itself where nothing is to be adjusted.
+    """
+    is_banned = counts.num_output < params.min_tokens
+    if not (params.has_penalties or params.logit_bias or is_banned):
+        return logits
+    scores = logits.copy()
+    if params.has_penalties:
+        _penalize(scores, params, counts)
+    for token_id, bias in params.logit_bias.items():
+        scores[token_id] += np.float32(bias)
+    if is_banned:
+        scores[list(ending_ids)] = -np.inf
+    return scores
+
+
+def _penalize(scores: FloatArray, params: SamplingParams, counts: TokenCounts) -> None:
+    repetition = np.float32(params.repetition_penalty)
+    frequency = np.float32(params.frequency_penalty)
+    presence = np.float32(params.presence_penalty)
+    output = np.flatnonzero(counts.in_output)
+    if repetition != 1:
+        seen = np.flatnonzero(counts.in_prompt | (counts.in_output > 0))
+        chosen = scores[seen]
+        scores[seen] = np.where(chosen < 0, chosen * repetition, chosen / repetition)
+    scores[output] -= frequency * counts.in_output[output].astype(np.float32)
+    scores[output] -= presence

@@ -1,0 +1,67 @@
+"""Which tokens may be chosen: top-k, then top-p among those, then min-p among those.
+
+Probabilities enter as integer weights (elementary.py), so no result depends on the order of a sum.
+The ranking of tokens is by score, highest first, and by id, lowest first, where scores are equal.
+"""
+
+import numpy as np
+
+from soloist.sampling.constants import FRACTION_BITS, WEIGHT_BITS
+from soloist.sampling.elementary import FloatArray, IntArray, integer_weights
+from soloist.sampling.params import SamplingParams
+
+_FIRST_LOOK = 64  # most nuclei are smaller; a wider look follows where this was too short
+
+
+def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
+    """Ids of the tokens that pass every filter, ascending; at least one.
+
+    Args:
+        scores: [V] after temperature; the largest is finite.
+        params: top_k, top_p and min_p are used.
+    """
+    gaps = scores - scores.max()
+    if params.top_k is not None and params.top_k < len(gaps):
+        ids = ranked(gaps, params.top_k)
+        if params.top_p < 1:
+            weights = integer_weights(gaps[ids])
+            needed = _share(params.top_p, int(weights.sum()))
+            ids = ids[: _num_needed(weights, needed)]
+    elif params.top_p < 1:
+        ids = _nucleus(gaps, params.top_p)
+    else:
+        ids = np.arange(len(gaps))
+    if params.min_p > 0:
+        ids = ids[integer_weights(gaps[ids]) >= _share(params.min_p, 1 << WEIGHT_BITS)]
+    return np.sort(ids)
+
+
+def ranked(scores: FloatArray, count: int) -> IntArray:
+    """Ids of the `count` best tokens, in the order of the ranking."""
+    least = np.partition(scores, -count)[-count]
+    # Equal scores at the border come in ascending id, and the stable sort keeps them so.
+    ids = np.flatnonzero(scores >= least)
+    return ids[np.argsort(-scores[ids], kind="stable")][:count]
+
+
+def _nucleus(gaps: FloatArray, top_p: float) -> IntArray:
+    weights = integer_weights(gaps)
+    needed = _share(top_p, int(weights.sum()))
+    look = min(_FIRST_LOOK, len(gaps))
+    while True:
+        ids = ranked(gaps, look)
+        best = weights[ids]
+        if look == len(gaps) or int(best.sum()) >= needed:
+            return ids[: _num_needed(best, needed)]
+        look = min(16 * look, len(gaps))
+
+
+def _num_needed(weights: IntArray, needed: int) -> int:
+    """The length of the shortest prefix whose sum reaches `needed`; all if none does."""
+    return int(np.searchsorted(np.cumsum(weights), needed)) + 1
+
+
+def _share(fraction: float, total: int) -> int:
+    """The least integer of at least `fraction` of `total`, `fraction` in steps of 2^-24."""
+    steps = max(1, round(fraction * (1 << FRACTION_BITS)))
+    return -(-steps * total >> FRACTION_BITS)

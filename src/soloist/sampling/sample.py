@@ -1,0 +1,127 @@
+"""The definition of sampling: which token follows from logits, parameters, counts and a position.
+
+Everything that decides is integer or exactly rounded fp32 arithmetic on the host, so equal logits
+give equal tokens on every machine, whatever device they come from (docs/sampling.md).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from soloist.errors import BadTokenId, RequestError
+from soloist.sampling.adjust import TokenCounts, adjusted
+from soloist.sampling.elementary import FloatArray
+from soloist.sampling.filters import survivors
+from soloist.sampling.noise import gumbel_noise
+from soloist.sampling.params import SamplingParams
+from soloist.sampling.stop import StopTest
+
+
+class BadLogits(RequestError):  # noqa: N818 - named like its siblings in errors.py
+    """No token can be chosen: the best score is NaN or infinite."""
+
+    def __init__(self, position: int, best: float) -> None:
+        super().__init__(
+            f"the best score for position {position} is {best} (allowed: any finite number); "
+            "no token can be chosen",
+            "the model's activations overflowed, or logit_bias and min_tokens left no token",
+        )
+
+
+def sample(
+    logits: FloatArray,
+    params: SamplingParams,
+    counts: TokenCounts,
+    position: int,
+    ending_ids: Iterable[int] = (),
+) -> int:
+    """The token id at `position`; a pure function.
+
+    Sampling takes the largest score + Gumbel noise among the tokens that pass the filters, which
+    draws from their softmax (Maddison et al., "A* sampling", 2014). Equal sums: the lowest id.
+
+    Args:
+        logits: [V] fp32.
+        params: with a seed, unless greedy.
+        counts: prompt and output so far.
+        position: index in prompt and output of the token to be chosen.
+        ending_ids: tokens that end generation, banned during the first min_tokens.
+
+    Raises:
+        BadLogits: the best score is NaN or infinite.
+    """
+    scores = adjusted(logits, params, counts, ending_ids)
+    if not params.is_greedy:
+        with np.errstate(over="ignore"):  # an overflow is refused below
+            scores = scores / np.float32(params.temperature)
+    best = int(scores.argmax())
+    if not math.isfinite(scores[best]):
+        raise BadLogits(position, float(scores[best]))
+    if params.is_greedy:
+        return best
+    if params.seed is None:
+        raise ValueError("sampling needs a seed: use params.with_seed()")
+    ids = survivors(scores, params)
+    if len(ids) == 1:
+        return int(ids[0])
+    noise = gumbel_noise(params.seed, position, ids)
+    return int(ids[(scores[ids] + noise).argmax()])
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    `pick` changes nothing; `observe` appends what was taken, `rollback` takes the last tokens back,
+    so a speculated continuation can be tried and undone.
+
+    Args:
+        params: a missing seed is drawn here; `params` of the sampler holds it.
+        vocab_size: V.
+        prompt_ids: the prompt.
+        eos_ids: the model's end-of-sequence tokens.
+
+    Raises:
+        BadTokenId: a token id in params, prompt or eos_ids outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int],
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        params.check_vocabulary(vocab_size)
+        self.params = params.with_seed()
+        self.stop_test = StopTest.for_request(params, eos_ids)
+        for token_id in self.stop_test.ending_ids:
+            if not 0 <= token_id < vocab_size:
+                raise BadTokenId("eos_ids", token_id, vocab_size)
+        self.output_ids: list[int] = []
+        self._vocab_size = vocab_size
+        self._counts = TokenCounts(vocab_size, prompt_ids)
+
+    def pick(self, logits: torch.Tensor, position: int) -> int:
+        """The token id at `position` for logits [V] of any device and floating type.
+
+        Raises:
+            BadLogits: the best score is NaN or infinite.
+        """
+        if logits.shape != (self._vocab_size,):
+            raise ValueError(f"logits have shape {list(logits.shape)}, not [{self._vocab_size}]")
+        host = logits.detach().to("cpu", torch.float32).numpy()
+        return sample(host, self.params, self._counts, position, self.stop_test.ending_ids)
+
+    def observe(self, token_id: int) -> None:
+        """Append `token_id` to the output."""
+        self._counts.add(token_id)
+        self.output_ids.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last `num_tokens` of the output back."""
+        if not 0 <= num_tokens <= len(self.output_ids):
+            raise ValueError(f"cannot take back {num_tokens} of {len(self.output_ids)} tokens")
+        for _ in range(num_tokens):
+            self._counts.remove(self.output_ids.pop())
