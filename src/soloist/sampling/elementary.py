@@ -16,8 +16,7 @@ IntArray = NDArray[np.int64]
 def negative_ln(x: FloatArray) -> FloatArray:
     """-ln(x) for normal, positive `x`."""
     exponent, fraction = split(x)
-    result: FloatArray = -ln_of_parts(exponent, fraction)
-    return result
+    return -ln_of_parts(exponent, fraction)
 
 
 def split(x: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -34,7 +33,8 @@ def ln_of_parts(exponent: FloatArray, fraction: FloatArray) -> FloatArray:
     tail = polynomial(constants.LN_POLYNOMIAL, fraction) * fraction * square
     tail = tail + exponent * np.float32(constants.LN2_LOW)
     tail = tail - square * np.float32(0.5)
-    return (fraction + tail) + exponent * np.float32(constants.LN2_HIGH)
+    total: FloatArray = (fraction + tail) + exponent * np.float32(constants.LN2_HIGH)
+    return total
 
 
 def integer_weights(gaps: FloatArray) -> IntArray:

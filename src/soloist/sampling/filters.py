@@ -10,7 +10,7 @@ from soloist.sampling.constants import FRACTION_BITS, WEIGHT_BITS
 from soloist.sampling.elementary import FloatArray, IntArray, integer_weights
 from soloist.sampling.params import SamplingParams
 
-_FIRST_LOOK = 64  # most nuclei are smaller; a wider look follows where this was too short
+_FIRST_LOOK = 256  # most nuclei are smaller; a wider look follows where this was too short
 
 
 def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:

@@ -49,9 +49,9 @@ def philox(counter: tuple[IntArray | int, ...], seed: int) -> tuple[Word, Word, 
     column = (2,) + (1,) * c0.ndim
     multipliers = np.array(constants.PHILOX_MULTIPLIERS, np.uint64).reshape(column)
     mask, half = np.uint64(constants.WORD_MASK), np.uint64(32)
-    for key in _round_keys(seed):
+    for key in _round_keys(seed).reshape(-1, *column):
         products = (even * multipliers)[::-1]
-        even = (products >> half) ^ odd ^ key.reshape(column)
+        even = (products >> half) ^ odd ^ key
         odd = products & mask
     return even[0], odd[0], even[1], odd[1]
 
