@@ -1,14 +1,16 @@
 """Every error that Soloist raises on purpose.
 
     SoloistError
-    ├── UserError                something given to Soloist cannot be used
-    │   ├── ConfigError          config.json:   MissingField · WrongType · UnsupportedField · UnknownFamily
-    │   ├── CheckpointError      model files:   ModelNotFound · MissingFile · TruncatedFile · MissingTensor
-    │   │                                       UnexpectedTensor · WrongShape · NotFinite · DownloadFailed
-    │   ├── TokenizerError       tokenizer files and chat templates
-    │   ├── RequestError         one request:   EmptyPrompt · PromptTooLong · BadSampling · BadTokenId
-    │   └── SettingError         options and environment
-    └── DeviceError              the machine cannot do it: OutOfMemory · DeviceMissing
+    ├── UserError             something given to Soloist cannot be used
+    │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
+    │   │                     UnknownFamily
+    │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
+    │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
+    │   │                     DownloadFailed
+    │   ├── TokenizerError    tokenizer files and chat templates
+    │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling · BadTokenId
+    │   └── SettingError      options and environment
+    └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -77,8 +79,8 @@ class UnsupportedField(ConfigError):
         super().__init__(
             f"{file}: field '{field}' is {_short(value)}, which the family '{family}' does not "
             f"implement (allowed: {allowed})",
-            "ignoring it would change the model's output; use a checkpoint without it, or add it to "
-            "the family (docs/adding-a-model.md)",
+            "ignoring it would change the model's output; use a checkpoint without it, or add it "
+            "to the family (docs/adding-a-model.md)",
         )
         self.field = field
 

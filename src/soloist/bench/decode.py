@@ -1,0 +1,152 @@
+"""`bench decode`: time to first token and decode speed of one greedy request in this process.
+
+Contenders take turns, run by run, so that a slow minute of the machine hits all of them.
+"""
+
+import hashlib
+import inspect
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from soloist.bench import record
+from soloist.bench.bandwidth import read_gb_per_s
+from soloist.engine import Completion, Engine, EngineConfig
+from soloist.errors import SettingError
+from soloist.model.memory import kv_bytes_per_token
+from soloist.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        asked: model, device, precision.
+        prompt_tokens: length of the prompt, real Python text.
+        new_tokens: made after it; the end token does not stop a run.
+        runs: timed, after one that is not.
+        against: 'transformers', or None.
+    """
+
+    asked: EngineConfig
+    prompt_tokens: int
+    new_tokens: int
+    runs: int
+    against: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed request."""
+
+    ttft_s: float
+    decode_s: float
+    token_ids: tuple[int, ...]
+
+
+class Contender(Protocol):
+    """Something that can answer the same request."""
+
+    name: str
+
+    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """Answer greedily with exactly `new_tokens` tokens."""
+        ...
+
+
+class Ours:
+    """Soloist, through the same door as any caller."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.name = "soloist"
+        self._engine = engine
+
+    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """Through `Engine.generate`, detokenisation included."""
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        *_, end = self._engine.generate(prompt_ids, params)
+        assert isinstance(end, Completion), "a request ends with a completion"
+        return Run(end.timings.ttft_s, end.timings.decode_s, end.token_ids)
+
+
+def measure(plan: Plan) -> list[record.Row]:
+    """Measure every contender; the first row is Soloist's.
+
+    Raises:
+        SettingError: sizes that cannot be measured, or an unknown rival.
+        UserError, DeviceError: as from loading the model.
+    """
+    _check(plan)
+    engine = Engine.load(plan.asked)
+    prompt_ids = python_prompt(engine, plan.prompt_tokens)
+    contenders: list[Contender] = [Ours(engine)]
+    if plan.against == "transformers":
+        from soloist.bench.rival import rivals
+
+        contenders += rivals(engine)
+    bandwidth = read_gb_per_s(torch.device(engine.resolved.device))
+    results: dict[str, list[Run]] = {c.name: [] for c in contenders}
+    for i in range(plan.runs + 1):
+        for contender in contenders:
+            run = contender.run(prompt_ids, plan.new_tokens)
+            if i > 0:
+                results[contender.name].append(run)
+    return [_row(plan, engine, name, runs, bandwidth) for name, runs in results.items()]
+
+
+def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
+    """The first tokens of a module of the standard library: real text, the same everywhere."""
+    ids: list[int] = []
+    source = inspect.getsource(inspect.getmodule(ArgumentParser) or ArgumentParser)
+    while len(ids) < num_tokens:
+        ids += engine.tokenizer.encode(source)
+    return ids[:num_tokens]
+
+
+def _check(plan: Plan) -> None:
+    for name, value, least in (
+        ("--prompt-tokens", plan.prompt_tokens, 1),
+        ("--new-tokens", plan.new_tokens, 2),
+        ("--runs", plan.runs, 1),
+    ):
+        if value < least:
+            raise SettingError(name, value, f"at least {least}")
+    if plan.against not in (None, "transformers"):
+        raise SettingError("--against", plan.against, "transformers")
+
+
+def _row(plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: float) -> record.Row:
+    speeds = [(len(run.token_ids) - 1) / run.decode_s for run in runs]
+    speed = record.Spread.of(speeds)
+    chosen = engine.resolved
+    middle = plan.prompt_tokens + plan.new_tokens // 2
+    streamed = engine.report.streamed_bytes + middle * kv_bytes_per_token(
+        engine.config, chosen.dtype
+    )
+    hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
+    packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
+    return record.Row(
+        engine=name,
+        shape=engine.report.folder.name,
+        device=engine.report.device_name,
+        gpus=int(chosen.device.startswith("cuda")),
+        precision=chosen.dtype.value,
+        prompt_tokens=plan.prompt_tokens,
+        new_tokens=plan.new_tokens,
+        columns=1,
+        runs=len(runs),
+        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        decode_tokens_per_s=speed,
+        streamed_bytes_per_token=streamed,
+        bandwidth_gb_per_s=round(bandwidth, 2),
+        mbu=round(streamed * speed.median / bandwidth / 1e9, 3),
+        speculation=False,
+        output_ids_sha256=" ".join(sorted(hashes)),
+        versions=record.versions(*packages),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )

@@ -1,0 +1,119 @@
+"""Result files: a JSON list of rows, each with everything needed to judge and repeat it."""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and range over runs."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], digits: int = 2) -> "Spread":
+        """Summarise `values`, rounded for reading."""
+        return cls(
+            round(median(values), digits), round(min(values), digits), round(max(values), digits)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured configuration of one engine.
+
+    Attributes:
+        engine: who was measured, with its version and mode.
+        shape: name of the model.
+        device: name of the processor, with cores in use.
+        gpus: how many; 0 on a CPU.
+        precision: of weights and KV cache.
+        prompt_tokens, new_tokens: per run.
+        columns: (sequence, position) pairs per decode step.
+        runs: timed runs after a warm-up.
+        ttft_ms: request accepted → first token.
+        decode_tokens_per_s: (N - 1) / (time of last - time of first token).
+        streamed_bytes_per_token: weights that a step has to read, and KV at the middle of the run.
+        bandwidth_gb_per_s: measured read bandwidth of this device, in this run.
+        mbu: memory-bandwidth utilisation, streamed bytes · decode speed / bandwidth.
+        speculation: whether tokens were drafted.
+        output_ids_sha256: hash of the tokens made, so that runs can be compared.
+        versions: of Python and the libraries that matter.
+        commit: of the source tree; '+changes' if it was modified.
+        command: as typed.
+        date: UTC.
+    """
+
+    engine: str
+    shape: str
+    device: str
+    gpus: int
+    precision: str
+    prompt_tokens: int
+    new_tokens: int
+    columns: int
+    runs: int
+    ttft_ms: Spread
+    decode_tokens_per_s: Spread
+    streamed_bytes_per_token: int
+    bandwidth_gb_per_s: float
+    mbu: float
+    speculation: bool
+    output_ids_sha256: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+def write(file: Path, rows: Sequence[Row]) -> None:
+    """Write rows to `file`, replacing it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([asdict(row) for row in rows], indent=2)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's and each package's version."""
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def command() -> str:
+    """The command line, without the folder the program is installed in."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def commit() -> str:
+    """Short hash of the source tree this module runs from; 'unknown' outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(  # noqa: S603 - fixed words
+            ["git", "-C", str(folder), *words],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+changes" if changed else head
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

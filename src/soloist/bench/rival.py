@@ -1,0 +1,79 @@
+"""transformers' `generate` on the same weights, precision and threads: the rival on a CPU.
+
+The only module of the package that imports transformers, which the `bench` extra installs.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+from soloist.bench.decode import Contender, Run
+from soloist.engine import Engine
+from soloist.errors import SettingError
+from soloist.model.weights import TORCH_DTYPES
+
+
+class _Clock:
+    """A streamer that notes when tokens arrive."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to note."""
+
+
+class TransformersGenerate:
+    """One cache mode of `generate`.
+
+    Args:
+        model: loaded once for all modes.
+        cache: 'dynamic' or 'static'.
+    """
+
+    def __init__(self, model: Any, cache: str) -> None:  # noqa: ANN401 - untyped rival
+        self.name = f"transformers generate, {cache} cache"
+        self._model = model
+        self._cache = {} if cache == "dynamic" else {"cache_implementation": cache}
+
+    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """Greedy, exactly `new_tokens` tokens; times come from the streamer interface."""
+        clock = _Clock()
+        start = time.perf_counter()
+        ids = torch.tensor([prompt_ids], device=self._model.device)
+        with torch.inference_mode():
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                streamer=clock,
+                **self._cache,
+            )
+        first, last = clock.times[1], clock.times[-1]  # the prompt itself comes first
+        made = tuple(output[0, len(prompt_ids) :].tolist())
+        return Run(first - start, last - first, made)
+
+
+def rivals(engine: Engine) -> list[Contender]:
+    """Both cache modes, on the engine's folder, device and precision.
+
+    Raises:
+        SettingError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise SettingError(
+            "--against", "transformers", "a library that is installed", "pip install soloist[bench]"
+        ) from error
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        engine.report.folder, dtype=TORCH_DTYPES[engine.resolved.dtype]
+    )
+    model.to(engine.resolved.device).eval()
+    return [TransformersGenerate(model, cache) for cache in ("dynamic", "static")]

@@ -1,0 +1,50 @@
+"""The `soloist` command: what people type, and how errors reach them.
+
+Data goes to stdout, everything else to stderr. Nothing heavy is imported before a command needs it,
+so that `--help` is quick.
+"""
+
+import sys
+from typing import NoReturn
+
+from soloist.errors import DeviceError, SoloistError
+from soloist.settings import read_settings
+
+_EXIT_USER, _EXIT_DEVICE, _EXIT_INTERNAL, _EXIT_INTERRUPTED = 2, 3, 1, 130
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 2 unusable input, 3 the machine cannot, 1 our own mistake.
+
+    `--debug` may stand anywhere and shows tracebacks instead of one-paragraph errors.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given
+    given = [word for word in given if word != "--debug"]
+    try:
+        debug = read_settings().debug or debug
+        from soloist.cli.app import app
+
+        app(args=given, prog_name="soloist")
+    except SoloistError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError) else _EXIT_USER)
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone; there is nobody left to tell.
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"internal error: {type(error).__name__}: {error}\n\n"
+            "hint: this is a mistake in Soloist; run the same command with --debug and report what "
+            "it prints",
+            file=sys.stderr,
+        )
+        sys.exit(_EXIT_INTERNAL)
+    sys.exit(0)

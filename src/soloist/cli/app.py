@@ -1,0 +1,174 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from soloist import __version__
+from soloist.cli import options as o
+
+app = typer.Typer(
+    name="soloist",
+    help="An inference engine for the speed of a single request.",
+    epilog="--debug anywhere on the line shows tracebacks. Exit status: 0 done, 2 unusable input, "
+    "3 the machine cannot do it, 1 a mistake in Soloist.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(
+    help="Measure: time to first token and decode speed, apart.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"soloist {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """An inference engine for the speed of a single request."""
+
+
+@app.command()
+def run(
+    model: o.Model = "etude",
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Text to continue; '-' reads it from stdin."),
+    ] = None,
+    suffix: Annotated[
+        str | None,
+        typer.Option(help="Text after the gap: fill in the middle, for models trained on it."),
+    ] = None,
+    max_tokens: o.MaxTokens = 256,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = None,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    context: o.Context = None,
+    revision: o.Revision = None,
+    json: o.Json = False,
+) -> None:
+    """Continue a prompt and show how fast it went.
+
+    The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
+    """
+    from soloist.cli import generation
+    from soloist.engine import EngineConfig
+    from soloist.sampling import SamplingParams
+
+    text = generation.read_prompt(prompt)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
+    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
+    generation.run(asked, text, suffix, params, as_json=json)
+
+
+@app.command()
+def chat(
+    model: o.Model = "etude",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: o.MaxTokens = 512,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = None,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    seed: o.Seed = None,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    context: o.Context = None,
+    revision: o.Revision = None,
+) -> None:
+    """Talk to a model through its own chat template.
+
+    Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
+    """
+    from soloist.cli import conversation
+    from soloist.engine import EngineConfig
+    from soloist.sampling import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
+    conversation.chat(asked, system, params)
+
+
+@app.command()
+def info(
+    model: o.Model = "etude",
+    context: o.Context = None,
+    revision: o.Revision = None,
+    json: o.Json = False,
+) -> None:
+    """Show what a model is and what it needs, without loading it."""
+    from soloist.cli import information
+
+    information.show(model, context, revision, as_json=json)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    model: o.Model = "etude",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 256,
+    runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Measure a rival on the same weights, run by run: transformers."),
+    ] = None,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file.")
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """Time to first token and decode speed of one greedy request, in this process."""
+    from soloist.bench import decode, record
+    from soloist.cli import tables
+    from soloist.engine import EngineConfig
+
+    asked = EngineConfig(model, device, o.checked_precision(precision))
+    plan = decode.Plan(asked, prompt_tokens, new_tokens, runs, against)
+    rows = decode.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_rows(rows, as_json=json)

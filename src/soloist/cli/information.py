@@ -1,0 +1,150 @@
+"""`soloist info`: what a model is and what it needs, without loading it."""
+
+from dataclasses import asdict, dataclass
+
+from soloist.cli.tables import show_facts
+from soloist.cli.terminal import millions, print_json
+from soloist.device import available_memory_bytes
+from soloist.errors import SettingError, gigabytes
+from soloist.model.checkpoint import open_checkpoint
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import FAMILIES, read_config, tensors
+from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.memory import estimate, kv_bytes_per_token
+from soloist.model.tensors import TensorSpec, parameters, streamed_values
+from soloist.settings import read_settings
+
+# Scratch is stated for one-token steps and prompts read in passes of this many tokens.
+_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionFacts:
+    """What one precision costs."""
+
+    weights_bytes: int
+    streamed_bytes_per_token: int
+    kv_bytes_per_token: int
+    memory_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model in numbers."""
+
+    model: str
+    family: str
+    parameters: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    attention: str
+    context_tokens: int
+    stored_as: str
+    checkpoint_bytes: int
+    available_memory_bytes: int
+    by_precision: dict[str, PrecisionFacts]
+
+
+def show(model: str, context: int | None, revision: str | None, *, as_json: bool) -> None:
+    """Print the facts of a model.
+
+    Raises:
+        UserError: the model, its files or the context cannot be used.
+    """
+    facts = gather(model, context, revision)
+    if as_json:
+        print_json(asdict(facts))
+    else:
+        show_facts(facts.model, _rows(facts))
+
+
+def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
+    """Read configuration and headers; no weights."""
+    folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
+    config = read_config(folder / CONFIG_FILE)
+    specs = tensors(config)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(specs, FAMILIES[config.family].ignored)
+    tokens = context or config.context_tokens
+    if not 1 <= tokens <= config.context_tokens:
+        raise SettingError("--context", tokens, f"1 … {config.context_tokens:,}")
+    available = available_memory_bytes()
+    return ModelFacts(
+        model=folder.name,
+        family=config.family,
+        parameters=parameters(specs),
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        attention=describe_attention(config),
+        context_tokens=tokens,
+        stored_as=checkpoint.dtype.value,
+        checkpoint_bytes=checkpoint.num_bytes,
+        available_memory_bytes=available,
+        by_precision={
+            dtype.value: _precision_facts(config, specs, dtype, tokens, available)
+            for dtype in Dtype
+        },
+    )
+
+
+def describe_attention(config: ModelConfig) -> str:
+    """Heads, and how many layers slide or go without rope."""
+    first = config.layers[0].attention
+    parts = [
+        f"{first.num_query_heads} query / {first.num_kv_heads} KV heads of {first.head_dim}",
+    ]
+    windows = [x.attention.window for x in config.layers if x.attention.window is not None]
+    if windows:
+        parts.append(f"window {windows[0]:,} on {len(windows)} of {config.num_layers} layers")
+    bare = sum(not x.attention.rope for x in config.layers)
+    if bare:
+        parts.append(f"no rope on {bare} layers")
+    if config.lanes is not None:
+        parts.append(f"{config.lanes.num_lanes} lanes, delay {config.lanes.delay_layers}")
+    return ", ".join(parts)
+
+
+def _precision_facts(
+    config: ModelConfig,
+    specs: tuple[TensorSpec, ...],
+    dtype: Dtype,
+    context_tokens: int,
+    available: int,
+) -> PrecisionFacts:
+    needs = estimate(config, specs, dtype, context_tokens, _CHUNK_TOKENS)
+    streamed = streamed_values(specs, tied_head=config.tied_head)
+    return PrecisionFacts(
+        weights_bytes=needs.weights_bytes,
+        streamed_bytes_per_token=streamed * dtype.num_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
+        memory_bytes=needs.total_bytes,
+        fits=needs.total_bytes <= available,
+    )
+
+
+def _rows(f: ModelFacts) -> list[tuple[str, str]]:
+    rows = [
+        ("family", f.family),
+        ("parameters", f"{f.parameters:,} ({millions(f.parameters)})"),
+        ("layers", f"{f.num_layers} × hidden {f.hidden_size:,}"),
+        ("attention", f.attention),
+        ("vocabulary", f"{f.vocab_size:,}"),
+        ("context", f"{f.context_tokens:,} tokens"),
+        ("checkpoint", f"{gigabytes(f.checkpoint_bytes)} stored as {f.stored_as}"),
+    ]
+    for name, p in f.by_precision.items():
+        verdict = "fits" if p.fits else "does not fit"
+        rows.append(
+            (
+                f"in {name}",
+                f"{gigabytes(p.streamed_bytes_per_token)} streamed a token + "
+                f"{gigabytes(p.kv_bytes_per_token)} of KV cache for each token of context; "
+                f"memory {gigabytes(p.memory_bytes)} ({verdict})",
+            )
+        )
+    rows.append(("free memory", gigabytes(f.available_memory_bytes)))
+    return rows

@@ -1,0 +1,35 @@
+"""Load a model before the user's eyes: what it is, how far it has come, how fast it went."""
+
+import sys
+
+from soloist.cli.terminal import status, status_line
+from soloist.engine import Engine, EngineConfig
+from soloist.model.weights import LoadProgress
+
+
+def load_engine(asked: EngineConfig, *, quiet: bool = False) -> Engine:
+    """Load with a progress bar where stderr is a terminal, and say what was loaded."""
+    if quiet:
+        return Engine.load(asked)
+    engine = _load_with_bar(asked) if sys.stderr.isatty() else Engine.load(asked)
+    status(status_line(engine))
+    return engine
+
+
+def _load_with_bar(asked: EngineConfig) -> Engine:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[rate]:.2f} GB/s"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, rate=0.0)
+
+        def advance(p: LoadProgress) -> None:
+            bar.update(task, completed=p.done_bytes, total=p.total_bytes, rate=p.gb_per_s)
+
+        return Engine.load(asked, advance)

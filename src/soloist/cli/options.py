@@ -1,0 +1,92 @@
+"""The options that several commands share, each written once."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from soloist.errors import SettingError
+
+_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A folder, a hub id (owner/name), or a shipped model: etude, etude-draft.",
+        show_default=True,
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
+Precision = Annotated[
+    str,
+    typer.Option(help="Of weights and KV cache: auto, fp32, bf16, fp16.", rich_help_panel=_MODEL),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of context to make room for; default: the model's own, as far as it fits.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", help="Most new tokens.", rich_help_panel=_SAMPLING)
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Keep the likeliest tokens that make up this share.", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="Keep tokens at least this likely, relative to the likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(help="Divide logits of tokens seen before.", rich_help_panel=_SAMPLING),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(help="Subtract from logits of tokens made before.", rich_help_panel=_SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(help="The same, once for every time.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Same seed, same text; drawn if absent.", rich_help_panel=_SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel=_SAMPLING),
+]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT),
+]
+
+_PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+
+
+def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
+    """The option's value, or an error that names the allowed ones."""
+    if given not in _PRECISIONS:
+        raise SettingError("--precision", given, ", ".join(_PRECISIONS))
+    return given  # type: ignore[return-value]  # the line above narrowed it

@@ -1,0 +1,52 @@
+"""Words and figures for people (stderr) and for machines (stdout)."""
+
+import json
+import sys
+
+from soloist.engine import Completion, Engine
+from soloist.errors import gigabytes
+
+
+def status(line: str) -> None:
+    """One line beside the data."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def status_line(engine: Engine) -> str:
+    """What was loaded, where, and how fast."""
+    r, chosen = engine.report, engine.resolved
+    rate = r.checkpoint_bytes / max(r.load_s, 1e-9) / 1e9
+    context = f"context {chosen.context_tokens:,}"
+    if chosen.context_tokens < engine.config.context_tokens:
+        context += f" of {engine.config.context_tokens:,}"
+    return (
+        f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
+        f"{chosen.dtype.value} on {r.device_name} · {context} · "
+        f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s"
+    )
+
+
+def figures(completion: Completion) -> str:
+    """Time to first token and decode speed, apart; then totals."""
+    t = completion.timings
+    speed = t.decode_tokens_per_s
+    parts = [
+        f"TTFT {t.ttft_s * 1e3:.1f} ms" if t.new_tokens else "no token",
+        f"decode {speed:.1f} tokens/s" if speed is not None else "decode –",
+        f"{t.prompt_tokens:,} prompt + {t.new_tokens:,} new tokens",
+        f"total {t.total_s:.2f} s",
+        f"finished: {completion.finish_reason}",
+    ]
+    if completion.seed is not None:
+        parts.append(f"seed {completion.seed}")
+    return " · ".join(parts)
+
+
+def millions(count: int) -> str:
+    """Parameters for people: '12.8 M', '8.03 B'."""
+    return f"{count / 1e9:.3g} B" if count >= 10**9 else f"{count / 1e6:.3g} M"

@@ -1,0 +1,103 @@
+"""What a user asks of an engine, and the pure function that turns every 'auto' into a decision."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from soloist.errors import DeviceMissing, SettingError
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.memory import MemoryEstimate, fitting_context, require_memory
+from soloist.model.tensors import TensorSpec
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+# Prompt tokens a pass: large enough for full matrix speed, small enough to notice a cancel soon.
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What to load and how.
+
+    Attributes:
+        model: a folder, a shipped model's name or a hub id.
+        device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+        precision: of weights and KV cache; 'auto' takes fp32 on a CPU where it fits, and the
+            checkpoint's own elsewhere.
+        context_tokens: room for prompt and answer; None takes the model's own, as far as it fits.
+        revision: branch, tag or commit on the hub.
+    """
+
+    model: str = "etude"
+    device: str = "auto"
+    precision: Precision = "auto"
+    context_tokens: int | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Every choice made.
+
+    Attributes:
+        device: torch device name.
+        dtype: of weights and KV cache.
+        context_tokens: room for prompt and answer.
+        memory: what will be allocated.
+    """
+
+    device: str
+    dtype: Dtype
+    context_tokens: int
+    memory: MemoryEstimate
+
+
+def resolve_device(asked: str, present: Sequence[str]) -> str:
+    """The device to use; `present` lists what the machine has, best first.
+
+    Raises:
+        DeviceMissing: `asked` is not among them.
+    """
+    if asked == "auto":
+        return present[0]
+    matches = [name for name in present if name == asked or name.startswith(f"{asked}:")]
+    if not matches:
+        raise DeviceMissing(asked, present)
+    return matches[0]
+
+
+def resolve(
+    asked: EngineConfig,
+    model: ModelConfig,
+    specs: tuple[TensorSpec, ...],
+    stored: Dtype,
+    device: str,
+    available_bytes: int,
+) -> Resolved:
+    """Decide precision and context, and hold the sum against the memory there is.
+
+    Raises:
+        SettingError: a context beyond the model's.
+        OutOfMemory: it does not fit; the hint names what would.
+    """
+    if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
+        raise SettingError("precision", asked.precision, "auto, fp32, bf16, fp16")
+    wanted = asked.context_tokens
+    if wanted is not None and not 1 <= wanted <= model.context_tokens:
+        raise SettingError(
+            "context", wanted, f"1 … {model.context_tokens:,}, the positions the model was made for"
+        )
+
+    def longest(dtype: Dtype) -> int:
+        return fitting_context(model, specs, dtype, available_bytes, CHUNK_TOKENS)
+
+    if asked.precision != "auto":
+        dtype = Dtype(asked.precision)
+    elif device == "cpu" and longest(Dtype.FP32) >= (wanted or 1):
+        dtype = Dtype.FP32
+    else:
+        dtype = stored
+    context = wanted or max(1, longest(dtype))
+    memory = require_memory(model, specs, dtype, context, available_bytes, CHUNK_TOKENS)
+    return Resolved(device, dtype, context, memory)

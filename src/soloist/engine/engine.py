@@ -1,0 +1,228 @@
+"""The engine: a loaded model that turns requests into events.
+
+It owns the tokenizer, the weights and the KV cache; it knows nothing of terminals or HTTP.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from soloist.device import available_memory_bytes, cpu_name, usable_cores
+from soloist.engine.config import CHUNK_TOKENS, EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.events import Cancel, Chunk, Completion, FinishReason, Timings
+from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.model.checkpoint import open_checkpoint
+from soloist.model.config import ModelConfig
+from soloist.model.families import FAMILIES, read_config, tensors
+from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.tensors import parameters, streamed_values
+from soloist.model.weights import LoadProgress, Weights, load_weights
+from soloist.reference import Reference, build_reference
+from soloist.reference.generate import generate
+from soloist.sampling import Sampler, SamplingParams
+from soloist.settings import Settings, read_settings
+from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What loading did: for the user to see.
+
+    Attributes:
+        folder: where the files are.
+        num_parameters: of the model.
+        streamed_bytes: that one decode step has to read at batch 1, KV cache apart.
+        checkpoint_bytes: read from disk.
+        load_s: from opening the files to weights in place.
+        device_name: for people.
+    """
+
+    folder: Path
+    num_parameters: int
+    streamed_bytes: int
+    checkpoint_bytes: int
+    load_s: float
+    device_name: str
+
+
+class Engine:
+    """A model in memory, ready for one request at a time.
+
+    Args:
+        config: what the model is.
+        weights: its tensors.
+        resolved: device, precision and context.
+        folder: its files, from which tokenizer and chat template are read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        resolved: Resolved,
+        folder: Path,
+        report: LoadReport,
+    ) -> None:
+        self.config = config
+        self.resolved = resolved
+        self.report = report
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self._folder = folder
+        self._model: Reference = build_reference(config, weights)
+
+    @classmethod
+    def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
+        """Find, check, estimate and load a model; nothing is allocated before the estimate.
+
+        Raises:
+            UserError: the model, its files or an option cannot be used.
+            DeviceError: it does not fit, or the device does not exist.
+        """
+        settings = read_settings()
+        folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
+        config = read_config(folder / CONFIG_FILE)
+        specs = tensors(config)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.check(specs, FAMILIES[config.family].ignored)
+        device = resolve_device(asked.device, devices())
+        resolved = resolve(
+            asked, config, specs, checkpoint.dtype, device, _free_bytes(torch.device(device))
+        )
+        _set_threads(settings)
+        start = time.perf_counter()
+        weights = load_weights(checkpoint, specs, resolved.dtype, torch.device(device), on_progress)
+        streamed = streamed_values(specs, tied_head=config.tied_head)
+        report = LoadReport(
+            folder=folder,
+            num_parameters=parameters(specs),
+            streamed_bytes=streamed * resolved.dtype.num_bytes,
+            checkpoint_bytes=checkpoint.num_bytes,
+            load_s=time.perf_counter() - start,
+            device_name=device_name(device),
+        )
+        return cls(config, weights, resolved, folder, report)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own template.
+
+        Raises:
+            TokenizerError: it has none.
+        """
+        return ChatTemplate.from_folder(self._folder)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        The template writes every special token itself, so none is added here.
+        """
+        text = self.chat_template.render(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, cancel: Cancel | None = None
+    ) -> Iterator[Chunk | Completion]:
+        """Answer one prompt: chunks as tokens come, one completion at the end.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to sample and when to stop.
+            cancel: ends the request at its next token once set.
+
+        Raises:
+            RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
+                before the first event.
+        """
+        accepted = time.perf_counter()
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(prompt_ids, params)
+        return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not prompt_ids:
+            raise EmptyPrompt
+        vocab = self.config.vocab_size
+        for token_id in prompt_ids:
+            if not 0 <= token_id < vocab:
+                raise BadTokenId("prompt", token_id, vocab)
+        params.check_vocabulary(vocab)
+        room = self.resolved.context_tokens - len(prompt_ids)
+        if params.max_tokens > room:
+            raise PromptTooLong(len(prompt_ids), params.max_tokens, self.resolved.context_tokens)
+
+    def _events(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        cancel: Cancel,
+        accepted: float,
+    ) -> Iterator[Chunk | Completion]:
+        stream = TextStream(self.tokenizer, stop=params.stop)
+        sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
+        cache = self._model.new_cache(len(prompt_ids) + params.max_tokens)
+        reason: FinishReason | None = None
+        made: list[int] = []
+        text: list[str] = []
+        first = last = accepted
+        source = generate(
+            self._model, cache, prompt_ids, sampler, lambda: cancel.requested, CHUNK_TOKENS
+        )
+        for token_id in source:
+            last = time.perf_counter()
+            first = last if not made else first
+            made.append(token_id)
+            reason = sampler.stop_test.finish_reason(token_id, len(made))
+            piece = "" if reason in ("eos", "stop") else stream.push([token_id])
+            if stream.stopped is not None:
+                reason = "stop"
+            if piece:
+                text.append(piece)
+            yield Chunk(piece, (token_id,))
+            if reason is not None:
+                break
+        rest = stream.finish()
+        if rest:
+            text.append(rest)
+            yield Chunk(rest, ())
+        now = time.perf_counter()
+        yield Completion(
+            text="".join(text),
+            token_ids=tuple(made),
+            finish_reason=reason or "cancelled",
+            timings=Timings(
+                prompt_tokens=len(prompt_ids),
+                new_tokens=len(made),
+                ttft_s=first - accepted,
+                decode_s=last - first,
+                total_s=now - accepted,
+            ),
+            seed=params.seed,
+        )
+
+
+def devices() -> list[str]:
+    """What torch can run on here, best first."""
+    return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
+
+
+def device_name(device: str) -> str:
+    """A device's name for people."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory_bytes()
+
+
+def _set_threads(settings: Settings) -> None:
+    # One thread a physical core: single-row products are bound by memory, and hyper-threads or an
+    # oversubscribed container only add waiting.
+    torch.set_num_threads(settings.threads or usable_cores())
