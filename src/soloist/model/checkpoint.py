@@ -74,19 +74,23 @@ class Checkpoint:
         Raises:
             MissingTensor, UnexpectedTensor, WrongShape: naming the tensors.
         """
+        specs = tuple(specs)
         wanted = {source.name: source.shape for spec in specs for source in spec.sources}
+        copies = {name: spec.shape for spec in specs for name in spec.copies}
         missing = sorted(wanted.keys() - self.tensors.keys())
         if missing:
             raise MissingTensor(str(self.folder), missing)
         patterns = [re.compile(pattern) for pattern in ignored]
         unexpected = [
             name
-            for name in sorted(self.tensors.keys() - wanted.keys())
+            for name in sorted(self.tensors.keys() - wanted.keys() - copies.keys())
             if not any(pattern.fullmatch(name) for pattern in patterns)
         ]
         if unexpected:
             raise UnexpectedTensor(str(self.folder), unexpected)
-        for name, shape in wanted.items():
+        for name, shape in (
+            wanted | {k: v for k, v in copies.items() if k in self.tensors}
+        ).items():
             if self.tensors[name].shape != shape:
                 raise WrongShape(name, self.tensors[name].shape, shape)
 
@@ -98,6 +102,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: files are missing, cut off, or disagree with their index.
     """
     index = folder / INDEX_FILE
+    if index.exists() and (folder / SINGLE_FILE).exists():
+        raise CheckpointError(
+            f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}",
+            "remove the one that does not belong to this checkpoint",
+        )
     files = _shards(folder, index) if index.exists() else [_single(folder)]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -162,9 +171,15 @@ def _single(folder: Path) -> Path:
     raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint)
 
 
+def _are_file_names(values: Iterable[object]) -> bool:
+    """At least one value, and each the plain name of a file beside the index."""
+    values = list(values)
+    return bool(values) and all(isinstance(v, str) and Path(v).name == v for v in values)
+
+
 def _shards(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+    if not isinstance(weight_map, dict) or not _are_file_names(weight_map.values()):
         raise ConfigError(
             f"{index} has no usable 'weight_map'", "fetch the file again from its source"
         )

@@ -26,10 +26,14 @@ def find_model(given: str, *, revision: str | None = None, offline: bool = False
     Raises:
         CheckpointError: nothing of that name, an empty folder, or a failed download.
     """
-    path = Path(given).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(given).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of nobody
+        raise ModelNotFound(given, SHIPPED) from error
+    if given and is_folder:
         return _checked(path)
-    if path.is_file():
+    if is_file:
         raise CheckpointError(
             f"{given} is a file; a model is a folder that holds {CONFIG_FILE} and *.safetensors",
             f"give the folder: {path.parent}",
@@ -48,13 +52,19 @@ def shipped_folder(name: str) -> Path:
 
 def _checked(folder: Path) -> Path:
     if not (folder / CONFIG_FILE).is_file():
-        raise MissingFile(str(folder), CONFIG_FILE, sorted(p.name for p in folder.iterdir()))
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        raise MissingFile(str(folder), CONFIG_FILE, found)
     return folder
 
 
 def _download(hub_id: str, revision: str | None, *, offline: bool) -> Path:
+    # Slow to import, and most models are folders.
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(
@@ -70,4 +80,5 @@ def _download(hub_id: str, revision: str | None, *, offline: bool) -> Path:
         reason = "it is not in the local cache" + ("" if offline else " and the hub is unreachable")
         raise DownloadFailed(hub_id, reason) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise DownloadFailed(hub_id, str(error).strip().splitlines()[0]) from error
+        reason = str(error).strip() or type(error).__name__
+        raise DownloadFailed(hub_id, reason.splitlines()[0]) from error

@@ -3,6 +3,7 @@
 The sum has three parts: weights, KV cache for the chosen context, and scratch for activations.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ from soloist.model.tensors import TensorSpec, parameters
 
 # What a process needs besides the model: interpreter, torch, tokenizer, allocator slack.
 HEADROOM_BYTES = 300 * 10**6
+
+# Attention scores held at once: long prompts against long contexts go through in tiles of tokens.
+SCORE_VALUES = 2**22
+
+_FP32 = Dtype.FP32.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +48,45 @@ def estimate(
     chunk_tokens: int,
 ) -> MemoryEstimate:
     """Memory to run `config` in `dtype`, prefilling `chunk_tokens` positions at a time."""
-    attention = max((layer.attention for layer in config.layers), key=lambda a: a.num_query_heads)
-    widest = max(
-        attention.qkv_rows,
-        2 * max(layer.mlp.intermediate_size for layer in config.layers),
-        config.hidden_size,
-    )
-    lanes = config.lanes.num_lanes if config.lanes else 1
-    scores = 2 * attention.num_query_heads * chunk_tokens * context_tokens
-    activations = (6 * widest + 8 * config.hidden_size) * chunk_tokens * lanes
     return MemoryEstimate(
         weights_bytes=parameters(specs) * dtype.num_bytes,
         kv_bytes=kv_bytes_per_token(config, dtype) * context_tokens,
-        scratch_bytes=(scores + activations + config.vocab_size) * Dtype.FP32.num_bytes,
+        scratch_bytes=(
+            _score_bytes(config, dtype, context_tokens)
+            + _mask_values(config, context_tokens, chunk_tokens) * _FP32
+            + _token_values(config) * chunk_tokens * _FP32
+            + config.layers[0].attention.head_dim * context_tokens * _FP32  # the rope table
+            + config.vocab_size * _FP32
+        ),
     )
+
+
+def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
+    """Attention scores and shares of as many tokens as are held at once, at least one."""
+    heads = max(layer.attention.num_query_heads for layer in config.layers)
+    # Scores in the model's type, shares in fp32 and, of 16-bit scores, an fp32 copy on the way.
+    each = 2 * _FP32 if dtype is Dtype.FP32 else dtype.num_bytes + 2 * _FP32
+    return max(heads * context_tokens, SCORE_VALUES) * each
+
+
+def _mask_values(config: ModelConfig, context_tokens: int, chunk_tokens: int) -> int:
+    """Who is hidden from whom within a chunk and, of sliding layers, the window before it."""
+    windows = {layer.attention.window or 0 for layer in config.layers}
+    return sum((min(window, context_tokens) + chunk_tokens) * chunk_tokens for window in windows)
+
+
+def _token_values(config: ModelConfig) -> int:
+    """Numbers of scratch for each prefilled token: every named buffer of a step, at most fp32."""
+    most = 0
+    for layer in config.layers:
+        a = layer.attention
+        queries, keys = a.num_query_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        attention = a.qkv_rows + 4 * (queries + keys) + 2 * keys + 3 * queries
+        most = max(most, attention + 3 * layer.mlp.intermediate_size)
+    streams = 8
+    if config.lanes is not None:  # every lane has its own, and partial results are under way
+        streams = (8 + 2 * config.lanes.delay_layers) * config.lanes.num_lanes
+    return most + streams * config.hidden_size
 
 
 def fitting_context(
@@ -70,8 +101,7 @@ def fitting_context(
     def total(tokens: int) -> int:
         return estimate(config, specs, dtype, tokens, chunk_tokens).total_bytes + HEADROOM_BYTES
 
-    fixed, one = total(0), total(1) - total(0)
-    return max(0, min(config.context_tokens, (available_bytes - fixed) // one))
+    return bisect_right(range(1, config.context_tokens + 1), available_bytes, key=total)
 
 
 def require_memory(

@@ -17,19 +17,21 @@ REQUIRED: Final = object()
 # them changes the function that maps tokens to logits.
 HARMLESS: Final = frozenset(
     """
-    _attn_implementation_autoset _flash_attn_2_enabled _name_or_path architectures attention_dropout auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward 
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder
-    label2id length_penalty max_length max_window_layers min_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    architectures attention_dropout _attn_implementation attn_implementation
+    _attn_implementation_autoset auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward _commit_hash decoder_start_token_id diversity_penalty do_sample
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task _flash_attn_2_enabled forced_bos_token_id
+    forced_eos_token_id id2label initializer_range is_decoder is_llama_config label2id
+    length_penalty max_length max_window_layers min_length model_type _name_or_path
+    neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
     output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 - one name a line would be four times as long
 )
 
 
@@ -41,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(
             f"{path} cannot be read as JSON: {error}", "fetch the file again from its source"
         ) from error
@@ -73,6 +75,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def names(self, name: str) -> bool:
+        """Whether the field is there at all, be it as null."""
+        return name in self._values
+
     def integer(self, name: str, default: Any = REQUIRED, *, minimum: int = 1) -> Any:  # noqa: ANN401
         """A whole number of at least `minimum`; `default` where the field is absent or null."""
         expected = f"a whole number of at least {minimum}"
@@ -91,9 +97,13 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, expected)
-        if not math.isfinite(value) or value <= above:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number <= above:
             raise self._wrong(name, value, expected)
-        return float(value)
+        return number
 
     def flag(self, name: str, default: Any = REQUIRED) -> Any:  # noqa: ANN401
         """True or false."""

@@ -20,11 +20,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the engine: its sources, concatenated along `axis`."""
+    """One tensor of the engine: its sources, concatenated along `axis`.
+
+    Attributes:
+        name: what the engine calls it.
+        sources: tensors of the checkpoint, in order.
+        axis: where they are joined.
+        copies: names under which a checkpoint may hold the same tensor once more.
+    """
 
     name: str
     sources: tuple[Source, ...]
     axis: int = 0
+    copies: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,6 +53,8 @@ def parameters(specs: Iterable[TensorSpec]) -> int:
 
 
 def streamed_values(specs: Iterable[TensorSpec], *, tied_head: bool) -> int:
-    """Numbers that one decode step at batch 1 has to read: all weights, but of an untied embedding
-    only the row that is looked up (left out here as too small to matter)."""
+    """Numbers that one decode step at batch 1 has to read.
+
+    All weights, but of an untied embedding only one row (left out as too small to matter).
+    """
     return sum(s.num_values for s in specs if tied_head or s.name != "embedding")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soloist.errors import NotFinite
+from soloist.errors import CheckpointError, NotFinite
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec
@@ -45,7 +45,7 @@ def load_weights(
 
     Raises:
         NotFinite: a tensor holds NaN or infinite values, as stored or after conversion.
-        CheckpointError: a tensor's format is not supported.
+        CheckpointError: a tensor's format is not supported, or a second copy of it differs.
     """
     specs = tuple(specs)
     weights: Weights = {}
@@ -62,6 +62,10 @@ def load_weights(
                 _require_finite(source.name, part)
                 done += sizes[source.name]
                 on_progress(LoadProgress(done, total, time.perf_counter() - start))
+            for name in spec.copies:
+                if name in checkpoint.tensors:
+                    copy = handles.open(checkpoint.tensors[name].file).get_tensor(name)
+                    _require_same(spec.sources[0].name, joined, name, copy)
             weights[spec.name] = joined
     return weights
 
@@ -109,6 +113,14 @@ def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
     for size in stored.shape:
         count *= size
     return count * stored_dtype(checkpoint, stored.dtype).num_bytes
+
+
+def _require_same(name: str, values: Tensor, copy_name: str, copy: Tensor) -> None:
+    if not torch.equal(values, copy.to(values.device, values.dtype)):
+        raise CheckpointError(
+            f"tensor '{copy_name}' differs from '{name}', but config.json says that they are one",
+            "set tie_word_embeddings to false if the model has a head of its own",
+        )
 
 
 def _require_finite(name: str, values: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.config import Attention, Mlp
+from soloist.model.memory import SCORE_VALUES
 from soloist.model.rope import Rope
 from soloist.reference.cache import KVCache, Scratch
 
@@ -61,30 +62,38 @@ class Step:
     rotary: Rotary
     cache: KVCache
     scratch: Scratch
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[int | None, tuple[int, Tensor]] = field(default_factory=dict)
 
     def first_key(self, window: int | None) -> int:
         """The earliest key that any of these tokens sees."""
         return 0 if window is None else max(0, self.position + 1 - window)
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """[T, keys] fp32: 0 where a token sees a key, minus infinity where not; None if it sees all."""
+    def mask(self, window: int | None, device: torch.device) -> tuple[int, Tensor] | None:
+        """Which keys are hidden from which tokens; None if every token sees all.
+
+        Returns:
+            The position of the first key that is hidden from any token, and from there on
+            [T, keys] fp32: 0 where a token sees a key, minus infinity where not.
+        """
         if self.num_tokens == 1:
             return None
         if window not in self._masks:
             stop = self.position + self.num_tokens
+            start = self.position if window is None else self.first_key(window)
             tokens = torch.arange(self.position, stop, device=device)[:, None]
-            keys = torch.arange(self.first_key(window), stop, device=device)[None]
+            keys = torch.arange(start, stop, device=device)[None]
             hidden = keys > tokens
             if window is not None:
                 hidden |= keys <= tokens - window
-            mask = torch.zeros(hidden.shape, device=device)
-            self._masks[window] = mask.masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = (start, mask)
         return self._masks[window]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, scratch: Scratch) -> Tensor:
-    """x / sqrt(mean(x²) + epsilon) · weight over the last dimension, in fp32, rounded into `out`.
+    """RMS norm over the last dimension, in fp32, rounded into `out`.
+
+    x / sqrt(mean(x²) + epsilon) · weight.
 
     Source: Zhang and Sennrich, arXiv 1910.07467.
     """
@@ -98,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, scratch: Sc
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """x [T, in] · weight [out, in]ᵀ + bias."""
+    """Multiply, x [T, in] · weight [out, in]ᵀ + bias."""
     torch.mm(x, weight.t(), out=out)
     return out if bias is None else out.add_(bias)
 
@@ -153,40 +162,51 @@ class AttentionBlock:
         return step.rotary.rotate(heads, step.position, take("qk_rotated", torch.float32, *shape))
 
     def _attend(self, queries: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
-        """softmax(q kᵀ / √D) v for queries [T, Q, D] → [T, Q · D].
+        """softmax(q kᵀ / √D) v for queries [T, Q, D] → [T, Q · D], some tokens at a time."""
+        a, tokens = self.attention, step.num_tokens
+        num_keys = step.position + tokens - step.first_key(a.window)
+        tile = max(1, min(tokens, SCORE_VALUES // (a.num_query_heads * num_keys)))
+        mixed = step.scratch.take("mixed_by_token", dtype, tokens, a.num_query_heads * a.head_dim)
+        for first in range(0, tokens, tile):
+            rows = slice(first, min(first + tile, tokens))
+            self._attend_tile(queries[rows], rows, step, mixed[rows])
+        return mixed
 
-        The queries that share a KV head are rows of one matrix product: [K, Q / K · T, D].
+    def _attend_tile(self, queries: Tensor, rows: slice, step: Step, out: Tensor) -> None:
+        """Attention of the tokens `rows` of this step.
+
+        The queries that share a KV head are rows of one matrix product: [K, Q / K · t, D].
         """
-        a, tokens, take = self.attention, step.num_tokens, step.scratch.take
-        group, dim = a.queries_per_kv_head, a.head_dim
-        start, stop = step.first_key(a.window), step.position + tokens
+        a, tokens, dtype, take = self.attention, len(queries), out.dtype, step.scratch.take
+        groups, group, dim = a.num_kv_heads, a.queries_per_kv_head, a.head_dim
+        start, stop = step.first_key(a.window), step.position + step.num_tokens
         keys, values = step.cache.view(self._cache_index, start, stop)
-        rows = take("queries", dtype, a.num_kv_heads, group, tokens, dim)
-        rows.copy_(queries.view(tokens, a.num_kv_heads, group, dim).permute(1, 2, 0, 3))
-        rows = rows.view(a.num_kv_heads, group * tokens, dim)
+        grouped = take("queries", dtype, groups, group, tokens, dim)
+        grouped.copy_(queries.view(tokens, groups, group, dim).permute(1, 2, 0, 3))
 
         def growing(name: str, dtype: torch.dtype) -> Tensor:
-            count, most = a.num_kv_heads * group * tokens, step.cache.capacity
-            flat = step.scratch.take_growing(name, dtype, count, stop - start, most)
-            return flat.view(a.num_kv_heads, group * tokens, stop - start)
+            shape = (groups, group * tokens, stop - start)
+            most = max(groups * group * step.cache.capacity, SCORE_VALUES)
+            return step.scratch.take_growing(name, dtype, shape, most)
 
         scores = growing("scores", dtype)
-        torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=dim**-0.5, out=scores)
-        mask = step.mask(a.window, scores.device)
-        if mask is not None:
-            scores.view(-1, tokens, stop - start).add_(mask)
+        grouped = grouped.view(groups, group * tokens, dim)
+        torch.baddbmm(scores, grouped, keys.mT, beta=0, alpha=dim**-0.5, out=scores)
+        masked = step.mask(a.window, scores.device)
+        if masked is not None:
+            first_hidden, mask = masked
+            by_token = scores.view(-1, tokens, stop - start)
+            by_token[:, :, first_hidden - start :].add_(mask[rows])
         shares = torch.softmax(
             scores, -1, dtype=torch.float32, out=growing("shares", torch.float32)
         )
         if dtype is not torch.float32:
-            shares = growing("scores", dtype).copy_(shares)
-        mixed = take("mixed", dtype, a.num_kv_heads, group * tokens, dim)
+            shares = scores.copy_(shares)
+        mixed = take("mixed", dtype, groups, group * tokens, dim)
         torch.bmm(shares, values, out=mixed)
-        by_token = take("mixed_by_token", dtype, tokens, a.num_query_heads * dim)
-        by_token.view(tokens, a.num_kv_heads, group, dim).copy_(
-            mixed.view(a.num_kv_heads, group, tokens, dim).permute(2, 0, 1, 3)
+        out.view(tokens, groups, group, dim).copy_(
+            mixed.view(groups, group, tokens, dim).permute(2, 0, 1, 3)
         )
-        return by_token
 
 
 class MlpBlock:

@@ -1,5 +1,7 @@
 """Storage that outlives a step: keys and values, and scratch that is allocated once."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,12 +60,16 @@ class Scratch:
         return held
 
     def take_growing(
-        self, name: str, dtype: torch.dtype, rows: int, columns: int, most: int
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], most: int
     ) -> Tensor:
-        """A [rows, columns] tensor out of an allocation that holds up to `most` columns."""
-        whole = self.take(name, dtype, rows * most)
-        return whole[: rows * columns].view(rows, columns)
+        """A tensor of this shape out of one allocation made for `most` values at once."""
+        key, count = (name, dtype), math.prod(shape)
+        held = self._held.get(key)
+        if held is None or held.numel() < count:
+            held = self._held[key] = torch.empty(max(most, count), dtype=dtype, device=self._device)
+        return held[:count].view(shape)
 
-    def keep_only(self, num_tokens: int) -> None:
-        """Give back what steps of more than `num_tokens` tokens took."""
-        self._held = {k: v for k, v in self._held.items() if v.shape[0] <= num_tokens}
+    @property
+    def num_bytes(self) -> int:
+        """Size of all that is held."""
+        return sum(held.numel() * held.element_size() for held in self._held.values())

@@ -6,6 +6,8 @@ adds the sum over all lanes (`early_sum`) or its own partial times √L. At the 
 Source: Kog's description of Laneformer and delayed tensor parallelism (May 2026).
 """
 
+import math
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -30,17 +32,17 @@ class DelayLine:
     def __init__(self, lanes: Lanes, *, communicates: bool) -> None:
         self._lanes = lanes
         self._communicates = communicates
-        self._sent: list[Tensor] = []
+        # What is under way: the last `delay_layers` layers, the oldest first.
+        self._sent: deque[Tensor] = deque(maxlen=lanes.delay_layers)
 
     def reduce(self, partials: Tensor, layer: int) -> Tensor:
         """What each lane adds to its stream in `layer`, given all own partials [L, T, H] fp32."""
+        past = self._sent[0] if layer >= self._lanes.delay_layers else None
         self._sent.append(partials)
-        early = layer < self._lanes.delay_layers
-        if early and self._lanes.early_sum:
+        if past is None and self._lanes.early_sum:
             return partials.sum(0, keepdim=True).expand_as(partials)
-        if early or not self._communicates:
-            return partials * self._lanes.num_lanes**0.5
-        past = self._sent[layer - self._lanes.delay_layers]
+        if past is None or not self._communicates:
+            return partials * math.sqrt(self._lanes.num_lanes)
         return partials + (past.sum(0, keepdim=True) - past)
 
 
@@ -107,14 +109,7 @@ class LaneTransformer(Reference):
         if lanes.sum_before_norm:
             streams = streams.sum(0, keepdim=True)
         h = torch.empty_like(streams)
-        scale = self._final_norm
-        rms_norm(
-            streams,
-            scale[:1] if lanes.sum_before_norm and scale.dim() > 1 else scale,
-            self._epsilon,
-            h,
-            scratch,
-        )
+        rms_norm(streams, self._final_norm, self._epsilon, h, scratch)
         out = scratch.take("logits", self.dtype, h.shape[1], self.config.vocab_size)
         match lanes.head:
             case "replicate":

@@ -28,6 +28,7 @@ class Special:
         default_theta: rope base where the file names none; None makes the field mandatory.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         qk_norm: RMS norm on query and key heads.
+        tied_head: whether the head is the embedding where the file does not say.
         windows: window per layer (None: full attention); empty means full everywhere.
         rope_layers: whether each layer rotates; empty means all do.
     """
@@ -37,6 +38,7 @@ class Special:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    tied_head: bool = False
     windows: Sequence[int | None] = field(default_factory=tuple)
     rope_layers: Sequence[bool] = field(default_factory=tuple)
 
@@ -53,15 +55,7 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
     ):
         fields.only(name, wanted)
     hidden = fields.integer("hidden_size")
-    query_heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", query_heads)
-    head_dim = fields.integer("head_dim", None) or _head_dim(fields, hidden, query_heads)
-    if query_heads % kv_heads:
-        raise WrongType(
-            fields.file, "num_key_value_heads", kv_heads, f"a divisor of {query_heads} query heads"
-        )
-    if head_dim % 2:
-        raise WrongType(fields.file, "head_dim", head_dim, "an even number (rope rotates pairs)")
+    query_heads, kv_heads, head_dim = read_heads(fields, hidden)
     num_layers = fields.integer("num_hidden_layers")
     context = fields.integer("max_position_embeddings")
     rope = read_rope(fields, special.default_theta)
@@ -91,8 +85,27 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
             for window, rotates in zip(windows, rope_layers, strict=True)
         ),
         rope=rope,
-        tied_head=fields.flag("tie_word_embeddings", default=False),
+        tied_head=fields.flag("tie_word_embeddings", special.tied_head),
     )
+
+
+def read_heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
+    """Query heads, KV heads (as many where the file does not say) and head dimension."""
+    query_heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", query_heads)
+    head_dim = fields.integer("head_dim", None)
+    if head_dim is None and hidden % query_heads:
+        raise MissingField(
+            fields.file, "head_dim", f"given, since {hidden} is no multiple of {query_heads} heads"
+        )
+    head_dim = head_dim or hidden // query_heads
+    if query_heads % kv_heads:
+        raise WrongType(
+            fields.file, "num_key_value_heads", kv_heads, f"a divisor of {query_heads} query heads"
+        )
+    if head_dim % 2:
+        raise WrongType(fields.file, "head_dim", head_dim, "an even number (rope rotates pairs)")
+    return query_heads, kv_heads, head_dim
 
 
 def read_rope(fields: Fields, default_theta: float | None) -> Rope:
@@ -102,24 +115,28 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
         ConfigError: no base is given and the family has none, or the rule is not one of
             default, linear, llama3 and yarn.
     """
-    theta = fields.number("rope_theta", None)
+    theta = fields.number("rope_theta", None, above=1.0)
     if "rope_parameters" in fields and "rope_scaling" in fields:
         raise fields.unsupported("rope_scaling", "given beside rope_parameters", "one of the two")
     rules = fields.group("rope_parameters") or fields.group("rope_scaling")
     if rules is None:
         if theta is None and default_theta is None:
-            raise MissingField(fields.file, "rope_theta", "a number greater than 0")
+            raise MissingField(fields.file, "rope_theta", "a number greater than 1")
         return Rope(theta or default_theta or 0.0)
-    theta = rules.number("rope_theta", theta or default_theta)
-    if theta is None:
-        raise MissingField(fields.file, "rope_theta", "a number greater than 0")
+    inner = rules.number("rope_theta", theta or default_theta, above=1.0)
+    if inner is None:
+        raise MissingField(fields.file, "rope_theta", "a number greater than 1")
+    if theta is not None and inner != theta:
+        raise rules.unsupported("rope_theta", inner, f"{theta:g}, as outside it")
     kinds = ("default", "linear", "llama3", "yarn")
-    legacy = rules.choice("type", kinds, "default")
-    kind = rules.choice("rope_type", kinds, legacy)
+    legacy = rules.choice("type", kinds, None)
+    kind = rules.choice("rope_type", kinds, legacy or "default")
+    if legacy is not None and kind != legacy:
+        raise rules.unsupported("type", legacy, f"{kind}, as rope_type says")
     rules.only("partial_rotary_factor", 1.0)
     scaling = _SCALINGS[kind](rules)
     rules.refuse_rest(frozenset())
-    return Rope(theta, scaling)
+    return Rope(inner, scaling)
 
 
 def layer_windows(fields: Fields, default_kinds: Sequence[str]) -> tuple[int | None, ...]:
@@ -155,7 +172,10 @@ def extended_context(context: int, scaling: Scaling | None) -> int:
 def decoder_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Tensors under the names that the Hugging Face decoders share."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    specs = [_one("embedding", "model.embed_tokens.weight", vocab, hidden)]
+    # Some conversions of tied models store the matrix under both names.
+    copies = ("lm_head.weight",) if config.tied_head else ()
+    embedding = Source("model.embed_tokens.weight", (vocab, hidden))
+    specs = [TensorSpec("embedding", (embedding,), copies=copies)]
     for i, layer in enumerate(config.layers):
         specs += _attention_tensors(f"model.layers.{i}.", f"layers.{i}.", layer.attention, hidden)
         specs += _mlp_tensors(f"model.layers.{i}.", f"layers.{i}.", layer.mlp, hidden)
@@ -209,14 +229,6 @@ def _one(ours: str, theirs: str, *shape: int) -> TensorSpec:
     return TensorSpec(ours, (Source(theirs, shape),))
 
 
-def _head_dim(fields: Fields, hidden: int, query_heads: int) -> int:
-    if hidden % query_heads:
-        raise MissingField(
-            fields.file, "head_dim", f"given, since {hidden} is no multiple of {query_heads} heads"
-        )
-    return hidden // query_heads
-
-
 def _default(rules: Fields) -> None:
     # transformers writes a factor of 1 beside the default rule; any other would be ignored there.
     rules.only("factor", 1.0)
@@ -227,10 +239,11 @@ def _linear(rules: Fields) -> LinearScaling:
 
 
 def _llama3(rules: Fields) -> Llama3Scaling:
+    low = rules.number("low_freq_factor")
     return Llama3Scaling(
         factor=rules.number("factor"),
-        low_freq_factor=rules.number("low_freq_factor"),
-        high_freq_factor=rules.number("high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=rules.number("high_freq_factor", above=low),
         original_context_tokens=rules.integer("original_max_position_embeddings"),
     )
 

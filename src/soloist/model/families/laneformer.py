@@ -6,7 +6,7 @@ is refused. Both spellings of the sliding layers and of communication are read.
 
 from soloist.errors import MissingField, WrongType
 from soloist.model.config import Attention, Lanes, Layer, Mlp, ModelConfig
-from soloist.model.families.dense import extended_context, read_rope
+from soloist.model.families.dense import extended_context, read_heads, read_rope
 from soloist.model.reading import Fields
 from soloist.model.rope import Rope
 from soloist.model.tensors import Source, TensorSpec
@@ -18,8 +18,8 @@ def read(fields: Fields) -> ModelConfig:
     fields.ignore("multiple_of", "depth_init", "use_flex_attn", "attn_mask_type")
     fields.only("hidden_act", "silu")
     hidden = fields.integer("hidden_size")
-    query_heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads")
+    fields.integer("num_key_value_heads")
+    query_heads, kv_heads, head_dim = read_heads(fields, hidden)
     ffn = fields.integer("intermediate_size")
     lanes = _read_lanes(fields)
     for name, count in (
@@ -29,11 +29,6 @@ def read(fields: Fields) -> ModelConfig:
     ):
         if count % lanes.num_lanes:
             raise WrongType(fields.file, name, count, f"a multiple of {lanes.num_lanes} lanes")
-    if query_heads % kv_heads:
-        raise WrongType(
-            fields.file, "num_key_value_heads", kv_heads, f"a divisor of {query_heads} query heads"
-        )
-    head_dim = fields.integer("head_dim", None) or hidden // query_heads
     rope = read_rope(fields, None)
     return ModelConfig(
         family=fields.family,
@@ -122,6 +117,11 @@ def _read_lanes(fields: Fields) -> Lanes:
     sum_before_norm = fields.flag("pre_norm_lane_agg")
     if sum_before_norm and head != "replicate":
         raise fields.unsupported("pre_norm_lane_agg", True, "false unless the head is 'replicate'")
+    shared_norm_scales = fields.flag("replicated_rmsn_scale")
+    if sum_before_norm and not shared_norm_scales:
+        raise fields.unsupported(
+            "replicated_rmsn_scale", False, "true where pre_norm_lane_agg leaves one stream to norm"
+        )
     if head != "replicate" and fields.flag("tie_word_embeddings"):
         raise fields.unsupported(
             "tie_word_embeddings", True, "false unless the head is 'replicate'"
@@ -137,25 +137,32 @@ def _read_lanes(fields: Fields) -> Lanes:
         early_sum=fields.flag("use_early_comm"),
         attention_comm=attention_comm,
         mlp_comm=mlp_comm,
-        shared_norm_scales=fields.flag("replicated_rmsn_scale"),
+        shared_norm_scales=shared_norm_scales,
         head=head,
         sum_before_norm=sum_before_norm,
     )
 
 
 def _read_windows(fields: Fields) -> list[int | None]:
-    """Window per layer from `swa_layers`, or from `sliding_window_n_layers` (n > 0: the first n
-    slide, n < 0: the last |n|) with `unclamped_layers` forced to full attention."""
+    """Window per layer from `swa_layers` or from `sliding_window_n_layers`.
+
+    The latter means the first n layers for n > 0 and the last |n| for n < 0, less those that
+    `unclamped_layers` lists.
+    """
+    field = "swa_layers"
     num_layers = fields.integer("num_hidden_layers")
     window = fields.integer("sliding_window", None)
     listed = fields.integers("swa_layers", None)
+    if listed is None and window is not None and "sliding_window_n_layers" not in fields:
+        raise MissingField(fields.file, field, "the list of layers that sliding_window is for")
     if listed is None:
-        count = fields.integer("sliding_window_n_layers", 0, minimum=-num_layers)
+        field = "sliding_window_n_layers"
+        count = fields.integer(field, 0, minimum=-num_layers)
         exempt = fields.integers("unclamped_layers", [])
         first = 0 if count >= 0 else num_layers + count
         listed = [i for i in range(first, first + abs(count)) if i not in exempt]
     if any(i >= num_layers for i in listed):
-        raise WrongType(fields.file, "swa_layers", listed, f"layer numbers below {num_layers}")
+        raise WrongType(fields.file, field, listed, f"layer numbers below {num_layers}")
     if listed and window is None:
         raise MissingField(fields.file, "sliding_window", "a whole number of at least 1")
     return [window if i in listed else None for i in range(num_layers)]

@@ -9,6 +9,9 @@ tensors = decoder_tensors
 
 def read(fields: Fields) -> ModelConfig:
     """Layers from `max_window_layers` on slide where `use_sliding_window` is on."""
+    fields.only("use_mrope", wanted=False)
+    # Known to no Qwen 2: its q, k and v have biases whatever this says, and o has none.
+    fields.ignore("attention_bias")
     return read_dense(
         fields,
         Special(default_theta=10_000.0, qkv_bias=True, windows=upper_layer_windows(fields)),

@@ -9,7 +9,7 @@ tensors = decoder_tensors
 
 
 def read(fields: Fields) -> ModelConfig:
-    """`no_rope_layers` has a 1 where a layer rotates and a 0 where it does not, despite its name."""
+    """`no_rope_layers` has a 1 where a layer rotates, a 0 where it does not, despite its name."""
     attention_bias = fields.flag("attention_bias", default=False)
     num_layers = fields.integer("num_hidden_layers")
     rotates = fields.integers("no_rope_layers", None)
@@ -29,6 +29,7 @@ def read(fields: Fields) -> ModelConfig:
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias", default=False),
+            tied_head=True,
             windows=layer_windows(fields, kinds),
             rope_layers=tuple(bool(r) for r in rotates),
         ),
