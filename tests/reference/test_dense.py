@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from reference.compare import assert_close
-from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
 from torch import Tensor
 
+from reference.compare import assert_close
+from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
 from soloist.reference import Reference
 
 LLAMA3 = {
@@ -39,7 +39,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 
 CASES = [
     Case("mha", "llama", MHA),
-    Case("gqa-tied-llama3", "llama", {**GQA, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    Case("gqa-tied-llama3", "llama", {
+        **GQA, "tie_word_embeddings": True, "rope_parameters": LLAMA3,
+    }),
     Case("mqa-biases-linear", "llama", {
         **MQA, "attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR,
     }, sharded=True),
@@ -63,7 +65,8 @@ CASES = [
     Case("tied-yarn", "qwen2", {**GQA, "tie_word_embeddings": True, **yarn()}, old_rope=True),
     Case("upper-window", "qwen2", {**MQA, **WINDOW, "max_window_layers": 1}, sharded=True),
     Case("listed-window", "qwen2", {
-        **GQA, **WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **GQA, **WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }),
     Case("head-dim", "qwen3", {**GQA, "head_dim": 18}),
     Case("tied-biases-yarn", "qwen3", {
@@ -90,7 +93,7 @@ CASES = [
 
 def random_case(seed: int) -> Case:
     """Any family, any sizes, any rope."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 - sizes, not secrets
     family = draw.choice(["llama", "mistral", "qwen2", "qwen3", "smollm3"])
     kv_heads = draw.choice([1, 2, 3])
     heads = kv_heads * draw.choice([1, 2, 3, 5])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from reference.compare import assert_close
 from reference.lanes import FIELDS, LiteralLanes, random_tensors, write
 from reference.oracle import load, prompt, run
@@ -100,7 +101,7 @@ def test_one_lane_is_an_ordinary_decoder_up_to_the_rope_order(tmp_path: Path) ->
 
 
 def test_early_layers_keep_the_lanes_identical(tmp_path: Path) -> None:
-    """Where every layer sums at once, all lanes hold one stream, so that the mean is any of them."""
+    """Where every layer sums at once, all lanes hold one stream: the mean is any of them."""
     fields = merged({"broadcast_delay": 9, "use_early_comm": True, "num_hidden_layers": 2})
     stored = random_tensors(fields)
     model = load(write(fields, stored, tmp_path))

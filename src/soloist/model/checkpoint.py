@@ -174,7 +174,7 @@ def _single(folder: Path) -> Path:
 def _are_file_names(values: Iterable[object]) -> bool:
     """At least one value, and each the plain name of a file beside the index."""
     values = list(values)
-    return bool(values) and all(isinstance(v, str) and Path(v).name == v for v in values)
+    return bool(values) and all(isinstance(v, str) and v == Path(v).name != "" for v in values)
 
 
 def _shards(folder: Path, index: Path) -> list[Path]:

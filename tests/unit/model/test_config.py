@@ -1,0 +1,584 @@
+"""Reading config.json: published shapes pass, everything that is not understood is named."""
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from soloist.errors import (
+    ConfigError,
+    MissingField,
+    UnknownFamily,
+    UnsupportedField,
+    WrongType,
+)
+from soloist.model.config import Lanes, ModelConfig
+from soloist.model.families import FAMILIES, read_config, tensors
+from soloist.model.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from soloist.model.tensors import parameters, streamed_values
+from unit.model.configurations import (
+    ABSENT,
+    LANEFORMER_2B,
+    LLAMA3_RULES,
+    LLAMA_32_1B,
+    MISTRAL_7B,
+    PUBLISHED,
+    QWEN3_17B,
+    QWEN25_05B,
+    SMOLLM3_3B,
+    changed,
+    written,
+)
+
+PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-8b": 8_190_735_360,
+    "qwen2.5-0.5b": 494_032_768,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "smollm3-3b": 3_075_098_624,
+    "smollm2-135m": 134_515_008,
+    "laneformer-2b": 2_320_069_632,
+}
+
+
+def read(folder: Path, base: dict[str, Any], **changes: object) -> ModelConfig:
+    return read_config(written(folder, changed(base, **changes)))
+
+
+# --- published shapes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_their_published_size(name: str, tmp_path: Path) -> None:
+    config = read(tmp_path, PUBLISHED[name])
+    assert parameters(tensors(config)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_keep_their_sizes(name: str, tmp_path: Path) -> None:
+    values = PUBLISHED[name]
+    config = read(tmp_path, values)
+    first = config.layers[0]
+    assert config.family == values["model_type"]
+    assert config.hidden_size == values["hidden_size"]
+    assert config.vocab_size == values["vocab_size"]
+    assert config.num_layers == values["num_hidden_layers"]
+    assert config.context_tokens == values["max_position_embeddings"]
+    assert config.rope.theta == values["rope_theta"]
+    assert first.attention.num_query_heads == values["num_attention_heads"]
+    assert first.attention.num_kv_heads == values["num_key_value_heads"]
+    assert first.mlp.intermediate_size == values["intermediate_size"]
+    assert config.tied_head is values.get("tie_word_embeddings", True)
+
+
+def test_llama_reads_its_rope_rule(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_32_1B)
+    assert config.rope == Rope(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    assert config.kv_values_per_token == 2 * 8 * 64 * 16
+    assert config.layers[0].attention.queries_per_kv_head == 4
+
+
+def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
+    def kinds(values: dict[str, Any]) -> tuple[bool, bool, bool, bool]:
+        layer = read(tmp_path, values).layers[0]
+        a = layer.attention
+        return a.qkv_bias, a.output_bias, a.qk_norm, layer.mlp.bias
+
+    both = {"attention_bias": True, "mlp_bias": True}
+    assert kinds(LLAMA_32_1B) == (False, False, False, False)
+    assert kinds(changed(LLAMA_32_1B, **both)) == (True, True, False, True)
+    assert kinds(QWEN25_05B) == (True, False, False, False)
+    assert kinds(QWEN3_17B) == (False, False, True, False)
+    assert kinds(changed(QWEN3_17B, attention_bias=True)) == (True, True, True, False)
+    assert kinds(MISTRAL_7B) == (False, False, False, False)
+    assert kinds(changed(SMOLLM3_3B, **both)) == (True, True, False, True)
+
+
+def test_qwen2_has_the_same_biases_whatever_a_file_says(tmp_path: Path) -> None:
+    for value in (True, False):
+        assert read(tmp_path, QWEN25_05B, attention_bias=value) == read(tmp_path, QWEN25_05B)
+
+
+def test_a_null_field_is_an_absent_one(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_32_1B)
+    for name in ("sliding_window", "quantization_config", "attn_logit_softcapping", "pruned_heads"):
+        assert read(tmp_path, LLAMA_32_1B, **{name: None}) == config
+    heads = read(tmp_path, LLAMA_32_1B, num_key_value_heads=None).layers[0].attention
+    assert heads.num_kv_heads == heads.num_query_heads
+    assert read(tmp_path, LLAMA_32_1B, head_dim=None) == config
+
+
+def test_streamed_values_leave_out_an_untied_embedding(tmp_path: Path) -> None:
+    for name in ("llama-3.2-1b", "llama-3.1-8b"):
+        config = read(tmp_path, PUBLISHED[name])
+        specs = tensors(config)
+        embedding = 0 if config.tied_head else config.vocab_size * config.hidden_size
+        seen = streamed_values(specs, tied_head=config.tied_head)
+        assert seen == parameters(specs) - embedding
+
+
+# --- windows and rope layers ---------------------------------------------------------------------
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.attention.window for layer in config.layers]
+
+
+def test_mistral_slides_everywhere_or_nowhere(tmp_path: Path) -> None:
+    assert windows(read(tmp_path, MISTRAL_7B)) == [4096] * 32
+    assert windows(read(tmp_path, MISTRAL_7B, sliding_window=None)) == [None] * 32
+    with pytest.raises(MissingField, match="sliding_window"):
+        read(tmp_path, MISTRAL_7B, sliding_window=ABSENT)
+
+
+@pytest.mark.parametrize("base", [QWEN25_05B, QWEN3_17B], ids=["qwen2", "qwen3"])
+def test_qwen_slides_from_max_window_layers_on(base: dict[str, Any], tmp_path: Path) -> None:
+    layers = base["num_hidden_layers"]
+    on = {"use_sliding_window": True, "sliding_window": 512}
+    assert windows(read(tmp_path, base)) == [None] * layers
+    for full in (0, 5, layers, layers + 9):
+        seen = windows(read(tmp_path, base, **on, max_window_layers=full))
+        assert seen == [None if i < full else 512 for i in range(layers)]
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    assert windows(read(tmp_path, base, **on, layer_types=kinds)) == [512, None] * (layers // 2)
+    with pytest.raises(MissingField, match="max_window_layers"):
+        read(tmp_path, base, **on, max_window_layers=ABSENT)
+    with pytest.raises(MissingField, match="sliding_window"):
+        read(tmp_path, base, use_sliding_window=True, sliding_window=None, max_window_layers=0)
+
+
+def test_sliding_layers_without_the_switch_are_refused(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 28
+    with pytest.raises(UnsupportedField, match="layer_types"):
+        read(tmp_path, QWEN3_17B, layer_types=kinds, sliding_window=9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error"),
+    [
+        (["full_attention"] * 27, WrongType),
+        (["full_attention"] * 27 + ["chunked_attention"], UnsupportedField),
+        (["full_attention"] * 27 + [3], UnsupportedField),
+        ("full_attention", WrongType),
+    ],
+)
+def test_layer_types_must_fit(kinds: object, error: type[ConfigError], tmp_path: Path) -> None:
+    with pytest.raises(error, match="layer_types"):
+        read(tmp_path, QWEN3_17B, layer_types=kinds)
+
+
+def rotates(config: ModelConfig) -> list[bool]:
+    return [layer.attention.rope for layer in config.layers]
+
+
+def test_smollm3_rotates_three_layers_of_four(tmp_path: Path) -> None:
+    pattern = [True, True, True, False] * 9
+    assert rotates(read(tmp_path, SMOLLM3_3B)) == pattern
+    bare = changed(SMOLLM3_3B, no_rope_layers=ABSENT, no_rope_layer_interval=ABSENT)
+    assert rotates(read(tmp_path, bare)) == pattern
+    assert rotates(read(tmp_path, bare, no_rope_layer_interval=2)) == [True, False] * 18
+    slides = changed(
+        bare, use_sliding_window=True, sliding_window=64, layer_types=ABSENT, rope_scaling=ABSENT
+    )
+    assert windows(read(tmp_path, slides)) == [None, None, None, 64] * 9
+    with pytest.raises(WrongType, match="no_rope_layers"):
+        read(tmp_path, SMOLLM3_3B, no_rope_layers=[1, 0])
+    with pytest.raises(WrongType, match="no_rope_layers"):
+        read(tmp_path, SMOLLM3_3B, no_rope_layers=[2] * 36)
+    assert read(tmp_path, bare, tie_word_embeddings=False).tied_head is False
+
+
+# --- rope ----------------------------------------------------------------------------------------
+
+BARE = changed(LLAMA_32_1B, rope_scaling=ABSENT, rope_theta=ABSENT)
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted"),
+    [
+        ({"rope_type": "default"}, None),
+        ({}, None),
+        ({"rope_type": "default", "factor": 1.0}, None),
+        ({"rope_type": "linear", "factor": 2}, LinearScaling(2.0)),
+        (LLAMA3_RULES, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+        (
+            {"rope_type": "yarn", **YARN},
+            YarnScaling(4.0, 32768, 32.0, 1.0, 0.1 * math.log(4) + 1, True),
+        ),
+        (
+            {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "truncate": False},
+            YarnScaling(4.0, 32768, 32.0, 1.0, 1.5, False),
+        ),
+    ],
+)
+def test_both_spellings_of_rope_mean_the_same(
+    rules: dict[str, Any], wanted: object, tmp_path: Path
+) -> None:
+    new = read(tmp_path, BARE, rope_parameters={"rope_theta": 7e5, **rules})
+    middle = read(tmp_path, BARE, rope_theta=7e5, rope_parameters=rules)
+    old_rules = {("type" if k == "rope_type" else k): v for k, v in rules.items()}
+    old = read(tmp_path, BARE, rope_theta=7e5, rope_scaling=old_rules)
+    both = read(tmp_path, BARE, rope_theta=7e5, rope_scaling={**rules, **old_rules})
+    assert new.rope == Rope(7e5, wanted)
+    assert new == middle == old == both
+
+
+def test_rope_without_a_rule_takes_the_base(tmp_path: Path) -> None:
+    assert read(tmp_path, BARE, rope_theta=5e5).rope == Rope(5e5)
+    assert read(tmp_path, BARE, rope_theta=5e5, rope_scaling=None).rope == Rope(5e5)
+    assert read(tmp_path, BARE).rope == Rope(10_000.0)
+    assert read(tmp_path, changed(SMOLLM3_3B, rope_theta=ABSENT)).rope == Rope(2_000_000.0)
+
+
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
+    rules = {"type": "yarn", **YARN}
+    assert read(tmp_path, QWEN3_17B, rope_scaling=rules).context_tokens == 131072
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_scaling.type"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", **YARN}}, "rope_scaling.type"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling.x"),
+        ({"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor",
+        ),
+        ({"rope_theta": 1e5, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "default"}},
+            "rope_scaling",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.full_attention",
+        ),
+    ],
+)
+def test_other_rope_rules_are_refused(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        read(tmp_path, BARE, **changes)
+        caught.value
+    )
+    assert f"'{field}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "field", "error"),
+    [
+        ({"rope_type": "linear"}, "factor", MissingField),
+        ({"rope_type": "linear", "factor": "2"}, "factor", WrongType),
+        ({"rope_type": "linear", "factor": 0}, "factor", WrongType),
+        ({"rope_type": "linear", "factor": True}, "factor", WrongType),
+        ({"rope_type": 3}, "rope_type", WrongType),
+        ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings", MissingField),
+        ({"rope_type": "yarn", **YARN, "truncate": 1}, "truncate", WrongType),
+        ({"rope_type": "yarn", **YARN, "beta_fast": -1.0}, "beta_fast", WrongType),
+        ({**LLAMA3_RULES, "high_freq_factor": 1.0}, "high_freq_factor", WrongType),
+        ({**LLAMA3_RULES, "original_max_position_embeddings": 8.5}, "original", WrongType),
+        ({"rope_theta": 1.0}, "rope_theta", WrongType),
+    ],
+)
+def test_rope_rules_are_typed(
+    rules: object, field: str, error: type[ConfigError], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=f"rope_parameters.{field}"):
+        read(tmp_path, BARE, rope_parameters=rules)
+
+
+def test_rope_rules_are_an_object(tmp_path: Path) -> None:
+    with pytest.raises(WrongType, match="rope_scaling"):
+        read(tmp_path, BARE, rope_scaling="linear")
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+REQUIRED = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+]
+DENSE = [n for n in PUBLISHED if n != "laneformer-2b"]
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+@pytest.mark.parametrize("name", DENSE)
+def test_missing_fields_are_named(name: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingField, match=f"'{field}'") as caught:
+        read(tmp_path, PUBLISHED[name], **{field: ABSENT})
+    assert caught.value.field == field
+    assert "hint:" in str(caught.value)
+
+
+def test_qwen3_needs_its_head_dim(tmp_path: Path) -> None:
+    with pytest.raises(MissingField, match="head_dim"):
+        read(tmp_path, QWEN3_17B, head_dim=ABSENT)
+
+
+@pytest.mark.parametrize("value", ["2048", True, -8, 0, 1.5, [2048], {}])
+@pytest.mark.parametrize("field", [*REQUIRED[:6], "num_key_value_heads", "head_dim"])
+def test_whole_numbers_are_whole(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(WrongType, match=f"'{field}'") as caught:
+        read(tmp_path, LLAMA_32_1B, **{field: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["1e-5", True, -1e-5, 0, math.nan, math.inf, 10**400, []])
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+def test_numbers_are_finite(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(WrongType, match=f"'{field}'"):
+        read(tmp_path, LLAMA_32_1B, **{field: value})
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, []])
+@pytest.mark.parametrize("field", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_flags_are_true_or_false(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(WrongType, match=f"'{field}'"):
+        read(tmp_path, LLAMA_32_1B, **{field: value})
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("partial_rotary_factor", 0.5),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("attn_logit_softcapping", 50),
+        ("final_logit_softcapping", 30.0),
+        ("residual_multiplier", 0.22),
+        ("rope_interleaved", True),
+        ("num_experts", 8),
+        ("pruned_heads", {"0": [1]}),
+    ],
+)
+def test_what_would_change_the_output_is_refused(
+    name: str, field: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedField, match=f"'{field}'") as caught:
+        read(tmp_path, PUBLISHED[name], **{field: value})
+    assert caught.value.field == field
+    assert PUBLISHED[name]["model_type"] in str(caught.value)
+
+
+def test_fields_of_other_families_are_refused(tmp_path: Path) -> None:
+    for base, changes in (
+        (LLAMA_32_1B, {"sliding_window": 4096}),
+        (MISTRAL_7B, {"attention_bias": True}),
+        (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}),
+        (QWEN25_05B, {"use_mrope": True}),
+        (QWEN25_05B, {"mlp_bias": True}),
+        (QWEN3_17B, {"no_rope_layers": [1] * 28}),
+    ):
+        with pytest.raises(UnsupportedField, match=next(iter(changes))):
+            read(tmp_path, base, **changes)
+
+
+def test_heads_must_divide(tmp_path: Path) -> None:
+    with pytest.raises(WrongType, match="a divisor of 32 query heads"):
+        read(tmp_path, LLAMA_32_1B, num_key_value_heads=5)
+    with pytest.raises(WrongType, match="num_key_value_heads"):
+        read(tmp_path, LLAMA_32_1B, num_key_value_heads=64)
+    with pytest.raises(WrongType, match="even number"):
+        read(tmp_path, LLAMA_32_1B, head_dim=63)
+    with pytest.raises(MissingField, match="head_dim"):
+        read(tmp_path, LLAMA_32_1B, head_dim=ABSENT, hidden_size=2049)
+
+
+def test_unknown_families_are_named_with_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFamily, match="gpt_oss") as caught:
+        read(tmp_path, LLAMA_32_1B, model_type="gpt_oss")
+    assert all(family in str(caught.value) for family in FAMILIES)
+    with pytest.raises(MissingField, match="model_type"):
+        read(tmp_path, LLAMA_32_1B, model_type=ABSENT)
+    with pytest.raises(WrongType, match="model_type"):
+        read(tmp_path, LLAMA_32_1B, model_type=["llama"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b"[]",
+        b"3",
+    ],
+    ids=["empty", "cut", "text", "bytes", "deep", "digits", "list", "number"],
+)
+def test_damaged_files_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(path)
+
+
+def test_an_absent_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "config.json")
+
+
+SOME_VALUE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-1, 3), max_size=3),
+    st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "rope_theta"]), st.integers()),
+)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_any_change_is_read_or_refused_as_a_configuration_error(
+    data: st.DataObject, tmp_path: Path
+) -> None:
+    base = data.draw(st.sampled_from(list(PUBLISHED.values())))
+    names = st.sampled_from([*base, "rope_parameters", "layer_types", "use_comm", "other"])
+    changes = data.draw(st.dictionaries(names, SOME_VALUE, max_size=3))
+    with suppress(ConfigError):
+        config = read(tmp_path, base, **changes)
+        assert config.num_layers > 0
+        assert all(spec.num_values > 0 for spec in tensors(config))
+        assert all(f > 0 for f in config.rope.inverse_frequencies(8))
+
+
+# --- laneformer ----------------------------------------------------------------------------------
+
+
+def test_laneformer_reads_its_lanes(tmp_path: Path) -> None:
+    config = read(tmp_path, LANEFORMER_2B)
+    assert config.lanes == Lanes(
+        num_lanes=8,
+        delay_layers=2,
+        early_sum=True,
+        attention_comm=True,
+        mlp_comm=True,
+        shared_norm_scales=True,
+        head="replicate",
+        sum_before_norm=False,
+    )
+    assert config.rope == Rope(10_000.0, interleaved=True)
+    assert config.layers[0].attention.head_dim == 96
+    assert windows(config) == [2048] * 10 + [None] * 5
+
+
+def test_both_spellings_of_communication(tmp_path: Path) -> None:
+    for value in (True, False):
+        split = {"use_attention_comm": value, "use_mlp_comm": value}
+        joint = {"use_comm": value, "use_attention_comm": ABSENT, "use_mlp_comm": ABSENT}
+        assert read(tmp_path, LANEFORMER_2B, **split) == read(tmp_path, LANEFORMER_2B, **joint)
+    with pytest.raises(UnsupportedField, match="use_attention_comm"):
+        read(tmp_path, LANEFORMER_2B, use_comm=True)
+    with pytest.raises(MissingField, match="use_mlp_comm"):
+        read(tmp_path, LANEFORMER_2B, use_mlp_comm=ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("count", "exempt", "wanted"),
+    [
+        (10, ABSENT, list(range(10))),
+        (0, ABSENT, []),
+        (-4, ABSENT, [11, 12, 13, 14]),
+        (15, [3, 4], [i for i in range(15) if i not in {3, 4}]),
+        (-15, [], list(range(15))),
+    ],
+)
+def test_both_spellings_of_sliding_layers(
+    count: int, exempt: object, wanted: list[int], tmp_path: Path
+) -> None:
+    early = read(
+        tmp_path,
+        LANEFORMER_2B,
+        swa_layers=ABSENT,
+        sliding_window_n_layers=count,
+        unclamped_layers=exempt,
+    )
+    assert early == read(tmp_path, LANEFORMER_2B, swa_layers=wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "error"),
+    [
+        ({"swa_layers": [15]}, "swa_layers", WrongType),
+        ({"swa_layers": [-1]}, "swa_layers", WrongType),
+        ({"swa_layers": ABSENT}, "swa_layers", MissingField),
+        ({"sliding_window": ABSENT}, "sliding_window", MissingField),
+        (
+            {"swa_layers": ABSENT, "sliding_window_n_layers": 16},
+            "sliding_window_n_layers",
+            WrongType,
+        ),
+        ({"swa_layers": ABSENT, "sliding_window_n_layers": -16}, "sliding_window_n", WrongType),
+        ({"sliding_window_n_layers": 10}, "sliding_window_n_layers", UnsupportedField),
+        ({"num_attention_heads": 12, "num_key_value_heads": 12}, "num_attention_heads", WrongType),
+        ({"num_key_value_heads": 4}, "num_key_value_heads", WrongType),
+        ({"intermediate_size": 12284}, "intermediate_size", WrongType),
+        ({"hidden_size": 3073}, "head_dim", MissingField),
+        ({"hidden_size": 32 * 95}, "head_dim", WrongType),
+        ({"lm_head_type": "sum"}, "lm_head_type", UnsupportedField),
+        ({"lm_head_type": "vocab_parallel", "vocab_size": 32001}, "vocab_size", WrongType),
+        (
+            {"lm_head_type": "lane", "pre_norm_lane_agg": True},
+            "pre_norm_lane_agg",
+            UnsupportedField,
+        ),
+        (
+            {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False},
+            "replicated_rmsn_scale",
+            UnsupportedField,
+        ),
+        ({"lm_head_type": "lane", "tie_word_embeddings": True}, "tie_word_emb", UnsupportedField),
+        ({"broadcast_delay": 0}, "broadcast_delay", WrongType),
+        ({"hidden_act": "gelu"}, "hidden_act", UnsupportedField),
+        ({"attention_bias": True}, "attention_bias", UnsupportedField),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps", UnsupportedField),
+    ],
+)
+def test_laneformer_refuses(
+    changes: dict[str, Any], field: str, error: type[ConfigError], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=field):
+        read(tmp_path, LANEFORMER_2B, **changes)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "num_lanes",
+        "broadcast_delay",
+        "use_early_comm",
+        "lm_head_type",
+        "pre_norm_lane_agg",
+        "replicated_rmsn_scale",
+        "norm_eps",
+        "rope_theta",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    ],
+)
+def test_laneformer_takes_no_generic_default(field: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingField, match=f"'{field}'"):
+        read(tmp_path, LANEFORMER_2B, **{field: ABSENT})

@@ -1,0 +1,143 @@
+"""From what a user types to a folder."""
+
+from pathlib import Path
+from typing import NoReturn
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.model.folder import SHIPPED, find_model, shipped_folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "some model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def _empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_a_path_is_taken_as_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(str(model)) == model
+    assert find_model(f"{model}/") == model
+    monkeypatch.chdir(model.parent)
+    assert find_model("some model") == Path("some model")
+
+
+def test_a_tilde_is_the_home_folder(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert find_model("~/some model") == model
+
+
+def test_a_shipped_name_is_a_folder_of_the_package(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setattr("soloist.model.folder.shipped_folder", lambda name: model if name else None)
+    for name in SHIPPED:
+        assert find_model(name) == model
+
+
+def test_shipped_models_lie_beside_the_code() -> None:
+    assert shipped_folder("etude").parent.parent.name == "soloist"
+
+
+def test_a_shipped_model_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("soloist.model.folder.shipped_folder", lambda name: tmp_path / f"no-{name}")
+    with pytest.raises(MissingFile, match=r"config\.json"):
+        find_model("etude")
+
+
+def test_a_file_is_answered_with_its_folder(model: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file") as caught:
+        find_model(str(model / "config.json"))
+    assert str(model) in caught.value.hint
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(MissingFile, match=r"holds no config\.json \(it holds: model\.safetensors"):
+        find_model(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(MissingFile, match="is empty"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "nothing",
+        "./nothing/here",
+        "/nothing",
+        "a/b/c",
+        "~nobody-of-this-name/x",
+        "a b/c",
+        "x" * 5000,
+    ],
+)
+def test_nonsense_is_refused_with_what_there_is(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="no model") as caught:
+        find_model(given)
+    assert all(name in str(caught.value) for name in SHIPPED)
+
+
+@pytest.mark.usefixtures("_empty_hub")
+def test_a_hub_id_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DownloadFailed, match=r"'owner/name'.*not in the local cache"):
+        find_model("owner/name", offline=True)
+
+
+def test_a_hub_id_is_fetched_without_other_formats(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {}
+
+    def fetch(hub_id: str, **options: object) -> str:
+        seen[hub_id] = options
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert find_model("owner/na.me", revision="abc") == model
+    options = seen["owner/na.me"]
+    assert options["revision"] == "abc"
+    assert options["local_files_only"] is False
+    assert "*.safetensors" in options["allow_patterns"]
+    assert "original/*" in options["ignore_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("disk full\nat some line"), "disk full"),
+        (OSError(), "OSError"),
+        (HFValidationError("bad name"), "bad name"),
+        (LocalEntryNotFoundError("…"), "unreachable"),
+    ],
+)
+def test_a_failed_download_says_why(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(DownloadFailed, match=f"owner/name.*{reason}") as caught:
+        find_model("owner/name")
+    assert "\nat some line" not in caught.value.message

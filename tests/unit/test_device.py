@@ -1,0 +1,63 @@
+"""What a process may use, with a made-up control group."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from soloist import device
+
+
+def group(folder: Path, **files: str) -> Path:
+    for name, content in files.items():
+        (folder / f"memory.{name}").write_text(content)
+    return folder
+
+
+STAT = "anon 700\ninactive_file 200\nactive_file 50\n"
+
+
+def test_room_is_the_limit_less_what_cannot_be_dropped(tmp_path: Path) -> None:
+    room = device._cgroup_room_bytes(group(tmp_path, max="1000\n", current="900\n", stat=STAT))
+    assert room == 300
+
+
+def test_a_full_group_has_no_room(tmp_path: Path) -> None:
+    room = device._cgroup_room_bytes(group(tmp_path, max="1000", current="1500", stat=STAT))
+    assert room == 0
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"max": "max\n", "current": "900\n", "stat": STAT},
+        {"max": "1000"},
+        {"max": "1000", "current": "many", "stat": STAT},
+        {"max": "1000", "current": "900"},
+        {"max": "1000", "current": "900", "stat": "no pairs here at all"},
+        {"max": "-1", "current": "900", "stat": STAT},
+    ],
+    ids=["no group", "no limit", "half", "text", "no stat", "odd stat", "negative"],
+)
+def test_without_a_readable_limit_there_is_none(files: dict[str, str], tmp_path: Path) -> None:
+    assert device._cgroup_room_bytes(group(tmp_path, **files)) == sys.maxsize
+
+
+def test_statistics_without_file_pages_count_none(tmp_path: Path) -> None:
+    room = device._cgroup_room_bytes(group(tmp_path, max="1000", current="900", stat="anon 1\n"))
+    assert room == 100
+
+
+def test_the_smaller_of_machine_and_group_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_CGROUP", group(tmp_path, max="1000", current="900", stat=STAT))
+    assert device.available_memory_bytes() == 300
+    monkeypatch.setattr(device, "_CGROUP", tmp_path / "absent")
+    assert device.available_memory_bytes() > 10**6
+
+
+def test_at_least_one_core_has_a_name() -> None:
+    assert device.usable_cores() >= 1
+    assert "core" in device.cpu_name()
