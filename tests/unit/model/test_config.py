@@ -270,8 +270,6 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
 def test_other_rope_rules_are_refused(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedField) as caught:
         read(tmp_path, BARE, **changes)
-        caught.value
-    )
     assert f"'{field}'" in str(caught.value)
 
 
