@@ -1,4 +1,6 @@
-"""Measure an exported folder with transformers: bits per byte of the held-out files by context length.
+"""Measure an exported folder: bits per byte of the held-out files by context length.
+
+The model is run by transformers.
 
 Windows do not overlap, so a context of n means at most n tokens before each one; tokens past the
 last full window of the longest context are left out for every context alike.
@@ -13,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from documents import read_documents
 from pack import encode
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 
@@ -30,21 +32,32 @@ def nats(model: torch.nn.Module, stream: np.ndarray, context: int, device: str) 
     for start in range(0, len(inputs), size):
         logits = model(inputs[start : start + size].to(device)).logits
         wanted = targets[start : start + size].to(device).flatten()
-        total += F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="sum").item()
+        total += functional.cross_entropy(
+            logits.flatten(0, 1).float(), wanted, reduction="sum"
+        ).item()
     return total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--max-tokens", type=int, default=None, help="measure only the first tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, default=None, help="measure only the first tokens"
+    )
     parser.add_argument("--out", type=Path, default=None, help="JSON to write")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+        .to(device)
+        .eval()
+    )
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     texts = [document.text for document in read_documents(arguments.documents, "validation")]
     stream = encode(tokenizer, texts, seed=0, fim_share=0.0)

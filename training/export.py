@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, required=True, help="best.pt of train.py")
     parser.add_argument("--shape", type=Path, required=True)
@@ -21,14 +22,22 @@ def main() -> None:
     arguments = parser.parse_args()
 
     state = torch.load(arguments.weights, map_location="cpu", weights_only=True)
-    tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(state.items())}
+    tensors = {
+        name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(state.items())
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     shutil.copy(arguments.shape, arguments.out / "config.json")
     config = json.loads(arguments.shape.read_text(encoding="utf-8"))
-    generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"], "do_sample": False}
-    (arguments.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    generation = {
+        "eos_token_id": config["eos_token_id"],
+        "pad_token_id": config["pad_token_id"],
+        "do_sample": False,
+    }
+    (arguments.out / "generation_config.json").write_text(
+        json.dumps(generation, indent=2) + "\n", encoding="utf-8"
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(arguments.tokenizer / name, arguments.out / name)
     parameters = sum(weight.numel() for weight in tensors.values())

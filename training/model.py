@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Shape:
 def rotary_table(shape: Shape, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, [T, D] f32."""
     steps = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
-    angles = torch.outer(torch.arange(num_tokens, device=device, dtype=torch.float32), shape.rope_theta**-steps)
+    angles = torch.outer(
+        torch.arange(num_tokens, device=device, dtype=torch.float32), shape.rope_theta**-steps
+    )
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -79,10 +81,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         num_windows, num_tokens, _ = x.shape
         heads = (num_windows, num_tokens, -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)  # [B, Q, T, D]
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)  # [B, K, T, D]
+        q = rotate(
+            self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin
+        )  # [B, Q, T, D]
+        k = rotate(
+            self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin
+        )  # [B, K, T, D]
         v = self.v_proj(x).view(heads).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(num_windows, num_tokens, -1))
 
 
@@ -94,7 +100,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -135,14 +141,14 @@ class Qwen3(nn.Module):
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Logits [B, T, V] of ids [B, T]; the tables are rotary_table's for at least T tokens."""
         num_tokens = ids.shape[1]
-        x = F.embedding(ids, self.model.embed_tokens.weight)
+        x = functional.embedding(ids, self.model.embed_tokens.weight)
         if torch.is_autocast_enabled(ids.device.type):
             x = x.to(torch.get_autocast_dtype(ids.device.type))
         for layer in self.model.layers:
             x = layer(x, cos[:num_tokens], sin[:num_tokens])
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def loss(self, windows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mean cross-entropy in nats of the last T tokens of windows [B, T + 1]."""
         logits = self(windows[:, :-1], cos, sin)
-        return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())

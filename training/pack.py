@@ -35,7 +35,9 @@ def rearrange(text: str, draw: random.Random) -> list[str]:
     return pieces
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], seed: int, fim_share: float = FIM_SHARE) -> np.ndarray:
+def encode(
+    tokenizer: Tokenizer, texts: list[str], seed: int, fim_share: float = FIM_SHARE
+) -> np.ndarray:
     """Return all texts as one uint16 token stream [T]; the parts of a document are encoded apart."""
     draw = random.Random(seed)
     specials = {name: tokenizer.token_to_id(name) for name in (END, PREFIX, MIDDLE, SUFFIX)}

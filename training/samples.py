@@ -37,6 +37,7 @@ SAMPLES = [
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=None, help="JSON to write")
@@ -48,8 +49,14 @@ def main() -> None:
     for sample in SAMPLES:
         torch.manual_seed(1)
         ids = tokenizer(sample.prompt, return_tensors="pt", add_special_tokens=False).input_ids
-        settings = {"do_sample": True, "temperature": sample.temperature, "top_k": 0, "top_p": 1.0} if sample.temperature else {}
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.num_tokens, **settings)
+        settings = (
+            {"do_sample": True, "temperature": sample.temperature, "top_k": 0, "top_p": 1.0}
+            if sample.temperature
+            else {}
+        )
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=sample.num_tokens, **settings
+        )
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=False)
         results.append({"title": sample.title, "prompt": sample.prompt, "output": text})
         print(f"--- {sample.title}\n{sample.prompt}>>>{text}\n")

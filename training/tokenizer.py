@@ -80,7 +80,10 @@ def sample(documents: Path, every: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--every", type=int, default=2, help="train on every n-th document")
     parser.add_argument("--out", type=Path, required=True)
@@ -89,7 +92,9 @@ def main() -> None:
     tokenizer = train(sample(arguments.documents, arguments.every))
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(arguments.out / "tokenizer.json"))
-    (arguments.out / "tokenizer_config.json").write_text(json.dumps(settings(), indent=2) + "\n", encoding="utf-8")
+    (arguments.out / "tokenizer_config.json").write_text(
+        json.dumps(settings(), indent=2) + "\n", encoding="utf-8"
+    )
 
     size = tokens = 0
     for document in read_documents(arguments.documents, "validation"):
@@ -97,7 +102,9 @@ def main() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == document.text, document.path
         size += len(document.text.encode("utf-8"))
         tokens += len(ids)
-    print(f"validation files round-trip: {size} bytes, {tokens} tokens, {size / tokens:.3f} bytes per token")
+    print(
+        f"validation files round-trip: {size} bytes, {tokens} tokens, {size / tokens:.3f} bytes per token"
+    )
 
 
 if __name__ == "__main__":

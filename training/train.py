@@ -67,7 +67,12 @@ class Epochs:
     def submit(self) -> Future[Path]:
         arguments = self.arguments
         return self.pool.submit(
-            encode_epoch, arguments.documents, arguments.tokenizer, arguments.share, self.upcoming, arguments.out
+            encode_epoch,
+            arguments.documents,
+            arguments.tokenizer,
+            arguments.share,
+            self.upcoming,
+            arguments.out,
         )
 
     def take(self) -> tuple[int, np.ndarray]:
@@ -85,7 +90,9 @@ class Epochs:
             self.future.result().unlink(missing_ok=True)
 
 
-def batches(arguments: argparse.Namespace, epochs: Epochs, progress: Progress) -> Iterator[np.ndarray]:
+def batches(
+    arguments: argparse.Namespace, epochs: Epochs, progress: Progress
+) -> Iterator[np.ndarray]:
     """Yield [windows, length + 1] of --batch-tokens each; keeps the position in progress."""
     while True:
         epoch, stream = epochs.take()
@@ -98,7 +105,10 @@ def batches(arguments: argparse.Namespace, epochs: Epochs, progress: Progress) -
             start = progress.windows_used
             progress.windows_used += size
             yield cut[start : start + size]
-            if not progress.long and progress.tokens >= (1 - arguments.long_share) * arguments.tokens:
+            if (
+                not progress.long
+                and progress.tokens >= (1 - arguments.long_share) * arguments.tokens
+            ):
                 progress.long = True
                 break
 
@@ -117,7 +127,10 @@ def optimizers(model: Qwen3, arguments: argparse.Namespace) -> list[torch.optim.
             adjust_lr_fn="match_rms_adamw",
         ),
         torch.optim.AdamW(
-            [{"params": embedding, "weight_decay": arguments.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+            [
+                {"params": embedding, "weight_decay": arguments.weight_decay},
+                {"params": norms, "weight_decay": 0.0},
+            ],
             lr=arguments.learning_rate,
             betas=(0.9, 0.95),
             eps=1e-10,
@@ -138,7 +151,9 @@ def to_device(cut: np.ndarray, device: str) -> Tensor:
 
 
 @torch.no_grad()
-def validation_loss(model: Qwen3, stream: np.ndarray, length: int, tables: tuple[Tensor, Tensor], device: str) -> float:
+def validation_loss(
+    model: Qwen3, stream: np.ndarray, length: int, tables: tuple[Tensor, Tensor], device: str
+) -> float:
     """Mean nats per token over unrearranged held-out files, in windows of one length."""
     cut = windows(stream, length, seed=None)
     size = max(1, 32768 // length)
@@ -151,26 +166,43 @@ def validation_loss(model: Qwen3, stream: np.ndarray, length: int, tables: tuple
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", type=Path, required=True)
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=float, default=1.0e9, help="token budget; the schedule ends there")
+    parser.add_argument(
+        "--tokens", type=float, default=1.0e9, help="token budget; the schedule ends there"
+    )
     parser.add_argument("--batch-tokens", type=int, default=262_144)
-    parser.add_argument("--micro-tokens", type=int, default=131_072, help="tokens of one forward and backward")
+    parser.add_argument(
+        "--micro-tokens", type=int, default=131_072, help="tokens of one forward and backward"
+    )
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--long-window", type=int, default=8192)
-    parser.add_argument("--long-share", type=float, default=0.13, help="share of the tokens seen in long windows")
+    parser.add_argument(
+        "--long-share", type=float, default=0.13, help="share of the tokens seen in long windows"
+    )
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup-share", type=float, default=0.02)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--validate-every", type=int, default=250, help="steps")
     parser.add_argument("--validation-tokens", type=int, default=524_288)
-    parser.add_argument("--save-every", type=int, default=500, help="steps between writes of state.pt")
-    parser.add_argument("--max-seconds", type=float, default=math.inf, help="save and stop after this time; resume later")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the documents, for trials")
+    parser.add_argument(
+        "--save-every", type=int, default=500, help="steps between writes of state.pt"
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=math.inf,
+        help="save and stop after this time; resume later",
+    )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="share of the documents, for trials"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
@@ -178,6 +210,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the command line."""
     arguments = parse()
     arguments.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -202,7 +235,9 @@ def main() -> None:
     tables = rotary_table(shape, max(arguments.window, arguments.long_window), torch.device(device))
     held_out = [document.text for document in read_documents(arguments.documents, "validation")]
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    held_stream = encode(tokenizer, held_out, seed=0, fim_share=0.0)[: arguments.validation_tokens + 1]
+    held_stream = encode(tokenizer, held_out, seed=0, fim_share=0.0)[
+        : arguments.validation_tokens + 1
+    ]
     loss_of = model.loss if arguments.no_compile else torch.compile(model.loss, dynamic=False)
 
     def record(entry: dict[str, float | int]) -> None:
@@ -229,7 +264,10 @@ def main() -> None:
             (arguments.out / "best.new").rename(arguments.out / "best.pt")
         return {"validation": round(short, 5), "validation_long": round(long, 5)}
 
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(held_stream)} validation tokens", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters())} parameters, {len(held_stream)} validation tokens",
+        flush=True,
+    )
     seconds_before = progress.seconds
     mark_seconds, mark_tokens = time.monotonic(), progress.tokens
     running = torch.zeros((), device=device)
