@@ -4,7 +4,6 @@ A family asks for its fields one by one; `refuse_rest` then names whatever nobod
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,10 @@ from typing import Any, Final
 from soloist.errors import ConfigError, MissingField, UnsupportedField, WrongType
 
 REQUIRED: Final = object()
+
+# No model is that large; beyond it arithmetic on sizes and frequencies overflows.
+LARGEST_INTEGER: Final = 2**31 - 1
+LARGEST_NUMBER: Final = 1e15
 
 # Fields that say who made a file or steer training, generation defaults or a framework. None of
 # them changes the function that maps tokens to logits.
@@ -87,6 +90,8 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._wrong(name, value, expected)
+        if value > LARGEST_INTEGER:
+            raise self._wrong(name, value, f"{expected} and at most {LARGEST_INTEGER}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, *, above: float = 0.0) -> Any:  # noqa: ANN401
@@ -97,13 +102,9 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, expected)
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number) or number <= above:
-            raise self._wrong(name, value, expected)
-        return number
+        if not above < value <= LARGEST_NUMBER:  # NaN is neither
+            raise self._wrong(name, value, f"{expected} and at most {LARGEST_NUMBER:g}")
+        return float(value)
 
     def flag(self, name: str, default: Any = REQUIRED) -> Any:  # noqa: ANN401
         """True or false."""

@@ -287,6 +287,8 @@ def test_other_rope_rules_are_refused(changes: dict[str, Any], field: str, tmp_p
         ({**LLAMA3_RULES, "high_freq_factor": 1.0}, "high_freq_factor", WrongType),
         ({**LLAMA3_RULES, "original_max_position_embeddings": 8.5}, "original", WrongType),
         ({"rope_theta": 1.0}, "rope_theta", WrongType),
+        ({"rope_type": "yarn", **YARN, "factor": 1e308}, "factor", WrongType),
+        ({"rope_type": "yarn", **YARN, "beta_slow": 1e-308}, "beta_slow", WrongType),
     ],
 )
 def test_rope_rules_are_typed(
@@ -329,7 +331,7 @@ def test_qwen3_needs_its_head_dim(tmp_path: Path) -> None:
         read(tmp_path, QWEN3_17B, head_dim=ABSENT)
 
 
-@pytest.mark.parametrize("value", ["2048", True, -8, 0, 1.5, [2048], {}])
+@pytest.mark.parametrize("value", ["2048", True, -8, 0, 1.5, 2**31, [2048], {}])
 @pytest.mark.parametrize("field", [*REQUIRED[:6], "num_key_value_heads", "head_dim"])
 def test_whole_numbers_are_whole(field: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(WrongType, match=f"'{field}'") as caught:
@@ -337,7 +339,7 @@ def test_whole_numbers_are_whole(field: str, value: object, tmp_path: Path) -> N
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["1e-5", True, -1e-5, 0, math.nan, math.inf, 10**400, []])
+@pytest.mark.parametrize("value", ["1e-5", True, -1e-5, 0, math.nan, math.inf, 1e16, 10**400, []])
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_numbers_are_finite(field: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(WrongType, match=f"'{field}'"):

@@ -261,8 +261,8 @@ def _yarn(rules: Fields) -> YarnScaling:
     return YarnScaling(
         factor=factor,
         original_context_tokens=rules.integer("original_max_position_embeddings"),
-        beta_fast=rules.number("beta_fast", 32.0),
-        beta_slow=rules.number("beta_slow", 1.0),
+        beta_fast=rules.number("beta_fast", 32.0, above=1e-3),
+        beta_slow=rules.number("beta_slow", 1.0, above=1e-3),
         attention_factor=rules.number("attention_factor", recommended),
         truncate=rules.flag("truncate", default=True),
     )
