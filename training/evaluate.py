@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from documents import read_documents
-from pack import encode
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+
+from documents import read_documents
+from pack import encode
 
 
 @torch.no_grad()

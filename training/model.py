@@ -1,6 +1,6 @@
 """Qwen3 for training, in PyTorch: the names and the arithmetic of transformers' Qwen3ForCausalLM.
 
-Letters in shapes: B windows, T tokens, H hidden, Q query heads, K KV heads, D head dim, V vocabulary.
+Shapes: B windows, T tokens, H hidden, Q query heads, K KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Shape:
 
     @classmethod
     def read(cls, path: Path) -> Shape:
+        """Take the fields from a config.json."""
         config = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{field.name: config[field.name] for field in fields(cls)})
 
@@ -60,12 +61,15 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scale the last dimension to unit mean square, times the weight."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with normed queries and keys."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
@@ -79,6 +83,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map [B, T, H] to [B, T, H]."""
         num_windows, num_tokens, _ = x.shape
         heads = (num_windows, num_tokens, -1, self.head_dim)
         q = rotate(
@@ -93,6 +98,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """Gated feed-forward block."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -100,10 +107,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, H] to [B, T, H]."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
+    """Attention and feed-forward, each added to the residual."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -112,11 +122,14 @@ class Layer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map [B, T, H] to [B, T, H]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Body(nn.Module):
+    """What transformers nests under "model"."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
@@ -135,7 +148,7 @@ class Qwen3(nn.Module):
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=shape.initializer_range)
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    # Each layer adds twice to the residual; this keeps its variance flat at the start.
+                    # A layer adds twice to the residual; this keeps its variance flat at first.
                     weight.data.mul_((2 * shape.num_hidden_layers) ** -0.5)
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

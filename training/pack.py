@@ -15,12 +15,12 @@ END, PREFIX, MIDDLE, SUFFIX = (
     f"<|{name}|>" for name in ("endoftext", "fim_prefix", "fim_middle", "fim_suffix")
 )
 FIM_SHARE = 0.5
-# Characters of one rearranged segment: its three parts then mostly share one window of 2,048 tokens.
+# Of one rearranged segment: its three parts then mostly share one window of 2,048 tokens.
 SEGMENT_CHARACTERS = (400, 6000)
 
 
 def rearrange(text: str, draw: random.Random) -> list[str]:
-    """Cut a text into segments and order each as prefix, suffix, middle; parts are marked and ended."""
+    """Cut a text into segments and order each as prefix, suffix, middle, marked and ended."""
     pieces: list[str] = []
     start = 0
     while start < len(text):
@@ -38,8 +38,8 @@ def rearrange(text: str, draw: random.Random) -> list[str]:
 def encode(
     tokenizer: Tokenizer, texts: list[str], seed: int, fim_share: float = FIM_SHARE
 ) -> np.ndarray:
-    """Return all texts as one uint16 token stream [T]; the parts of a document are encoded apart."""
-    draw = random.Random(seed)
+    """Return all texts as one uint16 token stream [T]; parts of a document are encoded apart."""
+    draw = random.Random(seed)  # noqa: S311
     specials = {name: tokenizer.token_to_id(name) for name in (END, PREFIX, MIDDLE, SUFFIX)}
     stream: list[np.ndarray] = []
     batch: list[str] = []
@@ -63,9 +63,10 @@ def encode(
 
 
 def windows(stream: np.ndarray, length: int, seed: int | None) -> np.ndarray:
-    """Cut a stream into [num_windows, length + 1], neighbours sharing one token, shuffled by the seed.
+    """Cut a stream into [num_windows, length + 1], neighbours sharing one token.
 
-    A seed also shifts the cuts, so that a document does not meet the same borders each epoch.
+    A seed shuffles the windows and shifts the cuts, so that a document does not meet the same
+    borders each epoch.
     """
     draw = None if seed is None else np.random.default_rng(seed)
     start = 0 if draw is None else int(draw.integers(length))

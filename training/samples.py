@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Sample(NamedTuple):
+    """A prompt and how to continue it."""
+
     title: str
     prompt: str
     temperature: float  # 0 is greedy
@@ -28,8 +30,8 @@ SAMPLES = [
     ),
     Sample(
         "Fill in the middle, greedy",
-        "<|fim_prefix|>def count_words(path):\n    counts = {}\n    with open(path) as f:\n<|fim_suffix|>"
-        "    return counts\n<|fim_middle|>",
+        "<|fim_prefix|>def count_words(path):\n    counts = {}\n    with open(path) as f:\n"
+        "<|fim_suffix|>    return counts\n<|fim_middle|>",
         0.0,
         96,
     ),

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from documents import read_documents
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from documents import read_documents
 
 VOCABULARY = 8192
 SPECIALS = [
@@ -39,6 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def train(texts: Iterator[str]) -> Tokenizer:
+    """Learn the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,6 +61,7 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 
 def settings() -> dict[str, object]:
+    """Give the content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 8192,
@@ -74,6 +77,7 @@ def settings() -> dict[str, object]:
 
 
 def sample(documents: Path, every: int) -> Iterator[str]:
+    """Yield every n-th training text."""
     for index, document in enumerate(read_documents(documents, "train")):
         if index % every == 0:
             yield document.text
@@ -103,7 +107,8 @@ def main() -> None:
         size += len(document.text.encode("utf-8"))
         tokens += len(ids)
     print(
-        f"validation files round-trip: {size} bytes, {tokens} tokens, {size / tokens:.3f} bytes per token"
+        f"validation files round-trip: {size} bytes, {tokens} tokens, "
+        f"{size / tokens:.3f} bytes per token"
     )
 
 
