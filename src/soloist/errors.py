@@ -8,7 +8,8 @@
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
     │   │                     DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
-    │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling · BadTokenId
+    │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
+    │   │                     BadTokenId · BadLogits
     │   └── SettingError      options and environment
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
 
@@ -250,6 +251,17 @@ class BadTokenId(RequestError):
         super().__init__(
             f"{field}: token id {token_id} is outside the vocabulary (0 … {vocab_size - 1})",
             "token ids belong to one tokenizer; check that these come from this model's",
+        )
+
+
+class BadLogits(RequestError):
+    """No token can be chosen: the best score is NaN or infinite."""
+
+    def __init__(self, position: int, best: float) -> None:
+        super().__init__(
+            f"the best score for position {position} is {best} (allowed: any finite number); "
+            "no token can be chosen",
+            "the model's activations overflowed, or logit_bias and min_tokens left no token",
         )
 
 

@@ -73,6 +73,21 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
 ]
+StopId = Annotated[
+    list[int] | None,
+    typer.Option(help="End with this token id; may be repeated.", rich_help_panel=_SAMPLING),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID:BIAS",
+        help="Add to the logit of a token id; may be repeated.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinTokens = Annotated[
+    int, typer.Option(help="No end before this many tokens.", rich_help_panel=_SAMPLING)
+]
 IgnoreEos = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel=_SAMPLING),
@@ -90,3 +105,17 @@ def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
     if given not in _PRECISIONS:
         raise SettingError("--precision", given, ", ".join(_PRECISIONS))
     return given  # type: ignore[return-value]  # the line above narrowed it
+
+
+def parsed_bias(given: list[str] | None) -> dict[int, float]:
+    """Token id → bias from words of the form ID:BIAS."""
+    biases: dict[int, float] = {}
+    for word in given or ():
+        token_id, _, bias = word.partition(":")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise SettingError(
+                "--logit-bias", word, "ID:BIAS, such as 123:-5", "write one --logit-bias per token"
+            ) from None
+    return biases

@@ -7,11 +7,10 @@ everywhere), `stop` and `logprobs` (what surrounds a choice). docs/sampling.md h
 
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
 from soloist.sampling.params import SamplingParams
-from soloist.sampling.sample import BadLogits, Sampler, sample
+from soloist.sampling.sample import Sampler, sample
 from soloist.sampling.stop import FinishReason, StopTest
 
 __all__ = [
-    "BadLogits",
     "FinishReason",
     "Sampler",
     "SamplingParams",

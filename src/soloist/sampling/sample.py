@@ -10,24 +10,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from soloist.errors import BadTokenId, RequestError
+from soloist.errors import BadLogits, BadTokenId
 from soloist.sampling.adjust import TokenCounts, adjusted
 from soloist.sampling.elementary import FloatArray
 from soloist.sampling.filters import survivors
 from soloist.sampling.noise import gumbel_noise
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.stop import StopTest
-
-
-class BadLogits(RequestError):  # noqa: N818 - named like its siblings in errors.py
-    """No token can be chosen: the best score is NaN or infinite."""
-
-    def __init__(self, position: int, best: float) -> None:
-        super().__init__(
-            f"the best score for position {position} is {best} (allowed: any finite number); "
-            "no token can be chosen",
-            "the model's activations overflowed, or logit_bias and min_tokens left no token",
-        )
 
 
 def sample(

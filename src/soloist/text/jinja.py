@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 
-class Refusal(TemplateError):  # noqa: N818 – a sentence of the template, not a fault
+class Refusal(TemplateError):
     """A template's own sentence about why it cannot render a conversation."""
 
 

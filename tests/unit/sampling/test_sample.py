@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from soloist.errors import BadTokenId
-from soloist.sampling import BadLogits, Sampler, SamplingParams, logprobs, sample
+from soloist.errors import BadLogits, BadTokenId
+from soloist.sampling import Sampler, SamplingParams, logprobs, sample
 from soloist.sampling.adjust import TokenCounts
 
 V = 40

@@ -1,6 +1,6 @@
 """Small tokenizers, trained here, of all kinds that Soloist streams, and model folders of them."""
 
-# ruff: noqa: RUF001, S106 – texts of many scripts are meant, and a token is no password
+# ruff: noqa: S106 – texts of many scripts are meant, and a token is no password
 
 import json
 from collections.abc import Callable

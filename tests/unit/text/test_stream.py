@@ -1,7 +1,5 @@
 """Streamed text against whole decoding, on random tokens."""
 
-# ruff: noqa: RUF001 – texts of many scripts are meant
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Token ids against transformers' AutoTokenizer on the same folder, and refusals."""
 
-# ruff: noqa: RUF001 – texts of many scripts are meant
-
 import json
 
 import pytest

@@ -1,0 +1,28 @@
+"""Settings for all tests: one thread a process, since pytest-xdist already uses every core."""
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail, instead of skip, where a test's GPUs are absent: green then means run",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    wanted = 1 if item.get_closest_marker("gpu") else 0
+    if (marker := item.get_closest_marker("gpus")) is not None:
+        wanted = marker.args[0]
+    found = torch.cuda.device_count() if wanted else 0
+    if found < wanted:
+        reason = f"needs {wanted} CUDA device{'s' * (wanted > 1)}, found {found}"
+        if item.config.getoption("--require-gpu"):
+            pytest.fail(reason)
+        pytest.skip(reason)

@@ -1,0 +1,44 @@
+"""What the project promises about itself stays true."""
+
+import re
+from pathlib import Path
+
+import soloist
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_public_name_resolves():
+    for name in soloist.__all__:
+        assert getattr(soloist, name) is not None
+
+
+def test_changelog_names_this_version():
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == soloist.__version__
+
+
+def test_every_family_is_in_the_readme():
+    from soloist.model.families import FAMILIES
+
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in FAMILIES)
+
+
+def test_paths_named_in_the_architecture_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`((?:src|tests|docs|benchmarks|training)/[\w./-]+)`", text)
+    assert len(paths) > 10
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_links_between_documents_exist():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_shipped_weights_stay_small():
+    models = ROOT / "src" / "soloist" / "models"
+    assert sum(f.stat().st_size for f in models.rglob("*.safetensors")) <= 30_000_000

@@ -1,0 +1,245 @@
+"""Everything a user can get wrong ends in one paragraph, a hint and a non-zero status."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from soloist.cli import main
+from soloist.engine import engine as engine_module
+
+
+def assert_refused(outcome: Any, *facts: str, status: int = 2) -> None:
+    assert outcome.status == status
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    message, _, hint = outcome.err.partition("\n\nhint: ")
+    assert message.startswith("error: ")
+    assert "\n" not in message, "one paragraph"
+    assert hint.strip()
+    for fact in facts:
+        assert fact in outcome.err
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for name, value in fields.items():
+        if value is ...:
+            del config[name]
+        else:
+            config[name] = value
+    file.write_text(json.dumps(config))
+
+
+def change_tensor(folder: Path, name: str, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = change(tensors[name])
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)
+
+
+def ask(soloist: Any, model: object, *more: object) -> Any:
+    return soloist("run", model, "--prompt", "def f():", "-n", 2, *more)
+
+
+def test_missing_folder(soloist, tmp_path):
+    assert_refused(ask(soloist, tmp_path / "nothing"), "nothing", "etude")
+
+
+def test_empty_folder(soloist, tmp_path):
+    assert_refused(ask(soloist, tmp_path), "is empty", "config.json")
+
+
+def test_folder_without_config(soloist, etude):
+    (etude / "config.json").unlink()
+    assert_refused(ask(soloist, etude), "config.json", "model.safetensors")
+
+
+def test_file_instead_of_folder(soloist, etude):
+    assert_refused(ask(soloist, etude / "config.json"), "is a file")
+
+
+def test_hub_model_that_is_not_cached_offline(soloist, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert_refused(ask(soloist, "nobody/nothing"), "nobody/nothing", "local cache")
+
+
+def test_unknown_family(soloist, etude):
+    change_config(etude, model_type="mamba2")
+    assert_refused(ask(soloist, etude), "mamba2", "qwen3")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "rms_norm_eps"])
+def test_config_with_a_missing_field(soloist, etude, field):
+    change_config(etude, **{field: ...})
+    assert_refused(ask(soloist, etude), field)
+
+
+@pytest.mark.parametrize("value", ["wide", -1, 1.5, True, [128]])
+def test_config_with_a_mistyped_field(soloist, etude, value):
+    change_config(etude, hidden_size=value)
+    assert_refused(ask(soloist, etude), "hidden_size", repr(value), "whole number")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attn_logit_softcapping", 50.0),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
+    ],
+)
+def test_config_with_an_unsupported_field(soloist, etude, field, value):
+    change_config(etude, **{field: value})
+    if field == "rope_scaling":
+        change_config(etude, rope_parameters=None, rope_theta=1e5)
+    assert_refused(ask(soloist, etude), field.removesuffix("_scaling"))
+
+
+def test_config_that_is_not_json(soloist, etude):
+    (etude / "config.json").write_text("{")
+    assert_refused(ask(soloist, etude), "config.json", "JSON")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_safetensors(soloist, etude, kept):
+    file = etude / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert_refused(ask(soloist, etude), "model.safetensors", "damaged")
+
+
+def test_missing_shard(soloist, etude):
+    tensors = load_file(etude / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2]}
+    shards["model-00002-of-00002.safetensors"] = names[1::2]
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, etude / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (etude / "model.safetensors.index.json").write_text(json.dumps(index))
+    (etude / "model.safetensors").unlink()
+    assert ask(soloist, etude).status == 0
+    (etude / "model-00002-of-00002.safetensors").unlink()
+    assert_refused(ask(soloist, etude), "model-00002-of-00002.safetensors")
+
+
+def test_tensor_of_the_wrong_shape(soloist, etude):
+    change_tensor(etude, "model.norm.weight", lambda t: t[:-1].clone())
+    assert_refused(ask(soloist, etude), "model.norm.weight", "shape")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_tensor_with_values_that_are_not_finite(soloist, etude, bad):
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[7] = bad
+        return tensor
+
+    change_tensor(etude, "model.layers.0.mlp.up_proj.weight", spoil)
+    assert_refused(ask(soloist, etude), "model.layers.0.mlp.up_proj.weight", "1 NaN")
+
+
+def test_tensor_that_is_missing(soloist, etude):
+    change_tensor(etude, "model.norm.weight", lambda _: None)
+    assert_refused(ask(soloist, etude), "model.norm.weight", "lacks")
+
+
+def test_tokenizer_missing(soloist, etude):
+    (etude / "tokenizer.json").unlink()
+    assert_refused(ask(soloist, etude), "tokenizer.json")
+
+
+def test_prompt_longer_than_the_context(soloist):
+    outcome = soloist("run", "etude-draft", "--prompt", "x = 1\n" * 40, "--context", 50, "-n", 1)
+    assert_refused(outcome, "context holds 50", "nothing was cut")
+
+
+def test_more_new_tokens_than_room(soloist):
+    outcome = soloist("run", "etude-draft", "--prompt", "x = 1", "--context", 50, "-n", 60)
+    assert_refused(outcome, "60 new ones", "at most")
+
+
+def test_empty_prompt(soloist):
+    assert_refused(soloist("run", "etude-draft", "--prompt", ""), "prompt is empty")
+    assert_refused(soloist("run", "etude-draft", "--prompt", "-", stdin=b""), "prompt is empty")
+
+
+def test_prompt_that_is_not_utf8(soloist):
+    assert_refused(soloist("run", "etude-draft", "--prompt", "-", stdin=b"\xff\xfe"), "UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--temperature", "-1"), "temperature"),
+        (("--temperature", "nan"), "temperature"),
+        (("--temperature", "1", "--top-p", "1.5"), "top_p"),
+        (("--temperature", "1", "--top-k", "0"), "top_k"),
+        (("--top-k", "40"), "top_k"),
+        (("--seed", "7"), "seed"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--repetition-penalty", "0"), "repetition_penalty"),
+        (("--stop", ""), "stop"),
+        (("--logit-bias", "999999:1"), "999999"),
+        (("--logit-bias", "x"), "logit-bias"),
+    ],
+)
+def test_contradictory_or_impossible_sampling(soloist, options, named):
+    assert_refused(soloist("run", "etude-draft", "--prompt", "x", *options), named)
+
+
+def test_model_larger_than_memory(soloist, monkeypatch):
+    monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: 301 * 10**6)
+    assert_refused(ask(soloist, "etude"), "nothing was allocated", "billion parameters", status=3)
+
+
+def test_context_larger_than_memory_names_the_one_that_fits(soloist, monkeypatch):
+    monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: 400 * 10**6)
+    outcome = ask(soloist, "etude", "--context", 8192)
+    assert_refused(outcome, "--context", status=3)
+    fitting = outcome.err.rsplit("--context ", 1)[1].strip()
+    assert ask(soloist, "etude", "--context", fitting, "--precision", "fp32").status == 0
+
+
+@pytest.mark.parametrize("context", [0, 8193])
+def test_context_outside_the_model(soloist, context):
+    assert_refused(ask(soloist, "etude-draft", "--context", context), "context", "8,192")
+
+
+def test_device_that_is_not_there(soloist):
+    assert_refused(ask(soloist, "etude-draft", "--device", "cuda:9"), "cuda:9", "cpu", status=3)
+
+
+def test_unknown_precision(soloist):
+    assert_refused(ask(soloist, "etude-draft", "--precision", "int3"), "int3", "bf16")
+
+
+def test_setting_that_makes_no_sense(soloist, monkeypatch):
+    monkeypatch.setenv("SOLOIST_THREADS", "many")
+    assert_refused(ask(soloist, "etude-draft"), "SOLOIST_THREADS", "many")
+
+
+def test_model_without_a_chat_template(soloist, etude):
+    file = etude / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config))
+    (etude / "chat_template.jinja").unlink(missing_ok=True)
+    assert_refused(soloist("chat", etude, stdin=b"hello\n"), "chat template")
+
+
+def test_fill_in_the_middle_without_its_tokens(soloist, etude):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = etude / name
+        file.write_text(file.read_text().replace("fim_", "gap_"))
+    assert_refused(ask(soloist, etude, "--suffix", "return x"), "fill")
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(Exception, match="is empty"):
+        main(["run", str(tmp_path), "--prompt", "x", "--debug"])
