@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-PROMPT ?= def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n
+PROMPT ?= class Point:\n    """A point in the plane."""\n\n    def __init__(self, x, y):\n
 
 .PHONY: run test check fix bench clean
 
 run: $(STAMP)
-	@printf '$(PROMPT)' | tee /dev/stderr | $(BIN)/soloist run etude --prompt - --max-tokens 160
+	@printf '$(PROMPT)' | tee /dev/stderr | $(BIN)/soloist run etude --prompt - --max-tokens 128
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)

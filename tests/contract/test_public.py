@@ -1,5 +1,6 @@
 """What the project promises about itself stays true."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,24 @@ def test_links_between_documents_exist():
 def test_shipped_weights_stay_small():
     models = ROOT / "src" / "soloist" / "models"
     assert sum(f.stat().st_size for f in models.rglob("*.safetensors")) <= 30_000_000
+
+
+def test_speeds_in_the_readme_are_those_of_the_result_file():
+    readme = (ROOT / "README.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "etude-cpu.json").read_text())
+    for row in rows:
+        speed = row["decode_tokens_per_s"]
+        cells = (
+            f"| {row['engine']} | {row['ttft_ms']['median']:.1f} | {speed['median']:.1f} | "
+            f"{speed['min']:.1f} – {speed['max']:.1f} | {row['mbu']:.0%} |"
+        )
+        assert cells in readme
+
+
+def test_the_reference_is_twice_as_fast_as_transformers_in_the_recorded_run():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "etude-cpu.json").read_text())
+    ours, *rivals = rows
+    best = max(row["decode_tokens_per_s"]["median"] for row in rivals)
+    assert ours["decode_tokens_per_s"]["median"] >= 2 * best
+    assert ours["ttft_ms"]["median"] <= min(row["ttft_ms"]["median"] for row in rivals)
+    assert len({row["output_ids_sha256"] for row in rows}) == 1

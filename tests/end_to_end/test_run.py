@@ -75,12 +75,16 @@ def test_logit_bias_decides_a_token(soloist):
     assert json.loads(done.out)["token_ids"] == [100, 100, 100]
 
 
-def test_fill_in_the_middle(soloist):
-    done = soloist(
-        "run", "etude", "-p", "def add(a, b):\n", "--suffix", "\n    return total\n", "-n", 24
-    )
-    assert done.status == 0
-    assert "total" in done.out
+def test_fill_in_the_middle_shows_the_model_both_sides(soloist):
+    before, after = "def add(a, b):\n", "\n    return total\n"
+
+    def report(*more: str) -> dict:
+        return json.loads(soloist("run", "etude", "-p", before, "-n", 24, "--json", *more).out)
+
+    filled, continued = report("--suffix", after), report()
+    added = filled["timings"]["prompt_tokens"] - continued["timings"]["prompt_tokens"]
+    assert added > 3, "three marks and the suffix"
+    assert filled["text"] != continued["text"]
 
 
 def test_chat_answers_every_line_and_remembers(soloist):

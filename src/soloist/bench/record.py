@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -89,8 +90,8 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line, without the folder the program is installed in."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command line as a user types it."""
+    return shlex.join(["soloist", *sys.argv[1:]])
 
 
 def commit() -> str:

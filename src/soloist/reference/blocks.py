@@ -2,13 +2,16 @@
 
 A block takes the normalised stream [T, H] and returns what it adds to the residual stream; who adds
 it, and when, is the transformer's business. The residual stream, norms, rope and softmax are fp32;
-matrices multiply in the model's dtype. Results live in scratch that the next block reuses.
+matrices multiply in the model's dtype. Results live in scratch that the next block reuses, and
+views of it are made once per number of tokens: at one token a step, making views is half the work.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
 from soloist.model.config import Attention, Mlp
@@ -17,32 +20,37 @@ from soloist.model.rope import Rope
 from soloist.reference.cache import KVCache, Scratch
 
 
+class Pairs(NamedTuple):
+    """Heads [T, heads, D] as rotated pairs: element i of `first` and `second` turn together."""
+
+    both: Tensor  # [T, heads, 2, D / 2]
+    first: Tensor  # [T, heads, D / 2]
+    second: Tensor  # [T, heads, D / 2]
+
+
 class Rotary:
-    """Cosine and sine of every angle up to some position, [positions, D / 2] fp32."""
+    """Cosine and sine of every angle up to some position, fp32.
+
+    Attributes:
+        cos: [positions, 1, 1, D / 2].
+        sin: [positions, 1, D / 2].
+    """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, device: torch.device) -> None:
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float32)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * rope.attention_factor).to(device)
-        self.sin = (angles.sin() * rope.attention_factor).to(device)
+        self.cos = (angles.cos() * rope.attention_factor).to(device)[:, None, None]
+        self.sin = (angles.sin() * rope.attention_factor).to(device)[:, None]
         self._interleaved = rope.interleaved
 
-    def rotate(self, heads: Tensor, position: int, out: Tensor) -> Tensor:
-        """Rotate heads [T, heads, D] of consecutive positions into `out`."""
-        rows = slice(position, position + heads.shape[0])
-        cos, sin = self.cos[rows, None, None], self.sin[rows, None]
-        source, target = self._pairs(heads), self._pairs(out)
-        torch.mul(source, cos, out=target)
-        target[:, :, 0].addcmul_(source[:, :, 1], sin, value=-1)
-        target[:, :, 1].addcmul_(source[:, :, 0], sin)
-        return out
-
-    def _pairs(self, heads: Tensor) -> Tensor:
-        """[T, heads, 2, D / 2]: element i of both rows is one rotated pair."""
+    def pairs(self, heads: Tensor) -> Pairs:
+        """Which elements of heads [T, heads, D] rotate together."""
         tokens, count, dim = heads.shape
         if self._interleaved:
-            return heads.view(tokens, count, dim // 2, 2).transpose(2, 3)
-        return heads.view(tokens, count, 2, dim // 2)
+            both = heads.view(tokens, count, dim // 2, 2).transpose(2, 3)
+        else:
+            both = heads.view(tokens, count, 2, dim // 2)
+        return Pairs(both, both[:, :, 0], both[:, :, 1])
 
 
 @dataclass(slots=True)
@@ -62,7 +70,30 @@ class Step:
     rotary: Rotary
     cache: KVCache
     scratch: Scratch
+    cos: Tensor = field(init=False)  # [T, 1, 1, D / 2]
+    sin: Tensor = field(init=False)  # [T, 1, D / 2]
     _masks: dict[int | None, tuple[int, Tensor]] = field(default_factory=dict)
+    _scores: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = slice(self.position, self.position + self.num_tokens)
+        self.cos, self.sin = self.rotary.cos[rows], self.rotary.sin[rows]
+
+    def rotate(self, source: Pairs, target: Pairs) -> None:
+        """Turn every pair by its position's angle: (a, b) → (a cos - b sin, b cos + a sin)."""
+        torch.mul(source.both, self.cos, out=target.both)
+        target.first.addcmul_(source.second, self.sin, value=-1)
+        target.second.addcmul_(source.first, self.sin)
+
+    def scores(self, name: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> Tensor:
+        """A tensor for attention scores, out of an allocation made for the whole context."""
+        key = (name, dtype, shape)
+        if key not in self._scores:
+            groups, rows, _ = shape
+            tokens = max(1, min(self.num_tokens, rows))
+            most = max(groups * rows // tokens * self.cache.capacity, SCORE_VALUES)
+            self._scores[key] = self.scratch.take_growing(name, dtype, shape, most)
+        return self._scores[key]
 
     def first_key(self, window: int | None) -> int:
         """The earliest key that any of these tokens sees."""
@@ -90,26 +121,57 @@ class Step:
         return self._masks[window]
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, scratch: Scratch) -> Tensor:
-    """RMS norm over the last dimension, in fp32, rounded into `out`.
-
-    x / sqrt(mean(x²) + epsilon) · weight.
+def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
+    """X / sqrt(mean(x²) + epsilon) · weight over the last dimension, in fp32, rounded into `out`.
 
     Source: Zhang and Sennrich, arXiv 1910.07467.
     """
-    squares = scratch.take("norm_squares", torch.float32, *x.shape)
     scale = scratch.take("norm_scale", torch.float32, *x.shape[:-1], 1)
-    torch.mul(x, x, out=squares)
-    torch.mean(squares, -1, keepdim=True, out=scale)
-    scale.add_(epsilon).rsqrt_()
-    torch.mul(x, scale, out=squares)
-    return torch.mul(squares, weight, out=out)
+    torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=scale)
+    torch.addcmul(epsilon, scale, scale, value=1 / x.shape[-1], out=scale).rsqrt_()
+    exact = out if out.dtype is torch.float32 else scratch.take("normed", torch.float32, *x.shape)
+    torch.mul(x, scale, out=exact)
+    return torch.mul(exact, weight, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Multiply, x [T, in] · weight [out, in]ᵀ + bias."""
-    torch.mm(x, weight.t(), out=out)
+    """X [T, in] · weight [in, out] + bias."""
+    torch.mm(x, weight, out=out)
     return out if bias is None else out.add_(bias)
+
+
+def by_columns(weight: Tensor) -> Tensor:
+    """[..., out, in] as [..., in, out]; on a CPU stored so, which a row streams a sixth faster."""
+    return weight.mT.contiguous() if weight.device.type == "cpu" else weight.mT
+
+
+class AttentionBuffers:
+    """Where a block's intermediate results for T tokens live, and the views it works through."""
+
+    def __init__(
+        self, a: Attention, hidden: int, tokens: int, dtype: torch.dtype, step: Step
+    ) -> None:
+        take, fp32 = step.scratch.take, torch.float32
+        groups, group, dim = a.num_kv_heads, a.queries_per_kv_head, a.head_dim
+        rotating = a.num_query_heads + a.num_kv_heads
+        self.fused = take("qkv", dtype, tokens, a.qkv_rows)
+        heads = self.fused.view(tokens, -1, dim)
+        self.raw = heads[:, :rotating]  # [T, Q + K, D]
+        self.values = heads[:, rotating:].transpose(0, 1)  # [K, T, D]
+        final = self.raw
+        if a.qk_norm or a.rope:
+            final = self.exact = take("qk", fp32, tokens, rotating, dim)
+        if a.qk_norm:
+            final = self.normed = take("qk_normed", fp32, tokens, rotating, dim)
+        if a.rope:
+            self.before = step.rotary.pairs(final)
+            final = take("qk_rotated", fp32, tokens, rotating, dim)
+            self.after = step.rotary.pairs(final)
+        self.queries = final[:, : a.num_query_heads].view(tokens, groups, group, dim)
+        self.keys = final[:, a.num_query_heads :].transpose(0, 1)  # [K, T, D]
+        self.mixed = take("mixed_by_token", dtype, tokens, a.num_query_heads * dim)
+        self.mixed_heads = self.mixed.view(tokens, groups, group, dim)
+        self.out = take("attention_out", dtype, tokens, hidden)
 
 
 class AttentionBlock:
@@ -119,94 +181,87 @@ class AttentionBlock:
         self,
         attention: Attention,
         weights: Mapping[str, Tensor],
-        norm_epsilon: float,
+        norm_epsilon: Tensor,
         cache_index: int,
     ) -> None:
         self.attention = attention
-        self._qkv = weights["qkv"]
+        self._qkv = by_columns(weights["qkv"])
         self._qkv_bias = weights.get("qkv_bias")
-        self._output = weights["attention_output"]
+        self._output = by_columns(weights["attention_output"])
         self._output_bias = weights.get("attention_output_bias")
         self._qk_norm = _stacked_norms(attention, weights) if attention.qk_norm else None
         self._epsilon = norm_epsilon
         self._cache_index = cache_index
+        self._buffers_key = repr(attention)
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:
         """[T, H] → [T, H]; appends the keys and values of these positions to the cache."""
-        a, tokens, take = self.attention, step.num_tokens, step.scratch.take
-        fused = linear(
-            h, self._qkv, self._qkv_bias, take("qkv", h.dtype, tokens, self._qkv.shape[0])
-        ).view(tokens, -1, a.head_dim)
-        rotating = a.num_query_heads + a.num_kv_heads
-        queries_keys = self._normalise_and_rotate(fused[:, :rotating], step)
-        new = take("keys_values", h.dtype, 2, a.num_kv_heads, tokens, a.head_dim)
-        new[0].copy_(queries_keys[:, a.num_query_heads :].transpose(0, 1))
-        new[1].copy_(fused[:, rotating:].transpose(0, 1))
-        step.cache.append(self._cache_index, step.position, new)
-        mixed = self._attend(queries_keys[:, : a.num_query_heads], step, h.dtype)
-        out = take("attention_out", h.dtype, tokens, self._output.shape[0])
-        return linear(mixed, self._output, self._output_bias, out)
-
-    def _normalise_and_rotate(self, heads: Tensor, step: Step) -> Tensor:
-        """Query and key heads [T, Q + K, D], normed and rotated in fp32."""
-        take = step.scratch.take
-        shape = heads.shape
+        b = step.scratch.made(
+            (self._buffers_key, step.num_tokens, h.dtype),
+            lambda: AttentionBuffers(self.attention, h.shape[1], step.num_tokens, h.dtype, step),
+        )
+        linear(h, self._qkv, self._qkv_bias, b.fused)
+        if self._qk_norm is not None or self.attention.rope:
+            b.exact.copy_(b.raw)
         if self._qk_norm is not None:
-            source = take("qk", torch.float32, *shape).copy_(heads)
-            heads = take("qk_normed", torch.float32, *shape)
-            rms_norm(source, self._qk_norm, self._epsilon, heads, step.scratch)
-        if not self.attention.rope:
-            return heads
-        if heads.dtype is not torch.float32 or not heads.is_contiguous():
-            heads = take("qk", torch.float32, *shape).copy_(heads)
-        return step.rotary.rotate(heads, step.position, take("qk_rotated", torch.float32, *shape))
+            rms_norm(b.exact, self._qk_norm, self._epsilon, b.normed, step.scratch)
+        if self.attention.rope:
+            step.rotate(b.before, b.after)
+        step.cache.append(self._cache_index, step.position, b.keys, b.values)
+        self._attend(b, step)
+        return linear(b.mixed, self._output, self._output_bias, b.out)
 
-    def _attend(self, queries: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
-        """softmax(q kᵀ / √D) v for queries [T, Q, D] → [T, Q · D], some tokens at a time."""
-        a, tokens = self.attention, step.num_tokens
-        num_keys = step.position + tokens - step.first_key(a.window)
-        tile = max(1, min(tokens, SCORE_VALUES // (a.num_query_heads * num_keys)))
-        mixed = step.scratch.take("mixed_by_token", dtype, tokens, a.num_query_heads * a.head_dim)
-        for first in range(0, tokens, tile):
-            rows = slice(first, min(first + tile, tokens))
-            self._attend_tile(queries[rows], rows, step, mixed[rows])
-        return mixed
-
-    def _attend_tile(self, queries: Tensor, rows: slice, step: Step, out: Tensor) -> None:
-        """Attention of the tokens `rows` of this step.
+    def _attend(self, b: AttentionBuffers, step: Step) -> None:
+        """softmax(q kᵀ / √D) v of all tokens, some at a time, into `b.mixed`.
 
         The queries that share a KV head are rows of one matrix product: [K, Q / K · t, D].
         """
-        a, tokens, dtype, take = self.attention, len(queries), out.dtype, step.scratch.take
-        groups, group, dim = a.num_kv_heads, a.queries_per_kv_head, a.head_dim
-        start, stop = step.first_key(a.window), step.position + step.num_tokens
+        a, tokens, dtype = self.attention, step.num_tokens, b.mixed.dtype
+        if tokens == 1 and b.queries.dtype is dtype:
+            self._attend_rows(b.queries[0], b.mixed_heads[0], slice(0, 1), step)
+            return
+        num_keys = step.position + tokens - step.first_key(a.window)
+        tile = max(1, min(tokens, SCORE_VALUES // (a.num_query_heads * num_keys)))
+        for first in range(0, tokens, tile):
+            part = slice(first, min(first + tile, tokens))
+            queries, mixed = b.queries[part], b.mixed_heads[part]
+            count, groups, group, dim = queries.shape
+            rows = step.scratch.take("queries", dtype, groups, group, count, dim)
+            rows.copy_(queries.permute(1, 2, 0, 3))
+            out = step.scratch.take("mixed", dtype, groups, group, count, dim)
+            by_group = (groups, group * count, dim)
+            self._attend_rows(rows.view(by_group), out.view(by_group), part, step)
+            mixed.copy_(out.permute(2, 0, 1, 3))
+
+    def _attend_rows(self, rows: Tensor, out: Tensor, part: slice, step: Step) -> None:
+        """Attention of query rows [K, Q / K · t, D] of the tokens `part` of this step."""
+        window, dtype = self.attention.window, out.dtype
+        start, stop = step.first_key(window), step.position + step.num_tokens
         keys, values = step.cache.view(self._cache_index, start, stop)
-        grouped = take("queries", dtype, groups, group, tokens, dim)
-        grouped.copy_(queries.view(tokens, groups, group, dim).permute(1, 2, 0, 3))
-
-        def growing(name: str, dtype: torch.dtype) -> Tensor:
-            shape = (groups, group * tokens, stop - start)
-            most = max(groups * group * step.cache.capacity, SCORE_VALUES)
-            return step.scratch.take_growing(name, dtype, shape, most)
-
-        scores = growing("scores", dtype)
-        grouped = grouped.view(groups, group * tokens, dim)
-        torch.baddbmm(scores, grouped, keys.mT, beta=0, alpha=dim**-0.5, out=scores)
-        masked = step.mask(a.window, scores.device)
+        shape = (rows.shape[0], rows.shape[1], stop - start)
+        scores = step.scores("scores", dtype, shape)
+        torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=rows.shape[2] ** -0.5, out=scores)
+        masked = step.mask(window, scores.device)
         if masked is not None:
             first_hidden, mask = masked
-            by_token = scores.view(-1, tokens, stop - start)
-            by_token[:, :, first_hidden - start :].add_(mask[rows])
-        shares = torch.softmax(
-            scores, -1, dtype=torch.float32, out=growing("shares", torch.float32)
-        )
+            by_token = scores.view(-1, part.stop - part.start, stop - start)
+            by_token[:, :, first_hidden - start :].add_(mask[part])
+        exact = step.scores("shares", torch.float32, shape)
+        shares = torch.softmax(scores, -1, dtype=torch.float32, out=exact)
         if dtype is not torch.float32:
             shares = scores.copy_(shares)
-        mixed = take("mixed", dtype, groups, group * tokens, dim)
-        torch.bmm(shares, values, out=mixed)
-        out.view(tokens, groups, group, dim).copy_(
-            mixed.view(groups, group, tokens, dim).permute(2, 0, 1, 3)
-        )
+        torch.bmm(shares, values, out=out)
+
+
+class MlpBuffers:
+    """Where an MLP's intermediate results for T tokens live."""
+
+    def __init__(
+        self, ffn: int, hidden: int, tokens: int, dtype: torch.dtype, scratch: Scratch
+    ) -> None:
+        self.gate_up = scratch.take("gate_up", dtype, tokens, 2 * ffn)
+        self.gate, self.up = self.gate_up[:, :ffn], self.gate_up[:, ffn:]
+        self.out = scratch.take("mlp_out", dtype, tokens, hidden)
 
 
 class MlpBlock:
@@ -214,22 +269,21 @@ class MlpBlock:
 
     def __init__(self, mlp: Mlp, weights: Mapping[str, Tensor]) -> None:
         self.mlp = mlp
-        self._gate_up = weights["gate_up"]
+        self._gate_up = by_columns(weights["gate_up"])
         self._gate_up_bias = weights.get("gate_up_bias")
-        self._down = weights["down"]
+        self._down = by_columns(weights["down"])
         self._down_bias = weights.get("down_bias")
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:
         """[T, H] → [T, H]."""
-        take, tokens, ffn = step.scratch.take, step.num_tokens, self.mlp.intermediate_size
-        both = take("gate_up", h.dtype, tokens, 2 * ffn)
-        linear(h, self._gate_up, self._gate_up_bias, both)
-        gate, up = both[:, :ffn], both[:, ffn:]
-        gated = take("gated", h.dtype, tokens, ffn)
-        torch.ops.aten.silu.out(gate, out=gated)
-        gated.mul_(up)
-        out = take("mlp_out", h.dtype, tokens, self._down.shape[0])
-        return linear(gated, self._down, self._down_bias, out)
+        tokens, ffn = step.num_tokens, self.mlp.intermediate_size
+        b = step.scratch.made(
+            ("mlp", ffn, tokens, h.dtype),
+            lambda: MlpBuffers(ffn, h.shape[1], tokens, h.dtype, step.scratch),
+        )
+        linear(h, self._gate_up, self._gate_up_bias, b.gate_up)
+        F.silu(b.gate, inplace=True).mul_(b.up)
+        return linear(b.gate, self._down, self._down_bias, b.out)
 
 
 def _stacked_norms(a: Attention, weights: Mapping[str, Tensor]) -> Tensor:

@@ -1,9 +1,13 @@
 """Storage that outlives a step: keys and values, and scratch that is allocated once."""
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Made = TypeVar("Made")
 
 
 class KVCache:
@@ -22,26 +26,34 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.capacity = capacity
-        # [2 (key, value), K, capacity, D] per block: one copy appends both.
-        self.blocks = [
-            torch.zeros(2, heads, capacity, dim, dtype=dtype, device=device)
-            for heads, dim in shapes
-        ]
 
-    def append(self, block: int, position: int, keys_values: Tensor) -> None:
-        """Store the keys and values [2, K, T, D] of positions `position` … `position` + T - 1."""
-        count = keys_values.shape[2]
-        self.blocks[block][:, :, position : position + count].copy_(keys_values)
+        def stored() -> list[Tensor]:
+            """[K, capacity, D] for each block."""
+            return [
+                torch.zeros(heads, capacity, dim, dtype=dtype, device=device)
+                for heads, dim in shapes
+            ]
+
+        self._keys, self._values = stored(), stored()
+
+    def append(self, block: int, position: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [K, T, D] of positions `position` … `position` + T - 1."""
+        count = keys.shape[1]
+        self._keys[block].narrow(1, position, count).copy_(keys)
+        self._values[block].narrow(1, position, count).copy_(values)
 
     def view(self, block: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [K, stop - start, D] of a range of positions."""
-        stored = self.blocks[block]
-        return stored[0, :, start:stop], stored[1, :, start:stop]
+        count = stop - start
+        return (
+            self._keys[block].narrow(1, start, count),
+            self._values[block].narrow(1, start, count),
+        )
 
     @property
     def num_bytes(self) -> int:
         """Size of the allocation."""
-        return sum(block.numel() * block.element_size() for block in self.blocks)
+        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
 
 
 class Scratch:
@@ -50,6 +62,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: dict[tuple[object, ...], Tensor] = {}
+        self._made: dict[tuple[object, ...], Any] = {}
 
     def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """A tensor of this name and shape; its content is whatever the last user left."""
@@ -68,6 +81,12 @@ class Scratch:
         if held is None or held.numel() < count:
             held = self._held[key] = torch.empty(max(most, count), dtype=dtype, device=self._device)
         return held[:count].view(shape)
+
+    def made(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+        """What `make` returned for this key the first time: views of buffers, not made again."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("Made", self._made[key])
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from soloist.model.config import ModelConfig
 from soloist.model.weights import Weights
-from soloist.reference.blocks import Rotary, Step
+from soloist.reference.blocks import Rotary, Step, by_columns
 from soloist.reference.cache import KVCache, Scratch
 
 LogitRows = Literal["none", "last", "all"]
@@ -22,26 +22,28 @@ class Reference(ABC):
 
     Args:
         config: what it computes.
-        weights: one tensor for each `TensorSpec`, all of one dtype on one device.
+        weights: one tensor for each `TensorSpec`, all of one dtype on one device; taken over, so
+            that a tensor which is laid out anew does not stay in memory twice.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self._embedding = weights["embedding"]
-        self._head = weights["embedding"] if config.tied_head else weights["head"]
-        self._epsilon = config.norm_epsilon
+        embedding = weights.pop("embedding")
+        self._head = by_columns(embedding if config.tied_head else weights.pop("head"))
+        self._embedding = None if config.tied_head else embedding
+        self._epsilon = torch.tensor(config.norm_epsilon, device=self.device)
         self._scratch = Scratch(self.device)
         self._rotary: Rotary | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self._embedding.device
+        return self._head.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What matrices are multiplied in."""
-        return self._embedding.dtype
+        return self._head.dtype
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence of up to `capacity` tokens."""
@@ -77,6 +79,12 @@ class Reference(ABC):
             self._scratch = Scratch(self.device)
         return logits
 
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] → [T, H]: rows of the embedding, which of a tied head [H, V] are columns."""
+        if self._embedding is None:
+            return self._head.index_select(1, token_ids).t()
+        return self._embedding.index_select(0, token_ids)
+
     @abstractmethod
     def _cache_shapes(self) -> list[tuple[int, int]]:
         """(KV heads, head dimension) of every attention block."""
@@ -91,6 +99,7 @@ class Reference(ABC):
 
 
 def layer_weights(weights: Weights, layer: int) -> Weights:
-    """The tensors of one layer under their names without 'layers.N.'."""
+    """Take the tensors of one layer, under their names without 'layers.N.'."""
     prefix = f"layers.{layer}."
-    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    names = [name for name in weights if name.startswith(prefix)]
+    return {name.removeprefix(prefix): weights.pop(name) for name in names}

@@ -61,7 +61,7 @@ class LaneTransformer(Reference):
             self._blocks.append(
                 [self._lane_blocks(own, i, j) for j in range(self._lanes.num_lanes)]
             )
-        self._final_norm = self._scales(weights["final_norm"])
+        self._final_norm = self._scales(weights.pop("final_norm"))
 
     def _lane_blocks(self, own: Weights, layer: int, lane: int) -> tuple[AttentionBlock, MlpBlock]:
         num = self._lanes.num_lanes
@@ -90,8 +90,8 @@ class LaneTransformer(Reference):
 
     def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
         lanes = self._lanes
-        x = self._embedding[token_ids].float().repeat(lanes.num_lanes, 1, 1)
-        h = step.scratch.take("normed", self.dtype, *x.shape)
+        x = self._embed(token_ids).float().repeat(lanes.num_lanes, 1, 1)
+        h = step.scratch.take("block_input", self.dtype, *x.shape)
         attention_line = DelayLine(lanes, communicates=lanes.attention_comm)
         mlp_line = DelayLine(lanes, communicates=lanes.mlp_comm)
         for i, (attention_norm, mlp_norm) in enumerate(self._norms):
@@ -115,7 +115,7 @@ class LaneTransformer(Reference):
             case "replicate":
                 return linear(h.mean(0).to(self.dtype), self._head, None, out).float()
             case "vocab_parallel":
-                parts = torch.bmm(h.to(self.dtype), self._head.mT)  # [L, T, V / L]
+                parts = torch.bmm(h.to(self.dtype), self._head)  # [L, T, V / L]
                 return parts.transpose(0, 1).flatten(1).float()
             case "lane":
                 joined = h.transpose(0, 1).flatten(1).to(self.dtype)  # [T, L · H]

@@ -20,20 +20,20 @@ class Transformer(Reference):
             self._layers.append(
                 (
                     own["attention_norm"].float(),
-                    AttentionBlock(layer.attention, own, config.norm_epsilon, cache_index=i),
+                    AttentionBlock(layer.attention, own, self._epsilon, cache_index=i),
                     own["mlp_norm"].float(),
                     MlpBlock(layer.mlp, own),
                 )
             )
-        self._final_norm = weights["final_norm"].float()
+        self._final_norm = weights.pop("final_norm").float()
 
     def _cache_shapes(self) -> list[tuple[int, int]]:
         return [(x.attention.num_kv_heads, x.attention.head_dim) for x in self.config.layers]
 
     def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
         x = step.scratch.take("stream", torch.float32, step.num_tokens, self.config.hidden_size)
-        x.copy_(self._embedding[token_ids])
-        h = step.scratch.take("normed", self.dtype, *x.shape)
+        x.copy_(self._embed(token_ids))
+        h = step.scratch.take("block_input", self.dtype, *x.shape)
         for attention_norm, attention, mlp_norm, mlp in self._layers:
             x.add_(attention(rms_norm(x, attention_norm, self._epsilon, h, step.scratch), step))
             x.add_(mlp(rms_norm(x, mlp_norm, self._epsilon, h, step.scratch), step))
