@@ -45,7 +45,7 @@ def change_tensor(folder: Path, name: str, change: Any) -> None:
 
 
 def ask(soloist: Any, model: object, *more: object) -> Any:
-    return soloist("run", model, "--prompt", "def f():", "-n", 2, *more)
+    return soloist("run", model, "--prompt", "def f():", "-n", 2, "--device", "cpu", *more)
 
 
 def test_missing_folder(soloist, tmp_path):
@@ -214,7 +214,9 @@ def test_context_outside_the_model(soloist, context):
 
 
 def test_device_that_is_not_there(soloist):
-    assert_refused(ask(soloist, "etude-draft", "--device", "cuda:9"), "cuda:9", "cpu", status=3)
+    assert_refused(
+        soloist("run", "etude-draft", "-p", "x", "--device", "cuda:9"), "cuda:9", "cpu", status=3
+    )
 
 
 def test_unknown_precision(soloist):

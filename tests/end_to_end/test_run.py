@@ -119,7 +119,7 @@ def test_bench_writes_a_result_file(soloist, tmp_path):
     file = tmp_path / "result.json"
     done = soloist(
         "bench", "decode", "etude-draft", "--prompt-tokens", 8, "--new-tokens", 8, "--runs", 2,
-        "--against", "transformers", "-o", file,
+        "--against", "transformers", "--device", "cpu", "-o", file,
     )  # fmt: skip
     assert done.status == 0
     rows = json.loads(file.read_text())
