@@ -31,12 +31,20 @@ def usable_cores() -> int:
     """Physical cores this process may run on: hyper-threads only get in each other's way."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     physical = psutil.cpu_count(logical=False)
-    return max(1, min(allowed or 1, physical or allowed or 1))
+    return max(1, min(allowed or 1, physical or allowed or 1, _cgroup_cores(_CGROUP)))
 
 
-def cpu_name() -> str:
-    """The processor's name for people, with the cores in use."""
-    cores = usable_cores()
+def _cgroup_cores(group: Path) -> int:
+    """Whole cores' worth of time that a version 2 control group grants, at least one."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # no group, or no limit ("max")
+        return sys.maxsize
+
+
+def cpu_name(threads: int) -> str:
+    """The processor's name for people, with the cores that `threads` keep busy."""
     name = "CPU"
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -45,4 +53,4 @@ def cpu_name() -> str:
                 break
     except OSError:
         pass
-    return f"{name}, {cores} core{'s' * (cores > 1)}"
+    return f"{name}, {threads} core{'s' * (threads > 1)}"

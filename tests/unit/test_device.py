@@ -60,4 +60,28 @@ def test_the_smaller_of_machine_and_group_counts(
 
 def test_at_least_one_core_has_a_name() -> None:
     assert device.usable_cores() >= 1
-    assert "core" in device.cpu_name()
+    assert "core" in device.cpu_name(device.usable_cores())
+
+
+@pytest.mark.parametrize(
+    ("content", "cores"),
+    [
+        ("200000 100000\n", 2),
+        ("150000 100000\n", 1),
+        ("50000 100000\n", 1),
+        ("max 100000\n", sys.maxsize),
+        ("nonsense", sys.maxsize),
+        ("100000 0", sys.maxsize),
+        (None, sys.maxsize),
+    ],
+)
+def test_cores_within_the_quota_of_a_group(tmp_path: Path, content: str | None, cores: int) -> None:
+    if content is not None:
+        (tmp_path / "cpu.max").write_text(content)
+    assert device._cgroup_cores(tmp_path) == cores
+
+
+def test_a_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    assert device.usable_cores() == 1

@@ -213,7 +213,11 @@ def devices() -> list[str]:
 
 def device_name(device: str) -> str:
     """A device's name for people."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+    return (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else cpu_name(torch.get_num_threads())
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
