@@ -145,6 +145,18 @@ def test_help_is_quick_and_imports_no_torch():
     assert time.perf_counter() - start < 5
 
 
+def test_info_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from soloist.cli import main\n"
+        "try:\n    main(['info', 'etude-draft'])\n"
+        "finally:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process")
 def test_ctrl_c_stops_cleanly_and_prints_figures():
     with subprocess.Popen(

@@ -2,9 +2,12 @@
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
-from soloist.engine import Completion, Engine
 from soloist.errors import gigabytes
+
+if TYPE_CHECKING:  # `soloist info` prints too, and needs no torch
+    from soloist.engine import Completion, Engine
 
 
 def status(line: str) -> None:
@@ -17,7 +20,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2))
 
 
-def status_line(engine: Engine) -> str:
+def status_line(engine: "Engine") -> str:
     """What was loaded, where, and how fast."""
     r, chosen = engine.report, engine.resolved
     rate = r.checkpoint_bytes / max(r.load_s, 1e-9) / 1e9
@@ -31,7 +34,7 @@ def status_line(engine: Engine) -> str:
     )
 
 
-def figures(completion: Completion) -> str:
+def figures(completion: "Completion") -> str:
     """Time to first token and decode speed, apart; then totals."""
     t = completion.timings
     speed = t.decode_tokens_per_s

@@ -7,13 +7,10 @@ from typing import Literal
 from soloist.errors import DeviceMissing, SettingError
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import MemoryEstimate, fitting_context, require_memory
+from soloist.model.memory import CHUNK_TOKENS, MemoryEstimate, fitting_context, require_memory
 from soloist.model.tensors import TensorSpec
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-
-# Prompt tokens a pass: large enough for full matrix speed, small enough to notice a cancel soon.
-CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
-from soloist.engine.config import CHUNK_TOKENS, EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
 from soloist.engine.events import Cancel, Chunk, Completion, FinishReason, Timings
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.memory import CHUNK_TOKENS
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import LoadProgress, Weights, load_weights
 from soloist.reference import Reference, build_reference

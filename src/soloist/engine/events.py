@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["eos", "stop", "length", "cancelled"]
+from soloist.sampling import FinishReason as StopReason
+
+FinishReason = StopReason | Literal["cancelled"]
 
 
 @dataclass(frozen=True, slots=True)

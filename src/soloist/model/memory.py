@@ -15,6 +15,9 @@ from soloist.model.tensors import TensorSpec, parameters
 # What a process needs besides the model: interpreter, torch, tokenizer, allocator slack.
 HEADROOM_BYTES = 300 * 10**6
 
+# Prompt tokens a pass: enough for full matrix speed, few enough to notice a cancel soon.
+CHUNK_TOKENS = 256
+
 # Attention scores held at once: long prompts against long contexts go through in tiles of tokens.
 SCORE_VALUES = 2**22
 

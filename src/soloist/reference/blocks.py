@@ -85,13 +85,13 @@ class Step:
         target.first.addcmul_(source.second, self.sin, value=-1)
         target.second.addcmul_(source.first, self.sin)
 
-    def scores(self, name: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> Tensor:
+    def scores(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], num_query_heads: int
+    ) -> Tensor:
         """A tensor for attention scores, out of an allocation made for the whole context."""
         key = (name, dtype, shape)
         if key not in self._scores:
-            groups, rows, _ = shape
-            tokens = max(1, min(self.num_tokens, rows))
-            most = max(groups * rows // tokens * self.cache.capacity, SCORE_VALUES)
+            most = max(num_query_heads * self.cache.capacity, SCORE_VALUES)
             self._scores[key] = self.scratch.take_growing(name, dtype, shape, most)
         return self._scores[key]
 
@@ -235,18 +235,18 @@ class AttentionBlock:
 
     def _attend_rows(self, rows: Tensor, out: Tensor, part: slice, step: Step) -> None:
         """Attention of query rows [K, Q / K · t, D] of the tokens `part` of this step."""
-        window, dtype = self.attention.window, out.dtype
+        window, heads, dtype = self.attention.window, self.attention.num_query_heads, out.dtype
         start, stop = step.first_key(window), step.position + step.num_tokens
         keys, values = step.cache.view(self._cache_index, start, stop)
         shape = (rows.shape[0], rows.shape[1], stop - start)
-        scores = step.scores("scores", dtype, shape)
+        scores = step.scores("scores", dtype, shape, heads)
         torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=rows.shape[2] ** -0.5, out=scores)
         masked = step.mask(window, scores.device)
         if masked is not None:
             first_hidden, mask = masked
             by_token = scores.view(-1, part.stop - part.start, stop - start)
             by_token[:, :, first_hidden - start :].add_(mask[part])
-        exact = step.scores("shares", torch.float32, shape)
+        exact = step.scores("shares", torch.float32, shape, heads)
         shares = torch.softmax(scores, -1, dtype=torch.float32, out=exact)
         if dtype is not torch.float32:
             shares = scores.copy_(shares)
