@@ -12,10 +12,12 @@
     │   │                     BadTokenId · BadLogits
     │   └── SettingError      options and environment
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
+                              CudaMissing · CompileError · BadInclude · LaunchError
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 
@@ -298,6 +300,81 @@ class DeviceMissing(DeviceError):
         super().__init__(
             f"device '{given}' is not available here (available: {', '.join(available)})",
             "leave --device out to take the best one",
+        )
+
+
+class CudaMissing(DeviceError):
+    """A part of CUDA that compiling or launching needs is not on this machine."""
+
+    def __init__(self, part: str, reason: str, hint: str) -> None:
+        super().__init__(f"{part} cannot be used: {reason}", hint)
+
+
+class CompileError(DeviceError):
+    """A kernel does not compile, or what came out is not what was meant."""
+
+    def __init__(self, what: str, reason: str, log: str) -> None:
+        quoted = "\n\n" + textwrap.indent(log, "    ") if log else ""
+        super().__init__(
+            f"{what}: {reason}{quoted}",
+            "the kernels are a part of Soloist, so this is its fault or that of an untried "
+            "compiler version; report it with the lines above",
+        )
+
+
+class BadInclude(DeviceError):
+    """A CUDA file asks for a file that is not one of the CUDA sources."""
+
+    def __init__(self, includer: str, target: str, reason: str) -> None:
+        super().__init__(
+            f"{includer} names {target}: {reason}",
+            'write #include "folder/file.cuh", counted from the root of the CUDA sources',
+        )
+
+
+class LaunchError(DeviceError):
+    """The driver cannot load or start a kernel."""
+
+    def __init__(self, what: str, reason: str, hint: str = "") -> None:
+        super().__init__(
+            f"{what} failed: {reason}",
+            hint
+            or "the failure of an earlier kernel shows here as well; where a new process fails in "
+            "the same way, update the display driver",
+        )
+
+
+class GpuUnsupported(DeviceError):
+    """The GPU is older than what the kernel is written for."""
+
+    def __init__(self, capability: str) -> None:
+        super().__init__(
+            f"this GPU has compute capability {capability} (allowed: 8.0 and later)",
+            "use --device cpu",
+        )
+
+
+class ShapeUnsupported(DeviceError):
+    """The decode kernel cannot run a model of this shape."""
+
+    def __init__(self, given: str, allowed: str) -> None:
+        super().__init__(
+            f"the decode kernel does not support {given} (allowed: {allowed})",
+            "use --device cpu, or another model",
+        )
+
+
+class KernelStuck(DeviceError):
+    """A wait inside the kernel lasted too long; the GPU's context is lost."""
+
+    def __init__(
+        self, waited_for: str, block: int, warp: int, place: int, wanted: int, seen: int,
+        round_index: int, layer: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            f"the decode kernel got stuck in round {round_index}, layer {layer}: warp {warp} of "
+            f"block {block} waited for {waited_for} (at {place}) to become {wanted} and saw {seen}",
+            "start again; please report this message, it is a fault of the kernel",
         )
 
 

@@ -1,7 +1,8 @@
-"""The only reader of the environment: three names, read when asked for, refused when malformed."""
+"""The only reader of the environment: a few names, read when asked for, refused when malformed."""
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from soloist.errors import SettingError
 
@@ -14,15 +15,20 @@ class Settings:
         threads: CPU threads for the reference device; None lets the machine decide.
         hub_offline: never reach for the hub; models come from folders and the local hub cache.
         debug: show tracebacks instead of one-paragraph errors.
+        cache: where compiled kernels are kept; None where nobody says and no home is known.
     """
 
     threads: int | None = None
     hub_offline: bool = False
     debug: bool = False
+    cache: Path | None = None
 
 
 def read_settings() -> Settings:
-    """Settings from SOLOIST_THREADS, SOLOIST_DEBUG and the hub's own HF_HUB_OFFLINE."""
+    """Settings from SOLOIST_THREADS, SOLOIST_DEBUG, SOLOIST_CACHE and the hub's own HF_HUB_OFFLINE.
+
+    SOLOIST_CACHE defaults to `soloist` in XDG_CACHE_HOME or ~/.cache.
+    """
     threads = os.environ.get("SOLOIST_THREADS")
     if threads is not None and (not threads.isdecimal() or int(threads) < 1):
         raise SettingError("SOLOIST_THREADS", threads, "a whole number of at least 1")
@@ -30,7 +36,26 @@ def read_settings() -> Settings:
         threads=int(threads) if threads else None,
         hub_offline=_switch("HF_HUB_OFFLINE"),
         debug=_switch("SOLOIST_DEBUG"),
+        cache=_cache(),
     )
+
+
+def _cache() -> Path | None:
+    if (given := os.environ.get("SOLOIST_CACHE")) is not None:
+        if not (folder := _expanded(given)).is_absolute():
+            raise SettingError("SOLOIST_CACHE", given, "an absolute path")
+        return folder
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its standard says to ignore relative ones
+    base = shared if shared.is_absolute() else _expanded("~/.cache")
+    return base / "soloist" if base.is_absolute() else None
+
+
+def _expanded(path: str) -> Path:
+    """`path` with its ~ resolved; as it is where that home is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _switch(name: str) -> bool:

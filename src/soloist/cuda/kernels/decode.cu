@@ -1,0 +1,131 @@
+// The persistent decode kernel: one block per SM, many tokens per launch.
+//
+// Warps 0-7 of a block multiply, attend and choose tokens (`consume`); warp 8 streams weights and KV
+// pages into the ring ahead of them (`produce`); warp 9 of block 0 talks to the host (`report`).
+// Order of phases only; each phase is a file in ops/.
+#include "ops/attention.cuh"
+#include "ops/head.cuh"
+#include "ops/mlp.cuh"
+#include "ops/produce.cuh"
+
+struct Barriers {
+  u32 round;     // consumers -> producer: the round's outcome is known
+  u32 emit;      // consumers -> reporter: tokens are ready
+  u32 reported;  // reporter -> consumers: they are with the host
+};
+
+// The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
+__device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
+  cx.sync();
+  Control& control = *cx.shared.control;
+  if (cx.warp == 0) {
+    if (cx.block == 0 && cx.round > 0)
+      wait_barrier(Wait::kRound, barriers.reported, (cx.round - 1) & 1);
+    bool ended = false;
+    if (cx.lane < cx.columns) {
+      const ColumnStart& start = cx.params.launch->column[cx.lane];
+      const u32 token = control.chosen[cx.lane], next = cx.round + 1;
+      control.emit[cx.lane] = token;
+      if (static_cast<i32>(next) < start.forced) {
+        control.token[cx.lane] = __ldg(cx.params.forced + cx.lane * control.rounds + next);
+      } else {
+        control.token[cx.lane] = token;
+        if (static_cast<i32>(next) > start.keep)
+          for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
+      }
+      control.position[cx.lane] += start.stride;
+    }
+    ended = __any_sync(~0u, ended);
+    if (cx.lane == 0) {
+      control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
+      mbarrier_arrive(barriers.round);
+      if (cx.block == 0) mbarrier_arrive(barriers.emit);
+    }
+  }
+  cx.sync();
+}
+
+__device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
+  const u64 stride = cx.params.launch->logits_round_stride;
+  for (;; ++cx.round) {
+    if (cx.thread == 0) where.round[0] = cx.round;
+    embed(cx);
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; ++layer) {
+      if (cx.thread == 0) where.layer[0] = layer;
+      cx.forget_addresses();
+      qkv(cx, layer);
+      cx.forget_addresses();
+      attention(cx, layer);
+      cx.forget_addresses();
+      attention_output(cx, layer);
+      cx.forget_addresses();
+      gate_up(cx, layer);
+      cx.forget_addresses();
+      down(cx, layer);
+    }
+    cx.forget_addresses();
+    head(cx, cx.params.logits + cx.round * stride);
+    choose(cx);
+    conclude(cx, barriers);
+    if (cx.shared.control->stop) return;
+  }
+}
+
+// Tokens go to host memory while the next round runs; the host's wish to stop comes back.
+__device__ __forceinline__ void report(const Params& params, Control* control, const Barriers& barriers) {
+  for (u32 round = 0;; ++round) {
+    wait_barrier(Wait::kRound, barriers.emit, round & 1);
+    volatile Control* c = control;
+    for (u32 i = 0; i < c->columns; ++i) store_host(params.emitted + round * kMaxColumns + i, c->emit[i]);
+    const bool stop = c->stop;
+    store_host_release(params.progress, round + 1);
+    if (stop) return;
+    c->yield = load_host(params.yield);
+    mbarrier_arrive(barriers.reported);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kConsumerThreads + 64, 1) decode(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) u8 dynamic[];
+  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], round_barrier, emit_barrier, reported_barrier;
+  const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  u8* fixed = dynamic + kRingSlots * kSlotBytes;
+  Control* control = reinterpret_cast<Control*>(fixed + kShControl);
+  if (thread == 0) {
+    for (u32 i = 0; i < kRingSlots; ++i) {
+      mbarrier_init(shared_address(full + i), 1);
+      mbarrier_init(shared_address(empty + i), kConsumerWarps);
+    }
+    mbarrier_init(shared_address(&round_barrier), 1);
+    mbarrier_init(shared_address(&emit_barrier), 1);
+    mbarrier_init(shared_address(&reported_barrier), 1);
+    where = Where{params.fault, {0, 0}, {0, 0}};
+    control->columns = params.launch->columns;
+    control->rounds = params.launch->rounds;
+    control->stop = control->yield = control->yield_agreed = 0;
+    fence_async_proxy();
+  }
+  if (thread < kMaxColumns) {
+    const ColumnStart& start = params.launch->column[thread];
+    control->sequence[thread] = start.sequence;
+    control->position[thread] = start.position;
+    control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
+  }
+  __syncthreads();
+  const Barriers barriers{shared_address(&round_barrier), shared_address(&emit_barrier),
+                          shared_address(&reported_barrier)};
+  if (warp == kConsumerWarps) {
+    produce(params, control, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
+            barriers.round, lane);
+  } else if (warp > kConsumerWarps) {
+    if (blockIdx.x == 0 && lane == 0) report(params, control, barriers);
+  } else {
+    const Shared shared{fixed + kShReduce, fixed + kShAttended, fixed + kShNewKv,
+                        reinterpret_cast<float*>(fixed + kShResidual), reinterpret_cast<float*>(fixed + kShStats),
+                        control};
+    const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
+    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, 0, 0, 0, 0, 1.0f};
+    consume(cx, barriers);
+  }
+}

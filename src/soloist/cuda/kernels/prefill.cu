@@ -1,0 +1,205 @@
+// What prefill does between matrix products: embedding, norms, rope, the KV pool, SwiGLU.
+//
+// Products come as fp32, but gate and up in the 16-bit type; every result is rounded once. Defined by
+// TorchElementwise (prefill/elementwise.py). Blocks have kThreads threads and one grid dimension.
+#include "ptx/mma.cuh"
+
+inline constexpr u32 kWarps = kThreads / 32;
+inline constexpr u32 kHalfDim = kHeadDim / 2;
+inline constexpr u32 kPairs = (kHalfDim + 31) / 32;  // rotated pairs (d, d + D/2) of one lane
+inline constexpr u32 kHeads = kQueryHeads + 2 * kKvHeads;
+inline constexpr u32 kGranuleValues = kGranulePositions * kHeadDim;  // keys or values of one granule
+inline constexpr u32 kPageGranules = kPagePositions / kGranulePositions;
+
+static_assert(kHidden % 8 == 0 && kIntermediate % 8 == 0 && kHeadDim % 8 == 0, "16-byte accesses");
+
+__device__ __forceinline__ float warp_total(float x) {
+#pragma unroll
+  for (u32 step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ __forceinline__ float block_total(float x) {
+  __shared__ float sums[kWarps];
+  x = warp_total(x);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (u32 w = 0; w < kWarps; ++w) total += sums[w];
+  return total;
+}
+
+__device__ __forceinline__ float low_half(u32 pair) { return from_half(static_cast<u16>(pair)); }
+__device__ __forceinline__ float high_half(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }
+
+// residual [T, H] = rows of table [V, H]. One block a token.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const uint4* __restrict__ table, const i32* __restrict__ ids, float4* __restrict__ residual) {
+  const u64 source = static_cast<u64>(ids[blockIdx.x]) * (kHidden / 8);
+  float4* row = residual + static_cast<u64>(blockIdx.x) * (kHidden / 4);
+  for (u32 i = threadIdx.x; i < kHidden / 8; i += kThreads) {
+    const uint4 x = table[source + i];
+    row[2 * i] = make_float4(low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y));
+    row[2 * i + 1] = make_float4(low_half(x.z), high_half(x.z), low_half(x.w), high_half(x.w));
+  }
+}
+
+// residual [T, H] += delta + bias, either of which may be absent; out [T, H] = its RMS norm. One block a
+// token.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_norm(float4* __restrict__ residual, const float4* __restrict__ delta, const float4* __restrict__ bias,
+             const float4* __restrict__ weight, uint2* __restrict__ out) {
+  constexpr u32 kRow = kHidden / 4, kOwn = (kRow + kThreads - 1) / kThreads;
+  const u64 start = static_cast<u64>(blockIdx.x) * kRow;
+  float4 x[kOwn];
+  float squares = 0.0f;
+#pragma unroll
+  for (u32 j = 0; j < kOwn; ++j) {
+    const u32 i = threadIdx.x + j * kThreads;
+    if (i >= kRow) continue;
+    x[j] = residual[start + i];
+    if (delta) {
+      float4 d = delta[start + i];
+      if (bias) {
+        const float4 b = __ldg(bias + i);
+        d = make_float4(d.x + b.x, d.y + b.y, d.z + b.z, d.w + b.w);
+      }
+      x[j] = make_float4(x[j].x + d.x, x[j].y + d.y, x[j].z + d.z, x[j].w + d.w);
+      residual[start + i] = x[j];
+    }
+    squares += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+  }
+  const float scale = __frsqrt_rn(block_total(squares) * (1.0f / kHidden) + kEpsilon);
+#pragma unroll
+  for (u32 j = 0; j < kOwn; ++j) {
+    const u32 i = threadIdx.x + j * kThreads;
+    if (i >= kRow) continue;
+    const float4 w = __ldg(weight + i);
+    out[start + i] = make_uint2(pack_pair(x[j].x * scale * w.x, x[j].y * scale * w.y),
+                                pack_pair(x[j].z * scale * w.z, x[j].w * scale * w.w));
+  }
+}
+
+// Chunk c of a key's row lies at c ^ 4 in odd rows, where rows are multiples of 128 bytes.
+__device__ __forceinline__ u32 key_column(u32 row, u32 d) { return kHeadDim % 64 == 0 ? d ^ ((row & 1) << 5) : d; }
+
+struct Place {
+  i32 position;  // of the chunk's first token
+  i32 tokens;    // rows from here on are padding: computed, but not stored in the pool
+};
+
+// Product [T, (Q + 2K) D] to queries [T, Q, D], keys and values [T, K, D] and the pool's pages.
+// A block takes one head of the rows that lie in one granule, so that transposed values are written in
+// whole lines: blocks = ceil((T + 31) / 32) (Q + 2K). Norms and bias may be absent, and so may rope, a
+// table [positions, D / 2] of (cos, sin).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    qkv_rope_store(const float* __restrict__ product, const float* __restrict__ bias,
+                   const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+                   const float2* __restrict__ rope, u16* __restrict__ queries, u16* __restrict__ keys,
+                   u16* __restrict__ values, u16* __restrict__ pool, const i32* __restrict__ page_table,
+                   const Place* __restrict__ where, u32 layer, i32 rows, i32 positions) {
+  constexpr u32 kStride = kHeadDim + 2;  // rows of `turned` start in different banks
+  __shared__ u16 turned[kGranulePositions * kStride];
+  const Place place = *where;
+  const u32 head = blockIdx.x % kHeads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i32 granule = place.position / kGranulePositions + blockIdx.x / kHeads;
+  const i32 first = granule * static_cast<i32>(kGranulePositions) - place.position;  // row of its start
+  if (first >= rows) return;
+  const bool is_query = head < kQueryHeads, is_key = !is_query && head < kQueryHeads + kKvHeads;
+  const bool is_value = !is_query && !is_key;
+  const u32 kv_head = (head - kQueryHeads) % kKvHeads;
+  const float* norm = is_query ? q_norm : is_key ? k_norm : nullptr;
+  u16* pool_part = nullptr;
+  if (!is_query && first < place.tokens) {
+    const u64 page = page_table[granule / kPageGranules];
+    const u64 index = ((page * kLayers + layer) * kKvHeads + kv_head) * kPageGranules + granule % kPageGranules;
+    pool_part = pool + (index * 2 + is_value) * kGranuleValues;
+  }
+
+  for (u32 r = warp; r < kGranulePositions; r += kWarps) {
+    const i32 t = first + static_cast<i32>(r);
+    if (t < 0 || t >= rows) continue;
+    const float* source = product + (static_cast<u64>(t) * kHeads + head) * kHeadDim;
+    float low[kPairs], high[kPairs], squares = 0.0f;
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      low[j] = p < kHalfDim ? source[p] : 0.0f;
+      high[j] = p < kHalfDim ? source[p + kHalfDim] : 0.0f;
+      if (bias && p < kHalfDim) {
+        low[j] += __ldg(bias + head * kHeadDim + p);
+        high[j] += __ldg(bias + head * kHeadDim + p + kHalfDim);
+      }
+      squares += low[j] * low[j] + high[j] * high[j];
+    }
+    const float scale = norm ? __frsqrt_rn(warp_total(squares) * (1.0f / kHeadDim) + kEpsilon) : 1.0f;
+    const u64 angle = static_cast<u64>(min(place.position + t, positions - 1)) * kHalfDim;
+    u16* out = is_query ? queries + (static_cast<u64>(t) * kQueryHeads + head) * kHeadDim
+                        : (is_key ? keys : values) + (static_cast<u64>(t) * kKvHeads + kv_head) * kHeadDim;
+    u16* pool_row = is_key && pool_part && t < place.tokens ? pool_part + r * kHeadDim : nullptr;
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      if (p >= kHalfDim) continue;
+      float x = low[j], y = high[j];
+      if (norm) {
+        x *= scale * __ldg(norm + p);
+        y *= scale * __ldg(norm + p + kHalfDim);
+      }
+      if (rope && !is_value) {
+        const float2 turn = __ldg(rope + angle + p);
+        const float a = x, b = y;
+        x = a * turn.x - b * turn.y;
+        y = b * turn.x + a * turn.y;
+      }
+      const u16 x_rounded = to_half(x), y_rounded = to_half(y);
+      out[p] = x_rounded;
+      out[p + kHalfDim] = y_rounded;
+      if (pool_row) {
+        pool_row[key_column(r, p)] = x_rounded;
+        pool_row[key_column(r, p + kHalfDim)] = y_rounded;
+      }
+      if (is_value) {
+        turned[r * kStride + p] = x_rounded;
+        turned[r * kStride + p + kHalfDim] = y_rounded;
+      }
+    }
+  }
+  if (!is_value || !pool_part) return;
+  __syncthreads();
+  const i32 t = first + static_cast<i32>(lane);
+  if (t < 0 || t >= place.tokens) return;
+  for (u32 d = warp; d < kHeadDim; d += kWarps) pool_part[d * kGranulePositions + lane] = turned[lane * kStride + d];
+}
+
+__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+__device__ __forceinline__ u32 gated_pair(u32 gate, u32 up, const float* gate_bias, const float* up_bias) {
+  float g0 = low_half(gate), g1 = high_half(gate), u0 = low_half(up), u1 = high_half(up);
+  if (gate_bias) {
+    g0 += __ldg(gate_bias);
+    g1 += __ldg(gate_bias + 1);
+    u0 += __ldg(up_bias);
+    u1 += __ldg(up_bias + 1);
+  }
+  return pack_pair(gated(g0, u0), gated(g1, u1));
+}
+
+// Product [T, 2F] (gate, then up) to silu(gate) up [T, F]; `count` = T F / 8 chunks, one a thread.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    silu_mul(const uint4* __restrict__ product, const float* __restrict__ bias, uint4* __restrict__ out, u32 count) {
+  constexpr u32 kRow = kIntermediate / 8;
+  const u32 i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const u32 t = i / kRow, c = i % kRow;
+  const uint4* row = product + static_cast<u64>(t) * (2 * kRow);
+  const uint4 g = row[c], u = row[c + kRow];
+  const float* gb = bias ? bias + 8 * c : nullptr;
+  const float* ub = bias ? gb + kIntermediate : nullptr;
+  uint4 y;
+  y.x = gated_pair(g.x, u.x, gb, ub);
+  y.y = gated_pair(g.y, u.y, bias ? gb + 2 : nullptr, ub + 2);
+  y.z = gated_pair(g.z, u.z, bias ? gb + 4 : nullptr, ub + 4);
+  y.w = gated_pair(g.w, u.w, bias ? gb + 6 : nullptr, ub + 6);
+  out[i] = y;
+}

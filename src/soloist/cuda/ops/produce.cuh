@@ -1,0 +1,154 @@
+// The producer warp: keeps the ring full of what the consumers will read next, in their order.
+//
+// Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size; the next
+// kPrefetchSlots beyond that are asked into the L2, so that memory stays busy while the consumers wait.
+#pragma once
+#include "ops/attention.cuh"
+
+struct Slots {
+  u32 base, full, empty;
+};
+
+// Walks the weight slots of one block through layers and rounds, for the L2.
+struct WeightCursor {
+  const u8* next;
+  u32 left, operation, layer;
+
+  template <class Op>
+  __device__ __forceinline__ void enter(const u8* matrix, u32 block) {
+    next = matrix + static_cast<u64>(first_unit<Op>(block)) * (Op::kUnitBytes);
+    left = num_units<Op>(block) * Op::kUnitSlots;
+  }
+  __device__ __forceinline__ void step(const u8* image, u32 block) {
+    while (left == 0) {
+      const u8* base = image + static_cast<u64>(layer) * kLayerBytes;
+      switch (operation) {
+        case 0: enter<Qkv>(base + Qkv::kOffset, block); break;
+        case 1: enter<AttentionOutput>(base + AttentionOutput::kOffset, block); break;
+        case 2: enter<GateUp>(base + GateUp::kOffset, block); break;
+        case 3: enter<Down>(base + Down::kOffset, block); break;
+        default: enter<Head>(image + Head::kOffset, block); break;
+      }
+      if (operation == 4) {
+        operation = layer = 0;
+      } else if (operation == 3) {
+        operation = ++layer == kLayers ? 4 : 0;
+      } else {
+        ++operation;
+      }
+    }
+    bulk_prefetch(next, kSlotBytes);
+    next += kSlotBytes;
+    --left;
+  }
+};
+
+struct Producer {
+  const Params& params;
+  Slots slots;
+  u32 lane, slot, parity, issued;
+  WeightCursor cursor;
+
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
+    // Pairs with Ring::release in all consumer warps.
+    wait_barrier(Wait::kEmpty, slots.empty + slot * 8, parity ^ 1);
+    mbarrier_expect(slots.full + slot * 8, bytes);
+    bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8);
+    if (++slot == kRingSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+    ++issued;
+  }
+
+  // This block's slots of a matrix, from the `begin`th up to at most the `end`th.
+  template <class Op>
+  __device__ __forceinline__ void weights(const u8* matrix, u32 begin = 0, u32 end = ~0u) {
+    if (lane == 0) {
+      const u8* source = matrix + static_cast<u64>(first_unit<Op>(blockIdx.x)) * Op::kUnitBytes;
+      const u32 count = min(end, num_units<Op>(blockIdx.x) * Op::kUnitSlots);
+      for (u32 i = begin; i < count; ++i) {
+        if (kPrefetchSlots) cursor.step(params.image, blockIdx.x);
+        copy(source + static_cast<u64>(i) * kSlotBytes, kSlotBytes);
+      }
+    }
+    __syncwarp();
+  }
+
+  // The pages of all columns that this block attends to; page ids are read 32 at a time.
+  __device__ __forceinline__ void pages(const Control& control, u32 layer) {
+    const u32 head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+    if (head >= kKvHeads) return;
+    for (u32 c = 0; c < control.columns;) {
+      const ColumnGroup g = column_group(control, c, control.columns);
+      const i32* table = params.page_tables + g.sequence * params.page_table_stride;
+      PageWalk walk(g, layer, split);
+      while (walk.any()) {
+        const i32 mine = walk.page + static_cast<i32>(lane * kSplits);
+        const i32 id = mine <= walk.last ? table[mine] : 0;
+        for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
+          const i32 page = __shfl_sync(~0u, id, i);
+          if (lane == 0)
+            for (u32 granule = 0; granule < 2; ++granule) {
+              if (!walk.has(granule)) continue;
+              const u8* source = reinterpret_cast<const u8*>(
+                  params.pool + granule_offset(params.page_values, page, layer, head, granule));
+              if (kGranuleSlots == 1) {
+                copy(source, 2 * kGranuleBytes);
+              } else {
+                copy(source, kGranuleBytes);
+                copy(source + kGranuleBytes, kGranuleBytes);
+              }
+            }
+        }
+      }
+      c = g.end;
+    }
+    __syncwarp();
+  }
+
+  // Copies that no one will consume must land before the block ends.
+  __device__ __forceinline__ void drain(u32 count) {
+    if (lane != 0) return;
+    for (u32 i = 0; i < count; ++i) {
+      if (slot == 0) {
+        slot = kRingSlots;
+        parity ^= 1;
+      }
+      --slot;
+      wait_barrier(Wait::kFull, slots.full + slot * 8, parity);
+    }
+  }
+};
+
+__device__ __forceinline__ void produce(const Params& params, Control* control, const Slots& slots,
+                                        u32 round_barrier, u32 lane) {
+  Producer p{params, slots, lane, 0, 0, 0, WeightCursor{nullptr, 0, 0, 0}};
+  if (kPrefetchSlots && lane == 0)
+    for (u32 i = 0; i < kPrefetchSlots; ++i) p.cursor.step(params.image, blockIdx.x);
+  for (u32 round = 0; round < params.launch->rounds; ++round) {
+    where.round[1] = round;
+#pragma unroll 1
+    for (u32 layer = 0; layer < kLayers; ++layer) {
+      where.layer[1] = layer;
+      const u8* weights = params.image + static_cast<u64>(layer) * kLayerBytes;
+      if (layer == 0 && round > 0) {
+        // Not more than the ring holds: nobody consumes them if the launch ends here.
+        const u32 before = p.issued;
+        p.weights<Qkv>(weights + Qkv::kOffset, 0, kRingSlots);
+        // Pairs with conclude(): the new positions are known, the last keys and values written.
+        wait_barrier(Wait::kRound, round_barrier, (round - 1) & 1);
+        if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
+        fence_async_proxy();
+        p.weights<Qkv>(weights + Qkv::kOffset, kRingSlots);
+      } else {
+        p.weights<Qkv>(weights + Qkv::kOffset);
+      }
+      p.pages(*control, layer);
+      p.weights<AttentionOutput>(weights + AttentionOutput::kOffset);
+      p.weights<GateUp>(weights + GateUp::kOffset);
+      p.weights<Down>(weights + Down::kOffset);
+    }
+    p.weights<Head>(params.image + Head::kOffset);
+  }
+}

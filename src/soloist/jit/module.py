@@ -1,0 +1,177 @@
+"""A compiled kernel in a CUDA context, and its launches. Must not know what the kernel computes.
+
+The context is the one that is current when the module is loaded: torch's, once torch has touched
+the GPU. Calls may come from any thread. The code stays loaded as long as the process lives.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from soloist.errors import LaunchError
+from soloist.jit.bindings import driver
+from soloist.jit.compiler import Cubin
+
+if TYPE_CHECKING:
+    # A ctypes value of the parameter's type: c_void_p for a pointer, c_int32, c_float, a struct.
+    Argument: TypeAlias = ctypes._SimpleCData[Any] | ctypes.Structure  # noqa: SLF001 - its only name
+
+# Larger clusters work on some chips only, and have to be asked for.
+_PORTABLE_CLUSTER = 8
+
+
+class Module:
+    """One entry function, loaded."""
+
+    def __init__(self, cubin: Cubin, entry: str) -> None:
+        """Load `cubin` into the current context. Raises LaunchError, CudaMissing."""
+        self._driver = driver()
+        self._entry = entry
+        self._max_dynamic_smem = 0
+        loading = f"loading kernel '{entry}' for {cubin.arch}"
+        self._context = self._call(loading, "cuCtxGetCurrent")
+        if not int(self._context):
+            reason = "no CUDA context is current in this thread"
+            raise LaunchError(loading, reason, "allocate something on the GPU with torch first")
+        device = self._call(loading, "cuCtxGetDevice")
+        sm_count = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        self.num_sms = int(self._call(loading, "cuDeviceGetAttribute", sm_count, device))
+        module = self._call(loading, "cuModuleLoadData", cubin.data)
+        self._function = self._call(loading, "cuModuleGetFunction", module, entry.encode())
+        self._parameter_bytes = self._read_parameters()
+
+    def max_active_blocks(self, threads: int, dynamic_smem: int) -> int:
+        """Blocks of `threads` threads that one SM holds at once; 0 where not even one fits."""
+        what = f"fitting blocks of {threads} threads and {dynamic_smem:,} bytes of shared memory"
+        with self._current_context(what):
+            self._allow_dynamic_smem(dynamic_smem)
+            call = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+            return int(self._call(what, call, self._function, threads, dynamic_smem))
+
+    def launch(
+        self,
+        grid: int,
+        threads: int,
+        dynamic_smem: int,
+        args: Sequence["Argument"],
+        stream: int,
+        *,
+        cooperative: bool = True,
+        cluster: int = 1,
+    ) -> None:
+        """Start the kernel in `stream` and return at once.
+
+        Args:
+            grid: blocks.
+            threads: of one block.
+            dynamic_smem: bytes of shared memory of one block, on top of the static ones.
+            args: the kernel's parameters as ctypes values, in order.
+            stream: handle, such as `torch.cuda.current_stream().cuda_stream`.
+            cooperative: blocks wait for each other, so all must run at once. More of them than fit
+                are refused.
+            cluster: blocks of one cluster; `grid` is a multiple of it.
+
+        Raises LaunchError.
+        """
+        what = f"launching kernel '{self._entry}'"
+        sizes = tuple(map(ctypes.sizeof, args))
+        assert sizes == self._parameter_bytes, (  # the driver would read whatever is there
+            f"{self._entry} takes parameters of {self._parameter_bytes} bytes, got {sizes}"
+        )
+        assert grid % cluster == 0, f"{grid} blocks are no whole number of clusters of {cluster}"
+        addresses = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        with self._current_context(what):
+            self._allow_dynamic_smem(dynamic_smem)
+            if cluster > _PORTABLE_CLUSTER:
+                self._allow("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+            config = self._config(grid, threads, dynamic_smem, stream, cluster)
+            if cooperative:
+                self._require_fit(what, config, grid, threads, dynamic_smem, cluster)
+                self._add_cooperative(config)
+            self._call(
+                what, "cuLaunchKernelEx", config, self._function, ctypes.addressof(addresses), 0
+            )
+
+    def _config(self, grid: int, threads: int, dynamic_smem: int, stream: int, cluster: int) -> Any:  # noqa: ANN401 - the bindings have no types
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = dynamic_smem
+        config.hStream = self._driver.CUstream(stream)
+        if cluster > 1:
+            attribute = self._driver.CUlaunchAttribute()
+            names = self._driver.CUlaunchAttributeID
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape = attribute.value.clusterDim
+            shape.x, shape.y, shape.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def _add_cooperative(self, config: Any) -> None:  # noqa: ANN401 - the bindings have no types
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        config.attrs = [*config.attrs, attribute]
+        config.numAttrs = len(config.attrs)
+
+    def _require_fit(
+        self,
+        what: str,
+        config: Any,  # noqa: ANN401 - the bindings have no types
+        grid: int,
+        threads: int,
+        dynamic_smem: int,
+        cluster: int,
+    ) -> None:
+        """Refuse blocks that would wait for others which cannot start."""
+        if cluster == 1:
+            per_sm = self.max_active_blocks(threads, dynamic_smem)
+            most, how = per_sm * self.num_sms, f"{per_sm} on each of {self.num_sms} SMs"
+        else:
+            clusters = self._call(what, "cuOccupancyMaxActiveClusters", self._function, config)
+            most, how = int(clusters) * cluster, f"{clusters} clusters of {cluster}"
+        if grid > most:
+            raise LaunchError(
+                what,
+                f"{grid} blocks of {threads} threads and {dynamic_smem:,} bytes of shared memory "
+                f"have to run at once, and {most} fit ({how})",
+                "the plan was made for another GPU, or this one is shared (MPS, MIG)",
+            )
+
+    def _read_parameters(self) -> tuple[int, ...]:
+        """Bytes of each parameter: asked for until there is no next one."""
+        sizes: list[int] = []
+        while True:
+            result, _, size = self._driver.cuFuncGetParamInfo(self._function, len(sizes))
+            if int(result):
+                return tuple(sizes)
+            sizes.append(int(size))
+
+    def _allow_dynamic_smem(self, dynamic_smem: int) -> None:
+        """More than 48 KB have to be asked for, once."""
+        if dynamic_smem > self._max_dynamic_smem:
+            self._allow("MAX_DYNAMIC_SHARED_SIZE_BYTES", dynamic_smem)
+            self._max_dynamic_smem = dynamic_smem
+
+    def _allow(self, name: str, value: int) -> None:
+        attribute = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        what = f"setting {name.lower()} of kernel '{self._entry}' to {value:,}"
+        self._call(what, "cuFuncSetAttribute", self._function, attribute, value)
+
+    @contextmanager
+    def _current_context(self, what: str) -> Iterator[None]:
+        self._call(what, "cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call(what, "cuCtxPopCurrent")
+
+    def _call(self, what: str, function: str, *args: Any) -> Any:  # noqa: ANN401 - no types
+        """The value that a driver function returns, if any. Raises LaunchError."""
+        result, *values = getattr(self._driver, function)(*args)
+        if int(result):
+            _, name = self._driver.cuGetErrorName(result)
+            _, text = self._driver.cuGetErrorString(result)
+            raise LaunchError(what, f"{name.decode()}: {text.decode()} ({function})")
+        return values[0] if values else None

@@ -1,0 +1,123 @@
+"""Plan → the header that the CUDA sources are compiled with: every constant and layout, by name."""
+
+import math
+import struct
+
+from soloist.megakernel.plan import (
+    CONSUMER_WARPS,
+    DIRECT_SPLITS,
+    GRANULE_POSITIONS,
+    MAX_COLUMNS,
+    PAGE_POSITIONS,
+    QUERY_PADDING,
+    REDUCE_BYTES,
+    SLOT_BYTES,
+    Operation,
+    Plan,
+)
+from soloist.model.dtype import Dtype
+
+MAX_STOPS = 16
+# A wait that fails this often is reported as stuck; one try takes tens of nanoseconds at least.
+MAX_TRIES = 1 << 23
+
+
+def header(plan: Plan, prefetch_slots: int = 0) -> str:
+    """The text of spec.cuh."""
+    model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
+    constants: dict[str, int | bool | float] = {
+        "kBf16": plan.dtype is Dtype.BF16,
+        "kNumBlocks": plan.blocks,
+        "kConsumerWarps": CONSUMER_WARPS,
+        "kConsumerThreads": CONSUMER_WARPS * 32,
+        "kMaxColumns": MAX_COLUMNS,
+        "kMaxStops": MAX_STOPS,
+        "kMaxTries": MAX_TRIES,
+        "kLayers": model.num_layers,
+        "kHidden": model.hidden_size,
+        "kVocab": model.vocab_size,
+        "kVocabRows": plan.head.matrix.units * 8,
+        "kQueryHeads": plan.query_heads,
+        "kKvHeads": plan.kv_heads,
+        "kGroup": plan.group,
+        "kHeadDim": plan.head_dim,
+        "kTiedHead": model.tied_head,
+        "kQkNorm": attention.qk_norm,
+        "kQkvBias": attention.qkv_bias,
+        "kOutputBias": attention.output_bias,
+        "kMlpBias": mlp.bias,
+        "kEpsilon": float(model.norm_epsilon),
+        "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
+        "kRingSlots": plan.ring_slots,
+        "kSlotBytes": SLOT_BYTES,
+        "kPrefetchSlots": prefetch_slots,
+        "kReduceBytes": REDUCE_BYTES,
+        "kSplits": plan.splits,
+        "kDirectSplits": min(DIRECT_SPLITS, plan.splits),
+        "kRowTiles": plan.row_tiles,
+        "kSoftmaxLanes": plan.softmax_lanes,
+        "kGranuleBytes": plan.granule_bytes,
+        "kGranuleSlots": plan.granule_slots,
+        "kGranulePositions": GRANULE_POSITIONS,
+        "kPagePositions": PAGE_POSITIONS,
+        "kQueryPadding": QUERY_PADDING,
+        "kLayerBytes": plan.layer_bytes,
+        "kLayerVectors": plan.layer_vector_values,
+    }
+    for name in _VECTORS:
+        buffer = plan.vectors.get(name)
+        constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
+    for name, buffer in plan.workspace.items():
+        constants[f"kWs{_pascal(name)}"] = buffer.offset
+        constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
+    for name, buffer in plan.shared.items():
+        constants[f"kSh{_pascal(name)}"] = buffer.offset
+    windows = ", ".join(str(x.attention.window or 0) for x in model.layers)
+    rotations = ", ".join(str(int(x.attention.rope)) for x in model.layers)
+    return "\n".join(
+        [
+            "// Generated from the plan; see header.py.",
+            "#pragma once",
+            *(_constant(name, value) for name, value in constants.items()),
+            *map(lambda op: _operation(plan, op), (*plan.layer_operations, plan.head)),
+            f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
+            f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
+            "",
+        ]
+    )
+
+
+_VECTORS = (
+    "attention_norm", "mlp_norm", "q_norm", "k_norm",
+    "qkv_bias", "attention_output_bias", "gate_up_bias", "down_bias",
+)  # fmt: skip
+
+
+def _operation(plan: Plan, op: Operation) -> str:
+    matrix = op.matrix
+    values = {
+        "kUnits": matrix.units,
+        "kMaxUnits": matrix.max_units,
+        "kUnitSlots": matrix.unit_slots * matrix.steps,
+        "kUnitBytes": matrix.unit_slots * matrix.steps * SLOT_BYTES,
+        "kSteps": matrix.steps,
+        "kTiles": op.group_tiles,
+        "kDepth": op.depth,
+        "kOffset": plan.matrix_offset(op),
+    }
+    inside = " ".join(f"static {_constant(name, value)}" for name, value in values.items())
+    return f"struct {_pascal(matrix.name)} {{ {inside} }};"
+
+
+def _constant(name: str, value: int | bool | float) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {struct.unpack('f', struct.pack('f', value))[0].hex()}f;"
+    if value >= 1 << 31:
+        return f"constexpr unsigned long long {name} = {value}ull;"
+    return f"constexpr unsigned {name} = {value}u;"
+
+
+def _pascal(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

@@ -1,0 +1,265 @@
+"""The decode kernel on a GPU: build it once, start launches, read tokens while they run."""
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soloist.errors import KernelStuck, LaunchError
+from soloist.jit.cache import load_or_build
+from soloist.jit.compiler import require_clean
+from soloist.jit.module import Module
+from soloist.jit.source import Source
+from soloist.megakernel.header import MAX_STOPS, header
+from soloist.megakernel.packing import ordered, pack
+from soloist.megakernel.plan import CONSUMER_WARPS, MAX_COLUMNS, PAGE_POSITIONS, Plan
+from soloist.model.weights import TORCH_DTYPES, Weights
+
+THREADS = (CONSUMER_WARPS + 2) * 32
+WAITS = ("a counter", "a filled slot", "an empty slot", "the round's end")
+
+
+class _Column(ctypes.Structure):
+    _fields_ = (
+        ("sequence", ctypes.c_int32),
+        ("position", ctypes.c_int32),
+        ("stride", ctypes.c_int32),
+        ("forced", ctypes.c_int32),
+        ("num_stops", ctypes.c_int32),
+        ("keep", ctypes.c_int32),
+        ("stops", ctypes.c_uint32 * MAX_STOPS),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("columns", ctypes.c_uint32),
+        ("rounds", ctypes.c_uint32),
+        ("logits_round_stride", ctypes.c_uint64),
+        ("column", _Column * MAX_COLUMNS),
+    )
+
+
+_POINTERS = (
+    "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
+    "forced", "launch", "emitted", "progress", "stop", "fault",
+)  # fmt: skip
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("page_values", ctypes.c_uint64),
+        ("page_table_stride", ctypes.c_uint32),
+        ("embedding_scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a launch: a sequence that goes on, or positions of it side by side.
+
+    Attributes:
+        sequence: row of the page tables.
+        position: of the first round's token.
+        tokens: input tokens of the first rounds, at least one; later rounds take what was chosen.
+        stops: token ids that end the launch when this column chooses one.
+        stride: positions from round to round.
+        keep: rounds in which a stop token does not count yet.
+    """
+
+    sequence: int
+    position: int
+    tokens: Sequence[int]
+    stops: Sequence[int] = ()
+    stride: int = 1
+    keep: int = 0
+
+
+class Decoder:
+    """A model's weights in the kernel's order, its KV pool, and the kernel.
+
+    Args:
+        plan: what to build.
+        weights: row-major tensors on the GPU; entries are taken out as they are packed, so that not
+            all of them lie in memory twice (unless `keep_rows`).
+        rope: [positions, D / 2, 2] cosine and sine, fp32.
+        pool: KV pages [pages, layers, K, 2, 2, 32 · D].
+        max_rounds: longest launch.
+        cache: where compiled kernels are kept.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        rope: Tensor,
+        pool: Tensor,
+        *,
+        max_rounds: int = 4096,
+        max_sequences: int = MAX_COLUMNS,
+        cache: Path | None = None,
+        prefetch_slots: int = 0,
+        keep_rows: bool = False,
+    ) -> None:
+        self.plan = plan
+        device = pool.device
+        self._device = device
+        self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
+        self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
+        source = Source("kernels/decode.cu", header(plan, prefetch_slots))
+        cubin = load_or_build(source, plan.gpu.arch, cache)
+        self.report = cubin.report.entries["decode"]
+        self._module = Module(cubin, "decode")
+        self._workspace = torch.zeros(plan.workspace_bytes, dtype=torch.uint8, device=device)
+        rows = plan.head.matrix.units * 8
+        self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
+        pages = -(-rope.shape[0] // PAGE_POSITIONS)
+        self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
+        self._forced = torch.zeros(MAX_COLUMNS * max_rounds, dtype=torch.int32, device=device)
+        self._launch = torch.zeros(ctypes.sizeof(_Launch), dtype=torch.uint8, device=device)
+
+        def pinned(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+        self._emitted, self._signals = pinned(max_rounds * MAX_COLUMNS), pinned(64)
+        self._progress, self._stop, self._fault = (
+            self._signals[0:1], self._signals[16:17], self._signals[32:40]
+        )  # fmt: skip
+        self._shown = self._emitted.numpy().reshape(max_rounds, MAX_COLUMNS)
+        self._signal_values = self._signals.numpy()
+        self._stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self._embedding_scale = self._measure_embedding()
+
+    def _measure_embedding(self) -> float:
+        table = self._embedding
+        if table is None:
+            table = self.image[self.plan.matrix_offset(self.plan.head) // 2 :]
+        mean_square = sum(float(x.float().square().sum()) for x in table.flatten().split(1 << 26))
+        return (mean_square / table.numel()) ** -0.5
+
+    def start(
+        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
+    ) -> None:
+        """Start a launch of at most `rounds` rounds; it ends early when a column stops.
+
+        Args:
+            columns: 1 … 8; columns of one sequence lie side by side with rising positions.
+            rounds: 1 … max_rounds.
+            logits: [rounds, columns, rows] fp32 to keep the logits of every round.
+        """
+        assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
+        assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
+        launch = _Launch(columns=len(columns), rounds=rounds)
+        if logits is not None:
+            launch.logits_round_stride = len(columns) * logits.shape[2]
+        forced = torch.zeros(len(columns), rounds, dtype=torch.int32)
+        for i, c in enumerate(columns):
+            given = list(c.tokens)[:rounds]
+            forced[i, : len(given)] = torch.tensor(given, dtype=torch.int32)
+            launch.column[i] = _Column(
+                c.sequence, c.position, c.stride, len(given), len(c.stops), c.keep,
+                (ctypes.c_uint32 * MAX_STOPS)(*c.stops),
+            )  # fmt: skip
+        self._signal_values[:] = 0
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._launch.copy_(torch.frombuffer(bytearray(launch), dtype=torch.uint8))
+            self._forced[: forced.numel()].copy_(forced.flatten())
+            counters = self.plan.workspace["counters"]
+            self._workspace[: counters.num_bytes].zero_()
+            out = self.logits if logits is None else logits
+            page_values = self.pool.stride(0)
+            params = _Params(
+                self.image.data_ptr(), self.vectors.data_ptr(),
+                0 if self._embedding is None else self._embedding.data_ptr(),
+                self.pool.data_ptr(), self.page_tables.data_ptr(), self.rope.data_ptr(),
+                self._workspace.data_ptr(), out.data_ptr(), self._forced.data_ptr(),
+                self._launch.data_ptr(), self._emitted.data_ptr(), self._progress.data_ptr(),
+                self._stop.data_ptr(), self._fault.data_ptr(),
+                page_values, self.page_tables.shape[1], self._embedding_scale,
+            )  # fmt: skip
+            self._module.launch(
+                self.plan.blocks, THREADS, self.plan.shared_bytes, [params], stream.cuda_stream
+            )
+            self._done.record(stream)
+        self._columns = len(columns)
+
+    def tokens(self) -> Iterator[list[int]]:
+        """The launch's tokens, one list (a token for each column) a round, as they come.
+
+        Raises:
+            KernelStuck: a wait inside the kernel lasted too long.
+            LaunchError: the kernel failed.
+        """
+        seen = 0
+        while True:
+            done = self._finished()
+            ready = int(self._signal_values[0])
+            while seen < ready:
+                yield self._shown[seen, : self._columns].tolist()
+                seen += 1
+            if done:
+                return
+            if ready == seen:
+                time.sleep(0)
+
+    def _finished(self) -> bool:
+        try:
+            return bool(self._done.query())
+        except RuntimeError as error:
+            fault = self._signal_values[32:40]
+            if fault[0]:
+                code, block, warp, place, wanted, seen, at, layer = (int(x) for x in fault)
+                raise KernelStuck(
+                    WAITS[code - 1], block, warp, place, wanted, seen, at, layer
+                ) from error
+            raise LaunchError("the decode kernel", str(error).splitlines()[0]) from error
+
+    def stop(self) -> None:
+        """Ask the running launch to end at its next round."""
+        self._signal_values[16] = 1
+
+    def run(
+        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
+    ) -> list[list[int]]:
+        """`start`, then all of its tokens."""
+        self.start(columns, rounds, logits=logits)
+        return list(self.tokens())
+
+
+def _load_image(
+    plan: Plan, weights: Weights, device: torch.device, keep_rows: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
+    take = weights.__getitem__ if keep_rows else weights.pop
+    dtype = TORCH_DTYPES[plan.dtype]
+    image = torch.empty(plan.image_bytes // 2, dtype=dtype, device=device)
+    vectors = torch.zeros(
+        plan.layer_vector_values * plan.model.num_layers + plan.model.hidden_size,
+        dtype=torch.float32, device=device,
+    )  # fmt: skip
+    for layer in range(plan.model.num_layers):
+        for op in plan.layer_operations:
+            start = (plan.layer_bytes * layer + plan.matrix_offset(op)) // 2
+            packed = pack(plan, op, take(f"layers.{layer}.{op.matrix.name}").to(device, dtype))
+            image[start : start + packed.numel()] = packed
+        matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
+        for name, buffer in plan.vectors.items():
+            values = take(f"layers.{layer}.{name}").to(device, torch.float32)
+            if name in matrices:
+                values = ordered(plan, matrices[name], values)
+            start = plan.layer_vector_values * layer + buffer.offset // 4
+            vectors[start : start + values.numel()] = values
+    vectors[-plan.model.hidden_size :] = take("final_norm").float()
+    tied = plan.model.tied_head
+    head = take("embedding" if tied else "head").to(device, dtype)
+    image[plan.matrix_offset(plan.head) // 2 :] = pack(plan, plan.head, head)
+    table = None if tied else take("embedding").to(device, dtype).contiguous()
+    return image, vectors, table

@@ -1,0 +1,338 @@
+"""From (model, precision, GPU) to everything the kernel is compiled with. Pure: no torch, no device.
+
+The plan decides over how many blocks the work is spread, which rows each block owns, in which order
+weights lie in memory, how attention splits the KV cache, what the exchange buffers are and how much
+shared memory is left for the weight ring. `docs/megakernel.md` explains why.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.layout import Buffer, stack
+from soloist.megakernel.partition import SLOT_VALUES, STEP_COLUMNS, Matrix, RowOrder
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+
+CONSUMER_WARPS = 8
+MAX_COLUMNS = 8
+GRANULE_POSITIONS = 32
+PAGE_POSITIONS = 64
+SLOT_BYTES = SLOT_VALUES * 2
+MAX_SPLITS = 64
+# Registers of multiply: tiles · steps that may be unrolled together, and steps loaded ahead.
+UNROLLED_TILE_STEPS = 64
+MAX_DEPTH = 8
+HEAD_GROUP_TILES = 8
+# Values between rows of queries in shared memory, so that fragments load without bank conflicts.
+QUERY_PADDING = 8
+REDUCE_BYTES = 20 * 1024
+# Partial results of attention that every block merges for itself, instead of one more exchange.
+DIRECT_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One multiply of the round and how its loop is unrolled."""
+
+    matrix: Matrix
+    group_tiles: int
+
+    @property
+    def depth(self) -> int:
+        """Steps of activations held in registers; all of them where the unrolled code stays small."""
+        steps = self.matrix.steps
+        if steps <= MAX_DEPTH and steps * self.group_tiles <= UNROLLED_TILE_STEPS:
+            return steps
+        return max(2, min(MAX_DEPTH, UNROLLED_TILE_STEPS // 2 // self.group_tiles))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decode kernel for one model on one GPU."""
+
+    model: ModelConfig
+    dtype: Dtype
+    gpu: Gpu
+    blocks: int
+
+    @property
+    def query_heads(self) -> int:
+        """Q."""
+        return self.model.layers[0].attention.num_query_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.model.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.model.layers[0].attention.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def intermediate(self) -> int:
+        """F."""
+        return self.model.layers[0].mlp.intermediate_size
+
+    @cached_property
+    def qkv(self) -> Operation:
+        """Rows of q, k and v, by KV head."""
+        rows = self.model.layers[0].attention.qkv_rows
+        return self._operation("qkv", rows, self.model.hidden_size, RowOrder.HEADS)
+
+    @cached_property
+    def attention_output(self) -> Operation:
+        """The projection after attention."""
+        columns = self.query_heads * self.head_dim
+        return self._operation(
+            "attention_output", self.model.hidden_size, columns, RowOrder.NATURAL
+        )
+
+    @cached_property
+    def gate_up(self) -> Operation:
+        """Gate and up rows in pairs."""
+        return self._operation(
+            "gate_up", 2 * self.intermediate, self.model.hidden_size, RowOrder.PAIRED
+        )
+
+    @cached_property
+    def down(self) -> Operation:
+        """The MLP's second matrix."""
+        return self._operation(
+            "down", self.model.hidden_size, self.intermediate, RowOrder.NATURAL
+        )
+
+    @cached_property
+    def head(self) -> Operation:
+        """The LM head, in groups of tiles since its accumulators do not fit registers at once."""
+        matrix = Matrix(
+            "head", self.model.vocab_size, self.model.hidden_size, RowOrder.NATURAL, self.blocks
+        )
+        return Operation(matrix, min(HEAD_GROUP_TILES, matrix.max_tiles))
+
+    def _operation(self, name: str, rows: int, columns: int, order: RowOrder) -> Operation:
+        matrix = Matrix(name, rows, columns, order, self.blocks)
+        return Operation(matrix, matrix.max_tiles)
+
+    @property
+    def layer_operations(self) -> tuple[Operation, ...]:
+        """The four multiplies of a layer, in order."""
+        return (self.qkv, self.attention_output, self.gate_up, self.down)
+
+    # Attention -----------------------------------------------------------------------------------
+
+    @property
+    def splits(self) -> int:
+        """Blocks that share one KV head's cache: block = head · splits + split."""
+        return min(MAX_SPLITS, self.blocks // self.kv_heads)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 (column, query head) rows that 8 columns of one KV head need; a power of 2."""
+        tiles = -(-MAX_COLUMNS * self.group // 16)
+        return 1 << (tiles - 1).bit_length()
+
+    @property
+    def softmax_lanes(self) -> int:
+        """Independent running softmaxes in a block; fixed, so that a column's bits are."""
+        return CONSUMER_WARPS // self.row_tiles
+
+    @property
+    def granule_bytes(self) -> int:
+        """K or V of 32 positions of one head."""
+        return GRANULE_POSITIONS * self.head_dim * 2
+
+    @property
+    def granule_slots(self) -> int:
+        """Ring slots for K and V of a granule: one where both fit."""
+        return 1 if 2 * self.granule_bytes <= SLOT_BYTES else 2
+
+    # Memory --------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Packed weights of one layer."""
+        return sum(op.matrix.total_slots for op in self.layer_operations) * SLOT_BYTES
+
+    def matrix_offset(self, operation: Operation) -> int:
+        """Bytes from the start of a layer (or, for the head, of the image) to a matrix."""
+        if operation is self.head:
+            return self.layer_bytes * self.model.num_layers
+        offset = 0
+        for op in self.layer_operations:
+            if op is operation:
+                return offset
+            offset += op.matrix.total_slots * SLOT_BYTES
+        raise AssertionError("an operation of this plan")
+
+    @property
+    def image_bytes(self) -> int:
+        """All packed weights."""
+        return self.matrix_offset(self.head) + self.head.matrix.total_slots * SLOT_BYTES
+
+    def block_bytes(self, block: int) -> int:
+        """Weights that one block streams in a round."""
+        layer = sum(op.matrix.slots(block) for op in self.layer_operations)
+        return (layer * self.model.num_layers + self.head.matrix.slots(block)) * SLOT_BYTES
+
+    @cached_property
+    def vectors(self) -> dict[str, Buffer]:
+        """fp32 norm weights and biases of one layer, in values from the layer's start."""
+        attention, mlp = self.model.layers[0].attention, self.model.layers[0].mlp
+        h, d = self.model.hidden_size, self.head_dim
+        sizes = {"attention_norm": h, "mlp_norm": h}
+        if attention.qk_norm:
+            sizes |= {"q_norm": d, "k_norm": d}
+        if attention.qkv_bias:
+            sizes["qkv_bias"] = attention.qkv_rows
+        if attention.output_bias:
+            sizes["attention_output_bias"] = h
+        if mlp.bias:
+            sizes |= {"gate_up_bias": 2 * self.intermediate, "down_bias": h}
+        return stack({name: (size,) for name, size in sizes.items()}, value_bytes=4)
+
+    @property
+    def layer_vector_values(self) -> int:
+        """fp32 values of one layer's vectors."""
+        return sum(b.num_bytes for b in self.vectors.values()) // 4
+
+    @cached_property
+    def workspace(self) -> dict[str, Buffer]:
+        """Exchange buffers in global memory; each in two copies that take turns."""
+        rows = self.qkv.matrix.units * 8
+        columns, blocks = MAX_COLUMNS, self.blocks
+
+        def operand(op: Operation) -> tuple[int, ...]:
+            # [copy][32 columns of the matrix][column of the round][32] 16-bit values
+            return (2, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
+
+        return stack(
+            {
+                "counters": (3 + 2 * self.kv_heads + 2, 128),
+                "hidden_in": operand(self.qkv),
+                "hidden_mid": operand(self.gate_up),
+                "attended": operand(self.attention_output),
+                "gated": operand(self.down),
+                "squares_in": (2, columns, blocks, 4),
+                "squares_mid": (2, columns, blocks, 4),
+                "projected": (2, columns, rows, 4),
+                "partial": (2, columns, self.query_heads, self.splits, self.head_dim, 4),
+                "partial_stats": (2, columns, self.query_heads, self.splits, 2 * 4),
+                "best": (2, columns, blocks, 16),
+            },
+            value_bytes=1,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """All exchange buffers."""
+        last = list(self.workspace.values())[-1]
+        return last.offset + last.num_bytes
+
+    @cached_property
+    def shared(self) -> dict[str, Buffer]:
+        """Shared memory of a block apart from the ring, in bytes."""
+        hidden_rows = self.down.matrix.max_units * 8
+        return stack(
+            {
+                "reduce": (REDUCE_BYTES,),
+                # queries during attention, its merged output afterwards
+                "attended": (
+                    max(
+                        self.attention_output.matrix.steps * STEP_COLUMNS * 2,
+                        MAX_COLUMNS * self.group * (self.head_dim + QUERY_PADDING) * 2,
+                    ),
+                ),
+                "new_kv": (MAX_COLUMNS, 2, self.head_dim, 2),
+                "residual": (MAX_COLUMNS, hidden_rows, 4),
+                "stats": (CONSUMER_WARPS, 16, 2, 4),
+                "control": (1024,),
+            },
+            value_bytes=1,
+        )
+
+    @cached_property
+    def ring_slots(self) -> int:
+        """8 KB slots of the ring: all the shared memory that is left."""
+        used = sum(b.num_bytes for b in self.shared.values()) + 1024  # 1 KB for static variables
+        return (self.gpu.shared_bytes - used) // SLOT_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.ring_slots * SLOT_BYTES + sum(b.num_bytes for b in self.shared.values())
+
+    def describe(self) -> str:
+        """The plan for people."""
+        lines = [
+            f"{self.model.family} {self.dtype} on {self.gpu.arch}: {self.blocks} of "
+            f"{self.gpu.num_sms} SMs, {self.image_bytes / 1e9:.3f} GB of weights a round, "
+            f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
+            f"block (mean {self.image_bytes / self.blocks / 1e6:.2f})",
+            f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB, shared {self.shared_bytes:,} bytes; "
+            f"attention: {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
+        ]
+        for op in (*self.layer_operations, self.head):
+            m = op.matrix
+            lines.append(
+                f"  {m.name:<17} {m.rows:>7,} x {m.columns:<6,} {m.order:<8} "
+                f"{m.units // m.blocks}-{m.max_units} units a block, {m.steps} steps, "
+                f"{op.group_tiles} tiles together, {op.depth} steps ahead"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
+    """The plan that wastes least: its busiest block's bytes times the number of blocks.
+
+    All blocks share the memory's bandwidth, so what counts is how even the shares are.
+
+    Raises:
+        ShapeUnsupported: the kernel cannot run this model; the message says why.
+    """
+    _require_supported(model, dtype)
+    kv_heads = model.layers[0].attention.num_kv_heads
+    # A tenth fewer SMs still draw the memory's full bandwidth.
+    candidates = range(max(kv_heads, math.ceil(0.9 * gpu.num_sms)), gpu.num_sms + 1)
+    if not candidates:
+        raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {gpu.num_sms}, one for each SM")
+    plans = [Plan(model, dtype, gpu, blocks) for blocks in candidates]
+    return min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
+
+
+def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
+    first = model.layers[0]
+    attention, mlp = first.attention, first.mlp
+    checks = [
+        (model.lanes is None, "lanes (delayed tensor parallelism)", "an ordinary transformer"),
+        (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
+        (attention.head_dim in (32, 64, 96, 128), f"head_dim {attention.head_dim}", "32, 64, 96, 128"),
+        (attention.queries_per_kv_head <= 8,
+         f"{attention.queries_per_kv_head} query heads to a KV head", "at most 8"),
+        (model.hidden_size % 8 == 0, f"hidden_size {model.hidden_size}", "a multiple of 8"),
+        (mlp.intermediate_size % 8 == 0,
+         f"intermediate_size {mlp.intermediate_size}", "a multiple of 8"),
+    ]
+    for layer in model.layers:
+        same = (
+            layer.mlp == mlp
+            and layer.attention.num_query_heads == attention.num_query_heads
+            and layer.attention.num_kv_heads == attention.num_kv_heads
+            and layer.attention.head_dim == attention.head_dim
+            and layer.attention.qk_norm == attention.qk_norm
+            and layer.attention.qkv_bias == attention.qkv_bias
+            and layer.attention.output_bias == attention.output_bias
+        )
+        checks.append((same, "layers of different shapes", "layers that differ in window and rope only"))
+    for fine, given, allowed in checks:
+        if not fine:
+            raise ShapeUnsupported(given, allowed)

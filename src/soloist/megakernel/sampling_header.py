@@ -1,0 +1,155 @@
+"""What the kernel's sampler and the host share: constants, layout of parameters, their packing.
+
+CUDA text is generated from soloist.sampling.constants and from the tables below, so that nothing is
+typed twice. Pure: no torch, no device.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soloist.sampling import constants
+from soloist.sampling.params import SamplingParams
+
+_CTYPES = {"float": np.float32, "unsigned int": np.uint32}
+
+# Bits of SampleParams.flags.
+FLAGS = {"GREEDY": 1, "PENALTIES": 2}
+
+# Fields of the CUDA struct SampleParams, in order, each 4 bytes. A limit of 0 is off.
+SAMPLE_PARAMS = (
+    ("temperature", "float"),
+    ("flags", "unsigned int"),
+    ("top_k", "unsigned int"),
+    ("top_p_steps", "unsigned int"),  # of 2^-24
+    ("min_p_steps", "unsigned int"),  # of 2^-24
+    ("repetition_penalty", "float"),
+    ("frequency_penalty", "float"),
+    ("presence_penalty", "float"),
+    ("seed_low", "unsigned int"),
+    ("seed_high", "unsigned int"),
+    ("min_tokens", "unsigned int"),
+    ("ban_begin", "unsigned int"),  # ids that end generation: part of SampleArgs.list_ids
+    ("ban_count", "unsigned int"),
+    ("bias_begin", "unsigned int"),  # part of SampleArgs.list_ids and list_values
+    ("bias_count", "unsigned int"),
+    ("history", "unsigned int"),  # row of SampleArgs.seen
+)
+
+# What changes with every token: fields of the CUDA struct SampleStep.
+SAMPLE_STEP = (
+    ("position_low", "unsigned int"),
+    ("position_high", "unsigned int"),
+    ("num_output", "unsigned int"),
+    ("unused", "unsigned int"),
+)
+
+PARAMS_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_PARAMS])
+STEP_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_STEP])
+
+# SampleArgs.seen, one word a token: how often it is in the output, and whether it is in the prompt.
+SEEN_IN_PROMPT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ListSpan:
+    """Part of the lists of token ids that all columns share."""
+
+    begin: int = 0
+    count: int = 0
+
+
+def sampling_constants() -> str:
+    """CUDA text of every constant of soloist.sampling.constants, as `sampling::kCamelCase`."""
+    values = {name: value for name, value in vars(constants).items() if name.isupper()}
+    lines = [_constant(name, value) for name, value in values.items()]
+    return "\n".join(["namespace sampling {", *lines, "}  // namespace sampling", ""])
+
+
+def sample_structs() -> str:
+    """CUDA text of SampleParams, SampleStep and the bits that they use."""
+    flags = [_constant(f"SAMPLE_{name}", bit) for name, bit in FLAGS.items()]
+    return "\n".join(
+        [
+            *flags,
+            _constant("SEEN_IN_PROMPT", SEEN_IN_PROMPT),
+            _struct("SampleParams", SAMPLE_PARAMS),
+            _struct("SampleStep", SAMPLE_STEP),
+            "",
+        ]
+    )
+
+
+def packed_params(
+    params: SamplingParams, vocab_size: int, ban: ListSpan, bias: ListSpan, history: int
+) -> NDArray[np.void]:
+    """SampleParams of one column, as a scalar array of `PARAMS_DTYPE`.
+
+    Args:
+        params: with a seed, unless greedy.
+        vocab_size: V.
+        ban: the ids that end generation, each once.
+        bias: the ids of logit_bias and, at the same places, their values.
+        history: row of `seen`.
+    """
+    seed = params.seed or 0
+    top_k = params.top_k if params.top_k is not None and params.top_k < vocab_size else 0
+    flags = FLAGS["GREEDY"] * params.is_greedy | FLAGS["PENALTIES"] * params.has_penalties
+    fields = {
+        "temperature": params.temperature,
+        "flags": flags,
+        "top_k": top_k,
+        "top_p_steps": _steps(params.top_p) if params.top_p < 1 else 0,
+        "min_p_steps": _steps(params.min_p) if params.min_p > 0 else 0,
+        "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "seed_low": seed & constants.WORD_MASK,
+        "seed_high": seed >> 32,
+        "min_tokens": params.min_tokens,
+        "ban_begin": ban.begin,
+        "ban_count": ban.count,
+        "bias_begin": bias.begin,
+        "bias_count": bias.count,
+        "history": history,
+    }
+    return np.array(tuple(fields[name] for name, _ in SAMPLE_PARAMS), PARAMS_DTYPE)
+
+
+def packed_step(position: int, num_output: int) -> NDArray[np.void]:
+    """SampleStep of one column, as a scalar array of `STEP_DTYPE`."""
+    words = (position & constants.WORD_MASK, position >> 32, num_output, 0)
+    return np.array(words, STEP_DTYPE)
+
+
+def _steps(fraction: float) -> int:
+    return max(1, round(fraction * (1 << constants.FRACTION_BITS)))
+
+
+def _constant(name: str, value: object) -> str:
+    camel = "k" + "".join(word.capitalize() for word in name.split("_"))
+    if isinstance(value, tuple):
+        # Device code may only name an array that is itself on the device.
+        items = ", ".join(_literal(item) for item in value)
+        return f"__device__ constexpr {_ctype(value[0])} {camel}[{len(value)}] = {{{items}}};"
+    return f"constexpr {_ctype(value)} {camel} = {_literal(value)};"
+
+
+def _ctype(value: object) -> str:
+    return "float" if isinstance(value, float) else "unsigned int"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, float):
+        assert struct.unpack("f", struct.pack("f", value))[0] == value, f"{value} is not fp32"
+        return f"{value.hex()}f"
+    assert isinstance(value, int), f"{value!r} is neither float nor int"
+    assert 0 <= value < 1 << 32, f"{value} is no 32-bit word"
+    return f"{value:#x}u"
+
+
+def _struct(name: str, table: tuple[tuple[str, str], ...]) -> str:
+    fields = "".join(f"  {ctype} {field};\n" for field, ctype in table)
+    return f"struct {name} {{\n{fields}}};"

@@ -1,0 +1,51 @@
+"""Attention of a chunk's queries over all keys so far, by the library kernel that the device has."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody calls it that
+from torch import Tensor
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """softmax(q kᵀ / √D) v where the last query sees the last key, and each one before a key less.
+
+    Args:
+        queries: [T, Q, D].
+        keys: [S, K, D], S at least T; query head q reads KV head q // (Q / K).
+        values: [S, K, D].
+        window: how many of the latest keys a query sees, itself included; None means all.
+
+    Returns:
+        [T, Q · D].
+    """
+    if window is not None and window >= keys.shape[0]:
+        window = None
+    if queries.is_cuda and queries.dtype in _FLASH_DTYPES:
+        return _flash(queries, keys, values, window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+    mask = visible(queries.shape[0], keys.shape[0], window, queries.device)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which key [T, S] each query sees."""
+    last = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    keys = torch.arange(num_keys, device=device)[None]
+    seen = keys <= last
+    return seen if window is None else seen & (keys > last - window)
+
+
+def _flash(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """One launch. The operator behind `scaled_dot_product_attention`, which offers no windows.
+
+    Its causal mask is aligned as ours is; a window counts the keys to the left of a query's own.
+    """
+    mixed: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
+        queries[None], keys[None], values[None], None, None, queries.shape[0], keys.shape[0],
+        0.0, window is None, False,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return mixed[0].flatten(1)

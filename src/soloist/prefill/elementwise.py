@@ -1,0 +1,202 @@
+"""What prefill does between matrix products, in plain torch, which kernels have to match.
+
+The residual stream is fp32, and so is everything inside one operation; its result is rounded once.
+Products come in whatever dtype the library multiplied into.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody calls it that
+from torch import Tensor
+
+from soloist.megakernel.plan import PAGE_POSITIONS
+from soloist.model.config import ModelConfig
+from soloist.model.rope import Rope
+from soloist.prefill.pages import PagePool
+from soloist.reference.blocks import Rotary
+
+Vectors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVectors:
+    """One layer's fp32 norm weights and biases; None where the layer has none."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv_bias: Tensor | None
+    attention_output_bias: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        position: of the first token.
+        num_tokens: tokens; rows from here on are padding, computed but not stored in the pool.
+        ids: [rows] int32.
+        place: [2] int32, `position` and `num_tokens` once more: a captured graph reads them there.
+        last: [1] int32, the row whose logits are wanted.
+        page_table: [pages] int32.
+    """
+
+    position: int
+    num_tokens: int
+    ids: Tensor
+    place: Tensor
+    last: Tensor
+    page_table: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens and padding."""
+        return self.ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Queries [T, Q, D], keys and values [T, K, D] of a chunk, ready for attention."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Elementwise(ABC):
+    """Everything of prefill but matrix products and attention.
+
+    Args:
+        config: a dense model whose layers are of one size.
+        vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
+        pool: gains keys and values.
+    """
+
+    capturable = False
+
+    def __init__(self, config: ModelConfig, vectors: Vectors, pool: PagePool) -> None:
+        self.config, self.pool = config, pool
+        self.layers = [_layer_vectors(config, vectors, i) for i in range(config.num_layers)]
+        self.final_norm = vectors["final_norm"]
+        positions = min(config.context_tokens, pool.num_pages * PAGE_POSITIONS)
+        self.rope_table = rope_table(config.rope, pool.head_dim, positions, pool.device)
+
+    def start(self) -> None:  # noqa: B027 - most need no notice
+        """A pass over the model begins, in torch's current stream."""
+
+    @abstractmethod
+    def embed(self, table: Tensor, chunk: Chunk, residual: Tensor) -> None:
+        """`residual` [T, H] = rows of `table` [V, H]."""
+
+    @abstractmethod
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        out: Tensor,
+    ) -> None:
+        """`residual` [T, H] += `delta` + `bias`; `out` = its RMS norm times `weight`."""
+
+    @abstractmethod
+    def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """Bias, query and key norm, rope: `product` [T, (Q + 2 K) D] to `heads` and the pool."""
+
+    @abstractmethod
+    def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """`product` [T, 2 F] (+ `bias`), gate then up, to silu(gate) · up [T, F]."""
+
+
+class TorchElementwise(Elementwise):
+    """On any device."""
+
+    def embed(self, table: Tensor, chunk: Chunk, residual: Tensor) -> None:
+        """See the base class."""
+        residual.copy_(table.index_select(0, chunk.ids))
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See the base class."""
+        if delta is not None:
+            residual.add_(_biased(delta, bias))
+        out.copy_(_rms_norm(residual, weight, self.config.norm_epsilon))
+
+    def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """See the base class."""
+        vectors, attention = self.layers[layer], self.config.layers[layer].attention
+        q, k = attention.num_query_heads, attention.num_kv_heads
+        exact = _biased(product, vectors.qkv_bias).view(chunk.num_rows, -1, attention.head_dim)
+        queries, keys, values = exact.split((q, k, k), 1)
+        if vectors.q_norm is not None and vectors.k_norm is not None:
+            queries = _rms_norm(queries, vectors.q_norm, self.config.norm_epsilon)
+            keys = _rms_norm(keys, vectors.k_norm, self.config.norm_epsilon)
+        if attention.rope:
+            rows = torch.arange(chunk.num_rows, device=product.device) + chunk.position
+            turns = self.rope_table[rows.clamp_(max=len(self.rope_table) - 1)]
+            queries, keys = _rotated(queries, turns), _rotated(keys, turns)
+        for exact, rounded in (
+            (queries, heads.queries), (keys, heads.keys), (values, heads.values)
+        ):  # fmt: skip
+            rounded.copy_(exact)
+        stored = slice(chunk.num_tokens)
+        self.pool.write(
+            layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
+        )
+
+    def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See the base class."""
+        gate, up = _biased(product, bias).chunk(2, -1)
+        out.copy_(F.silu(gate) * up)
+
+
+def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
+    """Cosine and sine of every angle as the reference has them: [positions, D / 2, 2] fp32."""
+    rotary = Rotary(rope, head_dim, positions, device)
+    return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], -1).contiguous()
+
+
+def _biased(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product.float() if bias is None else product.float() + bias
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def _rotated(heads: Tensor, turns: Tensor) -> Tensor:
+    """Heads [T, heads, D] with pairs (d, d + D / 2) turned by [T, D / 2, 2]."""
+    first, second = heads.chunk(2, -1)
+    cos, sin = turns[:, None, :, 0], turns[:, None, :, 1]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVectors:
+    attention, mlp = config.layers[layer].attention, config.layers[layer].mlp
+
+    def own(name: str, *, there: bool) -> Tensor | None:
+        return vectors[f"layers.{layer}.{name}"] if there else None
+
+    return LayerVectors(
+        attention_norm=vectors[f"layers.{layer}.attention_norm"],
+        mlp_norm=vectors[f"layers.{layer}.mlp_norm"],
+        q_norm=own("q_norm", there=attention.qk_norm),
+        k_norm=own("k_norm", there=attention.qk_norm),
+        qkv_bias=own("qkv_bias", there=attention.qkv_bias),
+        attention_output_bias=own("attention_output_bias", there=attention.output_bias),
+        gate_up_bias=own("gate_up_bias", there=mlp.bias),
+        down_bias=own("down_bias", there=mlp.bias),
+    )

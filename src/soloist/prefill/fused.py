@@ -1,0 +1,134 @@
+"""The same operations as CUDA kernels of our own, one launch each (`cuda/kernels/prefill.cu`)."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.jit.cache import load_or_build
+from soloist.jit.compiler import require_clean
+from soloist.jit.module import Module
+from soloist.jit.source import Source
+from soloist.megakernel.plan import GRANULE_POSITIONS
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.prefill.elementwise import Chunk, Elementwise, Heads, Vectors
+from soloist.prefill.header import THREADS, header
+from soloist.prefill.pages import PagePool
+
+_KERNEL = "kernels/prefill.cu"
+_DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16}
+_ACCESS_VALUES = 8
+_STATIC_SMEM_BYTES = 48 * 1024
+
+
+class FusedElementwise(Elementwise):
+    """On a CUDA device, for 16-bit pools; products are fp32, but gate and up 16-bit.
+
+    Args:
+        config: a dense model whose layers are of one size.
+        vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
+        pool: gains keys and values.
+        arch: architecture of the device, such as 'sm_90a'.
+        cache_root: where compiled kernels are kept; None keeps nothing.
+
+    Raises:
+        ShapeUnsupported: a size that 16-byte accesses do not divide.
+        DeviceError: the kernels cannot be compiled or loaded.
+    """
+
+    capturable = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vectors: Vectors,
+        pool: PagePool,
+        arch: str,
+        cache_root: Path | None,
+    ) -> None:
+        super().__init__(config, vectors, pool)
+        attention = config.layers[0].attention
+        self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
+        sizes = {"hidden": config.hidden_size, "FFN": config.layers[0].mlp.intermediate_size}
+        for name, size in sizes.items():
+            if size % _ACCESS_VALUES:
+                raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
+        assert pool.dtype in _DTYPES, "a 16-bit pool"
+        source = Source(_KERNEL, header(config, _DTYPES[pool.dtype]))
+        cubin = load_or_build(source, arch, cache_root)
+        with torch.cuda.device(pool.device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            self._modules: dict[str, Module] = {}
+            for entry in ("embed", "add_norm", "qkv_rope_store", "silu_mul"):
+                require_clean(cubin, entry, 0, _STATIC_SMEM_BYTES)
+                self._modules[entry] = Module(cubin, entry)
+        self._stream = 0
+
+    def start(self) -> None:
+        """See the base class."""
+        self._stream = torch.cuda.current_stream(self.pool.device).cuda_stream
+
+    def embed(self, table: Tensor, chunk: Chunk, residual: Tensor) -> None:
+        """See the base class."""
+        assert table.is_contiguous(), "rows lie one after the other"
+        args = (_pointer(table), _pointer(chunk.ids), _pointer(residual))
+        self._launch("embed", chunk.num_rows, args)
+
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See the base class."""
+        args = (
+            _pointer(residual), _pointer(delta), _pointer(bias), _pointer(weight), _pointer(out),
+        )  # fmt: skip
+        self._launch("add_norm", residual.shape[0], args)
+
+    def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """See the base class."""
+        vectors, rows = self.layers[layer], chunk.num_rows
+        rope = self.rope_table if self.config.layers[layer].attention.rope else None
+        args = (
+            _pointer(product),
+            _pointer(vectors.qkv_bias),
+            _pointer(vectors.q_norm),
+            _pointer(vectors.k_norm),
+            _pointer(rope),
+            _pointer(heads.queries),
+            _pointer(heads.keys),
+            _pointer(heads.values),
+            _pointer(self.pool.tensor),
+            _pointer(chunk.page_table),
+            _pointer(chunk.place),
+            ctypes.c_uint32(layer),
+            ctypes.c_int32(rows),
+            ctypes.c_int32(self.rope_table.shape[0]),
+        )
+        # A chunk may begin anywhere in a granule.
+        granules = -(-(rows + GRANULE_POSITIONS - 1) // GRANULE_POSITIONS)
+        self._launch("qkv_rope_store", granules * self._heads, args)
+
+    def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See the base class."""
+        count = out.numel() // _ACCESS_VALUES
+        args = (_pointer(product), _pointer(bias), _pointer(out), ctypes.c_uint32(count))
+        self._launch("silu_mul", -(-count // THREADS), args)
+
+    def _launch(
+        self,
+        entry: str,
+        blocks: int,
+        args: tuple[ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...],
+    ) -> None:
+        self._modules[entry].launch(blocks, THREADS, 0, args, self._stream, cooperative=False)
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

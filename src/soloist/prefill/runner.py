@@ -1,0 +1,280 @@
+"""A prompt through the model in chunks: library products, attention, and keys into the pool.
+
+On CUDA a layer is nine launches (four products, attention, four kernels of ours). Short first
+chunks may run as captured graphs: at 128 tokens launching takes longer than computing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.plan import PAGE_POSITIONS
+from soloist.model.config import ModelConfig
+from soloist.prefill.attention import attend
+from soloist.prefill.elementwise import Chunk, Elementwise, Heads, TorchElementwise, Vectors
+from soloist.prefill.pages import PagePool
+
+Matrices = Callable[[str], Tensor]
+MakeElementwise = Callable[[ModelConfig, Vectors, PagePool], Elementwise]
+
+CHUNK_TOKENS = 2048
+# Numbers before the page table in what is uploaded for every chunk: position, tokens, last row.
+_UPLOAD_HEAD = 4
+
+
+class _Names(NamedTuple):
+    """Of one layer's matrices."""
+
+    qkv: str
+    attention_output: str
+    gate_up: str
+    down: str
+
+
+class _Buffers(NamedTuple):
+    """Intermediate results of T rows."""
+
+    residual: Tensor  # [T, H] fp32
+    normed: Tensor  # [T, H]
+    qkv: Tensor  # [T, (Q + 2 K) D] product
+    queries: Tensor  # [T, Q, D]
+    keys: Tensor  # [T, K, D]
+    values: Tensor  # [T, K, D]
+    delta: Tensor  # [T, H] product
+    gate_up: Tensor  # [T, 2 F]
+    activated: Tensor  # [T, F]
+
+    def rows(self, count: int) -> "_Buffers":
+        """The first rows."""
+        return _Buffers(*(buffer[:count] for buffer in self))
+
+
+class Prefill:
+    """Runs prompts of one model on the pool's device, in the pool's dtype.
+
+    Args:
+        config: a dense model whose layers are of one size; windows, rope and biases may differ.
+        matrices: a row-major matrix [out, in] in the pool's dtype by the name of its `TensorSpec`,
+            valid until the next call.
+        vectors: fp32 norm weights and biases by the name of their `TensorSpec`.
+        pool: gains keys and values.
+        elementwise: what runs between products: `FusedElementwise` with its last arguments bound,
+            or plain torch.
+        most_tokens: of one chunk; buffers are allocated for as many.
+
+    Raises:
+        ShapeUnsupported: the model has lanes, layers of different sizes or interleaved rope.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        matrices: Matrices,
+        vectors: Vectors,
+        pool: PagePool,
+        elementwise: MakeElementwise = TorchElementwise,
+        most_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        _require_supported(config)
+        self.config, self.pool, self.most_tokens = config, pool, most_tokens
+        self._matrices = matrices
+        self._elementwise = elementwise(config, vectors, pool)
+        self._names = [
+            _Names(*(f"layers.{i}.{name}" for name in _Names._fields))
+            for i in range(config.num_layers)
+        ]
+        # Only CUDA multiplies 16-bit matrices into fp32.
+        self._product_dtype = torch.float32 if pool.device.type == "cuda" else pool.dtype
+        self._buffers = self._allocate(most_tokens)
+        self._logits = self._empty(1, config.vocab_size, dtype=self._product_dtype)
+        self._most_pages = pool.num_pages
+        self._upload = torch.zeros(
+            _UPLOAD_HEAD + self._most_pages + most_tokens, dtype=torch.int32, device=pool.device
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def run(
+        self,
+        token_ids: Tensor | Sequence[int],
+        position: int,
+        page_table: Tensor | Sequence[int],
+        *,
+        want_logits: bool = True,
+    ) -> Tensor | None:
+        """Run T consecutive tokens of one sequence; their keys and values join the pool.
+
+        Args:
+            token_ids: [T], best on the host.
+            position: of the first token; the pool holds everything before it.
+            page_table: pages of the sequence, with room for these positions; best on the host.
+            want_logits: whether the last token's are computed.
+
+        Returns:
+            fp32 logits [V] of the last token, valid until the next call, or None.
+        """
+        ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
+        pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
+        assert 0 < len(ids) <= self.most_tokens, "the caller cuts prompts into chunks"
+        stop = position + len(ids)
+        assert stop <= min(len(pages) * PAGE_POSITIONS, self.config.context_tokens), "no room"
+        rows = len(ids)
+        if position == 0 and want_logits:
+            rows = min((size for size in self._graphs if size >= rows), default=rows)
+        chunk = self._uploaded(ids, position, pages[: -(-stop // PAGE_POSITIONS)], rows)
+        if position == 0 and want_logits and rows in self._graphs:
+            self._graphs[rows].replay()
+        else:
+            self._forward(chunk, want_logits=want_logits)
+        return self._logits[0].float() if want_logits else None
+
+    def run_prompt(
+        self,
+        token_ids: Tensor | Sequence[int],
+        page_table: Tensor | Sequence[int],
+        chunk_tokens: int,
+        cancelled: Callable[[], bool],
+        position: int = 0,
+    ) -> Tensor | None:
+        """Run a prompt in chunks of `chunk_tokens`, from `position` of its sequence on.
+
+        The host does not run ahead of the device, so `cancelled` is heard within one chunk.
+
+        Returns:
+            fp32 logits [V] of the last token, valid until the next call; None where `cancelled`,
+            which is asked before every chunk, said so.
+        """
+        ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
+        pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
+        logits = None
+        for start in range(0, len(ids), chunk_tokens):
+            if cancelled():
+                return None
+            stop = min(start + chunk_tokens, len(ids))
+            logits = self.run(
+                ids[start:stop], position + start, pages, want_logits=stop == len(ids)
+            )
+        return logits
+
+    @torch.inference_mode()
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Record CUDA graphs for first chunks of up to each of `sizes` tokens.
+
+        Shorter chunks are padded to the next size. `matrices` has to return the same addresses each
+        time, and whatever it launches is recorded too.
+        """
+        assert self._elementwise.capturable, "kernels read the place from the device"
+        for size in sorted(set(sizes), reverse=True):  # the largest first: its memory serves others
+            assert 0 < size <= self.most_tokens, "buffers are large enough"
+            # No token is stored: the pool stays as it is.
+            chunk = self._uploaded(
+                torch.zeros(0, dtype=torch.int32), 0, torch.zeros(0, dtype=torch.int32), size
+            )
+            self._forward(chunk, want_logits=True)  # libraries set themselves up
+            torch.cuda.synchronize(self.pool.device)
+            graph = torch.cuda.CUDAGraph()
+            memory = next(iter(self._graphs.values())).pool() if self._graphs else None
+            with torch.cuda.device(self.pool.device), torch.cuda.graph(graph, pool=memory):
+                self._forward(chunk, want_logits=True)
+            self._graphs[size] = graph
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffers, without graphs and what attention allocates."""
+        held = (*self._buffers, self._logits, self._upload, self._elementwise.rope_table)
+        return sum(x.numel() * x.element_size() for x in held)
+
+    def _forward(self, chunk: Chunk, *, want_logits: bool) -> None:
+        """Queue one pass; logits go to `_logits`."""
+        e, b = self._elementwise, self._buffers.rows(chunk.num_rows)
+        heads = Heads(b.queries, b.keys, b.values)
+        e.start()
+        e.embed(self._matrices("embedding"), chunk, b.residual)
+        delta = bias = None
+        for i, (own, names) in enumerate(zip(e.layers, self._names, strict=True)):
+            e.add_norm(b.residual, delta, bias, own.attention_norm, b.normed)
+            self._multiply(b.normed, names.qkv, b.qkv)
+            e.qkv_rope_store(b.qkv, i, chunk, heads)
+            if not want_logits and i + 1 == len(self._names):
+                return
+            self._multiply(self._attend(i, chunk, heads), names.attention_output, b.delta)
+            e.add_norm(b.residual, b.delta, own.attention_output_bias, own.mlp_norm, b.normed)
+            self._multiply(b.normed, names.gate_up, b.gate_up)
+            e.silu_mul(b.gate_up, own.gate_up_bias, b.activated)
+            self._multiply(b.activated, names.down, b.delta)
+            delta, bias = b.delta, own.down_bias
+        e.add_norm(b.residual, delta, bias, e.final_norm, b.normed)
+        last = b.normed.index_select(0, chunk.last)
+        self._multiply(last, "embedding" if self.config.tied_head else "head", self._logits)
+
+    def _attend(self, layer: int, chunk: Chunk, heads: Heads) -> Tensor:
+        """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
+        window = self.config.layers[layer].attention.window
+        if chunk.position == 0:
+            return attend(heads.queries, heads.keys, heads.values, window)
+        start = 0 if window is None else max(0, chunk.position + 1 - window)
+        keys, values = self.pool.read(
+            layer, chunk.page_table, start, chunk.position + chunk.num_tokens
+        )
+        return attend(heads.queries, keys.transpose(0, 1), values.transpose(0, 1), window)
+
+    def _multiply(self, x: Tensor, name: str, out: Tensor) -> None:
+        """`out` [T, rows] = `x` [T, columns] · matrixᵀ, summed in fp32."""
+        matrix = self._matrices(name).mT
+        if out.dtype is x.dtype:
+            torch.mm(x, matrix, out=out)
+        else:
+            torch.mm(x, matrix, out_dtype=out.dtype, out=out)
+
+    def _uploaded(self, ids: Tensor, position: int, pages: Tensor, rows: int) -> Chunk:
+        """Copy all that a pass has to know to the device at once, and wait for it."""
+        first_id = _UPLOAD_HEAD + self._most_pages
+        host = torch.zeros(first_id + rows, dtype=torch.int32)
+        host[:3] = torch.tensor([position, len(ids), max(len(ids) - 1, 0)])
+        host[_UPLOAD_HEAD : _UPLOAD_HEAD + len(pages)] = pages
+        host[first_id : first_id + len(ids)] = ids
+        self._upload[: len(host)].copy_(host)
+        return Chunk(
+            position=position,
+            num_tokens=len(ids),
+            ids=self._upload[first_id : first_id + rows],
+            place=self._upload[:2],
+            last=self._upload[2:3],
+            page_table=self._upload[_UPLOAD_HEAD : _UPLOAD_HEAD + len(pages)],
+        )
+
+    def _allocate(self, rows: int) -> _Buffers:
+        attention, mlp = self.config.layers[0].attention, self.config.layers[0].mlp
+        hidden, ffn, dim = self.config.hidden_size, mlp.intermediate_size, attention.head_dim
+        fp32, product, dtype = torch.float32, self._product_dtype, self.pool.dtype
+        kv = (rows, attention.num_kv_heads, dim)
+        return _Buffers(
+            residual=self._empty(rows, hidden, dtype=fp32),
+            normed=self._empty(rows, hidden, dtype=dtype),
+            qkv=self._empty(rows, attention.qkv_rows, dtype=product),
+            queries=self._empty(rows, attention.num_query_heads, dim, dtype=dtype),
+            keys=self._empty(*kv, dtype=dtype),
+            values=self._empty(*kv, dtype=dtype),
+            delta=self._empty(rows, hidden, dtype=product),
+            gate_up=self._empty(rows, 2 * ffn, dtype=dtype),
+            activated=self._empty(rows, ffn, dtype=dtype),
+        )
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.pool.device)
+
+
+def _require_supported(config: ModelConfig) -> None:
+    if config.lanes is not None:
+        raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
+    if config.rope.interleaved:
+        raise ShapeUnsupported("rope that rotates neighbours", "rope that rotates halves")
+    sizes = {
+        (a.num_query_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size)
+        for a, mlp in ((layer.attention, layer.mlp) for layer in config.layers)
+    }
+    if len(sizes) > 1:
+        raise ShapeUnsupported("layers of different sizes", "one size for all layers")

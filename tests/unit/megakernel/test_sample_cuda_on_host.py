@@ -1,0 +1,399 @@
+"""The CUDA sampler, compiled by g++, takes the tokens of soloist.sampling.
+
+A small header stands in for CUDA: threads of all blocks are coroutines of one thread, which run
+from barrier to barrier in random order, so a barrier that is missing, or that only some threads
+reach, shows. What the test does not see is the memory order of a GPU.
+"""
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import soloist
+from soloist.errors import BadLogits
+from soloist.megakernel.sampling_header import (
+    PARAMS_DTYPE,
+    SEEN_IN_PROMPT,
+    STEP_DTYPE,
+    ListSpan,
+    packed_params,
+    packed_step,
+    sample_structs,
+    sampling_constants,
+)
+from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.elementary import integer_weights
+from soloist.sampling.noise import gumbel_of_words
+
+CUDA = Path(soloist.__file__).parent / "cuda"
+COLUMNS = 8
+BAD_LOGITS = 1
+
+MEMORY = r"""
+#pragma once
+#include <ucontext.h>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+#define __align__(n) alignas(n)
+#include "ptx/types.cuh"
+struct uint4 { u32 x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline uint4 load_exchanged(const void* p) { uint4 v; std::memcpy(&v, p, 16); return v; }
+template <class To, class From> To bits_to(From x) { To y; std::memcpy(&y, &x, 4); return y; }
+inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
+inline i32 __float_as_int(float x) { return bits_to<i32>(x); }
+inline float __uint_as_float(u32 x) { return bits_to<float>(x); }
+inline float __int_as_float(i32 x) { return bits_to<float>(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __int2float_rn(i32 x) { return static_cast<float>(x); }
+inline float __uint2float_rn(u32 x) { return static_cast<float>(x); }
+inline i32 __float2int_rn(float x) { return static_cast<i32>(std::nearbyintf(x)); }
+inline u64 __float2ull_rn(float x) { return static_cast<u64>(std::nearbyintf(x)); }
+inline u32 __float2uint_rz(float x) { return x >= 4294967296.0f ? ~0u : static_cast<u32>(x); }
+inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
+template <class T> T atomicAdd(T* p, T x) { T old = *p; *p += x; return old; }
+"""
+
+HARNESS = r"""
+#include "ops/sample.cuh"
+
+enum State { kReady, kAtBlock, kAtGrid, kEnded };
+constexpr u32 kAll = kNumBlocks * kConsumerThreads;
+struct Thread {
+  ucontext_t context;
+  State state;
+  char stack[64 * 1024];
+};
+static Thread threads[kAll];
+static ucontext_t scheduler;
+static SampleArgs args;
+static u32* history;
+static u32 bounds[kNumBlocks + 1];
+static SampleScratch scratch;
+static SampleShared shared_memory[kNumBlocks];
+static SampleTurns turns[kAll];
+static u32 grid_syncs, random_state = 1;
+
+struct Grid {
+  u32 id;
+  void pause(State state) {
+    threads[id].state = state;
+    swapcontext(&threads[id].context, &scheduler);
+  }
+  void block_sync() { pause(kAtBlock); }
+  void sync() { pause(kAtGrid); }
+  u32 block() const { return id / kConsumerThreads; }
+  u32 num_blocks() const { return kNumBlocks; }
+  u32 thread() const { return id % kConsumerThreads; }
+};
+
+static void body(unsigned id) {
+  Grid grid{id};
+  SampleArgs own = args;
+  own.row_begin = bounds[grid.block()];
+  own.row_end = bounds[grid.block() + 1];
+  own.note = 1000 + grid.block();
+  SampleShared& shared = shared_memory[grid.block()];
+  sample_tokens(grid, own, scratch, shared, turns[id]);
+  for (u32 c = 0; c < args.columns; ++c) {
+    const bool is_mine = grid.thread() == 0 && shared.results[c].status == kSampled;
+    if (is_mine) record_token(history + static_cast<u64>(args.params[c].history) * args.stride,
+                              shared.results[c].token, own.row_begin, own.row_end);
+  }
+  threads[id].state = kEnded;
+}
+
+static bool all_are(State state, u32 begin, u32 end) {
+  for (u32 i = begin; i < end; ++i) if (threads[i].state != state) return false;
+  return true;
+}
+static void release(u32 begin, u32 end) {
+  for (u32 i = begin; i < end; ++i) threads[i].state = kReady;
+}
+
+// Barriers over the grid; -1 where threads wait for each other forever, -2 where blocks disagree.
+extern "C" int choose(const SampleParams* params, const SampleStep* steps, const float* logits,
+                      float* adjusted, u32* seen, const u32* ids, const float* values, u32 stride,
+                      u32 columns, const u32* row_bounds, SampleResult* results) {
+  args = {params, steps, logits, adjusted, seen, ids, values, stride, 0, 0, columns, 0};
+  history = seen;
+  std::memcpy(bounds, row_bounds, sizeof bounds);
+  std::memset(shared_memory, 0xA5, sizeof shared_memory);
+  grid_syncs = 0;
+  for (u32 i = 0; i < kAll; ++i) {
+    Thread& thread = threads[i];
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack;
+    thread.context.uc_stack.ss_size = sizeof thread.stack;
+    thread.context.uc_link = &scheduler;
+    thread.state = kReady;
+    makecontext(&thread.context, reinterpret_cast<void (*)()>(body), 1, i);
+  }
+  while (!all_are(kEnded, 0, kAll)) {
+    random_state = random_state * 1664525u + 1013904223u;
+    const u32 start = random_state >> 8, step = (random_state >> 4 & 1) ? 1 : kAll - 1;
+    bool moved = false;
+    for (u32 n = 0, i = start % kAll; n < kAll; ++n, i = (i + step) % kAll) {
+      if (threads[i].state != kReady) continue;
+      // Some wait for the next sweep, so that threads and blocks drift apart.
+      random_state = random_state * 1664525u + 1013904223u;
+      if (moved && (random_state >> 28) == 0) continue;
+      moved = true;
+      swapcontext(&scheduler, &threads[i].context);
+    }
+    for (u32 b = 0; b < kNumBlocks; ++b) {
+      const u32 begin = b * kConsumerThreads;
+      if (!all_are(kAtBlock, begin, begin + kConsumerThreads)) continue;
+      release(begin, begin + kConsumerThreads);
+      moved = true;
+    }
+    if (all_are(kAtGrid, 0, kAll)) {
+      release(0, kAll);
+      ++grid_syncs;
+      moved = true;
+    }
+    if (!moved) return -1;
+  }
+  std::memcpy(results, shared_memory[0].results, columns * sizeof *results);
+  for (u32 b = 0; b < kNumBlocks; ++b)
+    if (std::memcmp(results, shared_memory[b].results, columns * sizeof *results) ||
+        shared_memory[b].note != 1000)
+      return -2;
+  return grid_syncs;
+}
+
+extern "C" void elementary(const u32* words, const float* gaps, float* noise, u64* weights, u32 n) {
+  for (u32 i = 0; i < n; ++i) {
+    noise[i] = exact::gumbel_of_word(words[i]);
+    weights[i] = exact::integer_weight(gaps[i]);
+  }
+}
+"""
+
+RESULT = np.dtype([("token", np.uint32), ("status", np.uint32), ("best", np.float32)])
+
+
+def build(folder: Path, blocks: int, threads: int) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
+    (folder / "ptx").mkdir(exist_ok=True)
+    (folder / "ptx" / "memory.cuh").write_text(MEMORY)
+    sizes = {"kNumBlocks": blocks, "kConsumerThreads": threads, "kMaxColumns": COLUMNS}
+    lines = [f"constexpr unsigned {name} = {size};" for name, size in sizes.items()]
+    (folder / "spec.cuh").write_text(
+        "\n".join(["#pragma once", '#include "ptx/memory.cuh"', *lines, ""])
+        + sampling_constants()
+        + sample_structs()
+    )
+    (folder / "harness.cc").write_text(HARNESS)
+    library = folder / "sampler.so"
+    command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-unknown-pragmas", "-fPIC", "-shared", f"-I{folder}", f"-I{CUDA}"]
+    subprocess.run([*command, "-o", library, folder / "harness.cc"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module", params=[(5, 32), (3, 64)], ids=["5x32", "3x64"])
+def machine(request, tmp_path_factory):
+    blocks, threads = request.param
+    return build(tmp_path_factory.mktemp("sampler"), blocks, threads), blocks
+
+
+def address(array):
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def bounds_of(vocab, blocks):
+    """Units of 8 ids spread as the plan does."""
+    units = -(-vocab // 8)
+    return np.array([min(vocab, b * units // blocks * 8) for b in range(blocks + 1)], np.uint32)
+
+
+class Round:
+    """Columns with their own requests, chosen by the sampler under test and by the definition."""
+
+    def __init__(self, machine, vocab, requests, prompts, eos_ids):
+        self.library, blocks = machine
+        self.vocab = vocab
+        self.stride = vocab + 5
+        self.samplers = [
+            Sampler(p, vocab, prompt, eos_ids) for p, prompt in zip(requests, prompts, strict=True)
+        ]
+        self.bounds = bounds_of(vocab, blocks)
+        self.seen = np.zeros((COLUMNS, self.stride), np.uint32)
+        ids, values, packed = [], [], []
+        for c, sampler in enumerate(self.samplers):
+            self.seen[COLUMNS - 1 - c, prompts[c]] = SEEN_IN_PROMPT
+            ban = ListSpan(len(ids), len(sampler.stop_test.ending_ids))
+            ids += sampler.stop_test.ending_ids
+            bias = ListSpan(len(ids), len(sampler.params.logit_bias))
+            ids += sampler.params.logit_bias
+            values += [0.0] * (len(ids) - len(values) - bias.count)
+            values += sampler.params.logit_bias.values()
+            packed.append(packed_params(sampler.params, vocab, ban, bias, COLUMNS - 1 - c))
+        self.ids = np.array([*ids, 0], np.uint32)
+        self.values = np.array([*values, 0], np.float32)
+        self.params = np.array(packed, PARAMS_DTYPE)
+
+    def choose(self, logits, position):
+        """One token of every column, checked; returns the barriers over the grid."""
+        columns = len(self.samplers)
+        padded = np.full((columns, self.stride), np.nan, np.float32)
+        padded[:, : self.vocab] = logits
+        adjusted = np.full_like(padded, np.nan)
+        steps = np.array(
+            [packed_step(position, len(s.output_ids)) for s in self.samplers], STEP_DTYPE
+        )
+        results = np.zeros(columns, RESULT)
+        arrays = (self.params, steps, padded, adjusted, self.seen, self.ids, self.values)
+        syncs = self.library.choose(
+            *map(address, arrays), self.stride, columns, address(self.bounds), address(results)
+        )
+        assert syncs > 0, (
+            "barriers that only some threads reach" if syncs == -1 else "blocks differ"
+        )
+        for c, sampler in enumerate(self.samplers):
+            try:
+                with np.errstate(invalid="ignore"):
+                    expected = sampler.pick(torch.from_numpy(logits[c]), position)
+            except BadLogits:
+                assert results[c]["status"] == BAD_LOGITS
+                assert not math.isfinite(results[c]["best"])
+                continue
+            got = (int(results[c]["status"]), int(results[c]["token"]))
+            assert got == (0, expected), f"column {c}: {sampler.params}"
+            sampler.observe(expected)
+        return syncs
+
+
+def random_params(rng, vocab):
+    kind = rng.integers(8)
+    chance = lambda p: rng.random() < p  # noqa: E731
+    values = {"max_tokens": 100, "min_tokens": int(rng.integers(4)) if chance(0.3) else 0}
+    if chance(0.4):
+        values |= {
+            "repetition_penalty": float(rng.choice([1.0, 1.3, 0.7])),
+            "frequency_penalty": float(rng.choice([0.0, 0.37, -1.5])),
+            "presence_penalty": float(rng.choice([0.0, 0.61, 2.0])),
+        }
+    if chance(0.3):
+        biased = rng.choice(vocab, size=min(vocab, int(rng.integers(1, 50))), replace=False)
+        values["logit_bias"] = {int(i): float(rng.normal() * 5) for i in biased}
+    if chance(0.2):
+        values["stop_token_ids"] = frozenset(map(int, rng.choice(vocab, size=2)))
+    if kind == 0:
+        return SamplingParams(**values)
+    values["temperature"] = float(rng.choice([0.01, 0.1, 0.6, 1.0, 1.7, 40.0]))
+    values["seed"] = int(rng.integers(2**63)) * 2 + int(rng.integers(2))
+    if kind >= 2 and chance(0.6):
+        values["top_k"] = int(rng.choice([1, 2, 20, 50, vocab // 2, vocab - 1, vocab, vocab + 3]))
+        values["top_k"] = max(1, values["top_k"])
+    if kind >= 2 and chance(0.6):
+        values["top_p"] = float(rng.choice([1e-9, 0.1, 0.8, 0.95, 0.999, 1 - 1e-9, 1.0]))
+    if kind >= 2 and chance(0.4):
+        values["min_p"] = float(rng.choice([1e-9, 0.001, 0.05, 0.5, 1.0]))
+    return SamplingParams(**values)
+
+
+def random_logits(rng, vocab):
+    kind = rng.integers(9)
+    x = rng.normal(size=vocab).astype(np.float32)
+    if kind == 0:
+        return x * np.float32(rng.choice([1, 3, 10, 1000]))
+    if kind == 1:  # one token far ahead
+        x[rng.integers(vocab)] += 60
+    elif kind == 2:  # few values, many equal
+        x = np.round(x * np.float32(rng.choice([0.5, 2])))
+    elif kind == 3:
+        x[:] = rng.choice([0.0, -0.0, -7.25, 3.0])
+    elif kind == 4:  # both zeros on top
+        x = -np.abs(np.round(x))
+        x[rng.random(vocab) < 0.5] *= -1
+        x = -np.abs(x) * rng.choice([1, 0], size=vocab) * rng.choice([1, -1], size=vocab)
+    elif kind == 5:  # gaps far below one unit of the first digits
+        x = np.float32(1e-6) * np.abs(x) + np.float32(rng.choice([0, 20]))
+    elif kind == 6:
+        x[rng.random(vocab) < 0.7] = -np.inf
+    elif kind == 7:  # as a language model's: a long tail
+        x = x * np.float32(2.5) + np.float32(8) * (rng.random(vocab) < 0.004).astype(np.float32)
+    else:
+        x[rng.integers(vocab)] = rng.choice([np.nan, np.inf, -np.inf])
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_column_takes_the_token_of_the_definition(machine, seed):
+    rng = np.random.default_rng([seed, machine[1]])
+    for _ in range(30):
+        vocab = int(rng.choice([17, 61, 333, 1000, 2003]))
+        columns = int(rng.integers(1, COLUMNS + 1))
+        requests = [random_params(rng, vocab) for _ in range(columns)]
+        prompts = [[int(i) for i in rng.choice(vocab, size=9)] for _ in range(columns)]
+        batch = Round(machine, vocab, requests, prompts, eos_ids=(3, vocab - 1))
+        position = int(rng.choice([0, 77, 2**32 + 5]))
+        for step in range(4):
+            logits = np.stack([random_logits(rng, vocab) for _ in range(columns)])
+            batch.choose(logits, position + step)
+
+
+@pytest.mark.parametrize(
+    ("requests", "syncs"),
+    [
+        ([{}], 1),
+        ([{"temperature": 0.7, "seed": 1}], 1),
+        ([{"repetition_penalty": 1.2, "logit_bias": {4: 1.0}}, {"temperature": 1, "seed": 1}], 1),
+        ([{"temperature": 0.7, "seed": 1, "min_p": 0.1}, {}], 2),
+        ([{"temperature": 0.7, "seed": 1, "top_k": 1}], 3),
+        ([{"temperature": 0.7, "seed": 1, "top_p": 0.01}] * 8, 3),
+        ([{"temperature": 0.7, "seed": 1, "top_k": 2000}], 1),
+    ],
+)
+def test_barriers_are_as_few_as_promised(machine, requests, syncs):
+    vocab = 999
+    logits = np.linspace(0, 400, vocab, dtype=np.float32)[None].repeat(len(requests), 0)
+    params = [SamplingParams(**values) for values in requests]
+    batch = Round(machine, vocab, params, [[1, 2]] * len(requests), eos_ids=())
+    assert batch.choose(logits, 5) == syncs
+
+
+def test_equal_scores_at_a_border_stay_by_id_across_blocks(machine):
+    vocab = 203
+    logits = np.zeros((COLUMNS, vocab), np.float32)
+    logits[:, 7::11] = 1
+    logits[1::2, ::2] = -0.0
+    for top_k in (1, 5, 19, 20, 100, 202):
+        params = [
+            SamplingParams(temperature=50, seed=c, top_k=top_k, top_p=(0.5, 1.0)[c % 2])
+            for c in range(COLUMNS)
+        ]
+        batch = Round(machine, vocab, params, [[]] * COLUMNS, eos_ids=())
+        for position in range(4):
+            batch.choose(logits, position)
+
+
+def test_noise_and_weights_have_the_bits_of_the_definition(machine):
+    library, _ = machine
+    rng = np.random.default_rng(5)
+    count = 300_000
+    ends = np.concatenate([np.arange(1000), 2**32 - 1 - np.arange(1000), 2**30 + np.arange(-9, 9)])
+    words = np.concatenate([ends, rng.integers(2**32, size=count - len(ends))]).astype(np.uint32)
+    gaps = -np.exp(rng.uniform(-20, 3.5, size=count)).astype(np.float32)
+    gaps[:4] = (0.0, -0.0, -np.inf, -24.0)
+    noise, weights = np.empty(count, np.float32), np.empty(count, np.uint64)
+    library.elementary(*map(address, (words, gaps, noise, weights)), count)
+    assert np.array_equal(noise, gumbel_of_words(words.astype(np.uint64)))
+    assert np.array_equal(weights.astype(np.int64), integer_weights(gaps))

@@ -1,0 +1,86 @@
+"""The pool's layout, against the design's words spelled out as loops."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.prefill.pages import PagePool
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, PAGES = 3, 2, 7
+TABLE = torch.tensor([4, 1, 6, 0], dtype=torch.int32)
+HEAD_DIMS = [8, 24, 32, 64, 96, 128, 192]
+RANGES = [(0, 1), (0, 64), (0, 200), (31, 33), (32, 64), (63, 65), (77, 256), (255, 256)]
+
+
+def pool(head_dim: int, dtype: torch.dtype = torch.float32) -> PagePool:
+    return PagePool(LAYERS, HEADS, head_dim, PAGES, dtype, CPU)
+
+
+def heads(num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, K, D], every number another one and none of them 0."""
+    values = torch.arange(1.0, 2 * num_tokens * HEADS * head_dim + 1)
+    keys, values = values.view(2, num_tokens, HEADS, head_dim)
+    return keys, values
+
+
+def key_offset(row: int, d: int, head_dim: int) -> int:
+    chunk = d // 8
+    if head_dim % 64 == 0:
+        chunk ^= (row & 1) << 2
+    return row * head_dim + chunk * 8 + d % 8
+
+
+def value_offset(row: int, d: int) -> int:
+    return d * 32 + row
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (27, 70), (120, 131)])
+def test_every_number_lies_where_the_kernel_reads_it(head_dim: int, start: int, stop: int) -> None:
+    layer = 1
+    keys, values = heads(stop - start, head_dim)
+    wanted = torch.zeros(PAGES, LAYERS, HEADS, 2, 2, 32 * head_dim)
+    for p in range(start, stop):
+        granules = wanted[int(TABLE[p // 64]), layer, :, p % 64 // 32]
+        for head in range(HEADS):
+            for d in range(head_dim):
+                key, value = keys[p - start, head, d], values[p - start, head, d]
+                granules[head, 0, key_offset(p % 32, d, head_dim)] = key
+                granules[head, 1, value_offset(p % 32, d)] = value
+    written = pool(head_dim)
+    written.write(layer, TABLE, start, keys, values)
+    assert torch.equal(written.tensor, wanted)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("start", "stop"), RANGES)
+def test_what_is_written_is_read(head_dim: int, start: int, stop: int) -> None:
+    keys, values = heads(256, head_dim)
+    written = pool(head_dim)
+    for first, last in ((0, 50), (50, 64), (64, 223), (223, 256)):
+        written.write(2, TABLE, first, keys[first:last], values[first:last])
+    seen_keys, seen_values = written.read(2, TABLE, start, stop)
+    assert torch.equal(seen_keys, keys[start:stop].transpose(0, 1))
+    assert torch.equal(seen_values, values[start:stop].transpose(0, 1))
+
+
+def test_two_sequences_share_a_pool() -> None:
+    keys, values = heads(64, 64)
+    shared = pool(64)
+    shared.write(0, TABLE[:1], 0, keys, values)
+    shared.write(0, torch.tensor([2], dtype=torch.int32), 0, -keys, -values)
+    assert torch.equal(shared.read(0, TABLE[:1], 0, 64)[0], keys.transpose(0, 1))
+
+
+def test_values_are_rounded_to_the_pool() -> None:
+    keys, values = heads(40, 64)
+    rounded = pool(64, torch.bfloat16)
+    rounded.write(0, TABLE, 0, keys, values)
+    assert torch.equal(rounded.read(0, TABLE, 0, 40)[1], values.bfloat16().transpose(0, 1))
+
+
+def test_a_head_that_is_no_whole_number_of_chunks_is_refused() -> None:
+    with pytest.raises(ShapeUnsupported, match="head dimension 12"):
+        pool(12)
