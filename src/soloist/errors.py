@@ -368,12 +368,11 @@ class KernelStuck(DeviceError):
     """A wait inside the kernel lasted too long; the GPU's context is lost."""
 
     def __init__(
-        self, waited_for: str, block: int, warp: int, place: int, wanted: int, seen: int,
-        round_index: int, layer: int,
-    ) -> None:  # fmt: skip
+        self, waited_for: str, block: int, warp: int, round_index: int, layer: int, phase: str
+    ) -> None:
         super().__init__(
-            f"the decode kernel got stuck in round {round_index}, layer {layer}: warp {warp} of "
-            f"block {block} waited for {waited_for} (at {place}) to become {wanted} and saw {seen}",
+            f"the decode kernel got stuck in round {round_index}, layer {layer}, {phase}: "
+            f"warp {warp} of block {block} waited for {waited_for} and saw none",
             "start again; please report this message, it is a fault of the kernel",
         )
 

@@ -17,6 +17,7 @@ OPTIONS = (
     "--generate-line-info",
     "--ptxas-options=-v",
     "--no-source-include",  # or the working directory is searched for headers
+    "--device-as-default-execution-space",  # lambdas belong to the device
 )
 
 

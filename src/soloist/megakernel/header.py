@@ -12,9 +12,11 @@ from soloist.megakernel.plan import (
     QUERY_PADDING,
     REDUCE_BYTES,
     SLOT_BYTES,
+    THREADS,
     Operation,
     Plan,
 )
+from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
 MAX_STOPS = 16
@@ -22,7 +24,7 @@ MAX_STOPS = 16
 MAX_TRIES = 1 << 23
 
 
-def header(plan: Plan, prefetch_slots: int = 0) -> str:
+def header(plan: Plan, prefetch_slots: int = 0, trace_round: int | None = None) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, int | bool | float] = {
@@ -30,6 +32,7 @@ def header(plan: Plan, prefetch_slots: int = 0) -> str:
         "kNumBlocks": plan.blocks,
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
+        "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
         "kMaxStops": MAX_STOPS,
         "kMaxTries": MAX_TRIES,
@@ -51,13 +54,16 @@ def header(plan: Plan, prefetch_slots: int = 0) -> str:
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
         "kPrefetchSlots": prefetch_slots,
+        "kTrace": trace_round is not None,
+        "kTraceRound": trace_round or 0,
+        "kTraceMarks": num_marks(plan),
         "kReduceBytes": REDUCE_BYTES,
         "kSplits": plan.splits,
         "kDirectSplits": min(DIRECT_SPLITS, plan.splits),
         "kRowTiles": plan.row_tiles,
         "kSoftmaxLanes": plan.softmax_lanes,
         "kGranuleBytes": plan.granule_bytes,
-        "kGranuleSlots": plan.granule_slots,
+        "kPageSlot": plan.page_slot,
         "kGranulePositions": GRANULE_POSITIONS,
         "kPagePositions": PAGE_POSITIONS,
         "kQueryPadding": QUERY_PADDING,
@@ -98,10 +104,12 @@ def _operation(plan: Plan, op: Operation) -> str:
     values = {
         "kUnits": matrix.units,
         "kMaxUnits": matrix.max_units,
-        "kUnitSlots": matrix.unit_slots * matrix.steps,
-        "kUnitBytes": matrix.unit_slots * matrix.steps * SLOT_BYTES,
+        "kUnitBytes": matrix.unit_slots * matrix.steps * SLOT_BYTES // 2,
         "kSteps": matrix.steps,
         "kTiles": op.group_tiles,
+        "kGrouped": matrix.name == "head",
+        "kEven": matrix.units % matrix.blocks == 0,
+        "kUnitHalves": matrix.unit_rows // 8,
         "kDepth": op.depth,
         "kOffset": plan.matrix_offset(op),
     }

@@ -1,6 +1,7 @@
 """The decode kernel on a GPU: build it once, start launches, read tokens while they run."""
 
 import ctypes
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.header import MAX_STOPS, header
 from soloist.megakernel.packing import ordered, pack
-from soloist.megakernel.plan import CONSUMER_WARPS, MAX_COLUMNS, PAGE_POSITIONS, Plan
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
+from soloist.megakernel.trace import num_marks
 from soloist.model.weights import TORCH_DTYPES, Weights
 
-THREADS = (CONSUMER_WARPS + 2) * 32
-WAITS = ("a counter", "a filled slot", "an empty slot", "the round's end")
+WAITS = (
+    "activations", "sums of squares", "q, k and v", "partial attention", "best tokens",
+    "a filled ring slot", "an empty ring slot", "the round's outcome",
+)  # fmt: skip
 
 
 class _Column(ctypes.Structure):
@@ -46,7 +50,7 @@ class _Launch(ctypes.Structure):
 
 _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
-    "forced", "launch", "emitted", "progress", "stop", "fault",
+    "forced", "launch", "emitted", "progress", "stop", "fault", "trace",
 )  # fmt: skip
 
 
@@ -104,6 +108,7 @@ class Decoder:
         max_sequences: int = MAX_COLUMNS,
         cache: Path | None = None,
         prefetch_slots: int = 0,
+        trace_round: int | None = None,
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan
@@ -111,12 +116,14 @@ class Decoder:
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
-        source = Source("kernels/decode.cu", header(plan, prefetch_slots))
+        source = Source("kernels/decode.cu", header(plan, prefetch_slots, trace_round))
         cubin = load_or_build(source, plan.gpu.arch, cache)
         self.report = cubin.report.entries["decode"]
         self._module = Module(cubin, "decode")
-        self._workspace = torch.zeros(plan.workspace_bytes, dtype=torch.uint8, device=device)
+        self._fresh_workspace = _fresh_workspace(plan).to(device)
+        self._workspace = torch.empty_like(self._fresh_workspace)
         rows = plan.head.matrix.units * 8
+        self.trace = torch.zeros(plan.blocks, num_marks(plan), dtype=torch.int64, device=device)
         self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
@@ -172,8 +179,7 @@ class Decoder:
         with torch.cuda.stream(stream):
             self._launch.copy_(torch.frombuffer(bytearray(launch), dtype=torch.uint8))
             self._forced[: forced.numel()].copy_(forced.flatten())
-            counters = self.plan.workspace["counters"]
-            self._workspace[: counters.num_bytes].zero_()
+            self._workspace.copy_(self._fresh_workspace)
             out = self.logits if logits is None else logits
             page_values = self.pool.stride(0)
             params = _Params(
@@ -182,7 +188,7 @@ class Decoder:
                 self.pool.data_ptr(), self.page_tables.data_ptr(), self.rope.data_ptr(),
                 self._workspace.data_ptr(), out.data_ptr(), self._forced.data_ptr(),
                 self._launch.data_ptr(), self._emitted.data_ptr(), self._progress.data_ptr(),
-                self._stop.data_ptr(), self._fault.data_ptr(),
+                self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
                 page_values, self.page_tables.shape[1], self._embedding_scale,
             )  # fmt: skip
             self._module.launch(
@@ -216,10 +222,8 @@ class Decoder:
         except RuntimeError as error:
             fault = self._signal_values[32:40]
             if fault[0]:
-                code, block, warp, place, wanted, seen, at, layer = (int(x) for x in fault)
-                raise KernelStuck(
-                    WAITS[code - 1], block, warp, place, wanted, seen, at, layer
-                ) from error
+                code, block, warp, at, layer, phase = (int(x) for x in fault[:6])
+                raise KernelStuck(WAITS[code - 1], block, warp, at, layer, str(phase)) from error
             raise LaunchError("the decode kernel", str(error).splitlines()[0]) from error
 
     def stop(self) -> None:
@@ -232,6 +236,24 @@ class Decoder:
         """`start`, then all of its tokens."""
         self.start(columns, rounds, logits=logits)
         return list(self.tokens())
+
+
+def _fresh_workspace(plan: Plan) -> Tensor:
+    """Everything absent, but columns of padding are zeros for good."""
+    fresh = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8)
+    operands = {
+        "hidden_in": plan.qkv, "hidden_mid": plan.gate_up,
+        "attended": plan.attention_output, "gated": plan.down,
+    }  # fmt: skip
+    for name, op in operands.items():
+        buffer = plan.workspace[name]
+        values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
+        by_column = values.view(TURNS, -1, MAX_COLUMNS, 32).transpose(1, 2).flatten(2)
+        by_column[:, :, op.matrix.columns :] = 0
+        values.copy_(by_column.unflatten(2, (-1, 32)).transpose(1, 2).flatten())
+    best = plan.workspace["best"]
+    fresh[best.offset : best.offset + math.prod(best.shape)] = 0
+    return fresh
 
 
 def _load_image(

@@ -34,6 +34,7 @@ class Matrix:
         columns: as in the checkpoint.
         order: of the rows in the kernel.
         blocks: over how many blocks it is spread.
+        padded_units: units including some of padding, that every block has as many; None: as rows say.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Matrix:
     columns: int
     order: RowOrder
     blocks: int
+    padded_units: int | None = None
 
     @property
     def unit_rows(self) -> int:
@@ -50,7 +52,7 @@ class Matrix:
     @property
     def units(self) -> int:
         """Units in the matrix; the last may hold rows of padding (a vocabulary that is odd)."""
-        return -(-self.rows // self.unit_rows)
+        return self.padded_units or -(-self.rows // self.unit_rows)
 
     @property
     def steps(self) -> int:
@@ -70,10 +72,10 @@ class Matrix:
         """The block that owns a unit."""
         return ((unit + 1) * self.blocks - 1) // self.units
 
-    def slots(self, block: int) -> int:
-        """Slots that a block streams for this matrix."""
+    def block_bytes(self, block: int) -> int:
+        """Bytes that a block streams for this matrix."""
         units = self.first_unit(block + 1) - self.first_unit(block)
-        return units * self.unit_slots * self.steps
+        return units * self.unit_slots * self.steps * SLOT_VALUES * 2
 
     @property
     def max_units(self) -> int:
@@ -86,6 +88,6 @@ class Matrix:
         return -(-self.max_units * self.unit_slots // 2)
 
     @property
-    def total_slots(self) -> int:
-        """Slots of the whole matrix."""
-        return self.units * self.unit_slots * self.steps
+    def num_bytes(self) -> int:
+        """Bytes of the whole matrix."""
+        return self.units * self.unit_slots * self.steps * SLOT_VALUES * 2

@@ -17,13 +17,17 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
 CONSUMER_WARPS = 8
+# and four more: one that streams weights, one that talks to the host, two to make a group of four.
+THREADS = (CONSUMER_WARPS + 4) * 32
 MAX_COLUMNS = 8
 GRANULE_POSITIONS = 32
 PAGE_POSITIONS = 64
-SLOT_BYTES = SLOT_VALUES * 2
+SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
-# Registers of multiply: tiles · steps that may be unrolled together, and steps loaded ahead.
-UNROLLED_TILE_STEPS = 64
+TURNS = 4
+# Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
+# enough for the instruction cache.
+UNROLLED_TILE_STEPS = 16
 MAX_DEPTH = 8
 HEAD_GROUP_TILES = 8
 # Values between rows of queries in shared memory, so that fragments load without bank conflicts.
@@ -42,11 +46,10 @@ class Operation:
 
     @property
     def depth(self) -> int:
-        """Steps of activations held in registers; all of them where the unrolled code stays small."""
+        """Steps of activations in flight; a divisor of all steps where one is near."""
         steps = self.matrix.steps
-        if steps <= MAX_DEPTH and steps * self.group_tiles <= UNROLLED_TILE_STEPS:
-            return steps
-        return max(2, min(MAX_DEPTH, UNROLLED_TILE_STEPS // 2 // self.group_tiles))
+        most = min(steps, MAX_DEPTH, max(2, UNROLLED_TILE_STEPS // self.group_tiles))
+        return next((d for d in range(most, most // 2, -1) if steps % d == 0), most)
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,15 @@ class Plan:
     @cached_property
     def head(self) -> Operation:
         """The LM head, in groups of tiles since its accumulators do not fit registers at once."""
-        matrix = Matrix(
-            "head", self.model.vocab_size, self.model.hidden_size, RowOrder.NATURAL, self.blocks
+        vocab, hidden = self.model.vocab_size, self.model.hidden_size
+        least = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks).max_units
+        # All groups full in all blocks: few padded rows, and large groups, which read activations less.
+        tiles, units = min(
+            ((t, -(-least // (2 * t)) * 2 * t) for t in range(1, HEAD_GROUP_TILES + 1)),
+            key=lambda choice: choice[1] * (1 + 0.01 * HEAD_GROUP_TILES / choice[0]),
         )
-        return Operation(matrix, min(HEAD_GROUP_TILES, matrix.max_tiles))
+        matrix = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks, units * self.blocks)
+        return Operation(matrix, tiles)
 
     def _operation(self, name: str, rows: int, columns: int, order: RowOrder) -> Operation:
         matrix = Matrix(name, rows, columns, order, self.blocks)
@@ -152,16 +160,16 @@ class Plan:
         return GRANULE_POSITIONS * self.head_dim * 2
 
     @property
-    def granule_slots(self) -> int:
-        """Ring slots for K and V of a granule: one where both fit."""
-        return 1 if 2 * self.granule_bytes <= SLOT_BYTES else 2
+    def page_slot(self) -> bool:
+        """A ring slot takes both granules of a page, not one."""
+        return 4 * self.granule_bytes <= SLOT_BYTES
 
     # Memory --------------------------------------------------------------------------------------
 
     @cached_property
     def layer_bytes(self) -> int:
         """Packed weights of one layer."""
-        return sum(op.matrix.total_slots for op in self.layer_operations) * SLOT_BYTES
+        return sum(op.matrix.num_bytes for op in self.layer_operations)
 
     def matrix_offset(self, operation: Operation) -> int:
         """Bytes from the start of a layer (or, for the head, of the image) to a matrix."""
@@ -171,18 +179,18 @@ class Plan:
         for op in self.layer_operations:
             if op is operation:
                 return offset
-            offset += op.matrix.total_slots * SLOT_BYTES
+            offset += op.matrix.num_bytes
         raise AssertionError("an operation of this plan")
 
     @property
     def image_bytes(self) -> int:
         """All packed weights."""
-        return self.matrix_offset(self.head) + self.head.matrix.total_slots * SLOT_BYTES
+        return self.matrix_offset(self.head) + self.head.matrix.num_bytes
 
     def block_bytes(self, block: int) -> int:
         """Weights that one block streams in a round."""
-        layer = sum(op.matrix.slots(block) for op in self.layer_operations)
-        return (layer * self.model.num_layers + self.head.matrix.slots(block)) * SLOT_BYTES
+        layer = sum(op.matrix.block_bytes(block) for op in self.layer_operations)
+        return layer * self.model.num_layers + self.head.matrix.block_bytes(block)
 
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
@@ -207,26 +215,25 @@ class Plan:
 
     @cached_property
     def workspace(self) -> dict[str, Buffer]:
-        """Exchange buffers in global memory; each in two copies that take turns."""
+        """Exchange buffers in global memory, in copies that take turns."""
         rows = self.qkv.matrix.units * 8
         columns, blocks = MAX_COLUMNS, self.blocks
 
         def operand(op: Operation) -> tuple[int, ...]:
             # [copy][32 columns of the matrix][column of the round][32] 16-bit values
-            return (2, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
+            return (TURNS, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
 
         return stack(
             {
-                "counters": (3 + 2 * self.kv_heads + 2, 128),
                 "hidden_in": operand(self.qkv),
                 "hidden_mid": operand(self.gate_up),
                 "attended": operand(self.attention_output),
                 "gated": operand(self.down),
-                "squares_in": (2, columns, blocks, 4),
-                "squares_mid": (2, columns, blocks, 4),
-                "projected": (2, columns, rows, 4),
-                "partial": (2, columns, self.query_heads, self.splits, self.head_dim, 4),
-                "partial_stats": (2, columns, self.query_heads, self.splits, 2 * 4),
+                "squares_in": (TURNS, columns, blocks, 2 * 4),
+                "squares_mid": (TURNS, columns, blocks, 2 * 4),
+                "projected": (TURNS, columns, rows, 4),
+                "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
+                "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),
                 "best": (2, columns, blocks, 16),
             },
             value_bytes=1,
@@ -301,10 +308,13 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
     """
     _require_supported(model, dtype)
     kv_heads = model.layers[0].attention.num_kv_heads
+    first = Plan(model, dtype, gpu, 1)
+    # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
+    most = min(gpu.num_sms, *(op.matrix.units for op in first.layer_operations))
+    if most < kv_heads:
+        raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {most}, one for each block")
     # A tenth fewer SMs still draw the memory's full bandwidth.
-    candidates = range(max(kv_heads, math.ceil(0.9 * gpu.num_sms)), gpu.num_sms + 1)
-    if not candidates:
-        raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {gpu.num_sms}, one for each SM")
+    candidates = range(max(kv_heads, math.ceil(0.9 * most)), most + 1)
     plans = [Plan(model, dtype, gpu, blocks) for blocks in candidates]
     return min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
 

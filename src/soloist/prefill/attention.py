@@ -1,4 +1,4 @@
-"""Attention of a chunk's queries over all keys so far, by the library kernel that the device has."""
+"""Attention of a chunk's queries over all keys so far, by the library kernel the device has."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that

@@ -140,7 +140,7 @@ class TorchElementwise(Elementwise):
         vectors, attention = self.layers[layer], self.config.layers[layer].attention
         q, k = attention.num_query_heads, attention.num_kv_heads
         exact = _biased(product, vectors.qkv_bias).view(chunk.num_rows, -1, attention.head_dim)
-        queries, keys, values = exact.split((q, k, k), 1)
+        queries, keys, values = exact[:, :q], exact[:, q : q + k], exact[:, q + k :]
         if vectors.q_norm is not None and vectors.k_norm is not None:
             queries = _rms_norm(queries, vectors.q_norm, self.config.norm_epsilon)
             keys = _rms_norm(keys, vectors.k_norm, self.config.norm_epsilon)

@@ -163,8 +163,9 @@ class Prefill:
     def capture(self, sizes: Iterable[int]) -> None:
         """Record CUDA graphs for first chunks of up to each of `sizes` tokens.
 
-        Shorter chunks are padded to the next size. `matrices` has to return the same addresses each
-        time, and whatever it launches is recorded too.
+        Shorter chunks are padded to the next size, so sizes are best a factor of two or less
+        apart, and the smallest one small. `matrices` has to return the same addresses each time,
+        and whatever it launches is recorded too.
         """
         assert self._elementwise.capturable, "kernels read the place from the device"
         for size in sorted(set(sizes), reverse=True):  # the largest first: its memory serves others

@@ -20,7 +20,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
   Control& control = *cx.shared.control;
   if (cx.warp == 0) {
     if (cx.block == 0 && cx.round > 0)
-      wait_barrier(Wait::kRound, barriers.reported, (cx.round - 1) & 1);
+      wait_barrier<Wait::kRound>(barriers.reported, (cx.round - 1) & 1);
     bool ended = false;
     if (cx.lane < cx.columns) {
       const ColumnStart& start = cx.params.launch->column[cx.lane];
@@ -49,7 +49,10 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
   const u64 stride = cx.params.launch->logits_round_stride;
   for (;; ++cx.round) {
     if (cx.thread == 0) where.round[0] = cx.round;
+    cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceMarks : nullptr;
+    cx.mark();
     embed(cx);
+    cx.mark();
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; ++layer) {
       if (cx.thread == 0) where.layer[0] = layer;
@@ -67,7 +70,9 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.forget_addresses();
     head(cx, cx.params.logits + cx.round * stride);
     choose(cx);
+    cx.mark();
     conclude(cx, barriers);
+    cx.mark();
     if (cx.shared.control->stop) return;
   }
 }
@@ -75,7 +80,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
 // Tokens go to host memory while the next round runs; the host's wish to stop comes back.
 __device__ __forceinline__ void report(const Params& params, Control* control, const Barriers& barriers) {
   for (u32 round = 0;; ++round) {
-    wait_barrier(Wait::kRound, barriers.emit, round & 1);
+    wait_barrier<Wait::kRound>(barriers.emit, round & 1);
     volatile Control* c = control;
     for (u32 i = 0; i < c->columns; ++i) store_host(params.emitted + round * kMaxColumns + i, c->emit[i]);
     const bool stop = c->stop;
@@ -86,7 +91,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kConsumerThreads + 64, 1) decode(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], round_barrier, emit_barrier, reported_barrier;
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -100,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + 64, 1) decode(co
     mbarrier_init(shared_address(&round_barrier), 1);
     mbarrier_init(shared_address(&emit_barrier), 1);
     mbarrier_init(shared_address(&reported_barrier), 1);
-    where = Where{params.fault, {0, 0}, {0, 0}};
+    where = Where{params.fault, {0, 0}, {0, 0}, {0, 0}};
     control->columns = params.launch->columns;
     control->rounds = params.launch->rounds;
     control->stop = control->yield = control->yield_agreed = 0;
@@ -115,17 +120,20 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + 64, 1) decode(co
   __syncthreads();
   const Barriers barriers{shared_address(&round_barrier), shared_address(&emit_barrier),
                           shared_address(&reported_barrier)};
-  if (warp == kConsumerWarps) {
-    produce(params, control, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
+  if (warp >= kConsumerWarps) {
+    give_registers();
+    if (warp == kConsumerWarps)
+      produce(params, control, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
             barriers.round, lane);
-  } else if (warp > kConsumerWarps) {
-    if (blockIdx.x == 0 && lane == 0) report(params, control, barriers);
+    else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
+      report(params, control, barriers);
   } else {
+    take_registers();
     const Shared shared{fixed + kShReduce, fixed + kShAttended, fixed + kShNewKv,
                         reinterpret_cast<float*>(fixed + kShResidual), reinterpret_cast<float*>(fixed + kShStats),
                         control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
-    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, 0, 0, 0, 0, 1.0f};
+    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0, 0, 1.0f};
     consume(cx, barriers);
   }
 }

@@ -43,6 +43,8 @@ struct PageWalk {
     const i32 start = page * kPagePositions + granule * kGranulePositions;
     return start <= last_seen && start + kGranulePositions > first_seen;
   }
+  __device__ __forceinline__ u32 first_granule() const { return has(0) ? 0 : 1; }
+  __device__ __forceinline__ u32 last_granule() const { return has(1) ? 1 : 0; }
 };
 
 __device__ __forceinline__ u64 granule_offset(u64 page_values, i32 page_id, u32 layer, u32 head, u32 granule) {
@@ -53,45 +55,34 @@ __device__ __forceinline__ u32 key_chunk(u32 row, u32 chunk) {
   return kHeadDim % 64 == 0 ? chunk ^ ((row & 1) << 2) : chunk;
 }
 
-__device__ __forceinline__ float* projected(const Context& cx, u32 column) {
-  return reinterpret_cast<float*>(cx.params.workspace + kWsProjected) +
-         (static_cast<u64>(cx.layers_done & 1) * kMaxColumns + column) * (Qkv::kUnits * 8);
-}
-// Blocks that own rows of one KV head's q, k and v.
-__device__ __forceinline__ u32 head_blocks(u32 head) {
-  if (Qkv::kUnits < kNumBlocks) return kHeadUnits;
-  const u32 first = head * kHeadUnits, last = first + kHeadUnits - 1;
-  return ((last + 1) * kNumBlocks - 1) / Qkv::kUnits - ((first + 1) * kNumBlocks - 1) / Qkv::kUnits + 1;
+__device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 column) {
+  return reinterpret_cast<float*>(turn(cx.params, kWsProjected, kWsProjectedBytes, epoch)) + column * (Qkv::kUnits * 8);
 }
 
 __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
-  cx.wait(kHiddenIn, cx.hidden_in * stream_arrivals(cx));
   ++cx.layers_done;
-  const u32 units = num_units<Qkv>(cx.block), rows = units * 8, first = first_unit<Qkv>(cx.block) * 8;
+  const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8;
   Ahead<Qkv> ahead;
   GlobalOperand operand(stream_operand<InStream>(cx, cx.hidden_in), cx.warp, cx.lane, cx.columns);
-  ahead.fill(operand);
-  const float factor = cx.warp < cx.columns ? take_scale<InStream>(cx, cx.hidden_in) : 0.0f;
+  if (units) ahead.fill(operand);
+  cx.mark();
   Sums<Qkv> sums;
-  multiply<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  Reduction reduction(reinterpret_cast<float*>(cx.shared.reduce), cx.columns, Qkv::kTiles * 16);
+  multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+  const float factor = take_scale<InStream>(cx, cx.hidden_in, units);
+  cx.mark();
+  Reduction reduction(cx, Qkv::kTiles * 16);
   const float* bias = kQkvBias ? cx.layer_vectors(layer) + kVecQkvBias : nullptr;
-  for (u32 start = 0; start < rows; start += reduction.rows) {
-    if (start) cx.sync();
-    reduction.put(sums, start, units, cx.columns, cx.warp, cx.lane);
-    cx.sync();
-    if (cx.warp < cx.columns) {
-      float* out = projected(cx, cx.warp) + first;
-      const u32 end = min(rows, start + reduction.rows);
-      for (u32 r = start + cx.lane; r < end; r += 32) {
-        float y = reduction.get(cx.warp, r - start) * factor;
-        if (bias) y += __ldg(bias + first + r);
-        out[r] = y;
-      }
+  float* now = projected(cx, cx.layers_done, cx.warp) + first;
+  float* absent = projected(cx, cx.layers_done + 2, cx.warp) + first;
+  reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
+    for (u32 r = start + cx.lane; r < end; r += 32) {
+      float y = reduction.get(cx.warp, r - start) * factor;
+      if (bias) y += __ldg(bias + first + r);
+      store_exchanged(now + r, present(y));
+      store_exchanged(absent + r, kAbsent);
     }
-  }
-  if (rows && cx.warp < cx.columns)
-    for (u32 h = first / kHeadRows; h <= (first + rows - 1) / kHeadRows; ++h) cx.arrive_warp(kProjected + h);
+  });
+  cx.mark();
 }
 
 // One head vector of a column, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
@@ -100,11 +91,23 @@ __device__ __forceinline__ void head_vector(const Context& cx, const float* sour
                                             const float2* rope, const Store& store) {
   constexpr u32 kHalf = kHeadDim / 2, kPairs = (kHalf + 31) / 32;
   float low[kPairs], high[kPairs];
+  float2 turned[kPairs];
 #pragma unroll
   for (u32 j = 0; j < kPairs; ++j) {
     const u32 p = cx.lane + 32 * j;
-    low[j] = p < kHalf ? load_exchanged(source + p) : 0.0f;
-    high[j] = p < kHalf ? load_exchanged(source + p + kHalf) : 0.0f;
+    turned[j] = rope && p < kHalf ? __ldg(rope + p) : make_float2(1.0f, 0.0f);
+  }
+#pragma unroll 1
+  for (Tries<Wait::kProjected> tries;; tries.again()) {
+    bool ready = true;
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = cx.lane + 32 * j;
+      low[j] = p < kHalf ? load_exchanged(source + p) : 0.0f;
+      high[j] = p < kHalf ? load_exchanged(source + p + kHalf) : 0.0f;
+      ready = ready && is_present(low[j]) && is_present(high[j]);
+    }
+    if (__all_sync(~0u, ready)) break;
   }
   if (norm) {
     float squares = 0.0f;
@@ -125,7 +128,7 @@ __device__ __forceinline__ void head_vector(const Context& cx, const float* sour
     const u32 p = cx.lane + 32 * j;
     if (p >= kHalf) continue;
     if (rope) {
-      const float2 cs = __ldg(rope + p);
+      const float2 cs = turned[j];
       const float x = low[j], y = high[j];
       low[j] = x * cs.x - y * cs.y;
       high[j] = y * cs.x + x * cs.y;
@@ -141,7 +144,7 @@ __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 
   const Control& control = *cx.shared.control;
   for (u32 i = cx.warp; i < cx.columns * (kGroup + 2); i += kConsumerWarps) {
     const u32 column = i / (kGroup + 2), member = i % (kGroup + 2);
-    const float* source = projected(cx, column) + head * kHeadRows + member * kHeadDim;
+    const float* source = projected(cx, cx.layers_done, column) + head * kHeadRows + member * kHeadDim;
     const float2* rope =
         kRotated[layer] ? cx.params.rope + static_cast<u64>(control.position[column]) * (kHeadDim / 2) : nullptr;
     u16* queries = reinterpret_cast<u16*>(cx.shared.attended) + (column * kGroup + member) * kQueryStride;
@@ -155,9 +158,8 @@ __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 
   }
 }
 
-// Keys and values of this round's columns join a granule, in shared memory and in the pool.
-__device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, i32 start, u8* keys, u8* values,
-                                       u8* pool_keys) {
+// Keys and values of this round's columns join a granule: in the ring's slot, or in the pool.
+__device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, i32 start, u8* keys, u8* values) {
   const bool value_part = cx.thread >= kConsumerThreads / 2;
   const u32 d = cx.thread % (kConsumerThreads / 2);
   for (u32 c = g.begin; c < g.end; ++c) {
@@ -167,7 +169,6 @@ __device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, 
     const u32 offset = value_part ? d * (kGranulePositions * 2) + row * 2
                                   : row * (kHeadDim * 2) + key_chunk(row, d / 8) * 16 + d % 8 * 2;
     *reinterpret_cast<u16*>((value_part ? values : keys) + offset) = x;
-    *reinterpret_cast<u16*>(pool_keys + (value_part ? kGranuleBytes : 0) + offset) = x;
   }
   fence_async_proxy();
 }
@@ -251,14 +252,13 @@ struct Softmax {
   }
 };
 
-__device__ __forceinline__ float* partial_values(const Context& cx, u32 column, u32 query_head) {
-  return reinterpret_cast<float*>(cx.params.workspace + kWsPartial) +
-         ((static_cast<u64>(cx.layers_done & 1) * kMaxColumns + column) * kQueryHeads + query_head) *
-             (kSplits * kHeadDim);
+__device__ __forceinline__ float* partial_values(const Context& cx, u32 epoch, u32 column, u32 query_head) {
+  return reinterpret_cast<float*>(turn(cx.params, kWsPartial, kWsPartialBytes, epoch)) +
+         (column * kQueryHeads + query_head) * (kSplits * kHeadDim);
 }
-__device__ __forceinline__ float2* partial_stats(const Context& cx, u32 column, u32 query_head) {
-  return reinterpret_cast<float2*>(cx.params.workspace + kWsPartialStats) +
-         ((static_cast<u64>(cx.layers_done & 1) * kMaxColumns + column) * kQueryHeads + query_head) * kSplits;
+__device__ __forceinline__ float2* partial_stats(const Context& cx, u32 epoch, u32 column, u32 query_head) {
+  return reinterpret_cast<float2*>(turn(cx.params, kWsPartialStats, kWsPartialStatsBytes, epoch)) +
+         (column * kQueryHeads + query_head) * kSplits;
 }
 
 // The lanes' running softmaxes of one group become this split's partial result.
@@ -304,8 +304,9 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
         total += s.y * weight;
       }
       const u32 column = g.begin + row / kGroup, query_head = head * kGroup + row % kGroup;
-      partial_values(cx, column, query_head)[split * kHeadDim + first + d] = sum;
-      if (first + d == 0) partial_stats(cx, column, query_head)[split] = make_float2(top, total);
+      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + split * kHeadDim + first + d, present(sum));
+      if (first + d == 0)
+        store_exchanged(partial_stats(cx, cx.layers_done, column, query_head) + split, present(top), present(total));
     }
     cx.sync();
   }
@@ -331,29 +332,25 @@ __device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, 
   softmax.clear();
 #pragma unroll 1
   for (; walk.any(); walk.next()) {
+    u32 slot = 0, taken = 0;
 #pragma unroll 1
     for (u32 granule = 0; granule < 2; ++granule) {
       if (!walk.has(granule)) continue;
       const i32 start = walk.page * kPagePositions + granule * kGranulePositions;
-      const Ring first = cx.ring;
-      const u32 keys = cx.ring.wait();
-      u32 values = keys + kGranuleBytes;
-      if (kGranuleSlots == 2) {
-        cx.ring.advance();
-        values = cx.ring.wait();
+      if (!kPageSlot || taken == 0) {
+        slot = cx.ring.slot;
+        taken = cx.ring.take();
       }
+      const u32 keys = taken + (kPageSlot && granule != walk.first_granule() ? 2 * kGranuleBytes : 0);
+      const u32 values = keys + kGranuleBytes;
       if (start + kGranulePositions > g.first_position && start <= g.last_position) {
-        const i32 id = cx.params.page_tables[g.sequence * cx.params.page_table_stride + walk.page];
-        u8* pool = reinterpret_cast<u8*>(cx.params.pool + granule_offset(cx.params.page_values, id, layer, head, granule));
         u8* ring = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
-        append(cx, g, start, ring, ring + (values - keys), pool);
+        append(cx, g, start, ring, ring + (values - keys));
         cx.sync();
       }
       const u32 index = static_cast<u32>(walk.page) / kSplits * 2 + granule;
       if (working && index % kSoftmaxLanes == mine) softmax.add(query, keys, values, start, last, window, cx.lane);
-      __syncwarp();
-      cx.ring = first;
-      for (u32 s = 0; s < kGranuleSlots; ++s) cx.ring.release(cx.lane);
+      if (!kPageSlot || granule == walk.last_granule()) cx.ring.release(cx.lane, slot);
     }
   }
   merge_lanes(cx, softmax, g, head, split);
@@ -371,35 +368,44 @@ struct Splits {
   __device__ __forceinline__ u32 at(u32 i) const { return (first + i) % kSplits; }
 };
 
-// Eight consecutive values of one head's attention, merged over splits and packed.
+// Eight consecutive values of one head's attention, merged over splits in order and packed.
 __device__ __forceinline__ uint4 merge_splits(const Context& cx, const Splits& splits, u32 column, u32 k) {
   const u32 query_head = k / kHeadDim, d = k % kHeadDim;
-  const float2* stats = partial_stats(cx, column, query_head);
-  const float* values = partial_values(cx, column, query_head) + d;
+  const float2* stats = partial_stats(cx, cx.layers_done, column, query_head);
+  const float* values = partial_values(cx, cx.layers_done, column, query_head) + d;
   constexpr u32 kBatch = 4;
-  float top = -kInfinity;
-  for (u32 i = 0; i < splits.count; i += kBatch) {
-    float2 s[kBatch];
-#pragma unroll
-    for (u32 j = 0; j < kBatch; ++j)
-      s[j] = load_exchanged2(&stats[splits.at(min(i + j, splits.count - 1))].x);
-#pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) top = fmaxf(top, s[j].x);
-  }
-  float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, total = 0.0f;
+  float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, total = 0.0f, top = -kInfinity;
+#pragma unroll 1
   for (u32 i = 0; i < splits.count; i += kBatch) {
     float2 s[kBatch];
     float4 low[kBatch], high[kBatch];
+#pragma unroll 1
+    for (Tries<Wait::kPartial> tries;; tries.again()) {
+      bool ready = true;
 #pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) {
-      const u32 split = splits.at(min(i + j, splits.count - 1));
-      s[j] = load_exchanged2(&stats[split].x);
-      low[j] = load_exchanged4(values + split * kHeadDim);
-      high[j] = load_exchanged4(values + split * kHeadDim + 4);
+      for (u32 j = 0; j < kBatch; ++j) {
+        s[j] = make_float2(-kInfinity, 0.0f);
+        low[j] = high[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i + j >= splits.count) continue;
+        const u32 split = splits.at(i + j);
+        s[j] = load_exchanged2(&stats[split].x);
+        low[j] = load_exchanged4(values + split * kHeadDim);
+        high[j] = load_exchanged4(values + split * kHeadDim + 4);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) ready = ready && is_present(s[j]) && is_present(low[j]) && is_present(high[j]);
+      if (ready) break;
     }
+    float best = top;
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) best = fmaxf(best, s[j].x);
+    const float shrink = exp2_fast(top - best);
+    top = best;
+    total *= shrink;
+#pragma unroll
+    for (u32 n = 0; n < 8; ++n) sum[n] *= shrink;
 #pragma unroll
     for (u32 j = 0; j < kBatch; ++j) {
-      if (i + j >= splits.count) break;
       const float w = exp2_fast(s[j].x - top);
       total += s[j].y * w;
       sum[0] += low[j].x * w, sum[1] += low[j].y * w, sum[2] += low[j].z * w, sum[3] += low[j].w * w;
@@ -411,8 +417,8 @@ __device__ __forceinline__ uint4 merge_splits(const Context& cx, const Splits& s
                     pack_pair(sum[4] * scale, sum[5] * scale), pack_pair(sum[6] * scale, sum[7] * scale));
 }
 
-__device__ __forceinline__ u8* attended_operand(const Context& cx) {
-  return cx.params.workspace + kWsAttended + (cx.layers_done & 1) * (kWsAttendedBytes / 2);
+__device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
+  return turn(cx.params, kWsAttended, kWsAttendedBytes, epoch);
 }
 
 // One column at a short context: every block merges the splits for itself and saves an exchange.
@@ -420,9 +426,41 @@ __device__ __forceinline__ bool merges_directly(const Context& cx, u32 layer) {
   return cx.columns == 1 && Splits(layer, cx.shared.control->position[0]).count <= kDirectSplits;
 }
 
+// This block's partial results of the turn after next become absent, written or not.
+__device__ __forceinline__ void clear_partials(const Context& cx, u32 head, u32 split) {
+  constexpr u32 kWords = kGroup * kHeadDim / 4;
+  const uint4 absent = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  for (u32 i = cx.thread; i < cx.columns * kWords; i += kConsumerThreads) {
+    const u32 column = i / kWords, member = i % kWords / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4;
+    store_exchanged(
+        partial_values(cx, cx.layers_done + 2, column, head * kGroup + member) + split * kHeadDim + d, absent);
+  }
+  for (u32 i = cx.thread; i < cx.columns * kGroup; i += kConsumerThreads)
+    store_exchanged(partial_stats(cx, cx.layers_done + 2, i / kGroup, head * kGroup + i % kGroup) + split, kAbsent, kAbsent);
+}
+
+// New keys and values go to the pool, where later rounds find them.
+__device__ __forceinline__ void store_fresh(const Context& cx, const ColumnGroup& g, u32 layer, u32 head, u32 split) {
+  const i32* table = cx.params.page_tables + g.sequence * cx.params.page_table_stride;
+  for (i32 start = g.first_position / kGranulePositions * kGranulePositions; start <= g.last_position;
+       start += kGranulePositions) {
+    const u32 page = start / kPagePositions;
+    if ((page + layer) % kSplits != split) continue;
+    u8* pool = reinterpret_cast<u8*>(
+        cx.params.pool +
+        granule_offset(cx.params.page_values, table[page], layer, head, start % kPagePositions / kGranulePositions));
+    append(cx, g, start, pool, pool + kGranuleBytes);
+  }
+}
+
+inline constexpr u32 kAttentionMarks = 4;
+
 __device__ __forceinline__ void attention(Context& cx, u32 layer) {
   const u32 head = cx.block / kSplits, split = cx.block % kSplits;
-  if (head >= kKvHeads) return;
+  if (head >= kKvHeads) {
+    for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
+    return;
+  }
   const Control& control = *cx.shared.control;
   bool any = false;
   for (u32 c = 0; c < cx.columns;) {
@@ -431,53 +469,68 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
     c = g.end;
   }
   if (any) {
-    cx.wait(kProjected + head, cx.layers_done * head_blocks(head) * cx.columns);
+    cx.mark();
     prepare_heads(cx, layer, head);
     cx.sync();
+    cx.mark();
     for (u32 c = 0; c < cx.columns;) {
       const ColumnGroup g = column_group(control, c, cx.columns);
       attend_group(cx, g, layer, head, split);
       c = g.end;
     }
+    cx.mark();
+    for (u32 c = 0; c < cx.columns;) {
+      const ColumnGroup g = column_group(control, c, cx.columns);
+      store_fresh(cx, g, layer, head, split);
+      c = g.end;
+    }
+  } else {
+    for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
   }
   if (!merges_directly(cx, layer)) {
-    if (cx.thread == 0) add_release(cx.counter(kPartial + head), 1);
-    cx.partials_done += kSplits;
-    cx.wait(kPartial + head, cx.partials_done);
     constexpr u32 kChunks = kGroup * kHeadDim / 8;
-    u8* out = attended_operand(cx);
+    u8 *now = attended_operand(cx, cx.layers_done), *absent = attended_operand(cx, cx.layers_done + 2);
     for (u32 i = cx.thread * kSplits + split; i < cx.columns * kChunks; i += kConsumerThreads * kSplits) {
       const u32 column = i / kChunks, k = head * kGroup * kHeadDim + i % kChunks * 8;
-      *reinterpret_cast<uint4*>(operand_value(out, column, k)) =
-          merge_splits(cx, Splits(layer, control.position[column]), column, k);
+      const uint4 merged = merge_splits(cx, Splits(layer, control.position[column]), column, k);
+      store_exchanged(operand_value(now, column, k),
+                      make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
+      store_exchanged(operand_value(absent, column, k), make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
     }
   }
-  cx.sync();
-  if (cx.thread == 0) add_release(cx.counter(kAttended), 1);
+  clear_partials(cx, head, split);
+  cx.mark();
 }
 
 __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
-  cx.wait(kAttended, cx.layers_done * kKvHeads * kSplits);
   const u32 units = num_units<AttentionOutput>(cx.block);
   Ahead<AttentionOutput> ahead;
   Sums<AttentionOutput> sums;
   if (merges_directly(cx, layer)) {
     const Splits splits(layer, cx.shared.control->position[0]);
-    for (u32 i = cx.thread; i < AttentionOutput::kSteps * 64; i += kConsumerThreads) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (i * 8 < kQueryHeads * kHeadDim && units) v = merge_splits(cx, splits, 0, i * 8);
-      reinterpret_cast<uint4*>(cx.shared.attended)[i] = v;
-    }
+    if (units)
+      for (u32 i = cx.thread; i < AttentionOutput::kSteps * 64; i += kConsumerThreads) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (i * 8 < kQueryHeads * kHeadDim) v = merge_splits(cx, splits, 0, i * 8);
+        reinterpret_cast<uint4*>(cx.shared.attended)[i] = v;
+      }
+    cx.mark();
     cx.sync();
     SharedOperand operand(shared_address(cx.shared.attended), cx.warp, cx.lane);
     ahead.fill(operand);
-    multiply<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+    cx.mark();
+    multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   } else {
-    GlobalOperand operand(attended_operand(cx), cx.warp, cx.lane, cx.columns);
-    ahead.fill(operand);
-    multiply<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+    GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+    cx.mark();
+    if (units) ahead.fill(operand);
+    cx.mark();
+    multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   }
+  cx.mark();
   ++cx.hidden_mid;
   const float* vectors = cx.layer_vectors(layer);
-  add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors + kVecMlpNorm, kOutputBias ? vectors + kVecAttentionOutputBias : nullptr);
+  add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors + kVecMlpNorm,
+                           kOutputBias ? vectors + kVecAttentionOutputBias : nullptr);
+  cx.mark();
 }

@@ -1,56 +1,69 @@
 // The residual stream. Its rows live with the blocks that own them (fp32, shared memory); what travels
 // is x · norm weight in 16 bits, scaled by the last known 1 / rms so that fp16 keeps its range, and each
-// block's sum of squares. Readers multiply their results by the true 1 / rms over the assumed one.
+// block's sum of squares beside that scale. Readers multiply their results by the true 1 / rms over the assumed one.
 #pragma once
-#include "sync/context.cuh"
+#include "tile/reduce.cuh"
 
 struct InStream {  // what qkv and the head read
-  static constexpr u32 kCounter = kHiddenIn, kOperand = kWsHiddenIn, kBytes = kWsHiddenInBytes, kSquares = kWsSquaresIn;
+  static constexpr u32 kOperand = kWsHiddenIn, kBytes = kWsHiddenInBytes;
+  static constexpr u32 kSquares = kWsSquaresIn, kSquaresBytes = kWsSquaresInBytes;
 };
 struct MidStream {  // what gate_up reads
-  static constexpr u32 kCounter = kHiddenMid, kOperand = kWsHiddenMid, kBytes = kWsHiddenMidBytes,
-                       kSquares = kWsSquaresMid;
+  static constexpr u32 kOperand = kWsHiddenMid, kBytes = kWsHiddenMidBytes;
+  static constexpr u32 kSquares = kWsSquaresMid, kSquaresBytes = kWsSquaresMidBytes;
 };
 
 template <class Stream>
 __device__ __forceinline__ u8* stream_operand(const Context& cx, u32 epoch) {
-  return cx.params.workspace + Stream::kOperand + (epoch & 1) * (Stream::kBytes / 2);
+  return turn(cx.params, Stream::kOperand, Stream::kBytes, epoch);
 }
+// [column][block]: the block's sum of squares, and the scale its rows were published with.
 template <class Stream>
-__device__ __forceinline__ float* stream_squares(const Context& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float*>(cx.params.workspace + Stream::kSquares) +
-         ((epoch & 1) * kMaxColumns + column) * kNumBlocks;
+__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column) {
+  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kNumBlocks;
 }
 
-// One value of this warp's column becomes visible to all blocks after publish_end().
-__device__ __forceinline__ void publish_row(const Context& cx, u8* operand, u32 row, float x, float norm_weight) {
-  *operand_value(operand, cx.warp, row) = to_half(x * norm_weight * cx.scale);
-}
 template <class Stream>
-__device__ __forceinline__ void publish_end(const Context& cx, u32 epoch, float squares) {
+__device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, float squares) {
   squares = warp_sum(squares);
-  if (cx.lane == 0) stream_squares<Stream>(cx, epoch, cx.warp)[cx.block] = squares;
-  cx.arrive_warp(Stream::kCounter);
+  if (cx.lane == 0) {
+    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
+    store_exchanged(stream_squares<Stream>(cx, epoch + 2, cx.warp) + cx.block, kAbsent, kAbsent);
+  }
 }
 
-// How many arrivals an exchange of the stream has: blocks with rows, times columns.
-__device__ __forceinline__ u32 stream_arrivals(const Context& cx) {
-  return min(kNumBlocks, Down::kUnits) * cx.columns;
-}
-
-// The factor that turns a product with published activations into one with normalised ones.
-// For warps below the number of columns; also remembers the new scale.
+// The factor that turns a product with published activations into one with normalised ones, for warps
+// below the number of columns; also remembers the new scale. Blocks that neither multiply nor own rows of
+// the stream do not ask: nobody waits for them, so what they read might be gone.
 template <class Stream>
-__device__ __forceinline__ float take_scale(Context& cx, u32 epoch) {
-  const float* squares = stream_squares<Stream>(cx, epoch, cx.warp);
-  float sum = 0.0f;
-  for (u32 b = cx.lane; b < kNumBlocks; b += 32)
-    sum += num_units<Down>(b) ? load_exchanged(squares + b) : 0.0f;
+__device__ __forceinline__ float take_scale(Context& cx, u32 epoch, u32 units) {
+  if (cx.warp >= cx.columns || (units == 0 && num_units<Down>(cx.block) == 0)) return 0.0f;
+  const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
+  constexpr u32 kEach = (kNumBlocks + 31) / 32;
+  float2 part[kEach];
+#pragma unroll 1
+  for (Tries<Wait::kSquares> tries;; tries.again()) {
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 b = cx.lane + 32 * i;
+      part[i] = make_float2(0.0f, 0.0f);
+      if (b < kNumBlocks && num_units<Down>(b)) part[i] = load_exchanged2(&squares[b].x);
+      ready = ready && is_present(part[i]);
+    }
+    if (__all_sync(~0u, ready)) break;
+  }
+  float sum = 0.0f, assumed = 0.0f;
+#pragma unroll
+  for (u32 i = 0; i < kEach; ++i) {
+    sum += part[i].x;
+    assumed = fmaxf(assumed, part[i].y);  // the same in all blocks
+  }
   sum = warp_sum(sum);
-  const float scale = __frsqrt_rn(sum * (1.0f / kHidden) + kEpsilon);
-  const float factor = scale / cx.scale;
-  cx.scale = scale;
-  return factor;
+#pragma unroll
+  for (u32 o = 16; o; o >>= 1) assumed = fmaxf(assumed, __shfl_xor_sync(~0u, assumed, o));
+  cx.scale = __frsqrt_rn(sum * (1.0f / kHidden) + kEpsilon);
+  return cx.scale / assumed;
 }
 
 // Where the embedding of a token has row k: in the table, or in the packed tied head.
@@ -84,17 +97,20 @@ __device__ __forceinline__ void embed(Context& cx) {
   const u32 first = first_unit<Down>(cx.block) * 8, rows = num_units<Down>(cx.block) * 8;
   if (rows == 0) return;
   const float* norm = cx.layer_vectors(0) + kVecAttentionNorm;
-  u8* operand = stream_operand<InStream>(cx, cx.hidden_in);
+  u8 *now = stream_operand<InStream>(cx, cx.hidden_in), *absent = stream_operand<InStream>(cx, cx.hidden_in + 2);
   float* residual = cx.shared.residual + cx.warp * (Down::kMaxUnits * 8);
   const u32 token = cx.shared.control->token[cx.warp];
   float squares = 0.0f;
-  for (u32 r = cx.lane; r < rows; r += 32) {
-    const float x = embedding_value(cx.params, token, first + r);
-    residual[r] = x;
-    publish_row(cx, operand, first + r, x, __ldg(norm + first + r));
+  for (u32 begin = 0; begin < rows; begin += 32) {
+    const u32 r = begin + cx.lane;
+    const bool valid = r < rows;
+    const float x = valid ? embedding_value(cx.params, token, first + r) : 0.0f;
+    const float weight = valid ? __ldg(norm + first + r) : 0.0f;
+    if (valid) residual[r] = x;
+    publish_pair(now, absent, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
     squares += x * x;
   }
-  publish_end<InStream>(cx, cx.hidden_in, squares);
+  publish_squares<InStream>(cx, cx.hidden_in, squares);
 }
 
 // The product of attention_output or down joins the residual, and the sum is published.
@@ -102,25 +118,24 @@ template <class Stream, class Op>
 __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const float* norm,
                                               const float* bias) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
-  Reduction reduction(reinterpret_cast<float*>(cx.shared.reduce), cx.columns, Op::kTiles * 16);
-  u8* operand = stream_operand<Stream>(cx, epoch);
+  Reduction reduction(cx, Op::kTiles * 16);
+  u8 *now = stream_operand<Stream>(cx, epoch), *absent = stream_operand<Stream>(cx, epoch + 2);
   float* residual = cx.shared.residual + cx.warp * (Op::kMaxUnits * 8);
   float squares = 0.0f;
-  for (u32 start = 0; start < rows; start += reduction.rows) {
-    if (start) cx.sync();
-    reduction.put(sums, start, units, cx.columns, cx.warp, cx.lane);
-    cx.sync();
-    if (cx.warp < cx.columns) {
-      const u32 end = min(rows, start + reduction.rows);
-      for (u32 r = start + cx.lane; r < end; r += 32) {
+  reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
+    for (u32 begin = start; begin < end; begin += 32) {
+      const u32 r = begin + cx.lane;
+      const bool valid = r < end;
+      float x = 0.0f, weight = 0.0f;
+      if (valid) {
+        weight = __ldg(norm + first + r);
         float y = reduction.get(cx.warp, r - start);
         if (bias) y += __ldg(bias + first + r);
-        const float x = residual[r] + y;
-        residual[r] = x;
-        publish_row(cx, operand, first + r, x, __ldg(norm + first + r));
-        squares += x * x;
+        residual[r] = x = residual[r] + y;
       }
+      publish_pair(now, absent, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+      squares += x * x;
     }
-  }
-  if (rows && cx.warp < cx.columns) publish_end<Stream>(cx, epoch, squares);
+  });
+  if (rows && cx.warp < cx.columns) publish_squares<Stream>(cx, epoch, squares);
 }

@@ -16,11 +16,12 @@ struct WeightCursor {
 
   template <class Op>
   __device__ __forceinline__ void enter(const u8* matrix, u32 block) {
-    next = matrix + static_cast<u64>(first_unit<Op>(block)) * (Op::kUnitBytes);
-    left = num_units<Op>(block) * Op::kUnitSlots;
+    next = matrix + static_cast<u64>(first_unit<Op>(block)) * Op::kUnitBytes;
+    left = num_units<Op>(block) * Op::kUnitBytes;
   }
+  // Ask for the next bytes, about as many as a copy takes.
   __device__ __forceinline__ void step(const u8* image, u32 block) {
-    while (left == 0) {
+    if (left == 0) {
       const u8* base = image + static_cast<u64>(layer) * kLayerBytes;
       switch (operation) {
         case 0: enter<Qkv>(base + Qkv::kOffset, block); break;
@@ -37,9 +38,10 @@ struct WeightCursor {
         ++operation;
       }
     }
-    bulk_prefetch(next, kSlotBytes);
-    next += kSlotBytes;
-    --left;
+    const u32 bytes = min(left, kSlotBytes);
+    bulk_prefetch(next, bytes);
+    next += bytes;
+    left -= bytes;
   }
 };
 
@@ -51,7 +53,7 @@ struct Producer {
 
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     // Pairs with Ring::release in all consumer warps.
-    wait_barrier(Wait::kEmpty, slots.empty + slot * 8, parity ^ 1);
+    wait_barrier<Wait::kEmpty>(slots.empty + slot * 8, parity ^ 1);
     mbarrier_expect(slots.full + slot * 8, bytes);
     bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8);
     if (++slot == kRingSlots) {
@@ -61,15 +63,22 @@ struct Producer {
     ++issued;
   }
 
-  // This block's slots of a matrix, from the `begin`th up to at most the `end`th.
+  // This block's part of a matrix, or so many of its slots from `begin` on: for every step of K a slot for
+  // each tile of 16 rows, and half a slot for 8 rows left over.
   template <class Op>
-  __device__ __forceinline__ void weights(const u8* matrix, u32 begin = 0, u32 end = ~0u) {
+  __device__ __forceinline__ void weights(const u8* matrix, u32 begin = 0, u32 count = ~0u) {
     if (lane == 0) {
-      const u8* source = matrix + static_cast<u64>(first_unit<Op>(blockIdx.x)) * Op::kUnitBytes;
-      const u32 count = min(end, num_units<Op>(blockIdx.x) * Op::kUnitSlots);
-      for (u32 i = begin; i < count; ++i) {
+      const u32 units = num_units<Op>(blockIdx.x), halves = Op::kGrouped ? 2 : units * Op::kUnitHalves;
+      const u32 slots = (halves + 1) / 2, left = units * Op::kUnitBytes / (halves * (kSlotBytes / 2)) * slots;
+      const u8* source = matrix + static_cast<u64>(first_unit<Op>(blockIdx.x)) * Op::kUnitBytes +
+                         static_cast<u64>(begin / slots) * halves * (kSlotBytes / 2) + begin % slots * kSlotBytes;
+      u32 in_step = begin % slots;
+      for (u32 i = begin; i < left && i - begin < count; ++i) {
+        const u32 bytes = ++in_step == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
+        if (in_step == slots) in_step = 0;
         if (kPrefetchSlots) cursor.step(params.image, blockIdx.x);
-        copy(source + static_cast<u64>(i) * kSlotBytes, kSlotBytes);
+        copy(source, bytes);
+        source += bytes;
       }
     }
     __syncwarp();
@@ -88,18 +97,18 @@ struct Producer {
         const i32 id = mine <= walk.last ? table[mine] : 0;
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
-          if (lane == 0)
-            for (u32 granule = 0; granule < 2; ++granule) {
-              if (!walk.has(granule)) continue;
-              const u8* source = reinterpret_cast<const u8*>(
-                  params.pool + granule_offset(params.page_values, page, layer, head, granule));
-              if (kGranuleSlots == 1) {
-                copy(source, 2 * kGranuleBytes);
-              } else {
-                copy(source, kGranuleBytes);
-                copy(source + kGranuleBytes, kGranuleBytes);
-              }
+          if (lane == 0) {
+            const auto granule = [&](u32 i) {
+              return reinterpret_cast<const u8*>(
+                  params.pool + granule_offset(params.page_values, page, layer, head, i));
+            };
+            if (kPageSlot) {
+              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes);
+            } else {
+              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes);
+              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes);
             }
+          }
         }
       }
       c = g.end;
@@ -116,7 +125,7 @@ struct Producer {
         parity ^= 1;
       }
       --slot;
-      wait_barrier(Wait::kFull, slots.full + slot * 8, parity);
+      wait_barrier<Wait::kFull>(slots.full + slot * 8, parity);
     }
   }
 };
@@ -137,7 +146,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
         const u32 before = p.issued;
         p.weights<Qkv>(weights + Qkv::kOffset, 0, kRingSlots);
         // Pairs with conclude(): the new positions are known, the last keys and values written.
-        wait_barrier(Wait::kRound, round_barrier, (round - 1) & 1);
+        wait_barrier<Wait::kRound>(round_barrier, (round - 1) & 1);
         if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
         fence_async_proxy();
         p.weights<Qkv>(weights + Qkv::kOffset, kRingSlots);

@@ -29,6 +29,33 @@ __device__ __forceinline__ float2 load_exchanged2(const float* p) {
   return v;
 }
 
+// Load 16 bytes again until none of its words is `absent`: 1, or 0 after so many tries. One piece, because a
+// loop that the compiler sees would keep an array that holds `v` out of registers.
+__device__ __forceinline__ u32 load_until_present(uint4& v, const void* p, u32 absent, u32 tries) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      ".reg .u32 n;\n"
+      "mov.u32 n, 0;\n"
+      "test_%=:\n"
+      "setp.ne.u32 p, %0, %6;\n"
+      "setp.ne.and.u32 p, %1, %6, p;\n"
+      "setp.ne.and.u32 p, %2, %6, p;\n"
+      "setp.ne.and.u32 p, %3, %6, p;\n"
+      "@p bra done_%=;\n"
+      "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%5];\n"
+      "add.u32 n, n, 1;\n"
+      "setp.lt.u32 q, n, %7;\n"
+      "@q bra test_%=;\n"
+      "done_%=:\n"
+      "selp.u32 %4, 1, 0, p;\n"
+      "}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w), "=r"(done)
+      : "l"(p), "r"(absent), "r"(tries) : "memory");
+  return done;
+}
+
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -36,13 +63,16 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ u32 load_acquire(const u32* p) {
-  u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
+// Data for other blocks.
+__device__ __forceinline__ void store_exchanged(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ __forceinline__ void add_release(u32* p, u32 value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+__device__ __forceinline__ void store_exchanged(void* p, u32 x, u32 y) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void store_exchanged(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};"
+               ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Host memory, pinned and mapped.
@@ -65,8 +95,25 @@ __device__ __forceinline__ void fence_async_proxy() {
 #endif
 }
 
+__device__ __forceinline__ u64 clock_cycles() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+  return t;
+}
 __device__ __forceinline__ u64 clock_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
+}
+
+// Registers move from the helper warps, which need few, to the consumers (in groups of four warps).
+__device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
+#endif
 }

@@ -35,6 +35,7 @@ struct Params {
   u32* progress;          // host: rounds emitted
   const u32* yield;       // host: wish to stop at the next round
   Fault* fault;           // host
+  u64* trace;             // [block][mark] of the traced round, or null
   u64 page_values;        // of one page over all layers
   u32 page_table_stride;
   float embedding_scale;  // 1 / root mean square of the embedding
@@ -62,16 +63,11 @@ struct Shared {
   Control* control;
 };
 
-// Exchanges between blocks; a counter grows by a fixed amount each time.
-enum Counter : u32 {
-  kHiddenIn = 0,   // input of qkv and of the head
-  kHiddenMid = 1,  // input of gate_up
-  kAttended = 2,   // attention of every head
-  kGated = 3,      // input of down
-  kBest = 4,
-  kProjected = 5,  // + KV head
-  kPartial = 5 + kKvHeads,
-};
+// Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4, and
+// its writer then makes copy (e + 2) % 4 absent again. By then every reader of turn e - 2 is done, since
+// what it published afterwards was needed to come this far; and two more turns pass before anyone reads
+// the copy, with a fence of the writer in between (`settle`).
+constexpr u32 kTurns = 4;
 
 struct Context {
   const Params& params;
@@ -79,28 +75,23 @@ struct Context {
   Ring ring;
   u32 round;
   u32 block, warp, lane, thread, columns;
-  u32 hidden_in, hidden_mid, layers_done, partials_done;  // exchanges so far
+  u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
+  u32 hidden_in, hidden_mid, layers_done;  // exchanges so far
+  u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
 
   // Addresses that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {
     asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread));
   }
-  __device__ __forceinline__ u32* counter(u32 id) const {
-    return reinterpret_cast<u32*>(params.workspace + kWsCounters + id * 128);
+  // Cleared copies are visible to all blocks before this thread publishes anything more.
+  __device__ __forceinline__ void settle() const { __threadfence(); }
+  // A time stamp of the traced round; trace.py knows what the marks of a round are, in order.
+  __device__ __forceinline__ void mark() {
+    if (kTrace && thread == 0 && marks) *marks++ = clock_cycles();
   }
   // All consumer threads of the block.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
-  // Every thread of the warp has written its part. Pairs with wait() in the reading blocks.
-  __device__ __forceinline__ void arrive_warp(u32 id) const {
-    __syncwarp();
-    if (lane == 0) add_release(counter(id), 1);
-  }
-  // Block-wide: returns when `wanted` arrivals were seen, with their data visible to all threads.
-  __device__ __forceinline__ void wait(u32 id, u32 wanted) const {
-    if (thread == 0) wait_counter(counter(id), id, wanted);
-    sync();
-  }
   __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
     return params.vectors + static_cast<u64>(layer) * kLayerVectors;
   }
@@ -114,9 +105,21 @@ template <class Op>
 __device__ __forceinline__ u32 num_units(u32 block) {
   return first_unit<Op>(block + 1) - first_unit<Op>(block);
 }
+// One turn's copy of an exchange buffer.
+__device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
+  return params.workspace + offset + epoch % kTurns * (bytes / kTurns);
+}
 // Where a value of the exchanged activations lies: [k / 32][column][k % 32].
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMaxColumns + column) * 32 + k % 32;
+}
+// Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
+// lane stores two. `absent` is the copy to clear.
+__device__ __forceinline__ void publish_pair(u8* now, u8* absent, u32 column, u32 row, u32 lane, bool valid, float x) {
+  const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
+  if (lane % 2 || !valid) return;
+  store_exchanged(operand_value(now, column, row), present(pair));
+  store_exchanged(operand_value(absent, column, row), kAbsent);
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

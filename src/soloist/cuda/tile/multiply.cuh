@@ -15,10 +15,17 @@ struct GlobalOperand {
   __device__ __forceinline__ GlobalOperand(const u8* buffer, u32 warp, u32 lane, u32 columns)
       : lane_base(buffer + (warp * 2 * kMaxColumns + lane / 4) * 64 + lane % 4 * 16),
         active(lane / 4 < columns) {}
+  __device__ __forceinline__ const u8* at(u32 step, u32 half) const {
+    return lane_base + (step * 16 + half) * (kMaxColumns * 64);
+  }
   __device__ __forceinline__ uint4 load(u32 step, u32 half) const {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (active) v = load_exchanged(lane_base + (step * 16 + half) * (kMaxColumns * 64));
+    if (active) v = load_exchanged(at(step, half));
     return v;
+  }
+  // What `load` returned has arrived, or is loaded again until it has.
+  __device__ __forceinline__ void ensure(uint4& v, u32 step, u32 half) const {
+    ensure_present<Wait::kOperand>(v, at(step, half));
   }
 };
 
@@ -34,20 +41,22 @@ struct SharedOperand {
     if (active) v = load_shared(lane_base + (step * 16 + half) * 64);
     return v;
   }
+  __device__ __forceinline__ void ensure(uint4&, u32, u32) const {}
 };
 
+// Activations of the next steps, in registers.
 template <class Op>
 struct Ahead {
   uint4 b[Op::kDepth][2];
 
+  // Ask for the first steps; `multiply` waits for each when it gets there.
   template <class Operand>
   __device__ __forceinline__ void fill(const Operand& operand) {
 #pragma unroll
-    for (u32 d = 0; d < Op::kDepth; ++d)
-      if (d < Op::kSteps) {
-        b[d][0] = operand.load(d, 0);
-        b[d][1] = operand.load(d, 1);
-      }
+    for (u32 d = 0; d < Op::kDepth; ++d) {
+      b[d][0] = operand.load(d, 0);
+      b[d][1] = operand.load(d, 1);
+    }
   }
 };
 
@@ -72,91 +81,66 @@ struct Sums {
   }
 };
 
-// `half_tiles`: how many times 8 rows this block has in this group of tiles.
-template <class Op, class Operand>
-__device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, u32 half_tiles,
-                                         const Operand& operand, Ahead<Op>& ahead, Sums<Op>& sums) {
-  constexpr bool kAll = Op::kDepth >= Op::kSteps;
+// `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
+// the instruction cache, so loops are unrolled only as far as registers need constant indices.
+// kAgain: another group with the same activations follows.
+template <u32 kHalves, bool kAgain, class Op, class Operand>
+__device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const Operand& operand, Ahead<Op>& ahead,
+                                         Sums<Op>& sums) {
+  constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   sums.clear();
   const u32 offset = warp * 1024 + lane * 16;
 #pragma unroll 1
   for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
 #pragma unroll
     for (u32 d = 0; d < Op::kDepth; ++d) {
-      if (Op::kSteps % Op::kDepth != 0 && first + d >= Op::kSteps) break;
+      const u32 step = first + d;
+      if (!kWhole && step >= Op::kSteps) break;
+      operand.ensure(ahead.b[d][0], step, 0);
+      operand.ensure(ahead.b[d][1], step, 1);
       const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
-      if (!kAll && first + d + Op::kDepth < Op::kSteps) {
-        ahead.b[d][0] = operand.load(first + d + Op::kDepth, 0);
-        ahead.b[d][1] = operand.load(first + d + Op::kDepth, 1);
+      const u32 next = step + Op::kDepth;
+      if (next < Op::kSteps || (kAgain && kWhole)) {
+        const u32 wrapped = next < Op::kSteps ? next : next - Op::kSteps;
+        ahead.b[d][0] = operand.load(wrapped, 0);
+        ahead.b[d][1] = operand.load(wrapped, 1);
       }
 #pragma unroll
-      for (u32 t = 0; t < Op::kTiles; ++t) {
+      for (int t = 0; t < static_cast<int>(kHalves / 2); ++t) {
+        const u32 slot = ring.slot, x = ring.take() + offset;
+        const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
+        const uint4 y0 = load_shared(x + kSlotBytes / 2), y1 = load_shared(x + kSlotBytes / 2 + 512);
         float(&c0)[4] = sums.c[t][0];
         float(&c1)[4] = sums.c[t][kChains<Op> - 1];
-        if (2 * t + 1 < half_tiles) {
-          const u32 x = ring.wait() + offset;
-          const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
-          ring.release(lane);
-          const u32 y = ring.wait() + offset;
-          const uint4 y0 = load_shared(y), y1 = load_shared(y + 512);
-          ring.release(lane);
-          mma(c0, x0.x, x0.y, x0.z, x0.w, b0.x, b0.y);
-          mma(c1, y0.x, y0.y, y0.z, y0.w, b1.x, b1.y);
-          mma(c0, x1.x, x1.y, x1.z, x1.w, b0.z, b0.w);
-          mma(c1, y1.x, y1.y, y1.z, y1.w, b1.z, b1.w);
-        } else if (2 * t < half_tiles) {
-          const u32 x = ring.wait() + offset;
-          const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
-          ring.release(lane);
-          mma(c0, x0.x, 0, x0.y, 0, b0.x, b0.y);
-          mma(c1, x1.x, 0, x1.y, 0, b1.x, b1.y);
-          mma(c0, x0.z, 0, x0.w, 0, b0.z, b0.w);
-          mma(c1, x1.z, 0, x1.w, 0, b1.z, b1.w);
-        }
+        mma(c0, x0.x, x0.y, x0.z, x0.w, b0.x, b0.y);
+        mma(c1, y0.x, y0.y, y0.z, y0.w, b1.x, b1.y);
+        mma(c0, x1.x, x1.y, x1.z, x1.w, b0.z, b0.w);
+        mma(c1, y1.x, y1.y, y1.z, y1.w, b1.z, b1.w);
+        ring.release(lane, slot);
+      }
+      if constexpr (kHalves % 2) {  // 8 rows, both halves of the step in half a slot
+        const u32 slot = ring.slot, x = ring.take() + offset;
+        const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
+        float(&c0)[4] = sums.c[kHalves / 2][0];
+        float(&c1)[4] = sums.c[kHalves / 2][kChains<Op> - 1];
+        mma(c0, x0.x, 0, x0.y, 0, b0.x, b0.y);
+        mma(c1, x1.x, 0, x1.y, 0, b1.x, b1.y);
+        mma(c0, x0.z, 0, x0.w, 0, b0.z, b0.w);
+        mma(c1, x1.z, 0, x1.w, 0, b1.z, b1.w);
+        ring.release(lane, slot);
       }
     }
   }
 }
 
-// Where the warps' partial sums meet: [warp][column][row], rows padded against bank conflicts.
-struct Reduction {
-  float* buffer;
-  u32 columns;  // allocated: 1, 2, 4 or 8
-  u32 rows;     // in one round of the exchange, a multiple of 16
-  u32 stride;
-
-  __device__ __forceinline__ Reduction(float* memory, u32 active_columns, u32 all_rows) : buffer(memory) {
-    columns = active_columns <= 2 ? active_columns : active_columns <= 4 ? 4 : 8;
-    const u32 most = (kReduceBytes / 4 / kConsumerWarps / columns - 4) & ~15u;
-    rows = min(most, all_rows);
-    stride = rows + 4;
+// The multiply of a block that owns `units` units: all blocks own as many, or some own one less.
+template <class Op, class Operand>
+__device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const Operand& operand,
+                                               Ahead<Op>& ahead, Sums<Op>& sums) {
+  constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
+  if (Op::kEven || units == Op::kMaxUnits) {
+    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums);
+  } else if constexpr (kFewer > 0) {
+    multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums);
   }
-
-  template <class Op>
-  __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_columns,
-                                      u32 warp, u32 lane) {
-    const u32 row = lane / 4, column = lane % 4 * 2;
-    if (column >= active_columns) return;
-    float* at = buffer + (warp * columns + column) * stride + row;
-#pragma unroll
-    for (u32 t = 0; t < Op::kTiles; ++t) {
-      const u32 start = t * 16;
-      if (start < first_row || start >= first_row + rows || 2 * t >= half_tiles) continue;
-      float* p = at + (start - first_row);
-      p[0] = sums.total(t, 0);
-      p[8] = sums.total(t, 2);
-      if (column + 1 < active_columns) {
-        p[stride] = sums.total(t, 1);
-        p[stride + 8] = sums.total(t, 3);
-      }
-    }
-  }
-  // The sum over warps, always in the same order.
-  __device__ __forceinline__ float get(u32 column, u32 row_in_round) const {
-    const float* p = buffer + column * stride + row_in_round;
-    float sum = p[0];
-#pragma unroll
-    for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * columns * stride];
-    return sum;
-  }
-};
+}

@@ -9,21 +9,21 @@ struct Ring {
   u32 slot;
   u32 parity;
 
-  // Wait for the current slot; returns its shared address. Pairs with expect + copy in `producer`.
-  __device__ __forceinline__ u32 wait() const {
-    wait_barrier(Wait::kFull, full + slot * 8, parity);
-    return base + slot * kSlotBytes;
+  // Wait for the current slot, go on to the next; returns its shared address. Pairs with expect + copy in
+  // `produce`. The step is what the barrier returned, or the compiler would compute the slots of a whole
+  // unrolled loop ahead and run out of registers.
+  __device__ __forceinline__ u32 take() {
+    const u32 address = base + slot * kSlotBytes;
+    slot += wait_barrier<Wait::kFull>(full + slot * 8, parity);
+    if (slot == kRingSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+    return address;
   }
-  __device__ __forceinline__ void advance() {
-    // Opaque, or the compiler computes the slots of a whole unrolled loop ahead and runs out of registers.
-    asm volatile(
-        "{ .reg .pred p; add.u32 %0, %0, 1; setp.eq.u32 p, %0, %2; @p xor.b32 %1, %1, 1; selp.u32 %0, 0, %0, p; }"
-        : "+r"(slot), "+r"(parity) : "n"(kRingSlots));
-  }
-  // The warp has read the current slot. Pairs with the producer's wait for the empty slot.
-  __device__ __forceinline__ void release(u32 lane) {
+  // The warp has read a slot. Pairs with the producer's wait for the empty slot.
+  __device__ __forceinline__ void release(u32 lane, u32 taken) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + slot * 8);
-    advance();
+    if (lane == 0) mbarrier_arrive(empty + taken * 8);
   }
 };

@@ -1,0 +1,64 @@
+// The warps' partial sums meet in shared memory and are added in a fixed order.
+#pragma once
+#include "sync/context.cuh"
+
+// [warp][column][row], rows padded against bank conflicts. One or two columns leave room for two
+// reductions, so that a fast warp may start the next one while the last is still read.
+struct Reduction {
+  float* buffer;
+  u32 columns;  // allocated: 2, 4 or 8
+  u32 rows;     // in one part of the exchange, a multiple of 16
+  u32 stride;
+  bool alone;
+
+  __device__ __forceinline__ Reduction(Context& cx, u32 all_rows) {
+    alone = cx.columns > 2;
+    columns = alone ? (cx.columns <= 4 ? 4 : 8) : cx.columns;
+    const u32 bytes = alone ? kReduceBytes : kReduceBytes / 2;
+    const u32 most = (bytes / 4 / kConsumerWarps / columns - 4) & ~15u;
+    rows = min(most, all_rows);
+    stride = rows + 4;
+    buffer = reinterpret_cast<float*>(cx.shared.reduce + (alone ? 0 : ++cx.reductions % 2 * bytes));
+  }
+
+  // Calls `consume(first row, end row)` in warps below the number of columns, part by part.
+  template <class Op, class Consume>
+  __device__ __forceinline__ void for_each_part(const Context& cx, const Sums<Op>& sums, u32 half_tiles, u32 all_rows,
+                                                const Consume& consume) {
+    for (u32 start = 0; start < all_rows; start += rows) {
+      if (alone) cx.sync();
+      put(sums, start, half_tiles, cx.columns, cx.warp, cx.lane);
+      cx.sync();
+      if (cx.warp < cx.columns) consume(start, min(all_rows, start + rows));
+      if (!alone && start + rows < all_rows) cx.sync();
+    }
+  }
+
+  template <class Op>
+  __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_columns,
+                                      u32 warp, u32 lane) {
+    const u32 row = lane / 4, column = lane % 4 * 2;
+    if (column >= active_columns) return;
+    float* at = buffer + (warp * columns + column) * stride + row;
+#pragma unroll
+    for (u32 t = 0; t < Op::kTiles; ++t) {
+      const u32 start = t * 16;
+      if (start < first_row || start >= first_row + rows || 2 * t >= half_tiles) continue;
+      float* p = at + (start - first_row);
+      p[0] = sums.total(t, 0);
+      p[8] = sums.total(t, 2);
+      if (column + 1 < active_columns) {
+        p[stride] = sums.total(t, 1);
+        p[stride + 8] = sums.total(t, 3);
+      }
+    }
+  }
+  // The sum over warps, always in the same order.
+  __device__ __forceinline__ float get(u32 column, u32 row_in_round) const {
+    const float* p = buffer + column * stride + row_in_round;
+    float sum = p[0];
+#pragma unroll
+    for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * columns * stride];
+    return sum;
+  }
+};

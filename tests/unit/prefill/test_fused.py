@@ -1,0 +1,202 @@
+"""CUDA kernels against the torch definition, operation by operation and in a whole prompt."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from soloist.errors import CudaMissing, ShapeUnsupported
+from soloist.jit.bindings import nvrtc
+from soloist.jit.compiler import compile_source, require_clean
+from soloist.jit.source import Source
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.prefill.elementwise import Chunk, Elementwise, Heads, TorchElementwise
+from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.header import header
+from soloist.prefill.pages import PagePool
+from soloist.prefill.runner import Prefill
+from soloist.reference import build_reference
+from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
+
+ENTRIES = ("embed", "add_norm", "qkv_rope_store", "silu_mul")
+DTYPES = [torch.bfloat16, torch.float16]
+TABLE = [5, 0, 3, 1]
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("name", ["qwen3", "head-128", "mha"])
+def test_kernels_compile_without_spills(name: str, arch: str, dtype: Dtype) -> None:
+    try:
+        nvrtc()
+    except CudaMissing as error:
+        pytest.skip(f"no NVRTC: {error.message}")
+    cubin = compile_source(Source("kernels/prefill.cu", header(MODELS[name], dtype)), arch)
+    for entry in ENTRIES:
+        require_clean(cubin, entry, 0, 48 * 1024)
+
+
+def test_sizes_that_wide_accesses_do_not_divide_are_refused() -> None:
+    pool = PagePool(1, 2, 8, 6, torch.bfloat16, torch.device("cpu"))
+    config = model(GQA, ffn=36)
+    weights = vectors(random_weights(config))
+    with pytest.raises(ShapeUnsupported, match="FFN size 36"):
+        FusedElementwise(config, weights, pool, "sm_90a", None)
+
+
+def cuda_pool(config: ModelConfig, dtype: torch.dtype) -> PagePool:
+    a = config.layers[0].attention
+    return PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, torch.device("cuda"))
+
+
+def arch() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}" + "a" * (major == 9)
+
+
+def fused(cache_root: Path) -> Callable[..., Elementwise]:
+    return partial(FusedElementwise, arch=arch(), cache_root=cache_root)
+
+
+def on_cuda(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.cuda() for name, values in tensors.items()}
+
+
+def a_chunk(position: int, num_tokens: int, rows: int) -> Chunk:
+    def upload(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    ids = [(7 * i) % 61 for i in range(rows)]
+    return Chunk(
+        position=position,
+        num_tokens=num_tokens,
+        ids=upload(ids),
+        place=upload([position, num_tokens]),
+        last=upload([num_tokens - 1]),
+        page_table=upload(TABLE),
+    )
+
+
+def close(seen: Tensor, wanted: Tensor) -> None:
+    """Equal but for the last bit of what was rounded on the way."""
+    rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[wanted.dtype]
+    torch.testing.assert_close(seen, wanted, rtol=rtol, atol=rtol / 50)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("position", "num_tokens", "rows"), [(0, 128, 128), (0, 37, 64), (45, 70, 70), (63, 1, 1)]
+)
+def test_operations(
+    name: str, dtype: torch.dtype, position: int, num_tokens: int, rows: int, tmp_path: Path
+) -> None:
+    config = MODELS[name]
+    weights = on_cuda(random_weights(config))
+    both = [
+        make(config, vectors(weights), cuda_pool(config, dtype))
+        for make in (fused(tmp_path), TorchElementwise)
+    ]
+    torch.manual_seed(0)
+    a, ffn = config.layers[0].attention, config.layers[0].mlp.intermediate_size
+    hidden = config.hidden_size
+    chunk = a_chunk(position, num_tokens, rows)
+    delta = torch.randn(rows, hidden, device="cuda")
+    product = torch.randn(rows, a.qkv_rows, device="cuda")
+    gate_up = torch.randn(rows, 2 * ffn, device="cuda").to(dtype)
+    table = weights["embedding"].to(dtype)
+    results: list[dict[str, Tensor]] = []
+    for e in both:
+        e.start()
+        seen: dict[str, Tensor] = {}
+        results.append(seen)
+        seen["embed"] = torch.empty(rows, hidden, device="cuda")
+        e.embed(table, chunk, seen["embed"])
+        for layer, own in enumerate(e.layers):
+            for label, added, bias in (
+                ("plain", None, None),
+                ("delta", delta, None),
+                ("bias", delta, own.attention_output_bias),
+            ):
+                seen[f"residual {label} {layer}"] = residual = seen["embed"].clone()
+                seen[f"normed {label} {layer}"] = out = residual.to(dtype)
+                e.add_norm(residual, added, bias, own.mlp_norm, out)
+            queries = torch.empty(rows, a.num_query_heads, a.head_dim, device="cuda", dtype=dtype)
+            keys = torch.empty(rows, a.num_kv_heads, a.head_dim, device="cuda", dtype=dtype)
+            heads = Heads(queries, keys, keys.clone())
+            e.qkv_rope_store(product, layer, chunk, heads)
+            seen[f"queries {layer}"], seen[f"keys {layer}"] = heads.queries, heads.keys
+            seen[f"values {layer}"] = heads.values
+            seen[f"activated {layer}"] = out = torch.empty(rows, ffn, device="cuda", dtype=dtype)
+            e.silu_mul(gate_up, own.gate_up_bias, out)
+        seen["pool"] = e.pool.tensor
+    for what, wanted in results[1].items():
+        close(results[0][what], wanted)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def prompt_case(request: pytest.FixtureRequest) -> tuple[ModelConfig, Tensor, Tensor]:
+    """Configuration, 200 tokens and the reference's logits of them."""
+    config = MODELS[request.param]
+    ids = torch.randint(config.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
+    reference = build_reference(config, random_weights(config))
+    logits = reference.forward(ids, 0, reference.new_cache(200), "all")
+    assert logits is not None
+    return config, ids, logits
+
+
+def cuda_prefill(config: ModelConfig, dtype: torch.dtype, cache_root: Path) -> Prefill:
+    weights = on_cuda(random_weights(config))
+    held = matrices(weights, dtype)
+    pool = cuda_pool(config, dtype)
+    return Prefill(
+        config, held.__getitem__, vectors(weights), pool, fused(cache_root), most_tokens=256
+    )
+
+
+def near(logits: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert logits is not None
+    error = (logits.cpu() - wanted).norm() / wanted.norm()
+    assert error < (0.03 if dtype is torch.bfloat16 else 0.004)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [[0, 200], [0, 1, 30, 65, 66, 190, 200]], ids=["one", "uneven"])
+def test_a_prompt_on_cuda(
+    prompt_case: tuple[ModelConfig, Tensor, Tensor],
+    dtype: torch.dtype,
+    cuts: list[int],
+    tmp_path: Path,
+) -> None:
+    config, ids, wanted = prompt_case
+    prefill = cuda_prefill(config, dtype, tmp_path)
+    for start, stop in pairwise(cuts):
+        near(prefill.run(ids[start:stop], start, TABLE), wanted[stop - 1], dtype)
+
+
+@pytest.mark.gpu
+def test_captured_graphs_do_what_the_launches_do(
+    prompt_case: tuple[ModelConfig, Tensor, Tensor], tmp_path: Path
+) -> None:
+    config, ids, wanted = prompt_case
+    launched = cuda_prefill(config, torch.bfloat16, tmp_path)
+    captured = cuda_prefill(config, torch.bfloat16, tmp_path)
+    captured.capture([32, 64, 128])
+    assert not captured.pool.tensor.any(), "capturing stores nothing"
+    for stop in (128, 1, 33, 64, 100, 128, 200):
+        near(captured.run(ids[:stop], 0, TABLE), wanted[stop - 1], torch.bfloat16)
+        captured.pool.tensor.zero_()
+        launched.pool.tensor.zero_()
+        captured.run(ids[:stop], 0, TABLE)
+        launched.run(ids[:stop], 0, TABLE)
+        stored = launched.pool.tensor != 0
+        assert torch.equal(captured.pool.tensor != 0, stored), "padding is not stored"
+    near(captured.run(ids[:100], 0, TABLE), wanted[99], torch.bfloat16)
+    near(captured.run(ids[100:], 100, TABLE), wanted[199], torch.bfloat16)
