@@ -23,7 +23,7 @@ from soloist.model.weights import TORCH_DTYPES, Weights
 
 WAITS = (
     "activations", "sums of squares", "q, k and v", "partial attention", "best tokens",
-    "a filled ring slot", "an empty ring slot", "the round's outcome",
+    "a filled ring slot", "an empty ring slot", "the round's outcome", "its cleaner",
 )  # fmt: skip
 
 

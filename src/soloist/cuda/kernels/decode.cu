@@ -1,9 +1,11 @@
 // The persistent decode kernel: one block per SM, many tokens per launch.
 //
 // Warps 0-7 of a block multiply, attend and choose tokens (`consume`); warp 8 streams weights and KV
-// pages into the ring ahead of them (`produce`); warp 9 of block 0 talks to the host (`report`).
+// pages into the ring ahead of them (`produce`); warp 9 of block 0 talks to the host (`report`); warp 10
+// makes exchange buffers ready for their next use (`clean`).
 // Order of phases only; each phase is a file in ops/.
 #include "ops/attention.cuh"
+#include "ops/clean.cuh"
 #include "ops/head.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
@@ -12,6 +14,7 @@ struct Barriers {
   u32 round;     // consumers -> producer: the round's outcome is known
   u32 emit;      // consumers -> reporter: tokens are ready
   u32 reported;  // reporter -> consumers: they are with the host
+  u32 cleanable, cleaned;  // consumers -> cleaner and back
 };
 
 // The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
@@ -42,6 +45,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       if (cx.block == 0) mbarrier_arrive(barriers.emit);
     }
   }
+  cx.let_clean();
   cx.sync();
 }
 
@@ -93,7 +97,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) u8 dynamic[];
-  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], round_barrier, emit_barrier, reported_barrier;
+  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], barrier[5];
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   u8* fixed = dynamic + kRingSlots * kSlotBytes;
   Control* control = reinterpret_cast<Control*>(fixed + kShControl);
@@ -102,9 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
       mbarrier_init(shared_address(full + i), 1);
       mbarrier_init(shared_address(empty + i), kConsumerWarps);
     }
-    mbarrier_init(shared_address(&round_barrier), 1);
-    mbarrier_init(shared_address(&emit_barrier), 1);
-    mbarrier_init(shared_address(&reported_barrier), 1);
+    for (u32 i = 0; i < 5; ++i) mbarrier_init(shared_address(barrier + i), 1);
     where = Where{params.fault, {0, 0}, {0, 0}, {0, 0}};
     control->columns = params.launch->columns;
     control->rounds = params.launch->rounds;
@@ -118,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
   }
   __syncthreads();
-  const Barriers barriers{shared_address(&round_barrier), shared_address(&emit_barrier),
-                          shared_address(&reported_barrier)};
+  const u32 first = shared_address(barrier);
+  const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};
   if (warp >= kConsumerWarps) {
     give_registers();
     if (warp == kConsumerWarps)
@@ -127,13 +129,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
             barriers.round, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
+    else if (warp == kConsumerWarps + 2)
+      clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {
     take_registers();
     const Shared shared{fixed + kShReduce, fixed + kShAttended, fixed + kShNewKv,
                         reinterpret_cast<float*>(fixed + kShResidual), reinterpret_cast<float*>(fixed + kShStats),
                         control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
-    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0, 0, 1.0f};
+    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0,
+               barriers.cleanable, barriers.cleaned, 0, 0, 1.0f};
     consume(cx, barriers);
   }
 }

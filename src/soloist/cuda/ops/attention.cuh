@@ -73,13 +73,11 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
   Reduction reduction(cx, Qkv::kTiles * 16);
   const float* bias = kQkvBias ? cx.layer_vectors(layer) + kVecQkvBias : nullptr;
   float* now = projected(cx, cx.layers_done, cx.warp) + first;
-  float* absent = projected(cx, cx.layers_done + 2, cx.warp) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
     for (u32 r = start + cx.lane; r < end; r += 32) {
       float y = reduction.get(cx.warp, r - start) * factor;
       if (bias) y += __ldg(bias + first + r);
       store_exchanged(now + r, present(y));
-      store_exchanged(absent + r, kAbsent);
     }
   });
   cx.mark();
@@ -426,19 +424,6 @@ __device__ __forceinline__ bool merges_directly(const Context& cx, u32 layer) {
   return cx.columns == 1 && Splits(layer, cx.shared.control->position[0]).count <= kDirectSplits;
 }
 
-// This block's partial results of the turn after next become absent, written or not.
-__device__ __forceinline__ void clear_partials(const Context& cx, u32 head, u32 split) {
-  constexpr u32 kWords = kGroup * kHeadDim / 4;
-  const uint4 absent = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-  for (u32 i = cx.thread; i < cx.columns * kWords; i += kConsumerThreads) {
-    const u32 column = i / kWords, member = i % kWords / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4;
-    store_exchanged(
-        partial_values(cx, cx.layers_done + 2, column, head * kGroup + member) + split * kHeadDim + d, absent);
-  }
-  for (u32 i = cx.thread; i < cx.columns * kGroup; i += kConsumerThreads)
-    store_exchanged(partial_stats(cx, cx.layers_done + 2, i / kGroup, head * kGroup + i % kGroup) + split, kAbsent, kAbsent);
-}
-
 // New keys and values go to the pool, where later rounds find them.
 __device__ __forceinline__ void store_fresh(const Context& cx, const ColumnGroup& g, u32 layer, u32 head, u32 split) {
   const i32* table = cx.params.page_tables + g.sequence * cx.params.page_table_stride;
@@ -489,16 +474,14 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
   }
   if (!merges_directly(cx, layer)) {
     constexpr u32 kChunks = kGroup * kHeadDim / 8;
-    u8 *now = attended_operand(cx, cx.layers_done), *absent = attended_operand(cx, cx.layers_done + 2);
+    u8* now = attended_operand(cx, cx.layers_done);
     for (u32 i = cx.thread * kSplits + split; i < cx.columns * kChunks; i += kConsumerThreads * kSplits) {
       const u32 column = i / kChunks, k = head * kGroup * kHeadDim + i % kChunks * 8;
       const uint4 merged = merge_splits(cx, Splits(layer, control.position[column]), column, k);
       store_exchanged(operand_value(now, column, k),
                       make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
-      store_exchanged(operand_value(absent, column, k), make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
     }
   }
-  clear_partials(cx, head, split);
   cx.mark();
 }
 

@@ -28,7 +28,6 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
   squares = warp_sum(squares);
   if (cx.lane == 0) {
     store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
-    store_exchanged(stream_squares<Stream>(cx, epoch + 2, cx.warp) + cx.block, kAbsent, kAbsent);
   }
 }
 
@@ -97,7 +96,7 @@ __device__ __forceinline__ void embed(Context& cx) {
   const u32 first = first_unit<Down>(cx.block) * 8, rows = num_units<Down>(cx.block) * 8;
   if (rows == 0) return;
   const float* norm = cx.layer_vectors(0) + kVecAttentionNorm;
-  u8 *now = stream_operand<InStream>(cx, cx.hidden_in), *absent = stream_operand<InStream>(cx, cx.hidden_in + 2);
+  u8* now = stream_operand<InStream>(cx, cx.hidden_in);
   float* residual = cx.shared.residual + cx.warp * (Down::kMaxUnits * 8);
   const u32 token = cx.shared.control->token[cx.warp];
   float squares = 0.0f;
@@ -107,7 +106,7 @@ __device__ __forceinline__ void embed(Context& cx) {
     const float x = valid ? embedding_value(cx.params, token, first + r) : 0.0f;
     const float weight = valid ? __ldg(norm + first + r) : 0.0f;
     if (valid) residual[r] = x;
-    publish_pair(now, absent, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+    publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
     squares += x * x;
   }
   publish_squares<InStream>(cx, cx.hidden_in, squares);
@@ -119,7 +118,7 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
                                               const float* bias) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
-  u8 *now = stream_operand<Stream>(cx, epoch), *absent = stream_operand<Stream>(cx, epoch + 2);
+  u8* now = stream_operand<Stream>(cx, epoch);
   float* residual = cx.shared.residual + cx.warp * (Op::kMaxUnits * 8);
   float squares = 0.0f;
   reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
@@ -133,7 +132,7 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
         if (bias) y += __ldg(bias + first + r);
         residual[r] = x = residual[r] + y;
       }
-      publish_pair(now, absent, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+      publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
       squares += x * x;
     }
   });

@@ -9,6 +9,7 @@ __device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
 }
 
 __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
+  cx.let_clean();
   const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
   Ahead<GateUp> ahead;
   GlobalOperand operand(stream_operand<MidStream>(cx, cx.hidden_mid), cx.warp, cx.lane, cx.columns);
@@ -19,7 +20,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
   const float factor = take_scale<MidStream>(cx, cx.hidden_mid, units);
   cx.mark();
   Reduction reduction(cx, GateUp::kTiles * 16);
-  u8 *now = gated_operand(cx, cx.layers_done), *absent = gated_operand(cx, cx.layers_done + 2);
+  u8* now = gated_operand(cx, cx.layers_done);
   const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
   reduction.for_each_part(cx, sums, units * 2, units * 16, [&](u32 start, u32 end) {
     for (u32 begin = start / 2; begin < end / 2; begin += 32) {
@@ -35,10 +36,9 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
           up += __ldg(bias + (first + n) / 8 * 16 + n % 8 + 8);
         }
       }
-      publish_pair(now, absent, cx.warp, first + n, cx.lane, valid, silu(gate) * up);
+      publish_pair(now, cx.warp, first + n, cx.lane, valid, silu(gate) * up);
     }
   });
-  cx.settle();
   cx.mark();
 }
 

@@ -63,10 +63,10 @@ struct Shared {
   Control* control;
 };
 
-// Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4, and
-// its writer then makes copy (e + 2) % 4 absent again. By then every reader of turn e - 2 is done, since
-// what it published afterwards was needed to come this far; and two more turns pass before anyone reads
-// the copy, with a fence of the writer in between (`settle`).
+// Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4. Once
+// it is there, its block makes copy (e + 2) % 4 absent again (`ops/clean.cuh`). By then every reader of
+// turn e - 2 is done, since what it published afterwards was needed to come this far; and two more turns
+// pass before anyone reads the copy.
 constexpr u32 kTurns = 4;
 
 struct Context {
@@ -77,6 +77,8 @@ struct Context {
   u32 block, warp, lane, thread, columns;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
   u32 hidden_in, hidden_mid, layers_done;  // exchanges so far
+  u32 cleanable, cleaned;  // barriers: to the cleaner, and back
+  u32 cleanings;
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
 
@@ -84,8 +86,15 @@ struct Context {
   __device__ __forceinline__ void forget_addresses() {
     asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread));
   }
-  // Cleared copies are visible to all blocks before this thread publishes anything more.
-  __device__ __forceinline__ void settle() const { __threadfence(); }
+  // The cleaner may go on to the next copies. Pairs with its wait in `clean`.
+  __device__ __forceinline__ void let_clean() {
+    if (thread == 0) {
+      // It has long been done with the last ones.
+      if (cleanings) wait_barrier<Wait::kCleaner>(cleaned, (cleanings - 1) & 1);
+      mbarrier_arrive(cleanable);
+    }
+    ++cleanings;
+  }
   // A time stamp of the traced round; trace.py knows what the marks of a round are, in order.
   __device__ __forceinline__ void mark() {
     if (kTrace && thread == 0 && marks) *marks++ = clock_cycles();
@@ -114,12 +123,11 @@ __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMaxColumns + column) * 32 + k % 32;
 }
 // Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
-// lane stores two. `absent` is the copy to clear.
-__device__ __forceinline__ void publish_pair(u8* now, u8* absent, u32 column, u32 row, u32 lane, bool valid, float x) {
+// lane stores two.
+__device__ __forceinline__ void publish_pair(u8* now, u32 column, u32 row, u32 lane, bool valid, float x) {
   const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
   if (lane % 2 || !valid) return;
   store_exchanged(operand_value(now, column, row), present(pair));
-  store_exchanged(operand_value(absent, column, row), kAbsent);
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -13,7 +13,7 @@ struct Fault {
 };
 
 // What a wait is for; the order is that of `WAITS` in launch.py.
-enum class Wait : u32 { kOperand, kSquares, kProjected, kPartial, kBest, kFull, kEmpty, kRound };
+enum class Wait : u32 { kOperand, kSquares, kProjected, kPartial, kBest, kFull, kEmpty, kRound, kCleaner };
 
 // Where the block is, for the report only: [0] consumers, [1] producer.
 struct Where {

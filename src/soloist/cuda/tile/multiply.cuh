@@ -49,13 +49,20 @@ template <class Op>
 struct Ahead {
   uint4 b[Op::kDepth][2];
 
-  // Ask for the first steps; `multiply` waits for each when it gets there.
+  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one.
   template <class Operand>
   __device__ __forceinline__ void fill(const Operand& operand) {
+#pragma unroll 1
+    for (Tries<Wait::kOperand> tries;; tries.again()) {
+      bool ready = true;
 #pragma unroll
-    for (u32 d = 0; d < Op::kDepth; ++d) {
-      b[d][0] = operand.load(d, 0);
-      b[d][1] = operand.load(d, 1);
+      for (u32 d = 0; d < Op::kDepth; ++d) {
+        b[d][0] = operand.load(d, 0);
+        b[d][1] = operand.load(d, 1);
+      }
+#pragma unroll
+      for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_present(b[d][0]) && is_present(b[d][1]);
+      if (__all_sync(~0u, ready)) return;
     }
   }
 };
@@ -96,8 +103,10 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
     for (u32 d = 0; d < Op::kDepth; ++d) {
       const u32 step = first + d;
       if (!kWhole && step >= Op::kSteps) break;
-      operand.ensure(ahead.b[d][0], step, 0);
-      operand.ensure(ahead.b[d][1], step, 1);
+      if (first > 0 || kAgain) {  // else `fill` has
+        operand.ensure(ahead.b[d][0], step, 0);
+        operand.ensure(ahead.b[d][1], step, 1);
+      }
       const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
       const u32 next = step + Op::kDepth;
       if (next < Op::kSteps || (kAgain && kWhole)) {
