@@ -365,14 +365,16 @@ class ShapeUnsupported(DeviceError):
 
 
 class KernelStuck(DeviceError):
-    """A wait inside the kernel lasted too long; the GPU's context is lost."""
+    """A block of the decode kernel got nowhere for seconds; the GPU's context is lost."""
 
     def __init__(
-        self, waited_for: str, block: int, warp: int, round_index: int, layer: int, phase: str
-    ) -> None:
+        self, phase: str, block: int, at_round: int, layer: int, producer_round: int,
+        producer_layer: int, copies: int,
+    ) -> None:  # fmt: skip
         super().__init__(
-            f"the decode kernel got stuck in round {round_index}, layer {layer}, {phase}: "
-            f"warp {warp} of block {block} waited for {waited_for} and saw none",
+            f"block {block} of the decode kernel is stuck in round {at_round}, layer {layer}, "
+            f"{phase}; its weight stream is in round {producer_round}, layer {producer_layer}, "
+            f"after {copies} copies",
             "start again; please report this message, it is a fault of the kernel",
         )
 

@@ -20,11 +20,11 @@ from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
 MAX_STOPS = 16
-# A wait that fails this often is reported as stuck; one try takes tens of nanoseconds at least.
-MAX_TRIES = 1 << 23
+# A block that gets nowhere for so long is stuck.
+STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, prefetch_slots: int = 0, trace_round: int | None = None) -> str:
+def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, int | bool | float] = {
@@ -35,7 +35,7 @@ def header(plan: Plan, prefetch_slots: int = 0, trace_round: int | None = None) 
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
         "kMaxStops": MAX_STOPS,
-        "kMaxTries": MAX_TRIES,
+        "kStuckNs": STUCK_NS,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
         "kVocab": model.vocab_size,
@@ -53,7 +53,7 @@ def header(plan: Plan, prefetch_slots: int = 0, trace_round: int | None = None) 
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kPrefetchSlots": prefetch_slots,
+        "kAblation": ablation,
         "kTrace": trace_round is not None,
         "kTraceRound": trace_round or 0,
         "kTraceMarks": num_marks(plan),
@@ -67,6 +67,7 @@ def header(plan: Plan, prefetch_slots: int = 0, trace_round: int | None = None) 
         "kGranulePositions": GRANULE_POSITIONS,
         "kPagePositions": PAGE_POSITIONS,
         "kQueryPadding": QUERY_PADDING,
+        "kBlockStride": plan.block_stride,
         "kLayerBytes": plan.layer_bytes,
         "kLayerVectors": plan.layer_vector_values,
     }

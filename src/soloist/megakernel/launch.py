@@ -16,14 +16,13 @@ from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.header import MAX_STOPS, header
-from soloist.megakernel.packing import ordered, pack
+from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
 from soloist.megakernel.trace import num_marks
 from soloist.model.weights import TORCH_DTYPES, Weights
 
-WAITS = (
-    "activations", "sums of squares", "q, k and v", "partial attention", "best tokens",
-    "a filled ring slot", "an empty ring slot", "the round's outcome", "its cleaner",
+PHASES = (
+    "embed", "qkv", "attention", "attention_output", "gate_up", "down", "head", "choose", "conclude",
 )  # fmt: skip
 
 
@@ -107,8 +106,8 @@ class Decoder:
         max_rounds: int = 4096,
         max_sequences: int = MAX_COLUMNS,
         cache: Path | None = None,
-        prefetch_slots: int = 0,
         trace_round: int | None = None,
+        ablation: int = 0,
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan
@@ -116,7 +115,7 @@ class Decoder:
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
-        source = Source("kernels/decode.cu", header(plan, prefetch_slots, trace_round))
+        source = Source("kernels/decode.cu", header(plan, trace_round, ablation))
         cubin = load_or_build(source, plan.gpu.arch, cache)
         self.report = cubin.report.entries["decode"]
         self._module = Module(cubin, "decode")
@@ -146,8 +145,8 @@ class Decoder:
     def _measure_embedding(self) -> float:
         table = self._embedding
         if table is None:
-            table = self.image[self.plan.matrix_offset(self.plan.head) // 2 :]
-        mean_square = sum(float(x.float().square().sum()) for x in table.flatten().split(1 << 26))
+            table = self.image[:, self.plan.matrix_offset(self.plan.head) // 2 :]
+        mean_square = sum(float(x.float().square().sum()) for x in table.split(1))
         return (mean_square / table.numel()) ** -0.5
 
     def start(
@@ -222,8 +221,9 @@ class Decoder:
         except RuntimeError as error:
             fault = self._signal_values[32:40]
             if fault[0]:
-                code, block, warp, at, layer, phase = (int(x) for x in fault[:6])
-                raise KernelStuck(WAITS[code - 1], block, warp, at, layer, str(phase)) from error
+                _, block, *where = (int(x) for x in fault)
+                phase = PHASES[where.pop(2)]
+                raise KernelStuck(phase, block, *where) from error
             raise LaunchError("the decode kernel", str(error).splitlines()[0]) from error
 
     def stop(self) -> None:
@@ -262,16 +262,15 @@ def _load_image(
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
     take = weights.__getitem__ if keep_rows else weights.pop
     dtype = TORCH_DTYPES[plan.dtype]
-    image = torch.empty(plan.image_bytes // 2, dtype=dtype, device=device)
+    image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=dtype, device=device)
     vectors = torch.zeros(
         plan.layer_vector_values * plan.model.num_layers + plan.model.hidden_size,
         dtype=torch.float32, device=device,
     )  # fmt: skip
     for layer in range(plan.model.num_layers):
         for op in plan.layer_operations:
-            start = (plan.layer_bytes * layer + plan.matrix_offset(op)) // 2
-            packed = pack(plan, op, take(f"layers.{layer}.{op.matrix.name}").to(device, dtype))
-            image[start : start + packed.numel()] = packed
+            values = take(f"layers.{layer}.{op.matrix.name}").to(device, dtype)
+            place(plan, op, layer, pack(plan, op, values), image)
         matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
         for name, buffer in plan.vectors.items():
             values = take(f"layers.{layer}.{name}").to(device, torch.float32)
@@ -282,6 +281,6 @@ def _load_image(
     vectors[-plan.model.hidden_size :] = take("final_norm").float()
     tied = plan.model.tied_head
     head = take("embedding" if tied else "head").to(device, dtype)
-    image[plan.matrix_offset(plan.head) // 2 :] = pack(plan, plan.head, head)
+    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
     table = None if tied else take("embedding").to(device, dtype).contiguous()
     return image, vectors, table

@@ -64,6 +64,21 @@ def pack(plan: Plan, operation: Operation, values: Tensor) -> Tensor:
     return packed.flatten()
 
 
+def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: Tensor) -> None:
+    """Copy a packed matrix into every block's part of the image [blocks, values]."""
+    matrix = operation.matrix
+    start = (plan.layer_bytes * layer + plan.matrix_offset(operation)) // 2
+    by_count: dict[int, list[int]] = {}
+    for block in range(plan.blocks):
+        by_count.setdefault(matrix.block_bytes(block) // 2, []).append(block)
+    unit_values = packed.numel() // matrix.units
+    for count, blocks in by_count.items():
+        first = torch.tensor([matrix.first_unit(b) * unit_values for b in blocks])
+        rows = first[:, None] + torch.arange(0, count, unit_values)
+        parts = packed.view(-1, unit_values)[(rows // unit_values).to(packed.device)]
+        image[torch.tensor(blocks, device=image.device), start : start + count] = parts.flatten(1)
+
+
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
     matrix = operation.matrix

@@ -78,6 +78,11 @@ class Matrix:
         return units * self.unit_slots * self.steps * SLOT_VALUES * 2
 
     @property
+    def max_block_bytes(self) -> int:
+        """Bytes that the busiest block streams for this matrix."""
+        return self.max_units * self.unit_slots * self.steps * SLOT_VALUES * 2
+
+    @property
     def max_units(self) -> int:
         """Units of the busiest block."""
         return -(-self.units // self.blocks)

@@ -168,29 +168,44 @@ class Plan:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Packed weights of one layer."""
-        return sum(op.matrix.num_bytes for op in self.layer_operations)
+        """Packed weights of one layer that one block streams, one matrix after the other."""
+        return sum(op.matrix.max_block_bytes for op in self.layer_operations)
 
     def matrix_offset(self, operation: Operation) -> int:
-        """Bytes from the start of a layer (or, for the head, of the image) to a matrix."""
+        """Bytes from the start of a block's layer (the head: of a block) to its part of a matrix."""
         if operation is self.head:
             return self.layer_bytes * self.model.num_layers
         offset = 0
         for op in self.layer_operations:
             if op is operation:
                 return offset
-            offset += op.matrix.num_bytes
+            offset += op.matrix.max_block_bytes
         raise AssertionError("an operation of this plan")
+
+    @cached_property
+    def block_stride(self) -> int:
+        """Bytes from one block's weights to the next: an odd number of slots.
+
+        All blocks walk through their parts at about the same speed; a stride with a large power of
+        two in it would send them to the same few memory channels.
+        """
+        slots = -(-(self.matrix_offset(self.head) + self.head.matrix.max_block_bytes) // SLOT_BYTES)
+        return (slots | 1) * SLOT_BYTES
 
     @property
     def image_bytes(self) -> int:
-        """All packed weights."""
-        return self.matrix_offset(self.head) + self.head.matrix.num_bytes
+        """The allocation for all packed weights."""
+        return self.block_stride * self.blocks
 
     def block_bytes(self, block: int) -> int:
         """Weights that one block streams in a round."""
         layer = sum(op.matrix.block_bytes(block) for op in self.layer_operations)
         return layer * self.model.num_layers + self.head.matrix.block_bytes(block)
+
+    @cached_property
+    def streamed_bytes(self) -> int:
+        """Weights that all blocks stream in a round, padding included."""
+        return sum(self.block_bytes(block) for block in range(self.blocks))
 
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
@@ -282,9 +297,9 @@ class Plan:
         """The plan for people."""
         lines = [
             f"{self.model.family} {self.dtype} on {self.gpu.arch}: {self.blocks} of "
-            f"{self.gpu.num_sms} SMs, {self.image_bytes / 1e9:.3f} GB of weights a round, "
+            f"{self.gpu.num_sms} SMs, {self.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
-            f"block (mean {self.image_bytes / self.blocks / 1e6:.2f})",
+            f"block (mean {self.streamed_bytes / self.blocks / 1e6:.2f})",
             f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB, shared {self.shared_bytes:,} bytes; "
             f"attention: {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
         ]

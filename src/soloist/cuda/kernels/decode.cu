@@ -2,7 +2,7 @@
 //
 // Warps 0-7 of a block multiply, attend and choose tokens (`consume`); warp 8 streams weights and KV
 // pages into the ring ahead of them (`produce`); warp 9 of block 0 talks to the host (`report`); warp 10
-// makes exchange buffers ready for their next use (`clean`).
+// makes exchange buffers ready for their next use (`clean`); warp 11 sees to it that no wait lasts (`watch`).
 // Order of phases only; each phase is a file in ops/.
 #include "ops/attention.cuh"
 #include "ops/clean.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
   Control& control = *cx.shared.control;
   if (cx.warp == 0) {
     if (cx.block == 0 && cx.round > 0)
-      wait_barrier<Wait::kRound>(barriers.reported, (cx.round - 1) & 1);
+      mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
     bool ended = false;
     if (cx.lane < cx.columns) {
       const ColumnStart& start = cx.params.launch->column[cx.lane];
@@ -52,29 +52,32 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
   const u64 stride = cx.params.launch->logits_round_stride;
   for (;; ++cx.round) {
-    if (cx.thread == 0) where.round[0] = cx.round;
+    if (cx.thread == 0) cx.where->round = cx.round;
     cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceMarks : nullptr;
     cx.mark();
+    cx.begin(Phase::kEmbed);
     embed(cx);
     cx.mark();
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; ++layer) {
-      if (cx.thread == 0) where.layer[0] = layer;
-      cx.forget_addresses();
+      if (cx.thread == 0) cx.where->layer = layer;
+      cx.begin(Phase::kQkv);
       qkv(cx, layer);
-      cx.forget_addresses();
+      cx.begin(Phase::kAttention);
       attention(cx, layer);
-      cx.forget_addresses();
+      cx.begin(Phase::kOutput);
       attention_output(cx, layer);
-      cx.forget_addresses();
+      cx.begin(Phase::kGateUp);
       gate_up(cx, layer);
-      cx.forget_addresses();
+      cx.begin(Phase::kDown);
       down(cx, layer);
     }
-    cx.forget_addresses();
+    cx.begin(Phase::kHead);
     head(cx, cx.params.logits + cx.round * stride);
+    cx.begin(Phase::kChoose);
     choose(cx);
     cx.mark();
+    cx.begin(Phase::kConclude);
     conclude(cx, barriers);
     cx.mark();
     if (cx.shared.control->stop) return;
@@ -84,7 +87,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
 // Tokens go to host memory while the next round runs; the host's wish to stop comes back.
 __device__ __forceinline__ void report(const Params& params, Control* control, const Barriers& barriers) {
   for (u32 round = 0;; ++round) {
-    wait_barrier<Wait::kRound>(barriers.emit, round & 1);
+    mbarrier_wait(barriers.emit, round & 1);
     volatile Control* c = control;
     for (u32 i = 0; i < c->columns; ++i) store_host(params.emitted + round * kMaxColumns + i, c->emit[i]);
     const bool stop = c->stop;
@@ -97,7 +100,8 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) u8 dynamic[];
-  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], barrier[5];
+  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], barrier[6];
+  __shared__ Where where;
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   u8* fixed = dynamic + kRingSlots * kSlotBytes;
   Control* control = reinterpret_cast<Control*>(fixed + kShControl);
@@ -106,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
       mbarrier_init(shared_address(full + i), 1);
       mbarrier_init(shared_address(empty + i), kConsumerWarps);
     }
-    for (u32 i = 0; i < 5; ++i) mbarrier_init(shared_address(barrier + i), 1);
-    where = Where{params.fault, {0, 0}, {0, 0}, {0, 0}};
+    for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), 1);
+    where = Where{0, 0, 0, 0, 0, 0};
     control->columns = params.launch->columns;
     control->rounds = params.launch->rounds;
     control->stop = control->yield = control->yield_agreed = 0;
@@ -125,10 +129,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   if (warp >= kConsumerWarps) {
     give_registers();
     if (warp == kConsumerWarps)
-      produce(params, control, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
+      produce(params, control, &where, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
             barriers.round, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
+    else if (warp == kConsumerWarps + 3 && lane == 0)
+      watch(&where, params.fault, first + 40);
     else if (warp == kConsumerWarps + 2)
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {
@@ -138,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
                         control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
     Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0,
-               barriers.cleanable, barriers.cleaned, 0, 0, 1.0f};
+               &where, barriers.cleanable, barriers.cleaned, 0, 0, 1.0f};
     consume(cx, barriers);
+    if (thread == 0) mbarrier_arrive(first + 40);  // the watchdog may go
   }
 }

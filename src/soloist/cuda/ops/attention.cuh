@@ -96,7 +96,7 @@ __device__ __forceinline__ void head_vector(const Context& cx, const float* sour
     turned[j] = rope && p < kHalf ? __ldg(rope + p) : make_float2(1.0f, 0.0f);
   }
 #pragma unroll 1
-  for (Tries<Wait::kProjected> tries;; tries.again()) {
+  for (;;) {
     bool ready = true;
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
@@ -348,7 +348,7 @@ __device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, 
       }
       const u32 index = static_cast<u32>(walk.page) / kSplits * 2 + granule;
       if (working && index % kSoftmaxLanes == mine) softmax.add(query, keys, values, start, last, window, cx.lane);
-      if (!kPageSlot || granule == walk.last_granule()) cx.ring.release(cx.lane, slot);
+      if (!kPageSlot || granule == walk.last_granule()) cx.ring.release(cx.lane, slot, 1);
     }
   }
   merge_lanes(cx, softmax, g, head, split);
@@ -378,7 +378,7 @@ __device__ __forceinline__ uint4 merge_splits(const Context& cx, const Splits& s
     float2 s[kBatch];
     float4 low[kBatch], high[kBatch];
 #pragma unroll 1
-    for (Tries<Wait::kPartial> tries;; tries.again()) {
+    for (;;) {
       bool ready = true;
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
   const u32 block = blockIdx.x, head = block / kSplits, split = block % kSplits, columns = control->columns;
   u32 hidden_in = 0, layers = 0;
   for (u32 turns = 0;; ++turns) {
-    wait_barrier<Wait::kCleaner>(cleanable, turns & 1);
+    mbarrier_wait(cleanable, turns & 1);
     ++hidden_in;
     clear_stream<InStream>(params, hidden_in + 2, columns, block, lane);
     if (turns % (kLayers + 1) == kLayers) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void choose(Context& cx) {
   constexpr u32 kEach = (kNumBlocks + 31) / 32;
   uint4 record[kEach];
 #pragma unroll 1
-  for (Tries<Wait::kBest> tries;; tries.again()) {
+  for (;;) {
     bool ready = true;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {

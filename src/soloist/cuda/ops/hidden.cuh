@@ -41,7 +41,7 @@ __device__ __forceinline__ float take_scale(Context& cx, u32 epoch, u32 units) {
   constexpr u32 kEach = (kNumBlocks + 31) / 32;
   float2 part[kEach];
 #pragma unroll 1
-  for (Tries<Wait::kSquares> tries;; tries.again()) {
+  for (;;) {
     bool ready = true;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
@@ -77,14 +77,14 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
     const u32 group_units = min(2 * Head::kTiles, units - group * 2 * Head::kTiles);
     const u32 step = k / 512, warp = k % 512 / 64, half = k % 64 / 32, quad = k % 32 / 8, in = k % 8;
     const u32 g = token % 8, tile = in_group / 2;
-    const u64 base = (static_cast<u64>(begin + group * 2 * Head::kTiles) * Head::kSteps + step * group_units) * 4096;
+    const u32 base = (group * 2 * Head::kTiles * Head::kSteps + step * group_units) * 4096;
     u32 value;  // within the step of the group
     if ((tile + 1) * 2 <= group_units)
       value = (tile * 2 + half) * 4096 + warp * 512 + (in / 4) * 256 + (g * 4 + quad) * 8 +
               ((in % 4 / 2) * 2 + in_group % 2) * 2 + in % 2;
     else
       value = tile * 2 * 4096 + warp * 512 + half * 256 + (g * 4 + quad) * 8 + in;
-    return from_half(__ldg(reinterpret_cast<const u16*>(p.image + Head::kOffset) + base + value));
+    return from_half(__ldg(reinterpret_cast<const u16*>(weights_of<Head>(p.image, owner, 0)) + base + value));
   }
 }
 

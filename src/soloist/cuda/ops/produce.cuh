@@ -1,7 +1,6 @@
 // The producer warp: keeps the ring full of what the consumers will read next, in their order.
 //
-// Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size; the next
-// kPrefetchSlots beyond that are asked into the L2, so that memory stays busy while the consumers wait.
+// Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size.
 #pragma once
 #include "ops/attention.cuh"
 
@@ -9,74 +8,37 @@ struct Slots {
   u32 base, full, empty;
 };
 
-// Walks the weight slots of one block through layers and rounds, for the L2.
-struct WeightCursor {
-  const u8* next;
-  u32 left, operation, layer;
-
-  template <class Op>
-  __device__ __forceinline__ void enter(const u8* matrix, u32 block) {
-    next = matrix + static_cast<u64>(first_unit<Op>(block)) * Op::kUnitBytes;
-    left = num_units<Op>(block) * Op::kUnitBytes;
-  }
-  // Ask for the next bytes, about as many as a copy takes.
-  __device__ __forceinline__ void step(const u8* image, u32 block) {
-    if (left == 0) {
-      const u8* base = image + static_cast<u64>(layer) * kLayerBytes;
-      switch (operation) {
-        case 0: enter<Qkv>(base + Qkv::kOffset, block); break;
-        case 1: enter<AttentionOutput>(base + AttentionOutput::kOffset, block); break;
-        case 2: enter<GateUp>(base + GateUp::kOffset, block); break;
-        case 3: enter<Down>(base + Down::kOffset, block); break;
-        default: enter<Head>(image + Head::kOffset, block); break;
-      }
-      if (operation == 4) {
-        operation = layer = 0;
-      } else if (operation == 3) {
-        operation = ++layer == kLayers ? 4 : 0;
-      } else {
-        ++operation;
-      }
-    }
-    const u32 bytes = min(left, kSlotBytes);
-    bulk_prefetch(next, bytes);
-    next += bytes;
-    left -= bytes;
-  }
-};
-
 struct Producer {
   const Params& params;
   Slots slots;
+  volatile Where* where;
   u32 lane, slot, parity, issued;
-  WeightCursor cursor;
 
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
+    if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    wait_barrier<Wait::kEmpty>(slots.empty + slot * 8, parity ^ 1);
+    mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     mbarrier_expect(slots.full + slot * 8, bytes);
     bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8);
     if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
     }
-    ++issued;
+    where->copies = ++issued;
   }
 
   // This block's part of a matrix, or so many of its slots from `begin` on: for every step of K a slot for
   // each tile of 16 rows, and half a slot for 8 rows left over.
   template <class Op>
-  __device__ __forceinline__ void weights(const u8* matrix, u32 begin = 0, u32 count = ~0u) {
+  __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
     if (lane == 0) {
       const u32 units = num_units<Op>(blockIdx.x), halves = Op::kGrouped ? 2 : units * Op::kUnitHalves;
       const u32 slots = (halves + 1) / 2, left = units * Op::kUnitBytes / (halves * (kSlotBytes / 2)) * slots;
-      const u8* source = matrix + static_cast<u64>(first_unit<Op>(blockIdx.x)) * Op::kUnitBytes +
-                         static_cast<u64>(begin / slots) * halves * (kSlotBytes / 2) + begin % slots * kSlotBytes;
+      const u8* source = weights_of<Op>(params.image, blockIdx.x, layer) + static_cast<u64>(begin / slots) * halves * (kSlotBytes / 2) + begin % slots * kSlotBytes;
       u32 in_step = begin % slots;
       for (u32 i = begin; i < left && i - begin < count; ++i) {
         const u32 bytes = ++in_step == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
         if (in_step == slots) in_step = 0;
-        if (kPrefetchSlots) cursor.step(params.image, blockIdx.x);
         copy(source, bytes);
         source += bytes;
       }
@@ -118,46 +80,43 @@ struct Producer {
 
   // Copies that no one will consume must land before the block ends.
   __device__ __forceinline__ void drain(u32 count) {
-    if (lane != 0) return;
+    if (lane != 0 || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
         slot = kRingSlots;
         parity ^= 1;
       }
       --slot;
-      wait_barrier<Wait::kFull>(slots.full + slot * 8, parity);
+      mbarrier_wait(slots.full + slot * 8, parity);
     }
   }
 };
 
-__device__ __forceinline__ void produce(const Params& params, Control* control, const Slots& slots,
+__device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, lane, 0, 0, 0, WeightCursor{nullptr, 0, 0, 0}};
-  if (kPrefetchSlots && lane == 0)
-    for (u32 i = 0; i < kPrefetchSlots; ++i) p.cursor.step(params.image, blockIdx.x);
+  Producer p{params, slots, where, lane, 0, 0, 0};
   for (u32 round = 0; round < params.launch->rounds; ++round) {
-    where.round[1] = round;
+    where->producer_round = round;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; ++layer) {
-      where.layer[1] = layer;
-      const u8* weights = params.image + static_cast<u64>(layer) * kLayerBytes;
+      where->producer_layer = layer;
       if (layer == 0 && round > 0) {
         // Not more than the ring holds: nobody consumes them if the launch ends here.
         const u32 before = p.issued;
-        p.weights<Qkv>(weights + Qkv::kOffset, 0, kRingSlots);
+        p.weights<Qkv>(layer, 0, kRingSlots);
         // Pairs with conclude(): the new positions are known, the last keys and values written.
-        wait_barrier<Wait::kRound>(round_barrier, (round - 1) & 1);
+        mbarrier_wait(round_barrier, (round - 1) & 1);
         if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
         fence_async_proxy();
-        p.weights<Qkv>(weights + Qkv::kOffset, kRingSlots);
+        p.weights<Qkv>(layer, kRingSlots);
       } else {
-        p.weights<Qkv>(weights + Qkv::kOffset);
+        p.weights<Qkv>(layer);
       }
       p.pages(*control, layer);
-      p.weights<AttentionOutput>(weights + AttentionOutput::kOffset);
-      p.weights<GateUp>(weights + GateUp::kOffset);
-      p.weights<Down>(weights + Down::kOffset);
+      p.weights<AttentionOutput>(layer);
+      p.weights<GateUp>(layer);
+      p.weights<Down>(layer);
     }
-    p.weights<Head>(params.image + Head::kOffset);
+    p.weights<Head>(0);
   }
 }

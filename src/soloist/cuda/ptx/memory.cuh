@@ -29,33 +29,6 @@ __device__ __forceinline__ float2 load_exchanged2(const float* p) {
   return v;
 }
 
-// Load 16 bytes again until none of its words is `absent`: 1, or 0 after so many tries. One piece, because a
-// loop that the compiler sees would keep an array that holds `v` out of registers.
-__device__ __forceinline__ u32 load_until_present(uint4& v, const void* p, u32 absent, u32 tries) {
-  u32 done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      ".reg .u32 n;\n"
-      "mov.u32 n, 0;\n"
-      "test_%=:\n"
-      "setp.ne.u32 p, %0, %6;\n"
-      "setp.ne.and.u32 p, %1, %6, p;\n"
-      "setp.ne.and.u32 p, %2, %6, p;\n"
-      "setp.ne.and.u32 p, %3, %6, p;\n"
-      "@p bra done_%=;\n"
-      "ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%5];\n"
-      "add.u32 n, n, 1;\n"
-      "setp.lt.u32 q, n, %7;\n"
-      "@q bra test_%=;\n"
-      "done_%=:\n"
-      "selp.u32 %4, 1, 0, p;\n"
-      "}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w), "=r"(done)
-      : "l"(p), "r"(absent), "r"(tries) : "memory");
-  return done;
-}
-
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -77,6 +77,7 @@ struct Context {
   u32 block, warp, lane, thread, columns;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
   u32 hidden_in, hidden_mid, layers_done;  // exchanges so far
+  volatile Where* where;
   u32 cleanable, cleaned;  // barriers: to the cleaner, and back
   u32 cleanings;
   u32 reductions;  // so far: they alternate between halves of the shared buffer
@@ -90,10 +91,14 @@ struct Context {
   __device__ __forceinline__ void let_clean() {
     if (thread == 0) {
       // It has long been done with the last ones.
-      if (cleanings) wait_barrier<Wait::kCleaner>(cleaned, (cleanings - 1) & 1);
+      if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
       mbarrier_arrive(cleanable);
     }
     ++cleanings;
+  }
+  __device__ __forceinline__ void begin(Phase phase) {
+    if (thread == 0) where->phase = static_cast<u32>(phase);
+    forget_addresses();
   }
   // A time stamp of the traced round; trace.py knows what the marks of a round are, in order.
   __device__ __forceinline__ void mark() {
@@ -113,6 +118,11 @@ __device__ __forceinline__ u32 first_unit(u32 block) {
 template <class Op>
 __device__ __forceinline__ u32 num_units(u32 block) {
   return first_unit<Op>(block + 1) - first_unit<Op>(block);
+}
+// This block's part of a matrix.
+template <class Op>
+__device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 layer) {
+  return image + static_cast<u64>(block) * kBlockStride + static_cast<u64>(layer) * kLayerBytes + Op::kOffset;
 }
 // One turn's copy of an exchange buffer.
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {

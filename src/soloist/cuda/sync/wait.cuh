@@ -1,63 +1,51 @@
-// Bounded waits. A wait that lasts too long writes what it waited for to host memory and traps.
+// Waiting: for barriers in shared memory and for data of other blocks; and the watchdog that bounds it.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "spec.cuh"
 
-// Host memory; `launch.py` reads it as sixteen words.
-struct Fault {
-  u32 code;  // 0: none; otherwise 1 + what was waited for
-  u32 block, thread;
-  u32 unused;
-  u32 round[2], layer[2], phase[2];
-};
+// Builds that leave something out, to see what the rest costs: no waiting for other blocks (the stream and
+// the multiplies alone), no stream (weights as they lie in shared memory), no stream and no multiplies.
+constexpr u32 kNoWaits = 1, kNoStream = 2, kNoMultiply = 3;
 
-// What a wait is for; the order is that of `WAITS` in launch.py.
-enum class Wait : u32 { kOperand, kSquares, kProjected, kPartial, kBest, kFull, kEmpty, kRound, kCleaner };
+// What the consumers of a block do; the order is that of `PHASES` in launch.py.
+enum class Phase : u32 { kEmbed, kQkv, kAttention, kOutput, kGateUp, kDown, kHead, kChoose, kConclude };
 
-// Where the block is, for the report only: [0] consumers, [1] producer.
+// Where a block is: consumers and producer write it, the watchdog reads it.
 struct Where {
-  Fault* fault;
-  u32 round[2], layer[2], phase[2];
+  u32 round, layer, phase;                      // consumers
+  u32 producer_round, producer_layer, copies;   // producer
 };
-__shared__ Where where;
 
-// The end of the thread, in one piece: a call, or a way back that the compiler sees, would cost the many
-// waits of an unrolled loop registers.
-template <Wait what>
-__device__ __forceinline__ void trap_stuck() {
-  asm volatile(
-      "{\n"
-      ".reg .u64 fault;\n"
-      ".reg .u32 block, thread, a, b;\n"
-      "ld.shared.u64 fault, [%0];\n"
-      "mov.u32 block, %%ctaid.x;\n"
-      "mov.u32 thread, %%tid.x;\n"
-      "st.global.u32 [fault + 4], block;\n"
-      "st.global.u32 [fault + 8], thread;\n"
-      "ld.shared.v2.u32 {a, b}, [%0 + 8];\n"
-      "st.global.v2.u32 [fault + 16], {a, b};\n"
-      "ld.shared.v2.u32 {a, b}, [%0 + 16];\n"
-      "st.global.v2.u32 [fault + 24], {a, b};\n"
-      "ld.shared.v2.u32 {a, b}, [%0 + 24];\n"
-      "st.global.v2.u32 [fault + 32], {a, b};\n"
-      "fence.sc.sys;\n"
-      "mov.u32 a, %1;\n"
-      "st.global.u32 [fault], a;\n"
-      "fence.sc.sys;\n"
-      "trap;\n"
-      "exit;\n"
-      "}" ::"r"(shared_address(&where)), "n"(1 + static_cast<u32>(what)) : "memory");
-  __builtin_unreachable();
-}
+// Host memory: 1 and what a stuck block was doing.
+struct Fault {
+  u32 code, block;
+  Where where;
+};
 
-// A barrier in shared memory passes the phase of this parity.
-// Returns 1, which only the hardware knows.
-template <Wait what>
-__device__ __forceinline__ u32 wait_barrier(u32 barrier, u32 parity) {
-  const u32 done = mbarrier_wait(barrier, parity, kMaxTries);
-  if (!done) trap_stuck<what>();
-  return done;
+// A warp of its own, so that the waits cost the others nothing: if neither consumers nor producer get
+// anywhere for kStuckNs, it tells the host where they are and ends the kernel.
+__device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished) {
+  u32 last = ~0u;
+  u64 since = clock_ns();
+  while (!mbarrier_try_wait(finished, 0, 1000000)) {
+    const u32 now = (where->round * 64 + where->layer) * 64 + where->phase + where->copies;
+    if (now != last) {
+      last = now;
+      since = clock_ns();
+    } else if (clock_ns() - since > kStuckNs) {
+      store_host(&fault->block, blockIdx.x);
+      store_host(&fault->where.round, where->round);
+      store_host(&fault->where.layer, where->layer);
+      store_host(&fault->where.phase, where->phase);
+      store_host(&fault->where.producer_round, where->producer_round);
+      store_host(&fault->where.producer_layer, where->producer_layer);
+      store_host(&fault->where.copies, where->copies);
+      store_host_release(&fault->code, 1);
+      __threadfence_system();
+      asm volatile("trap;");
+    }
+  }
 }
 
 // Data from other blocks carries its own readiness: memory holds kAbsent in every 32-bit word until the
@@ -66,27 +54,12 @@ constexpr u32 kAbsent = 0xffffffffu;
 
 __device__ __forceinline__ u32 present(u32 word) { return word == kAbsent ? 0x7fffffffu : word; }
 __device__ __forceinline__ u32 present(float x) { return present(__float_as_uint(x)); }
-__device__ __forceinline__ bool is_present(u32 x) { return x != kAbsent; }
-__device__ __forceinline__ bool is_present(float x) { return __float_as_uint(x) != kAbsent; }
+__device__ __forceinline__ bool is_present(u32 x) { return kAblation == kNoWaits || x != kAbsent; }
+__device__ __forceinline__ bool is_present(float x) { return is_present(__float_as_uint(x)); }
 __device__ __forceinline__ bool is_present(float2 x) { return is_present(x.x) && is_present(x.y); }
 __device__ __forceinline__ bool is_present(uint4 x) {
-  return x.x != kAbsent && x.y != kAbsent && x.z != kAbsent && x.w != kAbsent;
+  return is_present(x.x) && is_present(x.y) && is_present(x.z) && is_present(x.w);
 }
 __device__ __forceinline__ bool is_present(float4 x) {
   return is_present(x.x) && is_present(x.y) && is_present(x.z) && is_present(x.w);
 }
-
-template <Wait what>
-__device__ __forceinline__ void ensure_present(uint4& v, const void* p) {
-  if (!load_until_present(v, p, kAbsent, kMaxTries)) trap_stuck<what>();
-}
-
-// Counts the tries of a loop that polls. Written out where it is used: arrays that a callable captured
-// would end up in local memory.
-template <Wait what>
-struct Tries {
-  u32 count = 0;
-  __device__ __forceinline__ void again() {
-    if (++count > kMaxTries) trap_stuck<what>();
-  }
-};

@@ -23,10 +23,7 @@ struct GlobalOperand {
     if (active) v = load_exchanged(at(step, half));
     return v;
   }
-  // What `load` returned has arrived, or is loaded again until it has.
-  __device__ __forceinline__ void ensure(uint4& v, u32 step, u32 half) const {
-    ensure_present<Wait::kOperand>(v, at(step, half));
-  }
+  static constexpr bool kPolled = true;
 };
 
 // The same for one column, in shared memory.
@@ -41,7 +38,7 @@ struct SharedOperand {
     if (active) v = load_shared(lane_base + (step * 16 + half) * 64);
     return v;
   }
-  __device__ __forceinline__ void ensure(uint4&, u32, u32) const {}
+  static constexpr bool kPolled = false;
 };
 
 // Activations of the next steps, in registers.
@@ -53,7 +50,7 @@ struct Ahead {
   template <class Operand>
   __device__ __forceinline__ void fill(const Operand& operand) {
 #pragma unroll 1
-    for (Tries<Wait::kOperand> tries;; tries.again()) {
+    for (;;) {
       bool ready = true;
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) {
@@ -88,6 +85,9 @@ struct Sums {
   }
 };
 
+// Slots that a warp takes together, so that their loads and multiplies overlap.
+inline constexpr u32 kBatch = 2;
+
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
 // the instruction cache, so loops are unrolled only as far as registers need constant indices.
 // kAgain: another group with the same activations follows.
@@ -95,49 +95,63 @@ template <u32 kHalves, bool kAgain, class Op, class Operand>
 __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const Operand& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums) {
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
+  constexpr u32 kStepSlots = (kHalves + 1) / 2, kSlots = Op::kDepth * kStepSlots;
   sums.clear();
+  if (kAblation == kNoMultiply) return;
   const u32 offset = warp * 1024 + lane * 16;
 #pragma unroll 1
   for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
 #pragma unroll
-    for (u32 d = 0; d < Op::kDepth; ++d) {
-      const u32 step = first + d;
-      if (!kWhole && step >= Op::kSteps) break;
-      if (first > 0 || kAgain) {  // else `fill` has
-        operand.ensure(ahead.b[d][0], step, 0);
-        operand.ensure(ahead.b[d][1], step, 1);
-      }
-      const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
-      const u32 next = step + Op::kDepth;
-      if (next < Op::kSteps || (kAgain && kWhole)) {
-        const u32 wrapped = next < Op::kSteps ? next : next - Op::kSteps;
-        ahead.b[d][0] = operand.load(wrapped, 0);
-        ahead.b[d][1] = operand.load(wrapped, 1);
+    for (u32 i = 0; i < kSlots; i += kBatch) {
+      const u32 taken = ring.slot;
+      u32 count = 0;
+      uint4 x[kBatch][2], y[kBatch][2];
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) {
+        const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots;
+        if (i + j >= kSlots || (!kWhole && first + d >= Op::kSteps)) continue;
+        const u32 at = ring.take() + offset;
+        ++count;
+        x[j][0] = load_shared(at);
+        x[j][1] = load_shared(at + 512);
+        if (2 * t + 1 < kHalves) {
+          y[j][0] = load_shared(at + kSlotBytes / 2);
+          y[j][1] = load_shared(at + kSlotBytes / 2 + 512);
+        }
       }
 #pragma unroll
-      for (int t = 0; t < static_cast<int>(kHalves / 2); ++t) {
-        const u32 slot = ring.slot, x = ring.take() + offset;
-        const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
-        const uint4 y0 = load_shared(x + kSlotBytes / 2), y1 = load_shared(x + kSlotBytes / 2 + 512);
+      for (u32 j = 0; j < kBatch; ++j) {
+        const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots, step = first + d;
+        if (i + j >= kSlots || (!kWhole && step >= Op::kSteps)) continue;
+        if (Operand::kPolled && t == 0 && (kAgain || Op::kDepth < Op::kSteps))
+#pragma unroll 1
+          while (!__all_sync(~0u, is_present(ahead.b[d][0]) && is_present(ahead.b[d][1]))) {
+            ahead.b[d][0] = operand.load(step, 0);
+            ahead.b[d][1] = operand.load(step, 1);
+          }
+        const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
         float(&c0)[4] = sums.c[t][0];
         float(&c1)[4] = sums.c[t][kChains<Op> - 1];
-        mma(c0, x0.x, x0.y, x0.z, x0.w, b0.x, b0.y);
-        mma(c1, y0.x, y0.y, y0.z, y0.w, b1.x, b1.y);
-        mma(c0, x1.x, x1.y, x1.z, x1.w, b0.z, b0.w);
-        mma(c1, y1.x, y1.y, y1.z, y1.w, b1.z, b1.w);
-        ring.release(lane, slot);
+        if (2 * t + 1 < kHalves) {
+          mma(c0, x[j][0].x, x[j][0].y, x[j][0].z, x[j][0].w, b0.x, b0.y);
+          mma(c1, y[j][0].x, y[j][0].y, y[j][0].z, y[j][0].w, b1.x, b1.y);
+          mma(c0, x[j][1].x, x[j][1].y, x[j][1].z, x[j][1].w, b0.z, b0.w);
+          mma(c1, y[j][1].x, y[j][1].y, y[j][1].z, y[j][1].w, b1.z, b1.w);
+        } else {  // 8 rows, both halves of the step in half a slot
+          mma(c0, x[j][0].x, 0, x[j][0].y, 0, b0.x, b0.y);
+          mma(c1, x[j][1].x, 0, x[j][1].y, 0, b1.x, b1.y);
+          mma(c0, x[j][0].z, 0, x[j][0].w, 0, b0.z, b0.w);
+          mma(c1, x[j][1].z, 0, x[j][1].w, 0, b1.z, b1.w);
+        }
+        // The last use of these activations: ask for those that take their registers.
+        const u32 next = step + Op::kDepth;
+        if (t + 1 == kStepSlots && (next < Op::kSteps || (kAgain && kWhole))) {
+          const u32 wrapped = next < Op::kSteps ? next : next - Op::kSteps;
+          ahead.b[d][0] = operand.load(wrapped, 0);
+          ahead.b[d][1] = operand.load(wrapped, 1);
+        }
       }
-      if constexpr (kHalves % 2) {  // 8 rows, both halves of the step in half a slot
-        const u32 slot = ring.slot, x = ring.take() + offset;
-        const uint4 x0 = load_shared(x), x1 = load_shared(x + 512);
-        float(&c0)[4] = sums.c[kHalves / 2][0];
-        float(&c1)[4] = sums.c[kHalves / 2][kChains<Op> - 1];
-        mma(c0, x0.x, 0, x0.y, 0, b0.x, b0.y);
-        mma(c1, x1.x, 0, x1.y, 0, b1.x, b1.y);
-        mma(c0, x0.z, 0, x0.w, 0, b0.z, b0.w);
-        mma(c1, x1.z, 0, x1.w, 0, b1.z, b1.w);
-        ring.release(lane, slot);
-      }
+      ring.release(lane, taken, count);
     }
   }
 }

@@ -9,21 +9,22 @@ struct Ring {
   u32 slot;
   u32 parity;
 
-  // Wait for the current slot, go on to the next; returns its shared address. Pairs with expect + copy in
-  // `produce`. The step is what the barrier returned, or the compiler would compute the slots of a whole
-  // unrolled loop ahead and run out of registers.
+  // Wait for the current slot and go on to the next; returns its shared address. Pairs with expect + copy in
+  // `produce`.
   __device__ __forceinline__ u32 take() {
     const u32 address = base + slot * kSlotBytes;
-    slot += wait_barrier<Wait::kFull>(full + slot * 8, parity);
-    if (slot == kRingSlots) {
+    if (kAblation < kNoStream) mbarrier_wait(full + slot * 8, parity);
+    if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
     }
     return address;
   }
-  // The warp has read a slot. Pairs with the producer's wait for the empty slot.
-  __device__ __forceinline__ void release(u32 lane, u32 taken) const {
+  // The warp has read `count` slots from `first` on. Pairs with the producer's wait for empty slots.
+  __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
+    if (kAblation >= kNoStream) return;
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + taken * 8);
+    const u32 mine = first + lane;
+    if (lane < count) mbarrier_arrive(empty + (mine < kRingSlots ? mine : mine - kRingSlots) * 8);
   }
 };
