@@ -24,7 +24,7 @@ MAX_STOPS = 16
 STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str:
+def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefetch: tuple[int, int] = (0, 0)) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, int | bool | float] = {
@@ -53,6 +53,8 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
+        "kPrefetchFrom": prefetch[0],
+        "kPrefetchBytes": prefetch[1],
         "kAblation": ablation,
         "kTrace": trace_round is not None,
         "kTraceRound": trace_round or 0,

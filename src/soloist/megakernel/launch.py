@@ -108,6 +108,7 @@ class Decoder:
         cache: Path | None = None,
         trace_round: int | None = None,
         ablation: int = 0,
+        prefetch: tuple[int, int] = (0, 0),
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan
@@ -115,7 +116,7 @@ class Decoder:
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
-        source = Source("kernels/decode.cu", header(plan, trace_round, ablation))
+        source = Source("kernels/decode.cu", header(plan, trace_round, ablation, prefetch))
         cubin = load_or_build(source, plan.gpu.arch, cache)
         self.report = cubin.report.entries["decode"]
         self._module = Module(cubin, "decode")

@@ -32,7 +32,7 @@ MAX_DEPTH = 8
 HEAD_GROUP_TILES = 8
 # Values between rows of queries in shared memory, so that fragments load without bank conflicts.
 QUERY_PADDING = 8
-REDUCE_BYTES = 20 * 1024
+REDUCE_BYTES = 16 * 1024
 # Partial results of attention that every block merges for itself, instead of one more exchange.
 DIRECT_SPLITS = 8
 
@@ -277,6 +277,7 @@ class Plan:
                 "new_kv": (MAX_COLUMNS, 2, self.head_dim, 2),
                 "residual": (MAX_COLUMNS, hidden_rows, 4),
                 "stats": (CONSUMER_WARPS, 16, 2, 4),
+                "rope": (MAX_COLUMNS, self.head_dim // 2, 2, 4),
                 "control": (1024,),
             },
             value_bytes=1,

@@ -57,6 +57,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.mark();
     cx.begin(Phase::kEmbed);
     embed(cx);
+    load_rope(cx);
     cx.mark();
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; ++layer) {
@@ -141,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     take_registers();
     const Shared shared{fixed + kShReduce, fixed + kShAttended, fixed + kShNewKv,
                         reinterpret_cast<float*>(fixed + kShResidual), reinterpret_cast<float*>(fixed + kShStats),
+                        reinterpret_cast<float2*>(fixed + kShRope),
                         control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
     Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0,

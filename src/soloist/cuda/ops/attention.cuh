@@ -64,11 +64,13 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
   const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8;
   Ahead<Qkv> ahead;
   GlobalOperand operand(stream_operand<InStream>(cx, cx.hidden_in), cx.warp, cx.lane, cx.columns);
-  if (units) ahead.fill(operand);
+  ahead.fill(operand);
+  Scale<InStream> scale;
+  scale.load(cx, cx.hidden_in);
   cx.mark();
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  const float factor = take_scale<InStream>(cx, cx.hidden_in, units);
+  const float factor = scale.take(cx, cx.hidden_in);
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
   const float* bias = kQkvBias ? cx.layer_vectors(layer) + kVecQkvBias : nullptr;
@@ -88,12 +90,14 @@ template <class Store>
 __device__ __forceinline__ void head_vector(const Context& cx, const float* source, const float* norm,
                                             const float2* rope, const Store& store) {
   constexpr u32 kHalf = kHeadDim / 2, kPairs = (kHalf + 31) / 32;
-  float low[kPairs], high[kPairs];
+  float low[kPairs], high[kPairs], low_norm[kPairs], high_norm[kPairs];
   float2 turned[kPairs];
 #pragma unroll
   for (u32 j = 0; j < kPairs; ++j) {
     const u32 p = cx.lane + 32 * j;
-    turned[j] = rope && p < kHalf ? __ldg(rope + p) : make_float2(1.0f, 0.0f);
+    turned[j] = rope && p < kHalf ? rope[p] : make_float2(1.0f, 0.0f);
+    low_norm[j] = norm && p < kHalf ? __ldg(norm + p) : 1.0f;
+    high_norm[j] = norm && p < kHalf ? __ldg(norm + p + kHalf) : 1.0f;
   }
 #pragma unroll 1
   for (;;) {
@@ -114,11 +118,8 @@ __device__ __forceinline__ void head_vector(const Context& cx, const float* sour
     const float scale = __frsqrt_rn(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
-      const u32 p = cx.lane + 32 * j;
-      if (p < kHalf) {
-        low[j] *= scale * __ldg(norm + p);
-        high[j] *= scale * __ldg(norm + p + kHalf);
-      }
+      low[j] *= scale * low_norm[j];
+      high[j] *= scale * high_norm[j];
     }
   }
 #pragma unroll
@@ -136,15 +137,20 @@ __device__ __forceinline__ void head_vector(const Context& cx, const float* sour
   }
 }
 
+// Cosines and sines of the round's positions come to shared memory once a round. Warp c serves column c.
+__device__ __forceinline__ void load_rope(const Context& cx) {
+  if (cx.warp >= cx.columns) return;
+  const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control->position[cx.warp]) * (kHeadDim / 2);
+  for (u32 p = cx.lane; p < kHeadDim / 2; p += 32) cx.shared.rope[cx.warp * (kHeadDim / 2) + p] = __ldg(from + p);
+}
+
 // Queries of all columns to shared memory, keys and values of all columns beside them.
 __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 head) {
   const float* vectors = cx.layer_vectors(layer);
-  const Control& control = *cx.shared.control;
   for (u32 i = cx.warp; i < cx.columns * (kGroup + 2); i += kConsumerWarps) {
     const u32 column = i / (kGroup + 2), member = i % (kGroup + 2);
     const float* source = projected(cx, cx.layers_done, column) + head * kHeadRows + member * kHeadDim;
-    const float2* rope =
-        kRotated[layer] ? cx.params.rope + static_cast<u64>(control.position[column]) * (kHeadDim / 2) : nullptr;
+    const float2* rope = kRotated[layer] ? cx.shared.rope + column * (kHeadDim / 2) : nullptr;
     u16* queries = reinterpret_cast<u16*>(cx.shared.attended) + (column * kGroup + member) * kQueryStride;
     u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv) + column * 2 * kHeadDim;
     if (member < kGroup)
@@ -487,16 +493,18 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
 
 __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   const u32 units = num_units<AttentionOutput>(cx.block);
+  RowVectors<AttentionOutput> vectors;
+  vectors.load(cx, cx.layer_vectors(layer) + kVecMlpNorm,
+               kOutputBias ? cx.layer_vectors(layer) + kVecAttentionOutputBias : nullptr);
   Ahead<AttentionOutput> ahead;
   Sums<AttentionOutput> sums;
   if (merges_directly(cx, layer)) {
     const Splits splits(layer, cx.shared.control->position[0]);
-    if (units)
-      for (u32 i = cx.thread; i < AttentionOutput::kSteps * 64; i += kConsumerThreads) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (i * 8 < kQueryHeads * kHeadDim) v = merge_splits(cx, splits, 0, i * 8);
-        reinterpret_cast<uint4*>(cx.shared.attended)[i] = v;
-      }
+    for (u32 i = cx.thread; i < AttentionOutput::kSteps * 64; i += kConsumerThreads) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (i * 8 < kQueryHeads * kHeadDim) v = merge_splits(cx, splits, 0, i * 8);
+      reinterpret_cast<uint4*>(cx.shared.attended)[i] = v;
+    }
     cx.mark();
     cx.sync();
     SharedOperand operand(shared_address(cx.shared.attended), cx.warp, cx.lane);
@@ -506,14 +514,12 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   } else {
     GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
     cx.mark();
-    if (units) ahead.fill(operand);
+    ahead.fill(operand);
     cx.mark();
     multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   }
   cx.mark();
   ++cx.hidden_mid;
-  const float* vectors = cx.layer_vectors(layer);
-  add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors + kVecMlpNorm,
-                           kOutputBias ? vectors + kVecAttentionOutputBias : nullptr);
+  add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors);
   cx.mark();
 }

@@ -27,8 +27,10 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
   Ahead<Head> ahead;
   GlobalOperand operand(stream_operand<InStream>(cx, cx.hidden_in), cx.warp, cx.lane, cx.columns);
-  if (units) ahead.fill(operand);
-  const float factor = take_scale<InStream>(cx, cx.hidden_in, units);
+  ahead.fill(operand);
+  Scale<InStream> scale;
+  scale.load(cx, cx.hidden_in);
+  const float factor = scale.take(cx, cx.hidden_in);
   cx.mark();
   Best best{-kInfinity, 0xffffffffu};
   constexpr u32 kGroupUnits = 2 * Head::kTiles;

@@ -32,38 +32,45 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
 }
 
 // The factor that turns a product with published activations into one with normalised ones, for warps
-// below the number of columns; also remembers the new scale. Blocks that neither multiply nor own rows of
-// the stream do not ask: nobody waits for them, so what they read might be gone.
+// below the number of columns. Asked for before the multiply, taken after it.
 template <class Stream>
-__device__ __forceinline__ float take_scale(Context& cx, u32 epoch, u32 units) {
-  if (cx.warp >= cx.columns || (units == 0 && num_units<Down>(cx.block) == 0)) return 0.0f;
-  const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
-  constexpr u32 kEach = (kNumBlocks + 31) / 32;
+struct Scale {
+  static constexpr u32 kEach = (kNumBlocks + 31) / 32;
   float2 part[kEach];
-#pragma unroll 1
-  for (;;) {
-    bool ready = true;
+
+  __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
+    if (cx.warp >= cx.columns) return;
+    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 b = cx.lane + 32 * i;
       part[i] = make_float2(0.0f, 0.0f);
-      if (b < kNumBlocks && num_units<Down>(b)) part[i] = load_exchanged2(&squares[b].x);
-      ready = ready && is_present(part[i]);
+      if (b < kNumBlocks) part[i] = load_exchanged2(&squares[b].x);
     }
-    if (__all_sync(~0u, ready)) break;
   }
-  float sum = 0.0f, assumed = 0.0f;
+  // Also remembers the new scale.
+  __device__ __forceinline__ float take(Context& cx, u32 epoch) {
+    if (cx.warp >= cx.columns) return 0.0f;
+    for (;;) {
+      bool ready = true;
 #pragma unroll
-  for (u32 i = 0; i < kEach; ++i) {
-    sum += part[i].x;
-    assumed = fmaxf(assumed, part[i].y);  // the same in all blocks
+      for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(part[i]);
+      if (__all_sync(~0u, ready)) break;
+      load(cx, epoch);
+    }
+    float sum = 0.0f, assumed = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+      sum += part[i].x;
+      assumed = fmaxf(assumed, part[i].y);  // the same in all blocks
+    }
+    sum = warp_sum(sum);
+#pragma unroll
+    for (u32 o = 16; o; o >>= 1) assumed = fmaxf(assumed, __shfl_xor_sync(~0u, assumed, o));
+    cx.scale = __frsqrt_rn(sum * (1.0f / kHidden) + kEpsilon);
+    return __fdividef(cx.scale, assumed);
   }
-  sum = warp_sum(sum);
-#pragma unroll
-  for (u32 o = 16; o; o >>= 1) assumed = fmaxf(assumed, __shfl_xor_sync(~0u, assumed, o));
-  cx.scale = __frsqrt_rn(sum * (1.0f / kHidden) + kEpsilon);
-  return cx.scale / assumed;
-}
+};
 
 // Where the embedding of a token has row k: in the table, or in the packed tied head.
 __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32 k) {
@@ -112,27 +119,40 @@ __device__ __forceinline__ void embed(Context& cx) {
   publish_squares<InStream>(cx, cx.hidden_in, squares);
 }
 
+// What add_to_stream needs of a row, asked for before the multiply: it comes from memory.
+template <class Op>
+struct RowVectors {
+  static constexpr u32 kEach = (Op::kMaxUnits * 8 + 31) / 32;
+  float norm[kEach], bias[kEach];
+
+  __device__ __forceinline__ void load(const Context& cx, const float* norms, const float* biases) {
+    const u32 rows = num_units<Op>(cx.block) * 8, first = first_unit<Op>(cx.block) * 8;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 r = cx.lane + 32 * i;
+      norm[i] = cx.warp < cx.columns && r < rows ? __ldg(norms + first + r) : 0.0f;
+      bias[i] = biases && cx.warp < cx.columns && r < rows ? __ldg(biases + first + r) : 0.0f;
+    }
+  }
+};
+
 // The product of attention_output or down joins the residual, and the sum is published.
 template <class Stream, class Op>
-__device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const float* norm,
-                                              const float* bias) {
+__device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
   u8* now = stream_operand<Stream>(cx, epoch);
   float* residual = cx.shared.residual + cx.warp * (Op::kMaxUnits * 8);
   float squares = 0.0f;
   reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
-    for (u32 begin = start; begin < end; begin += 32) {
-      const u32 r = begin + cx.lane;
-      const bool valid = r < end;
-      float x = 0.0f, weight = 0.0f;
-      if (valid) {
-        weight = __ldg(norm + first + r);
-        float y = reduction.get(cx.warp, r - start);
-        if (bias) y += __ldg(bias + first + r);
-        residual[r] = x = residual[r] + y;
-      }
-      publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+#pragma unroll
+    for (u32 i = 0; i < RowVectors<Op>::kEach; ++i) {
+      const u32 r = cx.lane + 32 * i;
+      if (32 * i + 32 <= start || 32 * i >= end) continue;
+      const bool valid = r >= start && r < end;
+      float x = 0.0f;
+      if (valid) residual[r] = x = residual[r] + reduction.get(cx.warp, r - start) + vectors.bias[i];
+      publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
       squares += x * x;
     }
   });

@@ -13,11 +13,13 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
   const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
   Ahead<GateUp> ahead;
   GlobalOperand operand(stream_operand<MidStream>(cx, cx.hidden_mid), cx.warp, cx.lane, cx.columns);
-  if (units) ahead.fill(operand);
+  ahead.fill(operand);
+  Scale<MidStream> scale;
+  scale.load(cx, cx.hidden_mid);
   cx.mark();
   Sums<GateUp> sums;
   multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  const float factor = take_scale<MidStream>(cx, cx.hidden_mid, units);
+  const float factor = scale.take(cx, cx.hidden_mid);
   cx.mark();
   Reduction reduction(cx, GateUp::kTiles * 16);
   u8* now = gated_operand(cx, cx.layers_done);
@@ -44,16 +46,17 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
 
 __device__ __forceinline__ void down(Context& cx, u32 layer) {
   const u32 units = num_units<Down>(cx.block);
+  RowVectors<Down> vectors;
+  vectors.load(cx, layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers),
+               kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr);
   Ahead<Down> ahead;
   GlobalOperand operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
-  if (units) ahead.fill(operand);
+  ahead.fill(operand);
   cx.mark();
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   cx.mark();
-  const float* norm = layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers);
-  const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr;
   ++cx.hidden_in;
-  add_to_stream<InStream>(cx, sums, cx.hidden_in, norm, bias);
+  add_to_stream<InStream>(cx, sums, cx.hidden_in, vectors);
   cx.mark();
 }

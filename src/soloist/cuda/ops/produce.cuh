@@ -32,18 +32,30 @@ struct Producer {
   template <class Op>
   __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
     if (lane == 0) {
-      const u32 units = num_units<Op>(blockIdx.x), halves = Op::kGrouped ? 2 : units * Op::kUnitHalves;
-      const u32 slots = (halves + 1) / 2, left = units * Op::kUnitBytes / (halves * (kSlotBytes / 2)) * slots;
-      const u8* source = weights_of<Op>(params.image, blockIdx.x, layer) + static_cast<u64>(begin / slots) * halves * (kSlotBytes / 2) + begin % slots * kSlotBytes;
-      u32 in_step = begin % slots;
-      for (u32 i = begin; i < left && i - begin < count; ++i) {
-        const u32 bytes = ++in_step == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
-        if (in_step == slots) in_step = 0;
-        copy(source, bytes);
-        source += bytes;
+      const u32 units = num_units<Op>(blockIdx.x), bytes = units * Op::kUnitBytes;
+      const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
+      if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
+        const u32 end = min(bytes / kSlotBytes - begin, count) + begin;
+        for (u32 i = begin; i < end; ++i) copy(source + i * kSlotBytes, kSlotBytes);
+      } else {
+        const u32 halves = units * Op::kUnitHalves, slots = (halves + 1) / 2;
+        const u32 end = min(Op::kSteps * slots - begin, count) + begin;
+        for (u32 i = begin; i < end; ++i) {
+          const u32 in_step = i % slots, size = in_step + 1 == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
+          copy(source + i / slots * halves * (kSlotBytes / 2) + in_step * kSlotBytes, size);
+        }
       }
     }
     __syncwarp();
+  }
+
+  // Around attention little is consumed for long: have the next weights beyond the ring come as far as the L2.
+  __device__ __forceinline__ void prefetch(u32 layer) {
+    if (kPrefetchBytes == 0 || lane != 0) return;
+    const u32 bytes = num_units<GateUp>(blockIdx.x) * GateUp::kUnitBytes;
+    const u8* source = weights_of<GateUp>(params.image, blockIdx.x, layer);
+    for (u32 at = kPrefetchFrom; at < min(bytes, kPrefetchFrom + kPrefetchBytes); at += kSlotBytes)
+      bulk_prefetch(source + at, min(kSlotBytes, bytes - at));
   }
 
   // The pages of all columns that this block attends to; page ids are read 32 at a time.
@@ -114,6 +126,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
       }
       p.pages(*control, layer);
       p.weights<AttentionOutput>(layer);
+      p.prefetch(layer);
       p.weights<GateUp>(layer);
       p.weights<Down>(layer);
     }

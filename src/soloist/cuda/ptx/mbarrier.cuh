@@ -34,3 +34,6 @@ __device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 by
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void bulk_prefetch(const void* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}

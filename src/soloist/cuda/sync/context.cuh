@@ -60,6 +60,7 @@ struct Shared {
   u8* new_kv;
   float* residual;
   float* stats;
+  float2* rope;
   Control* control;
 };
 
