@@ -5,6 +5,7 @@ import struct
 
 from soloist.megakernel.plan import (
     CONSUMER_WARPS,
+    COPIES,
     DIRECT_SPLITS,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
@@ -12,6 +13,7 @@ from soloist.megakernel.plan import (
     QUERY_PADDING,
     REDUCE_BYTES,
     SLOT_BYTES,
+    TURNS,
     THREADS,
     Operation,
     Plan,
@@ -20,6 +22,7 @@ from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
 MAX_STOPS = 16
+POLL_NS = 0
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
 
@@ -35,9 +38,12 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefet
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
         "kMaxStops": MAX_STOPS,
+        "kPollNs": POLL_NS,
         "kStuckNs": STUCK_NS,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
+        "kTurns": TURNS,
+        "kCopies": COPIES,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.head.matrix.units * 8,
         "kQueryHeads": plan.query_heads,

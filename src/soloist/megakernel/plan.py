@@ -25,6 +25,7 @@ PAGE_POSITIONS = 64
 SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
 TURNS = 4
+COPIES = 1
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
 UNROLLED_TILE_STEPS = 16
@@ -236,7 +237,7 @@ class Plan:
 
         def operand(op: Operation) -> tuple[int, ...]:
             # [copy][32 columns of the matrix][column of the round][32] 16-bit values
-            return (TURNS, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
+            return (TURNS, COPIES, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
 
         return stack(
             {
@@ -244,8 +245,8 @@ class Plan:
                 "hidden_mid": operand(self.gate_up),
                 "attended": operand(self.attention_output),
                 "gated": operand(self.down),
-                "squares_in": (TURNS, columns, blocks, 2 * 4),
-                "squares_mid": (TURNS, columns, blocks, 2 * 4),
+                "squares_in": (TURNS, COPIES, columns, blocks, 2 * 4),
+                "squares_mid": (TURNS, COPIES, columns, blocks, 2 * 4),
                 "projected": (TURNS, columns, rows, 4),
                 "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
                 "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),

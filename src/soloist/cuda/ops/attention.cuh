@@ -63,7 +63,7 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
   ++cx.layers_done;
   const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8;
   Ahead<Qkv> ahead;
-  GlobalOperand operand(stream_operand<InStream>(cx, cx.hidden_in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand operand(own_copy(cx.params, InStream::kOperand, InStream::kBytes, cx.hidden_in, cx.block), cx.warp, cx.lane, cx.columns);
   ahead.fill(operand);
   Scale<InStream> scale;
   scale.load(cx, cx.hidden_in);
@@ -484,8 +484,10 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
     for (u32 i = cx.thread * kSplits + split; i < cx.columns * kChunks; i += kConsumerThreads * kSplits) {
       const u32 column = i / kChunks, k = head * kGroup * kHeadDim + i % kChunks * 8;
       const uint4 merged = merge_splits(cx, Splits(layer, control.position[column]), column, k);
-      store_exchanged(operand_value(now, column, k),
-                      make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
+#pragma unroll
+      for (u32 copy = 0; copy < kCopies; ++copy)
+        store_exchanged(operand_value(now + copy * copy_stride(kWsAttendedBytes), column, k),
+                        make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
     }
   }
   cx.mark();
@@ -512,7 +514,7 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
     cx.mark();
     multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   } else {
-    GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+    GlobalOperand operand(own_copy(cx.params, kWsAttended, kWsAttendedBytes, cx.layers_done, cx.block), cx.warp, cx.lane, cx.columns);
     cx.mark();
     ahead.fill(operand);
     cx.mark();

@@ -16,9 +16,12 @@ __device__ __forceinline__ void clear_operand(u8* copy, u32 columns, u32 first, 
 
 template <class Stream>
 __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
-  clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Down>(block) * 8,
-                num_units<Down>(block) * 8, lane);
-  clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kNumBlocks * 8, columns, block * 2, 2, lane);
+  for (u32 i = 0; i < kCopies; ++i) {
+    clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch) + i * copy_stride(Stream::kBytes), columns,
+                  first_unit<Down>(block) * 8, num_units<Down>(block) * 8, lane);
+    clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch) + i * copy_stride(Stream::kSquaresBytes),
+                kNumBlocks * 8, columns, block * 2, 2, lane);
+  }
 }
 
 // Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated
@@ -35,8 +38,9 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
     } else {
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
-      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns, first_unit<GateUp>(block) * 8,
-                    num_units<GateUp>(block) * 8, lane);
+      for (u32 i = 0; i < kCopies; ++i)
+        clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1) + i * copy_stride(kWsGatedBytes), columns,
+                      first_unit<GateUp>(block) * 8, num_units<GateUp>(block) * 8, lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
                   first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
       if (head < kKvHeads) {
@@ -50,8 +54,10 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
         }
         constexpr u32 kChunks = kGroup * kHeadDim / 8;
         for (u32 i = lane * kSplits + split; i < columns * kChunks; i += 32 * kSplits)
-          store_exchanged(operand_value(attended, i / kChunks, head * kGroup * kHeadDim + i % kChunks * 8),
-                          make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
+          for (u32 copy = 0; copy < kCopies; ++copy)
+            store_exchanged(operand_value(attended + copy * copy_stride(kWsAttendedBytes), i / kChunks,
+                                          head * kGroup * kHeadDim + i % kChunks * 8),
+                            make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
       }
     }
     __threadfence();

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint4* best_records(const Context& cx, u32 column) {
 __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
   Ahead<Head> ahead;
-  GlobalOperand operand(stream_operand<InStream>(cx, cx.hidden_in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand operand(own_copy(cx.params, InStream::kOperand, InStream::kBytes, cx.hidden_in, cx.block), cx.warp, cx.lane, cx.columns);
   ahead.fill(operand);
   Scale<InStream> scale;
   scale.load(cx, cx.hidden_in);

@@ -19,16 +19,17 @@ __device__ __forceinline__ u8* stream_operand(const Context& cx, u32 epoch) {
 }
 // [column][block]: the block's sum of squares, and the scale its rows were published with.
 template <class Stream>
-__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kNumBlocks;
+__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column, u32 copy) {
+  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch) +
+                                   copy * copy_stride(Stream::kSquaresBytes)) +
+         column * kNumBlocks;
 }
 
 template <class Stream>
 __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, float squares) {
   squares = warp_sum(squares);
-  if (cx.lane == 0) {
-    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
-  }
+  if (cx.lane < kCopies)
+    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp, cx.lane) + cx.block, present(squares), present(cx.scale));
 }
 
 // The factor that turns a product with published activations into one with normalised ones, for warps
@@ -40,7 +41,7 @@ struct Scale {
 
   __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return;
-    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
+    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp, cx.block % kCopies);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 b = cx.lane + 32 * i;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void embed(Context& cx) {
     const float x = valid ? embedding_value(cx.params, token, first + r) : 0.0f;
     const float weight = valid ? __ldg(norm + first + r) : 0.0f;
     if (valid) residual[r] = x;
-    publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+    publish_pair<InStream::kBytes>(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
     squares += x * x;
   }
   publish_squares<InStream>(cx, cx.hidden_in, squares);
@@ -152,7 +153,7 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       const bool valid = r >= start && r < end;
       float x = 0.0f;
       if (valid) residual[r] = x = residual[r] + reduction.get(cx.warp, r - start) + vectors.bias[i];
-      publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
+      publish_pair<Stream::kBytes>(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
       squares += x * x;
     }
   });

@@ -12,7 +12,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
   cx.let_clean();
   const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
   Ahead<GateUp> ahead;
-  GlobalOperand operand(stream_operand<MidStream>(cx, cx.hidden_mid), cx.warp, cx.lane, cx.columns);
+  GlobalOperand operand(own_copy(cx.params, MidStream::kOperand, MidStream::kBytes, cx.hidden_mid, cx.block), cx.warp, cx.lane, cx.columns);
   ahead.fill(operand);
   Scale<MidStream> scale;
   scale.load(cx, cx.hidden_mid);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
           up += __ldg(bias + (first + n) / 8 * 16 + n % 8 + 8);
         }
       }
-      publish_pair(now, cx.warp, first + n, cx.lane, valid, silu(gate) * up);
+      publish_pair<kWsGatedBytes>(now, cx.warp, first + n, cx.lane, valid, silu(gate) * up);
     }
   });
   cx.mark();
@@ -50,7 +50,7 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   vectors.load(cx, layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers),
                kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr);
   Ahead<Down> ahead;
-  GlobalOperand operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand operand(own_copy(cx.params, kWsGated, kWsGatedBytes, cx.layers_done, cx.block), cx.warp, cx.lane, cx.columns);
   ahead.fill(operand);
   cx.mark();
   Sums<Down> sums;

@@ -68,7 +68,6 @@ struct Shared {
 // it is there, its block makes copy (e + 2) % 4 absent again (`ops/clean.cuh`). By then every reader of
 // turn e - 2 is done, since what it published afterwards was needed to come this far; and two more turns
 // pass before anyone reads the copy.
-constexpr u32 kTurns = 4;
 
 struct Context {
   const Params& params;
@@ -129,16 +128,25 @@ __device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
   return params.workspace + offset + epoch % kTurns * (bytes / kTurns);
 }
+// The same of a buffer that all blocks read, stored kCopies times, since few lines that everybody polls are
+// slow: bytes from one copy to the next, and this block's own.
+constexpr __device__ u32 copy_stride(u32 bytes) { return bytes / kTurns / kCopies; }
+__device__ __forceinline__ u8* own_copy(const Params& params, u32 offset, u32 bytes, u32 epoch, u32 block) {
+  return turn(params, offset, bytes, epoch) + block % kCopies * copy_stride(bytes);
+}
 // Where a value of the exchanged activations lies: [k / 32][column][k % 32].
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMaxColumns + column) * 32 + k % 32;
 }
 // Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
 // lane stores two.
+template <u32 kBytes>
 __device__ __forceinline__ void publish_pair(u8* now, u32 column, u32 row, u32 lane, bool valid, float x) {
   const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
   if (lane % 2 || !valid) return;
-  store_exchanged(operand_value(now, column, row), present(pair));
+#pragma unroll
+  for (u32 i = 0; i < kCopies; ++i)
+    store_exchanged(operand_value(now + i * copy_stride(kBytes), column, row), present(pair));
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
