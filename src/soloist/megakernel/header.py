@@ -27,7 +27,7 @@ POLL_NS = 0
 STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefetch: tuple[int, int] = (0, 0)) -> str:
+def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefetch: int = 0) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, int | bool | float] = {
@@ -59,8 +59,7 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefet
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kPrefetchFrom": prefetch[0],
-        "kPrefetchBytes": prefetch[1],
+        "kPrefetchSlots": prefetch,
         "kAblation": ablation,
         "kTrace": trace_round is not None,
         "kTraceRound": trace_round or 0,

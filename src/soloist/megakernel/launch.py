@@ -108,7 +108,7 @@ class Decoder:
         cache: Path | None = None,
         trace_round: int | None = None,
         ablation: int = 0,
-        prefetch: tuple[int, int] = (0, 0),
+        prefetch: int = 0,
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan

@@ -12,6 +12,7 @@ struct Producer {
   const Params& params;
   Slots slots;
   volatile Where* where;
+  u64 policy;
   u32 lane, slot, parity, issued;
 
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
@@ -19,7 +20,7 @@ struct Producer {
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     mbarrier_expect(slots.full + slot * 8, bytes);
-    bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8);
+    bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy);
     if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
@@ -29,14 +30,22 @@ struct Producer {
 
   // This block's part of a matrix, or so many of its slots from `begin` on: for every step of K a slot for
   // each tile of 16 rows, and half a slot for 8 rows left over.
-  template <class Op>
+  template <class Op, u32 kAhead = 0>
   __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
     if (lane == 0) {
       const u32 units = num_units<Op>(blockIdx.x), bytes = units * Op::kUnitBytes;
       const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
       if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
         const u32 end = min(bytes / kSlotBytes - begin, count) + begin;
-        for (u32 i = begin; i < end; ++i) copy(source + i * kSlotBytes, kSlotBytes);
+        bool asked = kAhead == 0;
+        for (u32 i = begin; i < end; ++i) {
+          // The ring is full: have what comes next brought as far as the L2, so that memory stays busy.
+          if (!asked && !mbarrier_test(this->slots.empty + slot * 8, parity ^ 1)) {
+            asked = true;
+            for (u32 at = i; at < min(end, i + kAhead); ++at) bulk_prefetch(source + at * kSlotBytes, kSlotBytes);
+          }
+          copy(source + i * kSlotBytes, kSlotBytes);
+        }
       } else {
         const u32 halves = units * Op::kUnitHalves, slots = (halves + 1) / 2;
         const u32 end = min(Op::kSteps * slots - begin, count) + begin;
@@ -47,15 +56,6 @@ struct Producer {
       }
     }
     __syncwarp();
-  }
-
-  // Around attention little is consumed for long: have the next weights beyond the ring come as far as the L2.
-  __device__ __forceinline__ void prefetch(u32 layer) {
-    if (kPrefetchBytes == 0 || lane != 0) return;
-    const u32 bytes = num_units<GateUp>(blockIdx.x) * GateUp::kUnitBytes;
-    const u8* source = weights_of<GateUp>(params.image, blockIdx.x, layer);
-    for (u32 at = kPrefetchFrom; at < min(bytes, kPrefetchFrom + kPrefetchBytes); at += kSlotBytes)
-      bulk_prefetch(source + at, min(kSlotBytes, bytes - at));
   }
 
   // The pages of all columns that this block attends to; page ids are read 32 at a time.
@@ -106,7 +106,7 @@ struct Producer {
 
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, where, lane, 0, 0, 0};
+  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0};
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
 #pragma unroll 1
@@ -126,8 +126,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
       }
       p.pages(*control, layer);
       p.weights<AttentionOutput>(layer);
-      p.prefetch(layer);
-      p.weights<GateUp>(layer);
+      p.weights<GateUp, kPrefetchSlots>(layer);
       p.weights<Down>(layer);
     }
     p.weights<Head>(0);

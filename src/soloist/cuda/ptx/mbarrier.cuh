@@ -19,6 +19,14 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity, u32 n
       : "=r"(done) : "r"(barrier), "r"(parity), "r"(ns) : "memory");
   return done != 0;
 }
+// The same without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
 // Wait until it has; the watchdog sees to it that this ends.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -29,10 +37,16 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
       "@!p bra wait_%=;\n"
       "}" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
+// What is read once a round leaves the L2 first, or it would push out what blocks exchange.
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void bulk_prefetch(const void* global, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

@@ -1,0 +1,549 @@
+"""The decode kernel's arithmetic on the CPU: an oracle for what the plan says and the host packs.
+
+Every block takes its turn in every phase and touches what the kernel's block would: its slots of the
+image, its rows of the residual, its pages of the KV pool, and exchange buffers laid out as the plan
+says. On the way it is checked that each value of an exchange is written once and before it is read.
+What it cannot show is anything about time: waits, the ring, memory order.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.packing import ordered, pack, place
+from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
+from soloist.megakernel.plan import (
+    COPIES,
+    DIRECT_SPLITS,
+    GRANULE_POSITIONS,
+    MAX_COLUMNS,
+    PAGE_POSITIONS,
+    TURNS,
+    Operation,
+    Plan,
+)
+from soloist.model.weights import Weights
+
+_CHUNK = 8
+_MERGE_BATCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the kernel finds in the GPU's memory. Any dtype: fp32 shows the layout without rounding.
+
+    Attributes:
+        image: packed weights [blocks, values].
+        vectors: fp32 norm weights and biases.
+        embedding: [V, H], or None where the head is tied.
+        rope: [positions, D / 2, 2] cosine and sine, fp32.
+        pool: [pages, layers, K, 2, 2, 32 · D].
+        page_tables: int32 [sequences, pages].
+    """
+
+    image: Tensor
+    vectors: Tensor
+    embedding: Tensor | None
+    rope: Tensor
+    pool: Tensor
+    page_tables: Tensor
+
+
+def load(plan: Plan, weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
+    model = plan.model
+    image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
+    vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
+    matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
+    for layer in range(model.num_layers):
+        for op in plan.layer_operations:
+            values = weights[f"layers.{layer}.{op.matrix.name}"].to(dtype)
+            place(plan, op, layer, pack(plan, op, values), image)
+        for name, buffer in plan.vectors.items():
+            values = weights[f"layers.{layer}.{name}"].float()
+            values = ordered(plan, matrices[name], values) if name in matrices else values
+            start = plan.layer_vector_values * layer + buffer.offset // 4
+            vectors[start : start + values.numel()] = values
+    head = weights["embedding" if model.tied_head else "head"].to(dtype)
+    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
+    table = None if model.tied_head else weights["embedding"].to(dtype)
+    return image, torch.cat([vectors, weights["final_norm"].float()]), table
+
+
+class Exchange:
+    """One exchange buffer: values that blocks write for each other, NaN while they are absent."""
+
+    def __init__(self, plan: Plan, name: str, value_bytes: int) -> None:
+        self._name = name
+        *shape, row_bytes = plan.workspace[name].shape
+        self.values = torch.full((*shape, row_bytes // value_bytes), torch.nan)
+
+    def write(self, epoch: int, where: tuple[object, ...], values: Tensor) -> None:
+        """Store at `where` of the epoch's turn, which must be absent."""
+        turn = self.values[epoch % TURNS]
+        assert turn[where].isnan().all(), f"{self._name}: a value of turn {epoch} is written twice"  # type: ignore[index]
+        assert not values.isnan().any(), f"{self._name}: NaN is written"
+        turn[where] = values  # type: ignore[index]
+
+    def read(self, epoch: int, where: tuple[object, ...]) -> Tensor:
+        """What lies at `where`, all of which must have been written."""
+        values = self.values[epoch % TURNS][where]  # type: ignore[index]
+        assert not values.isnan().any(), f"{self._name}: turn {epoch} is read before it is written"
+        return values
+
+    def clear(self, epoch: int) -> None:
+        """What the cleaner warps of all blocks do to a turn."""
+        self.values[epoch % TURNS] = torch.nan
+
+
+class Operand(Exchange):
+    """Activations [copy][k / 32][column][k % 32]; columns of padding are zeros for good."""
+
+    def __init__(self, plan: Plan, name: str, operation: Operation) -> None:
+        super().__init__(plan, name, 2)
+        self._columns = operation.matrix.columns
+        self._pad()
+
+    def _pad(self) -> None:
+        by_column = self.values.transpose(2, 3).flatten(3).clone()  # a view would not be flat
+        by_column[..., self._columns :] = 0
+        self.values.copy_(by_column.unflatten(3, (-1, 32)).transpose(2, 3))
+
+    def clear(self, epoch: int) -> None:
+        super().clear(epoch)
+        self._pad()
+
+    def publish(self, epoch: int, column: int, first: int, values: Tensor) -> None:
+        """Rows from `first` on, to every copy."""
+        k = torch.arange(first, first + len(values))
+        for copy in range(COPIES):
+            self.write(epoch, (copy, k // 32, column, k % 32), values)
+
+    def all_of(self, epoch: int, block: int, columns: int) -> Tensor:
+        """[k, 8] as a block reads it, zeros for columns that are not in use."""
+        out = self.values.new_zeros(self.values.shape[2] * 32, MAX_COLUMNS)
+        part = self.read(epoch, (block % COPIES, slice(None), slice(columns)))
+        out[:, :columns] = part.transpose(1, 2).flatten(0, 1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual on its way to one kind of reader."""
+
+    operand: Operand
+    squares: Exchange  # [copy][column][block]: sum of squares, assumed scale
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Columns side by side of one sequence, at rising positions."""
+
+    columns: range
+    sequence: int
+    positions: tuple[int, ...]
+
+
+class Interpreter:
+    """Runs rounds of a plan. One object is one launch.
+
+    Args:
+        plan: what to run.
+        memory: weights and KV pool; the pool changes.
+        dtype: what the kernel rounds exchanged values to; None for no rounding.
+    """
+
+    def __init__(self, plan: Plan, memory: Memory, dtype: torch.dtype | None = None) -> None:
+        self.plan, self.memory, self._dtype = plan, memory, dtype
+        self._matrices: dict[tuple[str, int, int], Tensor] = {}
+        self._in = Stream(Operand(plan, "hidden_in", plan.qkv), Exchange(plan, "squares_in", 4))
+        self._mid = Stream(
+            Operand(plan, "hidden_mid", plan.gate_up), Exchange(plan, "squares_mid", 4)
+        )
+        self._attended = Operand(plan, "attended", plan.attention_output)
+        self._gated = Operand(plan, "gated", plan.down)
+        self._projected = Exchange(plan, "projected", 4)
+        self._partial = Exchange(plan, "partial", 4)
+        self._stats = Exchange(plan, "partial_stats", 4)
+        self._best = torch.zeros(*plan.workspace["best"].shape[:-1], 4, dtype=torch.float64)
+        *_, self._residual_rows, _ = plan.shared["residual"].shape
+        self._residual_rows = plan.shared["residual"].shape[1]
+        self._residual = torch.full((plan.blocks, MAX_COLUMNS, self._residual_rows), torch.nan)
+        self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
+        table = memory.image if memory.embedding is None else memory.embedding
+        self._embedding_scale = float(table.float().square().nanmean()) ** -0.5
+        self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        image = torch.zeros(self.plan.blocks, self.plan.block_stride // 2, dtype=torch.bool)
+        for op in (*self.plan.layer_operations, self.plan.head):
+            m = op.matrix
+            owned = [u for b in range(self.plan.blocks) for u in self._units(op, b)]
+            assert owned == list(range(m.units)), f"{m.name}: units owned are {owned}"
+            for layer in range(self.plan.model.num_layers if op is not self.plan.head else 1):
+                start = (self.plan.layer_bytes * layer + self.plan.matrix_offset(op)) // 2
+                for b in range(self.plan.blocks):
+                    part = image[b, start : start + m.block_bytes(b) // 2]
+                    assert part.numel() * 2 == m.block_bytes(b), f"{m.name} ends beyond the image"
+                    assert not part.any(), f"{m.name} lies where another matrix does"
+                    part[:] = True
+
+    def _units(self, op: Operation, block: int) -> range:
+        return range(op.matrix.first_unit(block), op.matrix.first_unit(block + 1))
+
+    def _rows(self, op: Operation, block: int) -> range:
+        units = self._units(op, block)
+        return range(units.start * op.matrix.unit_rows, units.stop * op.matrix.unit_rows)
+
+    def _to_half(self, x: Tensor) -> Tensor:
+        return x if self._dtype is None else x.to(self._dtype).float()
+
+    # Weights -------------------------------------------------------------------------------------
+
+    def _slots(self, op: Operation, layer: int, block: int) -> Tensor:
+        """[rows, columns] of a block, out of its slots: groups of tiles, steps, tiles, half tile."""
+        key = (op.matrix.name, layer, block)
+        if key not in self._matrices:
+            rows, steps = len(self._rows(op, block)), op.matrix.steps
+            out = torch.full((rows, steps * STEP_COLUMNS), torch.nan)
+            layer_bytes = self.plan.layer_bytes * layer
+            start = at = (layer_bytes + self.plan.matrix_offset(op)) // 2
+            halves, most = rows // SLOT_ROWS, 2 * op.group_tiles
+            for group in range(0, halves, most):
+                end = min(group + most, halves)
+                for step in range(steps):
+                    for half in range(group, end, 2):
+                        count = min(2, end - half)
+                        slot = self.memory.image[block, at : at + count * SLOT_VALUES].float()
+                        row, column = half * SLOT_ROWS, step * STEP_COLUMNS
+                        tile = slot[_TILE if count == 2 else _HALF_TILE]
+                        out[row : row + len(tile), column : column + STEP_COLUMNS] = tile
+                        at += slot.numel()
+            assert (at - start) * 2 == op.matrix.block_bytes(block), f"{op.matrix.name}: slots"
+            self._matrices[key] = out
+        return self._matrices[key]
+
+    def _multiply(self, op: Operation, layer: int, block: int, operand: Tensor) -> Tensor:
+        return self._slots(op, layer, block) @ operand
+
+    def _vector(self, layer: int, name: str, rows: range) -> Tensor:
+        start = self.plan.layer_vector_values * layer
+        if name != "final_norm":
+            start += self.plan.vectors[name].offset // 4
+        return self.memory.vectors[start + rows.start : start + rows.stop]
+
+    def _bias(self, layer: int, name: str, rows: range) -> Tensor:
+        present = name in self.plan.vectors
+        return self._vector(layer, name, rows) if present else torch.zeros(len(rows))
+
+    # The residual stream -------------------------------------------------------------------------
+
+    def _embedding_values(self, token: int, rows: range) -> Tensor:
+        if self.memory.embedding is not None:
+            return self.memory.embedding[token, rows.start : rows.stop].float()
+        head = self.plan.head
+        owner = head.matrix.owner(token // SLOT_ROWS)
+        local = token - self._rows(head, owner).start
+        return self._slots(head, 0, owner)[local, rows.start : rows.stop]
+
+    def _publish(
+        self, stream: Stream, epoch: int, block: int, column: int, norm: Tensor
+    ) -> None:
+        rows = self._rows(self.plan.down, block)
+        x, scale = self._residual[block, column, : len(rows)], self._scale[block, column]
+        stream.operand.publish(epoch, column, rows.start, self._to_half(x * norm * scale))
+        for copy in range(COPIES):
+            values = torch.stack([x.square().sum(), scale])
+            stream.squares.write(epoch, (copy, column, block), values)
+
+    def _factor(self, stream: Stream, epoch: int, block: int, columns: int) -> Tensor:
+        """[columns]: true scale over the assumed one; the true one is assumed from now on."""
+        part = stream.squares.read(epoch, (block % COPIES, slice(columns)))
+        assumed = part[:, :, 1].amax(1)
+        assert torch.equal(part[:, :, 1].amin(1), assumed), "blocks assume different scales"
+        mean = part[:, :, 0].sum(1) / self.plan.model.hidden_size
+        self._scale[block, :columns] = (mean + self.plan.model.norm_epsilon).rsqrt()
+        return self._scale[block, :columns] / assumed
+
+    def _add(
+        self, op: Operation, product: Tensor, layer: int, block: int, columns: int
+    ) -> None:
+        rows = self._rows(op, block)
+        assert rows == self._rows(self.plan.down, block), "the residual's rows stay where they are"
+        bias = self._bias(layer, f"{op.matrix.name}_bias", rows)
+        self._residual[block, :columns, : len(rows)] += (product[:, :columns] + bias[:, None]).T
+
+    # Phases --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def round(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """(logits [columns, V], chosen tokens) of one round; columns of a sequence side by side."""
+        columns = range(len(tokens))
+        assert len(sequences) == len(positions) == len(tokens) <= MAX_COLUMNS, "columns"
+        groups = list(_groups(sequences, positions))
+        self._hidden_in += 1
+        for block in self._blocks():
+            rows = self._rows(self.plan.down, block)
+            for c in columns:
+                self._scale[block, c] = self._embedding_scale
+                self._residual[block, c, : len(rows)] = self._embedding_values(tokens[c], rows)
+                norm = self._vector(0, "attention_norm", rows)
+                self._publish(self._in, self._hidden_in, block, c, norm)
+        for layer in range(self.plan.model.num_layers):
+            self._layer(layer, groups, positions)
+        logits = self._head(len(tokens))
+        chosen = self._choose(len(tokens))
+        self._in.operand.clear(self._hidden_in + 2)
+        self._in.squares.clear(self._hidden_in + 2)
+        self._round += 1
+        return logits, chosen
+
+    def _blocks(self) -> range:
+        return range(self.plan.blocks)
+
+    def _layer(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
+        plan, columns = self.plan, len(positions)
+        self._layers_done += 1
+        done = self._layers_done
+        for block in self._blocks():
+            rows = self._rows(plan.qkv, block)
+            x = self._in.operand.all_of(self._hidden_in, block, columns)
+            y = self._multiply(plan.qkv, layer, block, x)
+            factor = self._factor(self._in, self._hidden_in, block, columns)
+            bias = self._bias(layer, "qkv_bias", rows)
+            for c in range(columns):
+                where = (c, slice(rows.start, rows.stop), 0)
+                self._projected.write(done, where, y[:, c] * factor[c] + bias)
+        self._attention(layer, groups, positions)
+        self._hidden_mid += 1
+        for block in self._blocks():
+            if self._merges_directly(layer, positions):
+                x = self._attended.values.new_zeros(self._attended.values.shape[2] * 32, 8)
+                merged = self._merged(layer, 0, positions[0], range(plan.query_heads))
+                x[: merged.numel(), 0] = merged.flatten()
+            else:
+                x = self._attended.all_of(done, block, columns)
+            y = self._multiply(plan.attention_output, layer, block, x)
+            self._add(plan.attention_output, y, layer, block, columns)
+            norm = self._vector(layer, "mlp_norm", self._rows(plan.down, block))
+            for c in range(columns):
+                self._publish(self._mid, self._hidden_mid, block, c, norm)
+        self._clean_layer()
+        self._mlp(layer, columns)
+
+    def _clean_layer(self) -> None:
+        """The cleaner's work at the start of gate_up."""
+        done = self._layers_done
+        for kept in (self._in.operand, self._in.squares):
+            kept.clear(self._hidden_in + 2)
+        for kept in (self._mid.operand, self._mid.squares):
+            kept.clear(self._hidden_mid + 2)
+        for kept in (self._projected, self._partial, self._stats, self._attended):
+            kept.clear(done + 2)
+        self._gated.clear(done + 1)
+
+    def _mlp(self, layer: int, columns: int) -> None:
+        plan = self.plan
+        for block in self._blocks():
+            rows = self._rows(plan.gate_up, block)
+            x = self._mid.operand.all_of(self._hidden_mid, block, columns)
+            y = self._multiply(plan.gate_up, layer, block, x)[:, :columns]
+            y = y * self._factor(self._mid, self._hidden_mid, block, columns)
+            y = (y + self._bias(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
+            gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
+            gated = self._to_half(torch.nn.functional.silu(gate) * up)
+            for c in range(columns):
+                self._gated.publish(self._layers_done, c, rows.start // 2, gated[:, c])
+        self._hidden_in += 1
+        last = layer + 1 == plan.model.num_layers
+        for block in self._blocks():
+            x = self._gated.all_of(self._layers_done, block, columns)
+            y = self._multiply(plan.down, layer, block, x)
+            self._add(plan.down, y, layer, block, columns)
+            name = "final_norm" if last else "attention_norm"
+            norm = self._vector(layer + 1, name, self._rows(plan.down, block))
+            for c in range(columns):
+                self._publish(self._in, self._hidden_in, block, c, norm)
+
+    def _head(self, columns: int) -> Tensor:
+        vocab = self.plan.model.vocab_size
+        logits = torch.full((columns, vocab), torch.nan)
+        for block in self._blocks():
+            rows = self._rows(self.plan.head, block)
+            x = self._in.operand.all_of(self._hidden_in, block, columns)
+            factor = self._factor(self._in, self._hidden_in, block, columns)
+            y = self._multiply(self.plan.head, 0, block, x)[:, :columns] * factor
+            y = y[: max(0, vocab - rows.start)]
+            record = torch.tensor([-math.inf, 2.0**32 - 1, 0, self._round + 1])
+            for c in range(columns):
+                own = record.double()
+                if len(y):
+                    logits[c, rows.start : rows.start + len(y)] = y[:, c]
+                    best = int((y[:, c] == y[:, c].max()).nonzero()[0])
+                    own[0], own[1] = float(y[best, c]), rows.start + best
+                self._best[self._round % 2, c, block] = own
+        assert not logits.isnan().any(), "a logit is nobody's"
+        return logits
+
+    def _choose(self, columns: int) -> list[int]:
+        records = self._best[self._round % 2, :columns]
+        assert (records[:, :, 3] == self._round + 1).all(), "a record of another round"
+        return [min((-float(v), int(i)) for v, i, *_ in column)[1] for column in records]
+
+    # Attention -----------------------------------------------------------------------------------
+
+    def _window_start(self, layer: int, position: int) -> int:
+        window = self.plan.model.layers[layer].attention.window
+        return max(0, position - window + 1) if window else 0
+
+    def _splits(self, layer: int, position: int) -> list[int]:
+        """The splits that hold something that a position sees, in the order of merging."""
+        first = self._window_start(layer, position) // PAGE_POSITIONS
+        count = min(self.plan.splits, position // PAGE_POSITIONS - first + 1)
+        return [(first + layer + i) % self.plan.splits for i in range(count)]
+
+    def _merges_directly(self, layer: int, positions: Sequence[int]) -> bool:
+        most = min(DIRECT_SPLITS, self.plan.splits)
+        return len(positions) == 1 and len(self._splits(layer, positions[0])) <= most
+
+    def _attention(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
+        plan = self.plan
+        seen = torch.zeros(plan.kv_heads, len(positions), max(positions) + 1, dtype=torch.int32)
+        fresh: list[tuple[Tensor, Tensor, Tensor]] = []
+        for block in self._blocks():
+            head, split = divmod(block, plan.splits)
+            if head >= plan.kv_heads:
+                continue
+            for group in groups:
+                self._attend(layer, head, split, group, seen[head], fresh)
+        for granule, keys, values in fresh:  # others may read the pool until now
+            granule[0] = keys
+            granule[1] = values
+        for c, position in enumerate(positions):
+            first = self._window_start(layer, position)
+            assert not seen[:, c, :first].any(), "positions before the window"
+            assert (seen[:, c, first : position + 1] == 1).all(), "a position counts once"
+        if self._merges_directly(layer, positions):
+            return
+        chunks = plan.group * plan.head_dim // _CHUNK
+        for block in self._blocks():
+            head, split = divmod(block, plan.splits)
+            if head >= plan.kv_heads:
+                continue
+            heads = range(head * plan.group, (head + 1) * plan.group)
+            for c, position in enumerate(positions):
+                merged = self._merged(layer, c, position, heads).flatten()
+                for i in range(c * chunks, (c + 1) * chunks):
+                    if i % plan.splits == split:
+                        at = i % chunks * _CHUNK
+                        self._attended.publish(
+                            self._layers_done, c, heads.start * plan.head_dim + at,
+                            merged[at : at + _CHUNK],
+                        )  # fmt: skip
+
+    def _prepared(self, layer: int, head: int, column: int, position: int) -> Tensor:
+        """[group + 2, D]: queries, key and value of one KV head, normed, rotated and rounded."""
+        plan, d = self.plan, self.plan.head_dim
+        attention = plan.model.layers[layer].attention
+        start = head * (plan.group + 2) * d
+        where = (column, slice(start, start + (plan.group + 2) * d), 0)
+        members = self._projected.read(self._layers_done, where).view(-1, d).clone()
+        rotating = members[:-1]
+        if attention.qk_norm:
+            q, k = (self._vector(layer, f"{x}_norm", range(d)) for x in "qk")
+            mean = rotating.square().mean(1, keepdim=True)
+            rotating *= (mean + plan.model.norm_epsilon).rsqrt()
+            rotating *= torch.stack([*[q] * plan.group, k])
+        if attention.rope:
+            cos, sin = self.memory.rope[position].unbind(1)
+            low, high = rotating[:, : d // 2].clone(), rotating[:, d // 2 :].clone()
+            rotating[:] = torch.cat([low * cos - high * sin, high * cos + low * sin], 1)
+        return self._to_half(members)
+
+    def _granule(self, layer: int, head: int, page: int, granule: int) -> Tensor:
+        """[2, 32 · D], a view of the pool: keys and values of 32 positions."""
+        size = self.plan.granule_bytes // 2
+        start = ((layer * self.plan.kv_heads + head) * 2 + granule) * 2 * size
+        return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
+
+    def _attend(
+        self, layer: int, head: int, split: int, group: Group, seen: Tensor,
+        fresh: list[tuple[Tensor, Tensor, Tensor]],
+    ) -> None:  # fmt: skip
+        """One group's queries against the pages of one split, into its partial results."""
+        plan, d = self.plan, self.plan.head_dim
+        first_seen = self._window_start(layer, group.positions[0])
+        last_seen = group.positions[-1]
+        pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
+        pages = [p for p in pages if (p + layer) % plan.splits == split]
+        if not pages:
+            return
+        heads = [
+            self._prepared(layer, head, c, p)
+            for c, p in zip(group.columns, group.positions, strict=True)
+        ]
+        queries = torch.cat([x[: plan.group] for x in heads])
+        last = torch.tensor(group.positions).repeat_interleave(plan.group)[:, None]
+        window = plan.model.layers[layer].attention.window or last_seen + 1
+        lanes = [_Softmax(len(queries), d) for _ in range(plan.softmax_lanes)]
+        for page in pages:
+            for half in range(2):
+                start = page * PAGE_POSITIONS + half * GRANULE_POSITIONS
+                if start > last_seen or start + GRANULE_POSITIONS <= first_seen:
+                    continue
+                at = self._granule(layer, head, int(self.memory.page_tables[group.sequence, page]), half)
+                keys, values = at[0].clone(), at[1].clone()
+                for x, position in zip(heads, group.positions, strict=True):
+                    row = position - start
+                    if 0 <= row < GRANULE_POSITIONS:
+                        keys[_key_places(row, d)] = x[-2].to(keys.dtype)
+                        values.view(d, GRANULE_POSITIONS)[:, row] = x[-1].to(keys.dtype)
+                if start + GRANULE_POSITIONS > group.positions[0]:
+                    fresh.append((at, keys, values))
+                places = torch.stack([_key_places(r, d) for r in range(GRANULE_POSITIONS)])
+                scores = queries @ keys.float()[places].T * (d**-0.5 * math.log2(math.e))
+                position = start + torch.arange(GRANULE_POSITIONS)
+                visible = (position <= last) & (position > last - window)
+                seen[group.columns.start : group.columns.stop, start : start + GRANULE_POSITIONS] += (
+                    visible[:: plan.group, : seen.shape[1] - start]
+                )
+                lane = lanes[(page // plan.splits * 2 + half) % plan.softmax_lanes]
+                by_position = values.float().view(d, GRANULE_POSITIONS).T
+                lane.add(scores.masked_fill(~visible, -math.inf), by_position, self._to_half)
+        top, total, out = _merge_lanes(lanes)
+        for row in range(len(queries)):
+            column, query_head = group.columns[row // plan.group], head * plan.group + row % plan.group
+            stats = torch.stack([top[row], total[row]])
+            self._partial.write(
+                self._layers_done, (column, query_head, split, slice(None), 0), out[row]
+            )
+            self._stats.write(self._layers_done, (column, query_head, split), stats)
+
+    def _merged(self, layer: int, column: int, position: int, heads: range) -> Tensor:
+        """[heads, D] of a column: partial results of its splits, four at a time, rounded."""
+        own, splits = slice(heads.start, heads.stop), self._splits(layer, position)
+        total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.head_dim)
+        top = torch.full((len(heads),), -math.inf)
+        for i in range(0, len(splits), _MERGE_BATCH):
+            part = splits[i : i + _MERGE_BATCH]
+            best, parts = self._stats.read(self._layers_done, (column, own, part)).unbind(2)
+            values = self._partial.read(self._layers_done, (column, own, part, slice(None), 0))
+            before, top = top, torch.maximum(top, best.amax(1))
+            shrink, weight = (before - top).exp2(), (best - top[:, None]).exp2()
+            total = total * shrink + (parts * weight).sum(1)
+            sums = sums * shrink[:, None] + (values * weight[:, :, None]).sum(1)
+        return self._to_half(sums / total[:, None])
+
+
+class _Softmax:
+    """A running softmax over rows (column, query head), to base 2."""
+
+    def __init__(self, rows: int, head_dim: int) -> None:
+        self.top, self.total = torch.full((rows,), -math.inf), torch.zeros(rows)
+        self.out = torch.zeros(rows, head_dim)
