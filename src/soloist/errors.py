@@ -349,7 +349,7 @@ class GpuUnsupported(DeviceError):
 
     def __init__(self, capability: str) -> None:
         super().__init__(
-            f"this GPU has compute capability {capability} (allowed: 8.0 and later)",
+            f"this GPU has compute capability {capability} (allowed: 9.0 and later)",
             "use --device cpu",
         )
 

@@ -98,6 +98,7 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "timings": {**asdict(t), "decode_tokens_per_s": t.decode_tokens_per_s},
         "model": status_line(engine),
         "device": engine.report.device_name,
+        "executor": engine.report.executor,
         "precision": engine.resolved.dtype.value,
         "context_tokens": engine.resolved.context_tokens,
     }

@@ -12,6 +12,8 @@ def load_engine(asked: EngineConfig, *, quiet: bool = False) -> Engine:
     if quiet:
         return Engine.load(asked)
     engine = _load_with_bar(asked) if sys.stderr.isatty() else Engine.load(asked)
+    if engine.report.refusal:
+        status(engine.report.refusal)
     status(status_line(engine))
     return engine
 

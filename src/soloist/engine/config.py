@@ -1,13 +1,19 @@
 """What a user asks of an engine, and the pure function that turns every 'auto' into a decision."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from soloist.errors import DeviceMissing, SettingError
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import CHUNK_TOKENS, MemoryEstimate, fitting_context, require_memory
+from soloist.model.memory import (
+    CHUNK_TOKENS,
+    KernelMemory,
+    MemoryEstimate,
+    fitting_context,
+    require_memory,
+)
 from soloist.model.tensors import TensorSpec
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -71,8 +77,11 @@ def resolve(
     stored: Dtype,
     device: str,
     available_bytes: int,
+    kernel: Callable[[Dtype], KernelMemory | None] = lambda _: None,
 ) -> Resolved:
     """Decide precision and context, and hold the sum against the memory there is.
+
+    `kernel` tells what the decode kernel takes in a precision, or None where it does not run.
 
     Raises:
         SettingError: a context beyond the model's.
@@ -87,7 +96,7 @@ def resolve(
         )
 
     def longest(dtype: Dtype) -> int:
-        return fitting_context(model, specs, dtype, available_bytes, CHUNK_TOKENS)
+        return fitting_context(model, specs, dtype, available_bytes, CHUNK_TOKENS, kernel(dtype))
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
@@ -96,5 +105,7 @@ def resolve(
     else:
         dtype = stored
     context = wanted or max(1, longest(dtype))
-    memory = require_memory(model, specs, dtype, context, available_bytes, CHUNK_TOKENS)
+    memory = require_memory(
+        model, specs, dtype, context, available_bytes, CHUNK_TOKENS, kernel(dtype)
+    )
     return Resolved(device, dtype, context, memory)

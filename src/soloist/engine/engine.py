@@ -4,31 +4,45 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
 from soloist.engine.events import Cancel, Chunk, Completion, FinishReason, Timings
+from soloist.engine.kernel import KernelModel, find_support
+from soloist.engine.reference import ReferenceModel
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import CHUNK_TOKENS
+from soloist.model.dtype import Dtype
+from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import LoadProgress, Weights, load_weights
-from soloist.reference import Reference, build_reference
-from soloist.reference.generate import generate
+from soloist.model.weights import LoadProgress, load_weights
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
 
 OnProgress = Callable[[LoadProgress], None]
+Executor = Literal["decode kernel", "reference"]
+
+
+class Model(Protocol):
+    """What runs a loaded model."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
+    ) -> Generator[int, None, None]:
+        """Yield tokens until the caller stops asking or cancels."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,8 @@ class LoadReport:
         checkpoint_bytes: read from disk.
         load_s: from opening the files to weights in place.
         device_name: for people.
+        executor: what runs the model.
+        refusal: on a GPU, why the decode kernel does not; otherwise empty.
     """
 
     folder: Path
@@ -50,6 +66,8 @@ class LoadReport:
     checkpoint_bytes: int
     load_s: float
     device_name: str
+    executor: Executor = "reference"
+    refusal: str = ""
 
 
 class Engine:
@@ -57,7 +75,7 @@ class Engine:
 
     Args:
         config: what the model is.
-        weights: its tensors.
+        model: what runs it.
         resolved: device, precision and context.
         folder: its files, from which tokenizer and chat template are read.
     """
@@ -65,7 +83,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        model: Model,
         resolved: Resolved,
         folder: Path,
         report: LoadReport,
@@ -75,7 +93,7 @@ class Engine:
         self.report = report
         self.tokenizer = Tokenizer.from_folder(folder)
         self._folder = folder
-        self._model: Reference = build_reference(config, weights)
+        self._model = model
 
     @classmethod
     def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
@@ -91,23 +109,50 @@ class Engine:
         specs = tensors(config)
         checkpoint = open_checkpoint(folder)
         checkpoint.check(specs, FAMILIES[config.family].ignored)
-        device = resolve_device(asked.device, devices())
-        resolved = resolve(
-            asked, config, specs, checkpoint.dtype, device, _free_bytes(torch.device(device))
-        )
+        device = torch.device(resolve_device(asked.device, devices()))
+        free_bytes = _free_bytes(device)
+
+        def kernel(dtype: Dtype) -> KernelMemory | None:
+            return find_support(config, dtype, device).memory
+
+        resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
         start = time.perf_counter()
-        weights = load_weights(checkpoint, specs, resolved.dtype, torch.device(device), on_progress)
+        support = find_support(config, resolved.dtype, device)
+        row_bytes = parameters(specs) * resolved.dtype.num_bytes
+        room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
+        # Weights that do not fit into the GPU twice come from the host, one after the other.
+        is_staged = support.plan is not None and room_bytes < row_bytes
+        if is_staged:
+            require_host_memory(row_bytes, available_memory_bytes())
+        weights = load_weights(
+            checkpoint,
+            specs,
+            resolved.dtype,
+            torch.device("cpu") if is_staged else device,
+            on_progress,
+        )
+        load_s = time.perf_counter() - start
+        model: Model
+        if support.plan is None:
+            model = ReferenceModel(config, weights)
+        else:
+            context = resolved.context_tokens
+            model = KernelModel(
+                support.plan, weights, context, device, settings.cache, keep_rows=not is_staged
+            )
         streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
             streamed_bytes=streamed * resolved.dtype.num_bytes,
             checkpoint_bytes=checkpoint.num_bytes,
-            load_s=time.perf_counter() - start,
-            device_name=device_name(device),
+            load_s=load_s,
+            device_name=device_name(resolved.device),
+            executor="reference" if support.plan is None else "decode kernel",
+            refusal=support.refusal,
         )
-        return cls(config, weights, resolved, folder, report)
+        return cls(config, model, resolved, folder, report)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -166,27 +211,25 @@ class Engine:
     ) -> Iterator[Chunk | Completion]:
         stream = TextStream(self.tokenizer, stop=params.stop)
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
-        cache = self._model.new_cache(len(prompt_ids) + params.max_tokens)
         reason: FinishReason | None = None
         made: list[int] = []
         text: list[str] = []
         first = last = accepted
-        source = generate(
-            self._model, cache, prompt_ids, sampler, lambda: cancel.requested, CHUNK_TOKENS
-        )
-        for token_id in source:
-            last = time.perf_counter()
-            first = last if not made else first
-            made.append(token_id)
-            reason = sampler.stop_test.finish_reason(token_id, len(made))
-            piece = "" if reason in ("eos", "stop") else stream.push([token_id])
-            if stream.stopped is not None:
-                reason = "stop"
-            if piece:
-                text.append(piece)
-            yield Chunk(piece, (token_id,))
-            if reason is not None:
-                break
+        source = self._model.generate(prompt_ids, sampler, lambda: cancel.requested)
+        with closing(source):
+            for token_id in source:
+                last = time.perf_counter()
+                first = last if not made else first
+                made.append(token_id)
+                reason = sampler.stop_test.finish_reason(token_id, len(made))
+                piece = "" if reason in ("eos", "stop") else stream.push([token_id])
+                if stream.stopped is not None:
+                    reason = "stop"
+                if piece:
+                    text.append(piece)
+                yield Chunk(piece, (token_id,))
+                if reason is not None:
+                    break
         rest = stream.finish()
         if rest:
             text.append(rest)

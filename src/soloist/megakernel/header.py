@@ -22,12 +22,11 @@ from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
 MAX_STOPS = 16
-POLL_NS = 0
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefetch: int = 0) -> str:
+def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, copies: tuple[int, int] = (WAITING_COPIES, STREAMING_COPIES)) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, int | bool | float] = {
@@ -38,7 +37,6 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefet
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
         "kMaxStops": MAX_STOPS,
-        "kPollNs": POLL_NS,
         "kStuckNs": STUCK_NS,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
@@ -59,7 +57,8 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, prefet
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kPrefetchSlots": prefetch,
+        "kWaitingCopies": copies[0],
+        "kStreamingCopies": copies[1],
         "kAblation": ablation,
         "kTrace": trace_round is not None,
         "kTraceRound": trace_round or 0,

@@ -7,7 +7,7 @@ What it cannot show is anything about time: waits, the ring, memory order.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,21 +104,16 @@ class Operand(Exchange):
 
     def __init__(self, plan: Plan, name: str, operation: Operation) -> None:
         super().__init__(plan, name, 2)
-        self._columns = operation.matrix.columns
-        self._pad()
-
-    def _pad(self) -> None:
-        by_column = self.values.transpose(2, 3).flatten(3).clone()  # a view would not be flat
-        by_column[..., self._columns :] = 0
-        self.values.copy_(by_column.unflatten(3, (-1, 32)).transpose(2, 3))
+        k = torch.arange(self.values.shape[2] * 32).view(-1, 1, 32)
+        self._padding = k >= operation.matrix.columns
+        self.values.masked_fill_(self._padding, 0)
 
     def clear(self, epoch: int) -> None:
         super().clear(epoch)
-        self._pad()
+        self.values[epoch % TURNS].masked_fill_(self._padding, 0)
 
-    def publish(self, epoch: int, column: int, first: int, values: Tensor) -> None:
-        """Rows from `first` on, to every copy."""
-        k = torch.arange(first, first + len(values))
+    def publish(self, epoch: int, column: int, k: Tensor, values: Tensor) -> None:
+        """Values `k` of a column, to every copy."""
         for copy in range(COPIES):
             self.write(epoch, (copy, k // 32, column, k % 32), values)
 
@@ -169,13 +164,14 @@ class Interpreter:
         self._partial = Exchange(plan, "partial", 4)
         self._stats = Exchange(plan, "partial_stats", 4)
         self._best = torch.zeros(*plan.workspace["best"].shape[:-1], 4, dtype=torch.float64)
-        *_, self._residual_rows, _ = plan.shared["residual"].shape
-        self._residual_rows = plan.shared["residual"].shape[1]
-        self._residual = torch.full((plan.blocks, MAX_COLUMNS, self._residual_rows), torch.nan)
+        rows = plan.shared["residual"].shape[1]
+        self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
         table = memory.image if memory.embedding is None else memory.embedding
         self._embedding_scale = float(table.float().square().nanmean()) ** -0.5
         self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
+        self._tiles = {1: _half_tile_places(), 2: _tile_places()}
+        self._keys = _key_places(plan.head_dim)
         self._check_owners()
 
     def _check_owners(self) -> None:
@@ -205,7 +201,7 @@ class Interpreter:
     # Weights -------------------------------------------------------------------------------------
 
     def _slots(self, op: Operation, layer: int, block: int) -> Tensor:
-        """[rows, columns] of a block, out of its slots: groups of tiles, steps, tiles, half tile."""
+        """[rows, columns] of a block, out of its slots: by group of tiles, step, tile."""
         key = (op.matrix.name, layer, block)
         if key not in self._matrices:
             rows, steps = len(self._rows(op, block)), op.matrix.steps
@@ -220,7 +216,7 @@ class Interpreter:
                         count = min(2, end - half)
                         slot = self.memory.image[block, at : at + count * SLOT_VALUES].float()
                         row, column = half * SLOT_ROWS, step * STEP_COLUMNS
-                        tile = slot[_TILE if count == 2 else _HALF_TILE]
+                        tile = slot[self._tiles[count]]
                         out[row : row + len(tile), column : column + STEP_COLUMNS] = tile
                         at += slot.numel()
             assert (at - start) * 2 == op.matrix.block_bytes(block), f"{op.matrix.name}: slots"
@@ -255,7 +251,7 @@ class Interpreter:
     ) -> None:
         rows = self._rows(self.plan.down, block)
         x, scale = self._residual[block, column, : len(rows)], self._scale[block, column]
-        stream.operand.publish(epoch, column, rows.start, self._to_half(x * norm * scale))
+        stream.operand.publish(epoch, column, _places(rows), self._to_half(x * norm * scale))
         for copy in range(COPIES):
             values = torch.stack([x.square().sum(), scale])
             stream.squares.write(epoch, (copy, column, block), values)
@@ -358,8 +354,9 @@ class Interpreter:
             y = (y + self._bias(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
             gated = self._to_half(torch.nn.functional.silu(gate) * up)
+            neurons = _places(range(rows.start // 2, rows.stop // 2))
             for c in range(columns):
-                self._gated.publish(self._layers_done, c, rows.start // 2, gated[:, c])
+                self._gated.publish(self._layers_done, c, neurons, gated[:, c])
         self._hidden_in += 1
         last = layer + 1 == plan.model.num_layers
         for block in self._blocks():
@@ -438,14 +435,11 @@ class Interpreter:
                 continue
             heads = range(head * plan.group, (head + 1) * plan.group)
             for c, position in enumerate(positions):
-                merged = self._merged(layer, c, position, heads).flatten()
-                for i in range(c * chunks, (c + 1) * chunks):
-                    if i % plan.splits == split:
-                        at = i % chunks * _CHUNK
-                        self._attended.publish(
-                            self._layers_done, c, heads.start * plan.head_dim + at,
-                            merged[at : at + _CHUNK],
-                        )  # fmt: skip
+                merged = self._merged(layer, c, position, heads).view(chunks, _CHUNK)
+                own = torch.arange(chunks)
+                own = own[(c * chunks + own) % plan.splits == split]
+                k = (heads.start * plan.head_dim + own[:, None] * _CHUNK) + torch.arange(_CHUNK)
+                self._attended.publish(self._layers_done, c, k, merged[own])
 
     def _prepared(self, layer: int, head: int, column: int, position: int) -> Tensor:
         """[group + 2, D]: queries, key and value of one KV head, normed, rotated and rounded."""
@@ -502,12 +496,11 @@ class Interpreter:
                 for x, position in zip(heads, group.positions, strict=True):
                     row = position - start
                     if 0 <= row < GRANULE_POSITIONS:
-                        keys[_key_places(row, d)] = x[-2].to(keys.dtype)
+                        keys[self._keys[row]] = x[-2].to(keys.dtype)
                         values.view(d, GRANULE_POSITIONS)[:, row] = x[-1].to(keys.dtype)
                 if start + GRANULE_POSITIONS > group.positions[0]:
                     fresh.append((at, keys, values))
-                places = torch.stack([_key_places(r, d) for r in range(GRANULE_POSITIONS)])
-                scores = queries @ keys.float()[places].T * (d**-0.5 * math.log2(math.e))
+                scores = queries @ keys.float()[self._keys].T * (d**-0.5 * math.log2(math.e))
                 position = start + torch.arange(GRANULE_POSITIONS)
                 visible = (position <= last) & (position > last - window)
                 seen[group.columns.start : group.columns.stop, start : start + GRANULE_POSITIONS] += (
@@ -517,13 +510,12 @@ class Interpreter:
                 by_position = values.float().view(d, GRANULE_POSITIONS).T
                 lane.add(scores.masked_fill(~visible, -math.inf), by_position, self._to_half)
         top, total, out = _merge_lanes(lanes)
-        for row in range(len(queries)):
-            column, query_head = group.columns[row // plan.group], head * plan.group + row % plan.group
-            stats = torch.stack([top[row], total[row]])
-            self._partial.write(
-                self._layers_done, (column, query_head, split, slice(None), 0), out[row]
-            )
-            self._stats.write(self._layers_done, (column, query_head, split), stats)
+        of_head = slice(head * plan.group, (head + 1) * plan.group)
+        where = (slice(group.columns.start, group.columns.stop), of_head, split)
+        by_column = (len(group.columns), plan.group, -1)
+        stats = torch.stack([top, total], dim=1)
+        self._partial.write(self._layers_done, (*where, slice(None), 0), out.view(by_column))
+        self._stats.write(self._layers_done, where, stats.view(by_column))
 
     def _merged(self, layer: int, column: int, position: int, heads: range) -> Tensor:
         """[heads, D] of a column: partial results of its splits, four at a time, rounded."""
@@ -547,3 +539,58 @@ class _Softmax:
     def __init__(self, rows: int, head_dim: int) -> None:
         self.top, self.total = torch.full((rows,), -math.inf), torch.zeros(rows)
         self.out = torch.zeros(rows, head_dim)
+
+    def add(self, scores: Tensor, values: Tensor, rounded: Callable[[Tensor], Tensor]) -> None:
+        """Scores [rows, positions], minus infinity where unseen, and values [positions, D]."""
+        before, self.top = self.top, torch.maximum(self.top, scores.amax(1))
+        base = self.top.nan_to_num(neginf=0.0)
+        shrink, weights = (before - base).exp2(), (scores - base[:, None]).exp2()
+        self.total = self.total * shrink + weights.sum(1)
+        self.out = self.out * shrink[:, None] + rounded(weights) @ values
+
+
+def _merge_lanes(lanes: list[_Softmax]) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima, sums of weights and sums of values of all lanes."""
+    tops = torch.stack([x.top for x in lanes])
+    top = tops.amax(0)
+    weights = (tops - top.nan_to_num(neginf=0.0)).exp2()
+    total = (torch.stack([x.total for x in lanes]) * weights).sum(0)
+    return top, total, (torch.stack([x.out for x in lanes]) * weights[:, :, None]).sum(0)
+
+
+def _groups(sequences: Sequence[int], positions: Sequence[int]) -> Iterator[Group]:
+    begin = 0
+    for end in range(1, len(sequences) + 1):
+        if end == len(sequences) or sequences[end] != sequences[begin]:
+            yield Group(range(begin, end), sequences[begin], tuple(positions[begin:end]))
+            begin = end
+
+
+def _places(rows: range) -> Tensor:
+    return torch.arange(rows.start, rows.stop)
+
+
+def _key_places(head_dim: int) -> Tensor:
+    """[32, D]: where a granule holds the keys' values; odd rows swap halves of 128 bytes."""
+    row, d = torch.arange(GRANULE_POSITIONS)[:, None], torch.arange(head_dim)
+    swapped = (row & 1) << 2 if head_dim % 64 == 0 else torch.zeros_like(row)
+    return row * head_dim + (d // _CHUNK ^ swapped) * _CHUNK + d % _CHUNK
+
+
+def _tile_places() -> Tensor:
+    """[16, 512]: where a slot holds a tile. Lane (g, q) of a warp reads 16 bytes for each multiply.
+
+    These are registers 0 … 3 of m16n8k16's first operand: rows g and g + 8 in turn, times the two
+    activations of the lane that come with the first pair, then the second.
+    """
+    row, k = torch.arange(2 * SLOT_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+    warp, half, quad, multiply = k // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4
+    lane, register = row % 8 * 4 + quad, k % 4 // 2 * 2 + row // 8
+    return half * SLOT_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
+
+
+def _half_tile_places() -> Tensor:
+    """[8, 512]: the same of a half slot, where a lane's 16 bytes are consecutive columns."""
+    row, k = torch.arange(SLOT_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+    lane = row * 4 + k % 32 // 8
+    return k // 64 * 512 + k % 64 // 32 * 256 + lane * 8 + k % 8

@@ -108,7 +108,6 @@ class Decoder:
         cache: Path | None = None,
         trace_round: int | None = None,
         ablation: int = 0,
-        prefetch: int = 0,
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan
@@ -116,7 +115,7 @@ class Decoder:
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
-        source = Source("kernels/decode.cu", header(plan, trace_round, ablation, prefetch))
+        source = Source("kernels/decode.cu", header(plan, trace_round, ablation))
         cubin = load_or_build(source, plan.gpu.arch, cache)
         self.report = cubin.report.entries["decode"]
         self._module = Module(cubin, "decode")

@@ -66,17 +66,40 @@ def pack(plan: Plan, operation: Operation, values: Tensor) -> Tensor:
 
 def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: Tensor) -> None:
     """Copy a packed matrix into every block's part of the image [blocks, values]."""
+    start = _start(plan, operation, layer)
+    by_unit = packed.view(operation.matrix.units, -1)
+    for blocks, units in _shares(operation.matrix):
+        part = by_unit[units.to(packed.device)].flatten(1)
+        image[blocks.to(image.device), start : start + part.shape[1]] = part
+
+
+def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
+    """The inverse of `place`: a packed matrix, copied out of the image [blocks, values]."""
     matrix = operation.matrix
-    start = (plan.layer_bytes * layer + plan.matrix_offset(operation)) // 2
+    start = _start(plan, operation, layer)
+    unit_values = matrix.unit_slots * matrix.steps * SLOT_VALUES
+    packed = torch.empty(matrix.units, unit_values, dtype=image.dtype, device=image.device)
+    for blocks, units in _shares(matrix):
+        stop = start + units.shape[1] * unit_values
+        part = image[blocks.to(image.device), start:stop]
+        packed[units.to(image.device)] = part.unflatten(1, (-1, unit_values))
+    return packed.flatten()
+
+
+def _start(plan: Plan, operation: Operation, layer: int) -> int:
+    """Values from the start of a block's part of the image to its part of a matrix."""
+    return (plan.layer_bytes * layer + plan.matrix_offset(operation)) // 2
+
+
+def _shares(matrix: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks [B] with equally many units, and which ones [B, units] they own."""
     by_count: dict[int, list[int]] = {}
-    for block in range(plan.blocks):
-        by_count.setdefault(matrix.block_bytes(block) // 2, []).append(block)
-    unit_values = packed.numel() // matrix.units
+    for block in range(matrix.blocks):
+        count = matrix.first_unit(block + 1) - matrix.first_unit(block)
+        by_count.setdefault(count, []).append(block)
     for count, blocks in by_count.items():
-        first = torch.tensor([matrix.first_unit(b) * unit_values for b in blocks])
-        rows = first[:, None] + torch.arange(0, count, unit_values)
-        parts = packed.view(-1, unit_values)[(rows // unit_values).to(packed.device)]
-        image[torch.tensor(blocks, device=image.device), start : start + count] = parts.flatten(1)
+        first = torch.tensor([matrix.first_unit(b) for b in blocks])
+        yield torch.tensor(blocks), first[:, None] + torch.arange(count)
 
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> Tensor:

@@ -24,6 +24,11 @@ GRANULE_POSITIONS = 32
 PAGE_POSITIONS = 64
 SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
+# Copies of 16 KB that a block has in flight: while its warps wait for other blocks, and while they
+# multiply. Measured in docs/experiments.md: more of them fill the queues in front of the L2, in which
+# exchanges wait too.
+WAITING_COPIES = 2
+STREAMING_COPIES = 6
 TURNS = 4
 COPIES = 1
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few

@@ -1,6 +1,7 @@
 """How much memory a model needs, before any of it is allocated. Pure arithmetic.
 
-The sum has three parts: weights, KV cache for the chosen context, and scratch for activations.
+The sum has three parts: weights, KV cache for the chosen context, and scratch for activations. It
+is another one for the reference than for the decode kernel with its prefill.
 """
 
 from bisect import bisect_right
@@ -22,6 +23,23 @@ CHUNK_TOKENS = 256
 SCORE_VALUES = 2**22
 
 _FP32 = Dtype.FP32.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMemory:
+    """What the decode kernel allocates whatever the context is.
+
+    Attributes:
+        image_bytes: packed weights.
+        workspace_bytes: exchange buffers, logits and the like.
+        page_tokens: the KV cache grows by as many tokens.
+        chunk_tokens: most prompt tokens a pass.
+    """
+
+    image_bytes: int
+    workspace_bytes: int
+    page_tokens: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +67,14 @@ def estimate(
     dtype: Dtype,
     context_tokens: int,
     chunk_tokens: int,
+    kernel: KernelMemory | None = None,
 ) -> MemoryEstimate:
-    """Memory to run `config` in `dtype`, prefilling `chunk_tokens` positions at a time."""
+    """Memory to run `config` in `dtype`.
+
+    Without a `kernel` the reference runs, prefilling `chunk_tokens` positions at a time.
+    """
+    if kernel is not None:
+        return _kernel_estimate(config, tuple(specs), dtype, context_tokens, kernel)
     return MemoryEstimate(
         weights_bytes=parameters(specs) * dtype.num_bytes,
         kv_bytes=kv_bytes_per_token(config, dtype) * context_tokens,
@@ -62,6 +86,41 @@ def estimate(
             + config.vocab_size * _FP32
         ),
     )
+
+
+def _kernel_estimate(
+    config: ModelConfig,
+    specs: tuple[TensorSpec, ...],
+    dtype: Dtype,
+    context_tokens: int,
+    kernel: KernelMemory,
+) -> MemoryEstimate:
+    """With weights packed only: rows for prefill are kept as well where there is room for them."""
+    sizes = {spec.name: spec.num_values * dtype.num_bytes for spec in specs}
+    table_bytes = 0 if config.tied_head else sizes["embedding"]
+    cached_tokens = -(-context_tokens // kernel.page_tokens) * kernel.page_tokens
+    kv_bytes = kv_bytes_per_token(config, dtype) * cached_tokens
+    tokens = min(kernel.chunk_tokens, cached_tokens)
+    return MemoryEstimate(
+        weights_bytes=kernel.image_bytes + table_bytes,
+        kv_bytes=kv_bytes,
+        scratch_bytes=(
+            kernel.workspace_bytes
+            + _prefill_bytes_per_token(config, dtype) * tokens
+            + 3 * kv_bytes // config.num_layers  # earlier chunks of one layer, on their way
+            + 3 * max(sizes.values())  # a matrix on its way from packed to rows
+            + 2 * config.layers[0].attention.head_dim * cached_tokens * _FP32  # rope tables
+        ),
+    )
+
+
+def _prefill_bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
+    """Buffers of `prefill`: the residual stream and most products are fp32, the rest is 16-bit."""
+    attention, ffn = config.layers[0].attention, config.layers[0].mlp.intermediate_size
+    both = dtype.num_bytes + _FP32
+    mixed = attention.num_query_heads * attention.head_dim * dtype.num_bytes
+    hidden = (both + _FP32) * config.hidden_size
+    return hidden + both * attention.qkv_rows + mixed + 3 * dtype.num_bytes * ffn
 
 
 def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
@@ -98,11 +157,13 @@ def fitting_context(
     dtype: Dtype,
     available_bytes: int,
     chunk_tokens: int,
+    kernel: KernelMemory | None = None,
 ) -> int:
     """The longest context that fits, at most the model's own; 0 where the weights alone do not."""
 
     def total(tokens: int) -> int:
-        return estimate(config, specs, dtype, tokens, chunk_tokens).total_bytes + HEADROOM_BYTES
+        needs = estimate(config, specs, dtype, tokens, chunk_tokens, kernel)
+        return needs.total_bytes + HEADROOM_BYTES
 
     return bisect_right(range(1, config.context_tokens + 1), available_bytes, key=total)
 
@@ -114,16 +175,17 @@ def require_memory(
     context_tokens: int,
     available_bytes: int,
     chunk_tokens: int,
+    kernel: KernelMemory | None = None,
 ) -> MemoryEstimate:
     """The estimate, or a refusal that names what would fit.
 
     Raises:
         OutOfMemory: weights, cache and scratch exceed `available_bytes`.
     """
-    needs = estimate(config, specs, dtype, context_tokens, chunk_tokens)
+    needs = estimate(config, specs, dtype, context_tokens, chunk_tokens, kernel)
     if needs.total_bytes + HEADROOM_BYTES <= available_bytes:
         return needs
-    longest = fitting_context(config, specs, dtype, available_bytes, chunk_tokens)
+    longest = fitting_context(config, specs, dtype, available_bytes, chunk_tokens, kernel)
     what = (
         f"this model in {dtype.value} with a context of {context_tokens:,} tokens "
         f"(weights {gigabytes(needs.weights_bytes)}, KV cache {gigabytes(needs.kv_bytes)}, "
@@ -143,3 +205,17 @@ def require_memory(
             "take a smaller one or free memory"
         )
     raise OutOfMemory(what, needs.total_bytes + HEADROOM_BYTES, available_bytes, hint)
+
+
+def require_host_memory(weights_bytes: int, available_bytes: int) -> None:
+    """Weights that pass through the host's memory fit there.
+
+    Raises:
+        OutOfMemory: they do not.
+    """
+    needed_bytes = weights_bytes + HEADROOM_BYTES
+    if needed_bytes > available_bytes:
+        what = f"holding weights of {gigabytes(weights_bytes)} on the host while the GPU packs them"
+        raise OutOfMemory(
+            what, needed_bytes, available_bytes, "free memory, or ask for less --context"
+        )

@@ -15,10 +15,17 @@ struct Producer {
   u64 policy;
   u32 lane, slot, parity, issued;
 
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
+  // `cap`: copies in flight, this one included. Many fill the queues in front of the L2, and what blocks
+  // exchange waits in the same queues; few leave bandwidth unused.
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 cap) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (cap < kRingSlots && issued >= cap) {
+      const bool wraps = slot < cap;
+      const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
+      mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
+    }
     mbarrier_expect(slots.full + slot * 8, bytes);
     bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy);
     if (++slot == kRingSlots) {
@@ -28,30 +35,26 @@ struct Producer {
     where->copies = ++issued;
   }
 
+  // The ring takes the first slots of a matrix while its activations are still on their way; later ones are
+  // only asked for once the multiply is under way.
+  __device__ __forceinline__ u32 in_flight(u32 i) const { return i < kRingSlots ? kWaitingCopies : kStreamingCopies; }
+
   // This block's part of a matrix, or so many of its slots from `begin` on: for every step of K a slot for
   // each tile of 16 rows, and half a slot for 8 rows left over.
-  template <class Op, u32 kAhead = 0>
+  template <class Op>
   __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
     if (lane == 0) {
       const u32 units = num_units<Op>(blockIdx.x), bytes = units * Op::kUnitBytes;
       const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
       if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
         const u32 end = min(bytes / kSlotBytes - begin, count) + begin;
-        bool asked = kAhead == 0;
-        for (u32 i = begin; i < end; ++i) {
-          // The ring is full: have what comes next brought as far as the L2, so that memory stays busy.
-          if (!asked && !mbarrier_test(this->slots.empty + slot * 8, parity ^ 1)) {
-            asked = true;
-            for (u32 at = i; at < min(end, i + kAhead); ++at) bulk_prefetch(source + at * kSlotBytes, kSlotBytes);
-          }
-          copy(source + i * kSlotBytes, kSlotBytes);
-        }
+        for (u32 i = begin; i < end; ++i) copy(source + i * kSlotBytes, kSlotBytes, in_flight(i));
       } else {
         const u32 halves = units * Op::kUnitHalves, slots = (halves + 1) / 2;
         const u32 end = min(Op::kSteps * slots - begin, count) + begin;
         for (u32 i = begin; i < end; ++i) {
           const u32 in_step = i % slots, size = in_step + 1 == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
-          copy(source + i / slots * halves * (kSlotBytes / 2) + in_step * kSlotBytes, size);
+          copy(source + i / slots * halves * (kSlotBytes / 2) + in_step * kSlotBytes, size, in_flight(i));
         }
       }
     }
@@ -77,10 +80,10 @@ struct Producer {
                   params.pool + granule_offset(params.page_values, page, layer, head, i));
             };
             if (kPageSlot) {
-              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes);
+              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes, kRingSlots);
             } else {
-              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes);
-              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes);
+              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes, kRingSlots);
+              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes, kRingSlots);
             }
           }
         }
@@ -126,7 +129,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
       }
       p.pages(*control, layer);
       p.weights<AttentionOutput>(layer);
-      p.weights<GateUp, kPrefetchSlots>(layer);
+      p.weights<GateUp>(layer);
       p.weights<Down>(layer);
     }
     p.weights<Head>(0);

@@ -60,7 +60,6 @@ struct Ahead {
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_present(b[d][0]) && is_present(b[d][1]);
       if (__all_sync(~0u, ready)) return;
-      if (kPollNs) __nanosleep(kPollNs);
     }
   }
 };

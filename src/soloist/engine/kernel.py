@@ -1,0 +1,353 @@
+"""Tokens of one request from the decode kernel: what a GPU does where the reference did it before.
+
+A short prompt rides the decode kernel, a longer one goes through library products in chunks. Then a
+greedy request runs many rounds a launch; any other one runs a round a launch, and the host chooses.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from soloist.errors import BadLogits, GpuUnsupported, ShapeUnsupported
+from soloist.megakernel.gpu import Gpu, gpu_from_capability
+from soloist.megakernel.header import MAX_STOPS
+from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.packing import gather, unpack
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan, make_plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.memory import KernelMemory
+from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.prefill.elementwise import rope_table
+from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.pages import PagePool
+from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
+from soloist.sampling import Sampler
+
+# Prompts of up to so many tokens ride the decode kernel: three rounds of eight columns take less
+# time than the launches of one pass of prefill.
+RIDING_TOKENS = 24
+
+# First chunks of up to so many tokens run as captured graphs where weights stay at one address.
+CAPTURED_TOKENS = (32, 64, 128, 256)
+
+_LEAST_CAPABILITY = (9, 0)
+
+
+class Launches(Protocol):
+    """What generating needs of a `Decoder`."""
+
+    max_rounds: int
+    logits: Tensor
+
+    def start(self, columns: Sequence[Column], rounds: int) -> None:
+        """Start a launch."""
+        ...
+
+    def tokens(self) -> Iterator[list[int]]:
+        """The launch's tokens as they come, to its end."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the launch to end soon."""
+        ...
+
+    def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
+        """A launch from start to end."""
+        ...
+
+
+class PromptPass(Protocol):
+    """What generating needs of a `Prefill`."""
+
+    most_tokens: int
+
+    def run_prompt(
+        self,
+        token_ids: Sequence[int],
+        page_table: Sequence[int],
+        chunk_tokens: int,
+        cancelled: Callable[[], bool],
+    ) -> Tensor | None:
+        """Logits [V] of the last token, or None where cancelled."""
+        ...
+
+
+class KernelGenerator:
+    """The token loop, over anything that launches rounds and reads prompts.
+
+    Args:
+        decoder: runs rounds.
+        prefill: reads prompts that are too long to ride.
+        page_table: of sequence 0, which all requests use in turn.
+        vocab_size: V.
+    """
+
+    def __init__(
+        self, decoder: Launches, prefill: PromptPass, page_table: Sequence[int], vocab_size: int
+    ) -> None:
+        self._launches, self._prompt_pass = decoder, prefill
+        self._page_table, self._vocab_size = page_table, vocab_size
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool],
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> Generator[int, None, None]:
+        """Yield tokens, at most the request's largest number, until the caller stops or cancels.
+
+        Closing the iterator ends the launch before it returns, so the next request may start.
+
+        Args:
+            prompt_ids: at least one token; with the answer they fit the context.
+            sampler: picks tokens that the kernel does not choose itself.
+            cancelled: asked before every chunk of the prompt and after every token.
+            chunk_tokens: most prompt tokens a pass.
+
+        Raises:
+            BadLogits: the best score is NaN or infinite.
+            KernelStuck, LaunchError: the kernel failed.
+        """
+        position, most = len(prompt_ids), sampler.stop_test.max_tokens
+        logits = self._prompt_logits(prompt_ids, cancelled, chunk_tokens)
+        while logits is not None:
+            token_id = sampler.pick(logits, position)
+            yield token_id
+            if cancelled():
+                return
+            sampler.observe(token_id)
+            if len(sampler.output_ids) >= most:
+                return
+            if _kernel_chooses(sampler):
+                yield from self._greedy(token_id, position, sampler, cancelled)
+                return
+            self._launches.run([Column(0, position, [token_id])], 1)
+            logits = self._launches.logits[0, : self._vocab_size]
+            position += 1
+
+    def _prompt_logits(
+        self, prompt_ids: Sequence[int], cancelled: Callable[[], bool], chunk_tokens: int
+    ) -> Tensor | None:
+        """[V] of the last token; None where cancelled."""
+        if len(prompt_ids) > RIDING_TOKENS:
+            chunk = min(chunk_tokens, self._prompt_pass.most_tokens)
+            return self._prompt_pass.run_prompt(prompt_ids, self._page_table, chunk, cancelled)
+        if cancelled():
+            return None
+        # Columns side by side. Those that run out of tokens before others go on with what they
+        # chose: at positions behind the prompt, which the answer writes again.
+        width = min(len(prompt_ids), MAX_COLUMNS)
+        columns = [Column(0, c, prompt_ids[c::width], stride=width) for c in range(width)]
+        self._launches.run(columns, -(-len(prompt_ids) // width))
+        return self._launches.logits[(len(prompt_ids) - 1) % width, : self._vocab_size]
+
+    def _greedy(
+        self, last: int, position: int, sampler: Sampler, cancelled: Callable[[], bool]
+    ) -> Iterator[int]:
+        """Tokens after `last`, which is at `position`."""
+        test = sampler.stop_test
+        # Of more stop tokens the caller sees the others, and closes.
+        stops = sorted(test.ending_ids)[:MAX_STOPS]
+        while (wanted := test.max_tokens - len(sampler.output_ids)) > 0:
+            column = Column(0, position, [last], stops)
+            rounds = min(wanted, self._launches.max_rounds)
+            with closing(self._launched(column, rounds)) as chosen:
+                for token_id in chosen:
+                    last, position = token_id, position + 1
+                    if token_id >= self._vocab_size:  # no score was larger than another
+                        raise BadLogits(position, math.nan)
+                    yield token_id
+                    if cancelled():
+                        return
+                    sampler.observe(token_id)
+
+    def _launched(self, column: Column, rounds: int) -> Generator[int, None, None]:
+        """One column's tokens; closing ends the launch and waits for its end."""
+        self._launches.start([column], rounds)
+        tokens = self._launches.tokens()
+        try:
+            for (token_id,) in tokens:
+                yield token_id
+        finally:
+            self._launches.stop()
+            for _ in tokens:
+                pass
+
+
+class KernelModel(KernelGenerator):
+    """A model on one GPU: packed weights and the kernel, a KV pool, and prefill on the same pool.
+
+    Args:
+        plan: of the decode kernel.
+        weights: a tensor for each `TensorSpec` in the plan's precision, on the GPU if rows are
+            kept, else there or on the host; taken over.
+        context_tokens: room in each sequence.
+        device: the GPU.
+        cache_root: where compiled kernels are kept; None keeps nothing.
+        keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
+            prefill unpacks one matrix at a time.
+        sequences: rows of the page tables. Requests use the first.
+
+    Raises:
+        DeviceError: the kernels cannot be compiled, loaded or started.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        context_tokens: int,
+        device: torch.device,
+        cache_root: Path | None,
+        *,
+        keep_rows: bool,
+        sequences: int = 1,
+    ) -> None:
+        config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
+        pages = _num_pages(context_tokens)
+        self.plan = plan
+        self.page_tables = [list(range(s * pages, (s + 1) * pages)) for s in range(sequences)]
+        with torch.cuda.device(device):
+            self.pool = PagePool(
+                config.num_layers, plan.kv_heads, plan.head_dim, pages * sequences, dtype, device
+            )
+            rope = rope_table(config.rope, plan.head_dim, pages * PAGE_POSITIONS, device)
+            vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
+            table = None if config.tied_head else weights["embedding"].to(device, dtype)
+            if table is not None:
+                weights["embedding"] = table  # prefill and the decoder share it
+            self.decoder = Decoder(
+                plan,
+                weights,
+                rope,
+                self.pool.tensor,
+                max_sequences=sequences,
+                cache=cache_root,
+                keep_rows=keep_rows,
+            )
+            self.decoder.page_tables.copy_(torch.tensor(self.page_tables, dtype=torch.int32))
+            matrices: Matrices = (
+                weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
+            )
+            self.prefill = Prefill(
+                config,
+                matrices,
+                vectors,
+                self.pool,
+                partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root),
+                most_tokens=min(CHUNK_TOKENS, context_tokens),
+            )
+            if keep_rows:
+                self.prefill.capture(n for n in CAPTURED_TOKENS if n <= self.prefill.most_tokens)
+            torch.cuda.synchronize(device)
+        super().__init__(self.decoder, self.prefill, self.page_tables[0], config.vocab_size)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weights that a round streams, the kernel's padding included."""
+        return self.plan.streamed_bytes
+
+
+class Unpacked:
+    """Row-major matrices by name, each unpacked from the kernel's image when asked for.
+
+    Args:
+        plan: how the image is laid out.
+        image: packed weights [blocks, values].
+        table: the embedding where the head is not tied to it.
+    """
+
+    def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
+        self._plan, self._image, self._table = plan, image, table
+        self._operations = {op.matrix.name: op for op in plan.layer_operations}
+
+    def __call__(self, name: str) -> Tensor:
+        """[out, in], contiguous."""
+        if name == "embedding" and self._table is not None:
+            return self._table
+        layer, operation = 0, self._plan.head
+        if name not in ("embedding", "head"):
+            _, number, short = name.split(".")
+            layer, operation = int(number), self._operations[short]
+        packed = gather(self._plan, operation, layer, self._image)
+        return unpack(self._plan, operation, packed).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether the decode kernel runs a model in one precision on one device.
+
+    Attributes:
+        plan: None where it does not.
+        refusal: a sentence that says why not; empty on a CPU, where nobody expects it.
+    """
+
+    plan: Plan | None
+    refusal: str = ""
+
+    @property
+    def memory(self) -> KernelMemory | None:
+        """For the estimate."""
+        if self.plan is None:
+            return None
+        plan = self.plan
+        logits_bytes = (MAX_COLUMNS + 1) * plan.head.matrix.units * 8 * 4
+        return KernelMemory(
+            image_bytes=plan.image_bytes,
+            workspace_bytes=2 * plan.workspace_bytes + logits_bytes,  # one of them stays fresh
+            page_tokens=PAGE_POSITIONS,
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+
+def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Support:
+    """What the kernel makes of this model, precision and device."""
+    if device.type != "cuda":
+        return Support(None)
+    p = torch.cuda.get_device_properties(device)
+    shared_bytes = p.shared_memory_per_block_optin
+    return support_on((p.major, p.minor), p.multi_processor_count, shared_bytes, config, dtype)
+
+
+def support_on(
+    capability: tuple[int, int],
+    num_sms: int,
+    shared_bytes: int,
+    config: ModelConfig,
+    dtype: Dtype,
+) -> Support:
+    """The same for a GPU in figures."""
+    version, least = (".".join(map(str, v)) for v in (capability, _LEAST_CAPABILITY))
+    try:
+        if capability < _LEAST_CAPABILITY:
+            raise ShapeUnsupported(f"compute capability {version}", f"{least} and later")
+        gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
+        return Support(_plan(config, dtype, gpu))
+    except (GpuUnsupported, ShapeUnsupported) as error:
+        return Support(None, f"{error.message}; running the reference")
+
+
+def _plan(config: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
+    if config.lanes is None and config.rope.interleaved:
+        raise ShapeUnsupported("rope that rotates neighbours", "rope that rotates halves")
+    return make_plan(config, dtype, gpu)
+
+
+def _num_pages(context_tokens: int) -> int:
+    return -(-context_tokens // PAGE_POSITIONS)
+
+
+def _kernel_chooses(sampler: Sampler) -> bool:
+    """Whether every token from here on is the one with the largest logit."""
+    params = sampler.params
+    is_banned = len(sampler.output_ids) < params.min_tokens and bool(sampler.stop_test.ending_ids)
+    return params.is_greedy and not (params.has_penalties or params.logit_bias or is_banned)

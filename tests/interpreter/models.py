@@ -1,0 +1,173 @@
+"""Tiny models of every dense family, and what runs them: the interpreter and the reference."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.interpreter import Interpreter, Memory, load
+from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import FAMILIES, read_config
+from soloist.model.weights import Weights
+from soloist.prefill.pages import PagePool
+from soloist.reference import build_reference
+from soloist.reference.blocks import Rotary
+from unit.model.configurations import (
+    ABSENT,
+    LLAMA_32_1B,
+    MISTRAL_7B,
+    QWEN3_17B,
+    QWEN25_05B,
+    SMOLLM3_3B,
+    changed,
+    written,
+)
+
+CONTEXT = 192
+TINY = {
+    "hidden_size": 72,
+    "intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 203,
+    "max_position_embeddings": CONTEXT,
+    "max_window_layers": ABSENT,
+    "layer_types": ABSENT,
+    "rope_scaling": ABSENT,
+}
+
+# config.json of the family, SMs. Sizes are chosen so that blocks own unequally many units.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "llama-tied-64": (changed(LLAMA_32_1B, **{**TINY, "head_dim": 64}), 7),
+    "llama-untied-biases-32": (
+        changed(
+            LLAMA_32_1B,
+            **{**TINY, "head_dim": 32, "num_attention_heads": 12, "vocab_size": 2003},
+            tie_word_embeddings=False, attention_bias=True, mlp_bias=True,
+        ), 9,
+    ),
+    "llama-one-kv-head-128": (
+        changed(
+            LLAMA_32_1B,
+            **{**TINY, "head_dim": 128, "num_key_value_heads": 1, "intermediate_size": 1544},
+        ), 8,
+    ),
+    "mistral-window-96": (
+        changed(MISTRAL_7B, **TINY, head_dim=96, sliding_window=20), 9,
+    ),
+    "mistral-wide-window-32": (
+        changed(MISTRAL_7B, **TINY, head_dim=32, sliding_window=75), 6,
+    ),
+    "qwen2-bias-tied-64": (
+        changed(QWEN25_05B, **{**TINY, "hidden_size": 256, "num_key_value_heads": 4}), 12,
+    ),
+    "qwen3-norms-128": (
+        changed(QWEN3_17B, **TINY, head_dim=128, tie_word_embeddings=False), 7,
+    ),
+    "qwen3-wide-32": (
+        changed(QWEN3_17B, **{**TINY, "hidden_size": 600, "intermediate_size": 1040}, head_dim=32),
+        11,
+    ),
+    "smollm3-nope-64": (
+        changed(
+            SMOLLM3_3B,
+            **{**TINY, "hidden_size": 256, "num_hidden_layers": 3},
+            no_rope_layers=[1, 0, 1],
+        ), 10,
+    ),
+}  # fmt: skip
+
+
+def gpu(num_sms: int) -> Gpu:
+    """A small one with the shared memory of a large one."""
+    return Gpu("sm_90a", num_sms, 227 * 1024, bulk_copies=True)
+
+
+def configured(name: str, folder: Path) -> tuple[ModelConfig, Plan]:
+    """The model as its family reads it, and its plan."""
+    values, num_sms = CASES[name]
+    config = read_config(written(folder, values))
+    return config, make_plan(config, Dtype.BF16, gpu(num_sms))
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
+    """Every tensor random: biases away from 0, norm scales away from 1."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for spec in FAMILIES[config.family].tensors(config):
+        values = torch.randn(spec.shape, generator=generator)
+        if spec.name.endswith("norm"):
+            values = 1 + 0.3 * values
+        elif spec.name.endswith("bias"):
+            values *= 0.5
+        elif spec.name != "embedding" or config.tied_head:
+            values *= spec.shape[-1] ** -0.5
+        weights[spec.name] = values
+    return weights
+
+
+def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def reference_logits(config: ModelConfig, weights: Weights, ids: list[int]) -> Tensor:
+    """[T, V] in fp32."""
+    reference = build_reference(config, {k: v.float() for k, v in weights.items()})
+    out = reference.forward(torch.tensor(ids), 0, reference.new_cache(len(ids)), "all")
+    assert out is not None
+    return out.clone()
+
+
+def rope_table(config: ModelConfig, positions: int) -> Tensor:
+    """[positions, D / 2, 2], as the decoder takes it."""
+    head_dim = config.layers[0].attention.head_dim
+    rotary = Rotary(config.rope, head_dim, positions, torch.device("cpu"))
+    return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], dim=-1)
+
+
+class Bench:
+    """Weights and a pool in the kernel's layout; every `launch` has exchange buffers of its own.
+
+    The pages of three sequences are scattered over the pool; all others hold NaN.
+    """
+
+    def __init__(
+        self, config: ModelConfig, plan: Plan, weights: Weights, dtype: torch.dtype | None = None
+    ) -> None:
+        self.plan, self._dtype = plan, dtype
+        stored = torch.float32 if dtype is None else dtype
+        attention = config.layers[0].attention
+        per_sequence = CONTEXT // PAGE_POSITIONS
+        pages = 3 * per_sequence + 2
+        self.pool = PagePool(
+            config.num_layers, attention.num_kv_heads, attention.head_dim, pages, stored,
+            torch.device("cpu"),
+        )  # fmt: skip
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        self.unused = order[3 * per_sequence :]
+        self.pool.tensor[self.unused] = torch.nan
+        tables = order[: 3 * per_sequence].view(3, -1).int()
+        image, vectors, table = load(plan, weights, stored)
+        rope = rope_table(config, CONTEXT)
+        self.memory = Memory(image, vectors, table, rope, self.pool.tensor, tables)
+
+    def launch(self) -> Interpreter:
+        """A new launch over the same memory."""
+        return Interpreter(self.plan, self.memory, self._dtype)
+
+    def feed(self, ids: list[int], columns: int = 1, sequence: int = 0) -> Tensor:
+        """Logits [T, V] of forced tokens, so many positions of a sequence side by side."""
+        launch, out = self.launch(), []
+        for start in range(0, len(ids), columns):
+            part = ids[start : start + columns]
+            positions = range(start, start + len(part))
+            out.append(launch.round(part, [sequence] * len(part), positions)[0])
+        return torch.cat(out)
+

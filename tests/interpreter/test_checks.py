@@ -1,0 +1,109 @@
+"""The interpreter notices what a wrong plan, packing or exchange would do."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter.models import Bench, configured, prompt, random_weights, reference_logits
+from soloist.megakernel import interpreter as module
+from soloist.megakernel.launch import _fresh_workspace, _load_image
+from soloist.megakernel.partition import SLOT_VALUES, Matrix
+from soloist.megakernel.plan import Plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> tuple[ModelConfig, Plan]:
+    return configured("llama-tied-64", tmp_path)
+
+
+def bench(case: tuple[ModelConfig, Plan]) -> Bench:
+    return Bench(*case, random_weights(case[0]))
+
+
+def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> None:
+    config, plan = case
+    weights = random_weights(config)
+    exact = replace(plan, dtype=Dtype.FP32)
+    for seen, wanted in zip(
+        _load_image(exact, weights, CPU, True)[:2], module.load(exact, weights, torch.float32)[:2],
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
+
+
+def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConfig, Plan]) -> None:
+    plan = case[1]
+    fresh = _fresh_workspace(plan)
+    for name, op in (("hidden_in", plan.qkv), ("gated", plan.down)):
+        buffer = plan.workspace[name]
+        seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
+        assert seen.unique().tolist() == [-1, 0]
+        absent = module.Operand(plan, name, op).values.isnan()
+        assert torch.equal(seen.view(absent.shape) == -1, absent)
+
+
+def test_a_swapped_tile_shows(case: tuple[ModelConfig, Plan]) -> None:
+    config, plan = case
+    made, ids = bench(case), prompt(config, 2)
+    part = made.memory.image[0, : 2 * SLOT_VALUES]
+    part.copy_(part.view(2, SLOT_VALUES).flip(0).flatten())
+    wanted = reference_logits(config, random_weights(config), ids)
+    assert (made.feed(ids) - wanted).abs().max() > 0.01
+
+
+def test_another_rotation_of_splits_leaves_positions_unseen(
+    case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(case)
+    monkeypatch.setattr(
+        module.Interpreter, "_splits", lambda self, layer, position: [layer % 3 + 1]
+    )
+    with pytest.raises((AssertionError, IndexError)):
+        made.feed(prompt(case[0], 3))
+
+
+def test_units_owned_twice_are_refused(
+    case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(case)
+    monkeypatch.setattr(Matrix, "first_unit", lambda self, block: min(block * 11, self.units))
+    with pytest.raises(AssertionError, match="units owned|ends beyond|lies where"):
+        made.launch()
+
+
+def test_an_exchange_that_is_not_cleaned_is_written_twice(
+    case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(case)
+    monkeypatch.setattr(module.Exchange, "clear", lambda self, epoch: None)
+    with pytest.raises(AssertionError, match="written twice"):
+        made.feed(prompt(case[0], 5))
+
+
+def test_an_exchange_that_is_cleaned_early_is_read_absent(
+    case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, clear = bench(case), module.Exchange.clear
+    monkeypatch.setattr(module.Exchange, "clear", lambda self, epoch: clear(self, epoch - 2))
+    with pytest.raises(AssertionError, match="read before it is written"):
+        made.feed(prompt(case[0], 5))
+
+
+def test_rows_that_nobody_publishes_are_missed(
+    case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, publish = bench(case), module.Operand.publish
+
+    def short(self: module.Operand, epoch: int, column: int, k: Tensor, values: Tensor) -> None:
+        publish(self, epoch, column, k[1:], values[1:])
+
+    monkeypatch.setattr(module.Operand, "publish", short)
+    with pytest.raises(AssertionError, match="hidden_in: turn 1 is read before it is written"):
+        made.feed(prompt(case[0], 1))
