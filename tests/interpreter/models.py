@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def gpu(num_sms: int) -> Gpu:
     """A small one with the shared memory of a large one."""
-    return Gpu("sm_90a", num_sms, 227 * 1024, bulk_copies=True)
+    return Gpu("sm_90a", num_sms, 227 * 1024)
 
 
 def configured(name: str, folder: Path) -> tuple[ModelConfig, Plan]:

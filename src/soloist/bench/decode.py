@@ -6,13 +6,13 @@ Contenders take turns, run by run, so that a slow minute of the machine hits all
 import hashlib
 import inspect
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from soloist.bench import record
-from soloist.bench.bandwidth import read_gb_per_s
+from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.errors import SettingError
 from soloist.model.memory import kv_bytes_per_token
@@ -80,14 +80,16 @@ def measure(plan: Plan) -> list[record.Row]:
         UserError, DeviceError: as from loading the model.
     """
     _check(plan)
-    engine = Engine.load(plan.asked)
+    # Room for this request only: on a GPU the bandwidth test wants some memory as well.
+    tokens = plan.prompt_tokens + plan.new_tokens
+    engine = Engine.load(replace(plan.asked, context_tokens=tokens))
     prompt_ids = python_prompt(engine, plan.prompt_tokens)
     contenders: list[Contender] = [Ours(engine)]
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
 
         contenders += rivals(engine)
-    bandwidth = read_gb_per_s(torch.device(engine.resolved.device))
+    bandwidth = read_bandwidth(torch.device(engine.resolved.device))
     results: dict[str, list[Run]] = {c.name: [] for c in contenders}
     for i in range(plan.runs + 1):
         for contender in contenders:
@@ -118,7 +120,9 @@ def _check(plan: Plan) -> None:
         raise SettingError("--against", plan.against, "transformers")
 
 
-def _row(plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: float) -> record.Row:
+def _row(
+    plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: Bandwidth
+) -> record.Row:
     speeds = [(len(run.token_ids) - 1) / run.decode_s for run in runs]
     speed = record.Spread.of(speeds)
     chosen = engine.resolved
@@ -141,12 +145,14 @@ def _row(plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: floa
         ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
-        bandwidth_gb_per_s=round(bandwidth, 2),
-        mbu=round(streamed * speed.median / bandwidth / 1e9, 3),
+        bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
+        mbu=round(streamed * speed.median / bandwidth.gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         versions=record.versions(*packages),
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        start_position=plan.prompt_tokens,
+        bandwidth_method=bandwidth.method,
     )

@@ -40,19 +40,24 @@ class Row:
         gpus: how many; 0 on a CPU.
         precision: of weights and KV cache.
         prompt_tokens, new_tokens: per run.
-        columns: (sequence, position) pairs per decode step.
+        columns: (sequence, position) pairs per decode step, of all sequences together.
         runs: timed runs after a warm-up.
         ttft_ms: request accepted → first token.
-        decode_tokens_per_s: (N - 1) / (time of last - time of first token).
+        decode_tokens_per_s: (N - 1) / (time of last - time of first token); with several columns,
+            that of steps times columns.
         streamed_bytes_per_token: weights that a step has to read, and KV at the middle of the run.
         bandwidth_gb_per_s: measured read bandwidth of this device, in this run.
-        mbu: memory-bandwidth utilisation, streamed bytes · decode speed / bandwidth.
+        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth.
         speculation: whether tokens were drafted.
         output_ids_sha256: hash of the tokens made, so that runs can be compared.
         versions: of Python and the libraries that matter.
         commit: of the source tree; '+changes' if it was modified.
         command: as typed.
         date: UTC.
+        sequences: separate ones that are decoded side by side.
+        start_position: of the first decode step; where it is not the end of the prompt, the KV cache
+            before it holds random values.
+        bandwidth_method: how the bandwidth was measured.
     """
 
     engine: str
@@ -75,6 +80,9 @@ class Row:
     commit: str
     command: str
     date: str
+    sequences: int = 1
+    start_position: int | None = None
+    bandwidth_method: str = ""
 
 
 def write(file: Path, rows: Sequence[Row]) -> None:

@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_SHAPE = "With --shape"
 bench_app = typer.Typer(
     help="Measure: time to first token and decode speed, apart.", no_args_is_help=True
 )
@@ -152,13 +153,33 @@ def info(
 
 @bench_app.command("decode")
 def bench_decode(
-    model: o.Model = "etude",
+    model: o.OptionalModel = None,
+    shape: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of a model, a config.json: random weights, on the decode kernel.",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 256,
     runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
     against: Annotated[
         str | None,
         typer.Option(help="Measure a rival on the same weights, run by run: transformers."),
+    ] = None,
+    columns: Annotated[
+        int,
+        typer.Option(help="Positions of a sequence in one step.", rich_help_panel=_SHAPE),
+    ] = 1,
+    sequences: Annotated[
+        int, typer.Option(help="Sequences side by side.", rich_help_panel=_SHAPE)
+    ] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Decode from this position on, over a random KV cache.", rich_help_panel=_SHAPE
+        ),
     ] = None,
     device: o.Device = "auto",
     precision: o.Precision = "auto",
@@ -169,12 +190,29 @@ def bench_decode(
 ) -> None:
     """Time to first token and decode speed of one greedy request, in this process."""
     from soloist.bench import decode, record
+    from soloist.bench import shape as shapes
     from soloist.cli import tables
     from soloist.engine import EngineConfig
 
-    asked = EngineConfig(model, device, o.checked_precision(precision))
-    plan = decode.Plan(asked, prompt_tokens, new_tokens, runs, against)
-    rows = decode.measure(plan)
+    checked = o.checked_precision(precision)
+    o.check_shape(shape, model, against, columns, sequences, context)
+    if shape is not None:
+        rows = shapes.measure(
+            shapes.Plan(
+                file=shape,
+                device=device,
+                precision=checked,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                runs=runs,
+                columns=columns,
+                sequences=sequences,
+                context=context,
+            )
+        )
+    else:
+        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked)
+        rows = decode.measure(decode.Plan(asked, prompt_tokens, new_tokens, runs, against))
     if output is not None:
         record.write(output, rows)
     tables.show_rows(rows, as_json=json)

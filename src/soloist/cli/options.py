@@ -1,5 +1,6 @@
 """The options that several commands share, each written once."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -13,6 +14,13 @@ Model = Annotated[
     typer.Argument(
         help="A folder, a hub id (owner/name), or a shipped model: etude, etude-draft.",
         show_default=True,
+    ),
+]
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        help="A folder, a hub id (owner/name), or a shipped model: etude, etude-draft.",
+        show_default="etude",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
@@ -97,6 +105,8 @@ Json = Annotated[
     typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT),
 ]
 
+DEFAULT_MODEL = "etude"
+
 _PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
@@ -105,6 +115,33 @@ def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
     if given not in _PRECISIONS:
         raise SettingError("--precision", given, ", ".join(_PRECISIONS))
     return given  # type: ignore[return-value]  # the line above narrowed it
+
+
+def check_shape(
+    shape: Path | None,
+    model: str | None,
+    against: str | None,
+    columns: int,
+    sequences: int,
+    context: int | None,
+) -> None:
+    """Options of `bench decode` that go with --shape, and those that do not.
+
+    Raises:
+        SettingError: one is there that would have no effect.
+    """
+    if shape is None:
+        for name, value, off in (
+            ("--columns", columns, 1),
+            ("--sequences", sequences, 1),
+            ("--context", context, None),
+        ):
+            if value != off:
+                raise SettingError(name, value, "beside --shape only", "name a config.json")
+        return
+    for name, unused in (("MODEL", model), ("--against", against)):
+        if unused is not None:
+            raise SettingError(name, unused, "without --shape, which has random weights")
 
 
 def parsed_bias(given: list[str] | None) -> dict[int, float]:

@@ -59,9 +59,15 @@ def show_rows(rows: "Sequence[Row]", *, as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
         return
     first = rows[0]
+    wide = ""
+    if first.columns > 1:
+        wide = f" · {first.columns} columns a step, of {first.sequences} sequence"
+        wide += "s" * (first.sequences > 1)
+    if first.start_position not in (None, first.prompt_tokens):
+        wide += f" · decode from position {first.start_position:,}"
     print(
         f"{first.shape} · {first.precision} · {first.device} · {first.prompt_tokens} prompt + "
-        f"{first.new_tokens} new tokens · {first.runs} runs · reads at "
+        f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
         f"{first.bandwidth_gb_per_s} GB/s · no speculation"
     )
     show_table(

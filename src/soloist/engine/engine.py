@@ -21,9 +21,9 @@ from soloist.engine.reference import ReferenceModel
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.dtype import Dtype
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import LoadProgress, load_weights

@@ -5,7 +5,7 @@ greedy request runs many rounds a launch; any other one runs a round a launch, a
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import BadLogits, GpuUnsupported, ShapeUnsupported
-from soloist.megakernel.gpu import Gpu, gpu_from_capability
+from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.packing import gather, unpack
@@ -28,7 +28,7 @@ from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.pages import PagePool
-from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
+from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill, require_prefill
 from soloist.sampling import Sampler
 
 # Prompts of up to so many tokens ride the decode kernel: three rounds of eight columns take less
@@ -314,7 +314,7 @@ def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Sup
     if device.type != "cuda":
         return Support(None)
     p = torch.cuda.get_device_properties(device)
-    shared_bytes = p.shared_memory_per_block_optin
+    shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
     return support_on((p.major, p.minor), p.multi_processor_count, shared_bytes, config, dtype)
 
 
@@ -326,20 +326,20 @@ def support_on(
     dtype: Dtype,
 ) -> Support:
     """The same for a GPU in figures."""
-    version, least = (".".join(map(str, v)) for v in (capability, _LEAST_CAPABILITY))
     try:
-        if capability < _LEAST_CAPABILITY:
-            raise ShapeUnsupported(f"compute capability {version}", f"{least} and later")
+        _require_capability(capability)
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
-        return Support(_plan(config, dtype, gpu))
+        plan = make_plan(config, dtype, gpu)
+        require_prefill(config)
+        return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference")
 
 
-def _plan(config: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
-    if config.lanes is None and config.rope.interleaved:
-        raise ShapeUnsupported("rope that rotates neighbours", "rope that rotates halves")
-    return make_plan(config, dtype, gpu)
+def _require_capability(capability: tuple[int, int]) -> None:
+    if capability < _LEAST_CAPABILITY:
+        given, least = (".".join(map(str, v)) for v in (capability, _LEAST_CAPABILITY))
+        raise ShapeUnsupported(f"compute capability {given}", f"{least} and later")
 
 
 def _num_pages(context_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import TypeAlias
 
 from soloist.megakernel.plan import (
     CONSUMER_WARPS,
@@ -13,23 +14,27 @@ from soloist.megakernel.plan import (
     QUERY_PADDING,
     REDUCE_BYTES,
     SLOT_BYTES,
-    TURNS,
+    STREAMING_COPIES,
     THREADS,
+    TURNS,
+    WAITING_COPIES,
     Operation,
     Plan,
 )
 from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
+Value: TypeAlias = bool | int | float
+
 MAX_STOPS = 16
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, copies: tuple[int, int] = (WAITING_COPIES, STREAMING_COPIES)) -> str:
+def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
-    constants: dict[str, int | bool | float] = {
+    constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
         "kNumBlocks": plan.blocks,
         "kConsumerWarps": CONSUMER_WARPS,
@@ -57,8 +62,8 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, copies
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kWaitingCopies": copies[0],
-        "kStreamingCopies": copies[1],
+        "kWaitingCopies": WAITING_COPIES,
+        "kStreamingCopies": STREAMING_COPIES,
         "kAblation": ablation,
         "kTrace": trace_round is not None,
         "kTraceRound": trace_round or 0,
@@ -92,7 +97,7 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0, copies
             "// Generated from the plan; see header.py.",
             "#pragma once",
             *(_constant(name, value) for name, value in constants.items()),
-            *map(lambda op: _operation(plan, op), (*plan.layer_operations, plan.head)),
+            *(_operation(plan, op) for op in (*plan.layer_operations, plan.head)),
             f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
             f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
             "",
@@ -124,7 +129,7 @@ def _operation(plan: Plan, op: Operation) -> str:
     return f"struct {_pascal(matrix.name)} {{ {inside} }};"
 
 
-def _constant(name: str, value: int | bool | float) -> str:
+def _constant(name: str, value: Value) -> str:
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, float):

@@ -246,9 +246,7 @@ class Interpreter:
         local = token - self._rows(head, owner).start
         return self._slots(head, 0, owner)[local, rows.start : rows.stop]
 
-    def _publish(
-        self, stream: Stream, epoch: int, block: int, column: int, norm: Tensor
-    ) -> None:
+    def _publish(self, stream: Stream, epoch: int, block: int, column: int, norm: Tensor) -> None:
         rows = self._rows(self.plan.down, block)
         x, scale = self._residual[block, column, : len(rows)], self._scale[block, column]
         stream.operand.publish(epoch, column, _places(rows), self._to_half(x * norm * scale))
@@ -265,9 +263,7 @@ class Interpreter:
         self._scale[block, :columns] = (mean + self.plan.model.norm_epsilon).rsqrt()
         return self._scale[block, :columns] / assumed
 
-    def _add(
-        self, op: Operation, product: Tensor, layer: int, block: int, columns: int
-    ) -> None:
+    def _add(self, op: Operation, product: Tensor, layer: int, block: int, columns: int) -> None:
         rows = self._rows(op, block)
         assert rows == self._rows(self.plan.down, block), "the residual's rows stay where they are"
         bias = self._bias(layer, f"{op.matrix.name}_bias", rows)
@@ -491,7 +487,9 @@ class Interpreter:
                 start = page * PAGE_POSITIONS + half * GRANULE_POSITIONS
                 if start > last_seen or start + GRANULE_POSITIONS <= first_seen:
                     continue
-                at = self._granule(layer, head, int(self.memory.page_tables[group.sequence, page]), half)
+                at = self._granule(
+                    layer, head, int(self.memory.page_tables[group.sequence, page]), half
+                )
                 keys, values = at[0].clone(), at[1].clone()
                 for x, position in zip(heads, group.positions, strict=True):
                     row = position - start
@@ -503,9 +501,9 @@ class Interpreter:
                 scores = queries @ keys.float()[self._keys].T * (d**-0.5 * math.log2(math.e))
                 position = start + torch.arange(GRANULE_POSITIONS)
                 visible = (position <= last) & (position > last - window)
-                seen[group.columns.start : group.columns.stop, start : start + GRANULE_POSITIONS] += (
-                    visible[:: plan.group, : seen.shape[1] - start]
-                )
+                seen[
+                    group.columns.start : group.columns.stop, start : start + GRANULE_POSITIONS
+                ] += visible[:: plan.group, : seen.shape[1] - start]
                 lane = lanes[(page // plan.splits * 2 + half) % plan.softmax_lanes]
                 by_position = values.float().view(d, GRANULE_POSITIONS).T
                 lane.add(scores.masked_fill(~visible, -math.inf), by_position, self._to_half)

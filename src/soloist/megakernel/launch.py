@@ -12,7 +12,6 @@ from torch import Tensor
 
 from soloist.errors import KernelStuck, LaunchError
 from soloist.jit.cache import load_or_build
-from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.header import MAX_STOPS, header
@@ -22,7 +21,8 @@ from soloist.megakernel.trace import num_marks
 from soloist.model.weights import TORCH_DTYPES, Weights
 
 PHASES = (
-    "embed", "qkv", "attention", "attention_output", "gate_up", "down", "head", "choose", "conclude",
+    "embed", "qkv", "attention", "attention_output", "gate_up", "down",
+    "head", "choose", "conclude",
 )  # fmt: skip
 
 
@@ -94,9 +94,13 @@ class Decoder:
         pool: KV pages [pages, layers, K, 2, 2, 32 · D].
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
+        trace_round: build a kernel that takes time stamps in this round of a launch (`trace`).
+        ablation: build one that leaves something out (1: waiting for other blocks, 2: the weight
+            stream, 3: that and the multiplies); its tokens mean nothing.
+        keep_rows: leave `weights` as they are.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes and builds that only tests and tools ask for
         self,
         plan: Plan,
         weights: Weights,
@@ -114,7 +118,9 @@ class Decoder:
         device = pool.device
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
-        self.image, self.vectors, self._embedding = _load_image(plan, weights, device, keep_rows)
+        self.image, self.vectors, self._embedding = _load_image(
+            plan, weights, device, keep_rows=keep_rows
+        )
         source = Source("kernels/decode.cu", header(plan, trace_round, ablation))
         cubin = load_or_build(source, plan.gpu.arch, cache)
         self.report = cubin.report.entries["decode"]
@@ -146,8 +152,9 @@ class Decoder:
         table = self._embedding
         if table is None:
             table = self.image[:, self.plan.matrix_offset(self.plan.head) // 2 :]
-        mean_square = sum(float(x.float().square().sum()) for x in table.split(1))
-        return (mean_square / table.numel()) ** -0.5
+        chunks = torch.split(table, max(1, (1 << 26) // table.shape[1]))
+        squares = math.fsum(x.float().square().sum().item() for x in chunks)
+        return float((squares / table.numel()) ** -0.5)
 
     def start(
         self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
@@ -257,7 +264,7 @@ def _fresh_workspace(plan: Plan) -> Tensor:
 
 
 def _load_image(
-    plan: Plan, weights: Weights, device: torch.device, keep_rows: bool
+    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
     take = weights.__getitem__ if keep_rows else weights.pop

@@ -1,12 +1,14 @@
 """Row-major weights → the order in which the kernel streams them, and back. Torch, any device.
 
-`partition.py` says which rows a block owns; here a block's rows become 8 KB slots in which every lane
-of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A full slot holds 16 rows × 32 columns
-for each of the 8 warps, a half slot 8 rows × 64.
+`partition.py` says which rows a block owns; here a block's rows become tiles in which every lane
+of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A tile of 16 rows and 512 columns is
+a slot of 16 KB: two halves of 32 columns for each of the 8 warps. A tile of 8 rows is half a slot:
+64 columns for each warp.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -130,7 +132,7 @@ def _parts(operation: Operation) -> Iterator[_Part]:
     first = [matrix.first_unit(b) * matrix.unit_slots for b in range(matrix.blocks + 1)]
     most = 2 * operation.group_tiles
     by_count: dict[int, list[int]] = {}
-    for start, end in zip(first, first[1:], strict=False):
+    for start, end in pairwise(first):
         for group in range(start, end, most):
             by_count.setdefault(min(most, end - group), []).append(group)
     for count, starts in by_count.items():
@@ -152,7 +154,7 @@ def _to_slots(units: Tensor) -> Tensor:
 
 
 def _from_slots(slots: Tensor, steps: int) -> Tensor:
-    """The inverse of `_to_slots`: [blocks, units, step · values] → [blocks, units, row, step, …]."""
+    """The inverse of `_to_slots`."""
     blocks, count = slots.shape[:2]
     full = count // 2 * 2
     split = slots.reshape(blocks, steps, count * SLOT_VALUES)

@@ -3,8 +3,7 @@
 A matrix [rows, columns] is cut along its rows into *units*, 8 rows each (16 for gate_up, where a
 unit is 8 gate rows and the 8 up rows that belong to them), and along its columns into *steps* of
 512. A block owns consecutive units. Two units of 8 rows make a full tile for the m16n8k16 multiply;
-an odd one is a half tile. One *slot* holds 8 rows of one step: 8 KB of 16-bit weights, the size of
-one copy into the shared-memory ring.
+an odd one is a half tile. A full tile of one step fills a *slot* of the shared-memory ring, 16 KB.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Matrix:
         columns: as in the checkpoint.
         order: of the rows in the kernel.
         blocks: over how many blocks it is spread.
-        padded_units: units including some of padding, that every block has as many; None: as rows say.
+        padded_units: units with padding, so that all blocks have as many; None: as rows say.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From (model, precision, GPU) to everything the kernel is compiled with. Pure: no torch, no device.
+"""From (model, precision, GPU) to all the kernel is compiled with. Pure: no torch, no device.
 
 The plan decides over how many blocks the work is spread, which rows each block owns, in which order
 weights lie in memory, how attention splits the KV cache, what the exchange buffers are and how much
@@ -25,8 +25,8 @@ PAGE_POSITIONS = 64
 SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
 # Copies of 16 KB that a block has in flight: while its warps wait for other blocks, and while they
-# multiply. Measured in docs/experiments.md: more of them fill the queues in front of the L2, in which
-# exchanges wait too.
+# multiply. More of them fill the queues in front of the L2, in which exchanges wait too: measured,
+# see docs/experiments.md.
 WAITING_COPIES = 2
 STREAMING_COPIES = 6
 TURNS = 4
@@ -116,16 +116,15 @@ class Plan:
     @cached_property
     def down(self) -> Operation:
         """The MLP's second matrix."""
-        return self._operation(
-            "down", self.model.hidden_size, self.intermediate, RowOrder.NATURAL
-        )
+        return self._operation("down", self.model.hidden_size, self.intermediate, RowOrder.NATURAL)
 
     @cached_property
     def head(self) -> Operation:
         """The LM head, in groups of tiles since its accumulators do not fit registers at once."""
         vocab, hidden = self.model.vocab_size, self.model.hidden_size
         least = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks).max_units
-        # All groups full in all blocks: few padded rows, and large groups, which read activations less.
+        # All groups full in all blocks, few rows of padding, and large groups: they read
+        # activations less often.
         tiles, units = min(
             ((t, -(-least // (2 * t)) * 2 * t) for t in range(1, HEAD_GROUP_TILES + 1)),
             key=lambda choice: choice[1] * (1 + 0.01 * HEAD_GROUP_TILES / choice[0]),
@@ -151,7 +150,7 @@ class Plan:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 (column, query head) rows that 8 columns of one KV head need; a power of 2."""
+        """Tiles of 16 rows (column, query head) that 8 columns need; a power of 2."""
         tiles = -(-MAX_COLUMNS * self.group // 16)
         return 1 << (tiles - 1).bit_length()
 
@@ -178,7 +177,7 @@ class Plan:
         return sum(op.matrix.max_block_bytes for op in self.layer_operations)
 
     def matrix_offset(self, operation: Operation) -> int:
-        """Bytes from the start of a block's layer (the head: of a block) to its part of a matrix."""
+        """Bytes from the start of a block's layer (the head: of a block) to its matrix."""
         if operation is self.head:
             return self.layer_bytes * self.model.num_layers
         offset = 0
@@ -307,7 +306,7 @@ class Plan:
             f"{self.gpu.num_sms} SMs, {self.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
             f"block (mean {self.streamed_bytes / self.blocks / 1e6:.2f})",
-            f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB, shared {self.shared_bytes:,} bytes; "
+            f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB of {self.shared_bytes:,} bytes; "
             f"attention: {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
         ]
         for op in (*self.layer_operations, self.head):
@@ -347,12 +346,22 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
     checks = [
         (model.lanes is None, "lanes (delayed tensor parallelism)", "an ordinary transformer"),
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
-        (attention.head_dim in (32, 64, 96, 128), f"head_dim {attention.head_dim}", "32, 64, 96, 128"),
-        (attention.queries_per_kv_head <= 8,
-         f"{attention.queries_per_kv_head} query heads to a KV head", "at most 8"),
+        (
+            attention.head_dim in (32, 64, 96, 128),
+            f"head_dim {attention.head_dim}",
+            "32, 64, 96, 128",
+        ),
+        (
+            attention.queries_per_kv_head <= 8,
+            f"{attention.queries_per_kv_head} query heads to a KV head",
+            "at most 8",
+        ),
         (model.hidden_size % 8 == 0, f"hidden_size {model.hidden_size}", "a multiple of 8"),
-        (mlp.intermediate_size % 8 == 0,
-         f"intermediate_size {mlp.intermediate_size}", "a multiple of 8"),
+        (
+            mlp.intermediate_size % 8 == 0,
+            f"intermediate_size {mlp.intermediate_size}",
+            "a multiple of 8",
+        ),
     ]
     for layer in model.layers:
         same = (
@@ -364,7 +373,9 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
             and layer.attention.qkv_bias == attention.qkv_bias
             and layer.attention.output_bias == attention.output_bias
         )
-        checks.append((same, "layers of different shapes", "layers that differ in window and rope only"))
+        checks.append(
+            (same, "layers of different shapes", "layers that differ in window and rope only")
+        )
     for fine, given, allowed in checks:
         if not fine:
             raise ShapeUnsupported(given, allowed)

@@ -78,7 +78,7 @@ class Prefill:
         elementwise: MakeElementwise = TorchElementwise,
         most_tokens: int = CHUNK_TOKENS,
     ) -> None:
-        _require_supported(config)
+        require_prefill(config)
         self.config, self.pool, self.most_tokens = config, pool, most_tokens
         self._matrices = matrices
         self._elementwise = elementwise(config, vectors, pool)
@@ -268,7 +268,12 @@ class Prefill:
         return torch.empty(shape, dtype=dtype, device=self.pool.device)
 
 
-def _require_supported(config: ModelConfig) -> None:
+def require_prefill(config: ModelConfig) -> None:
+    """Refuse what prefill cannot do, before anything is allocated.
+
+    Raises:
+        ShapeUnsupported: the model has lanes, layers of different sizes or interleaved rope.
+    """
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
     if config.rope.interleaved:

@@ -1,0 +1,254 @@
+"""`bench decode --shape`: the decode kernel on random weights, with as many columns as asked for.
+
+One column is timed through `KernelModel.generate`, as any request runs. Several are timed as one
+launch of the decoder, in which every column goes on with the tokens it chose itself.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from soloist.bench import record
+from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench.decode import Run
+from soloist.engine.config import resolve_device
+from soloist.engine.engine import device_name, devices
+from soloist.engine.kernel import KernelModel, Support, find_support
+from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.megakernel.launch import Column
+from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.plan import Plan as KernelPlan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
+from soloist.model.tensors import parameters, streamed_values
+from soloist.model.weights import random_weights
+from soloist.sampling import Sampler, SamplingParams
+from soloist.settings import read_settings
+
+_MOST_ROUNDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        file: a config.json.
+        device: 'auto', 'cuda' or 'cuda:N'.
+        precision: of weights and KV cache; 'auto' is bf16.
+        prompt_tokens: length of each sequence's prompt, random tokens.
+        new_tokens: made after it; of several columns, steps.
+        runs: timed, after one that is not.
+        columns: positions of one sequence in a step.
+        sequences: side by side.
+        context: position at which decoding starts, over random keys and values; None: after the
+            prompt. Time to first token is the prompt's in any case.
+    """
+
+    file: Path
+    device: str
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    prompt_tokens: int
+    new_tokens: int
+    runs: int
+    columns: int
+    sequences: int
+    context: int | None
+
+    @property
+    def all_columns(self) -> int:
+        """Of a step."""
+        return self.columns * self.sequences
+
+    @property
+    def start(self) -> int:
+        """Position of the first decode step."""
+        return self.prompt_tokens if self.context is None else self.context
+
+    @property
+    def last(self) -> int:
+        """Positions that a sequence needs."""
+        return max(self.start + self.columns * self.new_tokens, self.prompt_tokens)
+
+
+def measure(plan: Plan) -> list[record.Row]:
+    """Measure; one row.
+
+    Raises:
+        SettingError: sizes that cannot be measured.
+        UserError: the configuration cannot be used.
+        DeviceError: no GPU, or one that the kernel or the model does not fit.
+    """
+    _check(plan)
+    config = read_config(plan.file)
+    if plan.last > config.context_tokens:
+        raise SettingError(
+            "--context", plan.start, f"with the tokens after it at most {config.context_tokens:,}"
+        )
+    present = devices()
+    device = torch.device(resolve_device(plan.device, present))
+    if device.type != "cuda":
+        raise DeviceMissing("cuda", present)
+    dtype = Dtype.BF16 if plan.precision == "auto" else Dtype(plan.precision)
+    support = find_support(config, dtype, device)
+    if support.plan is None:
+        raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
+    bandwidth = read_bandwidth(device)
+    model = _built(plan, config, support, support.plan, device)
+    if plan.context is not None:
+        model.pool.tensor.normal_()
+    prompts = [_random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
+    is_request = plan.all_columns == 1 and plan.context is None
+    run = partial(_request if is_request else _launch, plan, model, prompts)
+    runs = [run() for _ in range(plan.runs + 1)][1:]
+    return [_row(plan, config, dtype, device, runs, bandwidth)]
+
+
+def _check(plan: Plan) -> None:
+    for name, value, least in (
+        ("--prompt-tokens", plan.prompt_tokens, 1),
+        ("--new-tokens", plan.new_tokens, 2),
+        ("--runs", plan.runs, 1),
+        ("--columns", plan.columns, 1),
+        ("--sequences", plan.sequences, 1),
+        ("--context", plan.start, 1),
+    ):
+        if value < least:
+            raise SettingError(name, value, f"at least {least}")
+    if plan.all_columns > MAX_COLUMNS:
+        raise SettingError(
+            "--columns times --sequences", plan.all_columns, f"at most {MAX_COLUMNS}"
+        )
+    if plan.new_tokens > _MOST_ROUNDS:
+        raise SettingError("--new-tokens", plan.new_tokens, f"at most {_MOST_ROUNDS} with --shape")
+    if plan.precision == "fp32":
+        raise SettingError("--precision", plan.precision, "auto, bf16, fp16 with --shape")
+    if plan.device == "cpu":
+        raise SettingError("--device", plan.device, "auto, cuda, cuda:N with --shape")
+
+
+def _built(
+    plan: Plan, config: ModelConfig, support: Support, kernel: KernelPlan, device: torch.device
+) -> KernelModel:
+    """The model on the GPU; rows stay beside the packed weights if both fit."""
+    specs, dtype, tokens = tensors(config), kernel.dtype, plan.last
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    needs = require_memory(
+        config, specs, dtype, tokens * plan.sequences, free_bytes, CHUNK_TOKENS, support.memory
+    )
+    row_bytes = parameters(specs) * dtype.num_bytes
+    keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
+    home = device if keep_rows else torch.device("cpu")
+    return KernelModel(
+        kernel,
+        random_weights(specs, dtype, home),
+        tokens,
+        device,
+        read_settings().cache,
+        keep_rows=keep_rows,
+        sequences=plan.sequences,
+    )
+
+
+def _random_prompt(config: ModelConfig, num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
+    return [int(i) for i in ids]
+
+
+def _request(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
+    """One greedy request, from token ids to its last token."""
+    torch.cuda.synchronize(model.pool.device)
+    params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
+    made, times = [], []
+    start = time.perf_counter()
+    sampler = Sampler(params, model.plan.model.vocab_size, prompts[0])
+    for token_id in model.generate(prompts[0], sampler, lambda: False):
+        times.append(time.perf_counter())
+        made.append(token_id)
+    return Run(times[0] - start, times[-1] - times[0], tuple(made))
+
+
+def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
+    """All prompts one after the other, the first one timed; then one launch for all columns."""
+    torch.cuda.synchronize(model.pool.device)
+    start = time.perf_counter()
+    first = []
+    for i, prompt in enumerate(prompts):
+        logits = model.prefill.run_prompt(
+            prompt, model.page_tables[i], model.prefill.most_tokens, lambda: False
+        )
+        assert logits is not None, "nobody cancels"
+        first.append(int(logits.argmax()))
+        if i == 0:
+            ttft_s = time.perf_counter() - start
+    columns = [
+        Column(s, plan.start + c, [token_id], stride=plan.columns)
+        for s, token_id in enumerate(first)
+        for c in range(plan.columns)
+    ]
+    model.decoder.start(columns, plan.new_tokens)
+    made: list[int] = []
+    times = []
+    for tokens in model.decoder.tokens():
+        times.append(time.perf_counter())
+        made += tokens
+    return Run(ttft_s, times[-1] - times[0], tuple(made))
+
+
+def _row(
+    plan: Plan,
+    config: ModelConfig,
+    dtype: Dtype,
+    device: torch.device,
+    runs: list[Run],
+    bandwidth: Bandwidth,
+) -> record.Row:
+    steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
+    speed = record.Spread.of([rate * plan.all_columns for rate in steps])
+    weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
+    middle = plan.start + plan.columns * plan.new_tokens // 2
+    streamed = weights + plan.sequences * _kv_bytes(config, dtype, middle)
+    hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
+    return record.Row(
+        engine="soloist",
+        shape=plan.file.parent.name if plan.file.stem == "config" else plan.file.stem,
+        device=device_name(str(device)),
+        gpus=1,
+        precision=dtype.value,
+        prompt_tokens=plan.prompt_tokens,
+        new_tokens=plan.new_tokens,
+        columns=plan.all_columns,
+        runs=len(runs),
+        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        decode_tokens_per_s=speed,
+        streamed_bytes_per_token=streamed,
+        bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
+        mbu=round(streamed * speed.median / plan.all_columns / bandwidth.gb_per_s / 1e9, 3),
+        speculation=False,
+        output_ids_sha256=" ".join(sorted(hashes)),
+        versions=record.versions("torch"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+        sequences=plan.sequences,
+        start_position=plan.start,
+        bandwidth_method=bandwidth.method,
+    )
+
+
+def _kv_bytes(config: ModelConfig, dtype: Dtype, position: int) -> int:
+    """Keys and values that a step at `position` sees."""
+    values = 0
+    for layer in config.layers:
+        a = layer.attention
+        seen = position if a.window is None else min(position, a.window)
+        values += 2 * a.num_kv_heads * a.head_dim * seen
+    return values * dtype.num_bytes

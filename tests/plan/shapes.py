@@ -1,0 +1,76 @@
+"""Models of many shapes, by configuration alone, and plans of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from soloist.megakernel.gpu import TYPICAL, Gpu
+from soloist.megakernel.plan import Plan
+from soloist.model.config import Attention, Layer, Mlp, ModelConfig
+from soloist.model.families import read_config
+from soloist.model.folder import find_model
+from soloist.model.rope import Rope
+
+HEAD_DIMS = (32, 64, 96, 128)
+
+
+def shaped(
+    sizes: tuple[int, int, int, int, int, int, int], *, tied: bool = False, **attention: Any
+) -> ModelConfig:
+    """A model of (H, F, layers, Q, K, D, V)."""
+    hidden, ffn, layers, queries, kv, dim, vocab = sizes
+    layer = Layer(Attention(queries, kv, dim, **attention), Mlp(ffn))
+    return ModelConfig(
+        family="llama", hidden_size=hidden, vocab_size=vocab, context_tokens=4096,
+        norm_epsilon=1e-5, layers=(layer,) * layers, rope=Rope(10_000.0), tied_head=tied,
+    )  # fmt: skip
+
+
+PUBLIC = {
+    "llama-3.2-1b": shaped((2048, 8192, 16, 32, 8, 64, 128256), tied=True),
+    "qwen3-1.7b": shaped((2048, 6144, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+    "laneformer-2b-as-llama": shaped((3072, 12288, 15, 32, 16, 96, 32000)),
+    "llama-3.1-8b": shaped((4096, 14336, 32, 32, 8, 128, 128256)),
+}
+SMALL = shaped((64, 96, 2, 4, 2, 32, 203))
+
+
+def etude() -> ModelConfig:
+    """The model that ships."""
+    return read_config(Path(find_model("etude")) / "config.json")
+
+
+def everything() -> dict[str, ModelConfig]:
+    """All of the above."""
+    return {**PUBLIC, "small": SMALL, "etude": etude()}
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 40) -> ModelConfig:
+    """Small models of any shape that the kernel supports; sizes count units of 8."""
+    kv = draw(st.integers(1, 5))
+    units = st.integers(kv, most)  # each KV head needs a block, each block a unit
+    attention = Attention(
+        kv * draw(st.integers(1, 8)), kv, draw(st.sampled_from(HEAD_DIMS)),
+        qkv_bias=draw(st.booleans()), output_bias=draw(st.booleans()), qk_norm=draw(st.booleans()),
+    )  # fmt: skip
+    layer = Layer(attention, Mlp(8 * draw(units), bias=draw(st.booleans())))
+    windows = draw(st.lists(st.sampled_from([None, 1, 63, 64, 500]), min_size=1, max_size=3))
+    return ModelConfig(
+        family="llama", hidden_size=8 * draw(units),
+        vocab_size=draw(st.integers(1, 5000)), context_tokens=4096, norm_epsilon=1e-5,
+        layers=tuple(replace(layer, attention=replace(attention, window=w)) for w in windows),
+        rope=Rope(10_000.0), tied_head=draw(st.booleans()),
+    )  # fmt: skip
+
+
+def gpus() -> st.SearchStrategy[Gpu]:
+    """The typical ones."""
+    return st.sampled_from(sorted(TYPICAL.values(), key=lambda gpu: gpu.num_sms))
+
+
+def all_operations(plan: Plan) -> list[Any]:
+    """Those of a layer, and the head."""
+    return [*plan.layer_operations, plan.head]

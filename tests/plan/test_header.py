@@ -1,0 +1,149 @@
+"""The header says what the plan says."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.header import header
+from soloist.megakernel.plan import (
+    COPIES,
+    MAX_COLUMNS,
+    SLOT_BYTES,
+    THREADS,
+    TURNS,
+    Plan,
+    make_plan,
+)
+from soloist.megakernel.trace import mark_names
+from soloist.model.dtype import Dtype
+
+GOLDEN = Path(__file__).parent / "golden" / "etude-sm_90a.cuh"
+_CONSTANT = re.compile(r"constexpr (bool|float|unsigned|unsigned long long) (k\w+) = ([^;]+);")
+_STRUCT = re.compile(r"^struct (\w+) \{(.*)\};$", re.MULTILINE)
+
+
+def value(kind: str, text: str) -> float:
+    """A literal of the header."""
+    if kind == "bool":
+        return {"true": True, "false": False}[text]
+    return float.fromhex(text.removesuffix("f")) if kind == "float" else int(text.rstrip("ul"))
+
+
+def constants(text: str) -> dict[str, float]:
+    """All of them; each may be there once."""
+    found = _CONSTANT.findall(text)
+    assert len({name for _, name, _ in found}) == len(found), "a constant stands twice"
+    return {name: value(kind, literal) for kind, name, literal in found}
+
+
+def parsed(plan: Plan) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Constants, and those of every operation."""
+    text = header(plan)
+    inside = {name: constants(body) for name, body in _STRUCT.findall(text)}
+    return constants(_STRUCT.sub("", text)), inside
+
+
+@pytest.fixture(params=[*PUBLIC, "etude", "small"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return make_plan(everything()[request.param], Dtype.BF16, TYPICAL["sm_90a"])
+
+
+def test_constants_are_the_plans(plan: Plan) -> None:
+    seen, _ = parsed(plan)
+    attention = plan.model.layers[0].attention
+    wanted = {
+        "kBf16": True,
+        "kNumBlocks": plan.blocks,
+        "kThreads": THREADS,
+        "kMaxColumns": MAX_COLUMNS,
+        "kTurns": TURNS,
+        "kCopies": COPIES,
+        "kSlotBytes": SLOT_BYTES,
+        "kRingSlots": plan.ring_slots,
+        "kLayers": plan.model.num_layers,
+        "kHidden": plan.model.hidden_size,
+        "kVocab": plan.model.vocab_size,
+        "kVocabRows": plan.head.matrix.units * 8,
+        "kQueryHeads": plan.query_heads,
+        "kKvHeads": plan.kv_heads,
+        "kGroup": plan.group,
+        "kHeadDim": plan.head_dim,
+        "kTiedHead": plan.model.tied_head,
+        "kQkNorm": attention.qk_norm,
+        "kSplits": plan.splits,
+        "kSoftmaxLanes": plan.softmax_lanes,
+        "kPageSlot": plan.page_slot,
+        "kGranuleBytes": plan.granule_bytes,
+        "kBlockStride": plan.block_stride,
+        "kLayerBytes": plan.layer_bytes,
+        "kLayerVectors": plan.layer_vector_values,
+        "kTraceMarks": len(mark_names(plan)),
+    }
+    assert {name: seen.get(name) for name in wanted} == wanted
+    assert seen["kScoreScale"] == pytest.approx(plan.head_dim**-0.5 / math.log(2), rel=1e-6)
+    assert seen["kEpsilon"] == pytest.approx(plan.model.norm_epsilon, rel=1e-6)
+
+
+def camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def test_offsets_are_the_plans(plan: Plan) -> None:
+    seen, _ = parsed(plan)
+    for name, buffer in plan.workspace.items():
+        assert seen[f"kWs{camel(name)}"] == buffer.offset
+        assert seen[f"kWs{camel(name)}Bytes"] == buffer.num_bytes
+        if name != "best":  # the kernel divides by the number of turns
+            assert buffer.num_bytes == math.prod(buffer.shape), "no rounding between turns"
+            assert buffer.num_bytes % (16 * TURNS * COPIES) == 0, "turns are aligned"
+    for name, buffer in plan.shared.items():
+        assert seen[f"kSh{camel(name)}"] == buffer.offset
+    for name, buffer in plan.vectors.items():
+        assert seen[f"kVec{camel(name)}"] * 4 == buffer.offset
+
+
+def test_operations_are_the_plans(plan: Plan) -> None:
+    _, structs = parsed(plan)
+    for op in all_operations(plan):
+        m, seen = op.matrix, structs[camel(op.matrix.name)]
+        assert (seen["kUnits"], seen["kMaxUnits"]) == (m.units, m.max_units)
+        assert (seen["kSteps"], seen["kTiles"]) == (m.steps, op.group_tiles)
+        assert (seen["kDepth"], seen["kOffset"]) == (op.depth, plan.matrix_offset(op))
+        assert seen["kUnitBytes"] * m.units == m.num_bytes
+        assert seen["kUnitHalves"] * 8 == m.unit_rows
+        counts = {m.first_unit(b + 1) - m.first_unit(b) for b in range(plan.blocks)}
+        assert seen["kEven"] == (len(counts) == 1)
+        assert seen["kGrouped"] == (op is plan.head)
+        if not seen["kGrouped"]:
+            assert 2 * seen["kTiles"] >= seen["kMaxUnits"] * seen["kUnitHalves"]
+
+
+def test_windows_and_rotations_are_listed_by_layer() -> None:
+    layer = SMALL.layers[0]
+    other = replace(layer, attention=replace(layer.attention, window=77, rope=False))
+    model = replace(SMALL, layers=(layer, other, layer))
+    text = header(make_plan(model, Dtype.FP16, TYPICAL["sm_120"]))
+    assert "kWindow[kLayers] = {0, 77, 0};" in text
+    assert "kRotated[kLayers] = {1, 0, 1};" in text
+    assert "constexpr bool kBf16 = false;" in text
+
+
+def test_a_traced_round_is_asked_for() -> None:
+    plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
+    assert "constexpr bool kTrace = false;" in header(plan)
+    assert "constexpr bool kTrace = true;\nconstexpr unsigned kTraceRound = 3u;" in header(plan, 3)
+
+
+def test_the_golden_header() -> None:
+    text = header(make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"]))
+    seen, wanted = text.splitlines(), GOLDEN.read_text().splitlines()
+    changes = [f"- {x}" for x in wanted if x not in seen] + [f"+ {x}" for x in seen if x not in wanted]
+    assert text == GOLDEN.read_text(), (
+        "étude's header for sm_90a changed:\n" + "\n".join(changes) + "\n\nif that is meant, write "
+        "it anew and look at the difference: PYTHONPATH=tests python -m plan.write_golden"
+    )

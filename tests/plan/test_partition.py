@@ -1,0 +1,53 @@
+"""Every unit of a matrix has one owner, and owners share evenly."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from soloist.megakernel.partition import SLOT_VALUES, Matrix, RowOrder
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Matrix:
+    blocks, order = draw(st.integers(1, 170)), draw(st.sampled_from(RowOrder))
+    rows, columns = draw(st.integers(1, 20_000)), draw(st.integers(1, 20_000))
+    padded = None
+    if order is RowOrder.NATURAL and draw(st.booleans()):
+        padded = (-(-rows // 8) // blocks + draw(st.integers(1, 9))) * blocks
+    return Matrix("any", rows, columns, order, blocks, padded)
+
+
+@given(matrices())
+def test_units_are_owned_once_and_in_order(matrix: Matrix) -> None:
+    first = [matrix.first_unit(block) for block in range(matrix.blocks + 1)]
+    assert (first[0], first[-1]) == (0, matrix.units)
+    assert first == sorted(first)
+    counts = {end - start for start, end in zip(first, first[1:], strict=False)}
+    assert max(counts) == matrix.max_units
+    assert max(counts) - min(counts) <= 1  # the kernel compiles for two counts only
+
+
+@given(matrices(), st.data())
+def test_owner_is_the_inverse_of_first_unit(matrix: Matrix, data: st.DataObject) -> None:
+    unit = data.draw(st.integers(0, matrix.units - 1))
+    owner = matrix.owner(unit)
+    assert matrix.first_unit(owner) <= unit < matrix.first_unit(owner + 1)
+
+
+@given(matrices())
+def test_the_blocks_bytes_make_up_the_matrix(matrix: Matrix) -> None:
+    own = [matrix.block_bytes(block) for block in range(matrix.blocks)]
+    assert sum(own) == matrix.num_bytes
+    assert max(own) == matrix.max_block_bytes
+    assert matrix.num_bytes >= 2 * matrix.rows * matrix.columns
+    assert matrix.num_bytes % (2 * SLOT_VALUES) == 0
+
+
+@given(matrices())
+def test_tiles_hold_all_units(matrix: Matrix) -> None:
+    halves = matrix.max_units * matrix.unit_slots
+    assert 2 * matrix.max_tiles - 1 <= halves <= 2 * matrix.max_tiles
+
+
+def test_padding_units_belong_to_the_last_blocks() -> None:
+    matrix = Matrix("head", 203, 64, RowOrder.NATURAL, 7, 28)
+    assert (matrix.units, matrix.max_units, matrix.owner(27)) == (28, 4, 6)

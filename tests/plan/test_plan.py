@@ -1,0 +1,208 @@
+"""Plans of many shapes on every typical GPU fit it and leave nothing out."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything, gpus, models, shaped
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.gpu import TYPICAL, Gpu, gpu_from_capability
+from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
+from soloist.megakernel.plan import (
+    CONSUMER_WARPS,
+    MAX_COLUMNS,
+    REDUCE_BYTES,
+    SLOT_BYTES,
+    Plan,
+    make_plan,
+)
+from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
+from soloist.model.dtype import Dtype
+
+
+def require_sound(plan: Plan) -> None:
+    require_partition(plan)
+    require_head_groups_full(plan)
+    require_shared_memory(plan)
+    require_disjoint(list(plan.workspace.values()), plan.workspace_bytes)
+    require_disjoint(list(plan.vectors.values()), plan.layer_vector_values * 4)
+    require_attention(plan)
+
+
+def require_partition(plan: Plan) -> None:
+    assert plan.kv_heads <= plan.blocks <= plan.gpu.num_sms
+    for op in all_operations(plan):
+        assert op.matrix.blocks == plan.blocks
+        assert op.matrix.units >= plan.blocks, "every block has rows of every matrix"
+        assert 1 <= op.depth <= op.matrix.steps
+    # Residual rows stay with their block.
+    own = [[op.matrix.first_unit(b) for b in range(plan.blocks + 1)]
+           for op in (plan.attention_output, plan.down)]  # fmt: skip
+    assert own[0] == own[1]
+    offsets = [plan.matrix_offset(op) for op in plan.layer_operations]
+    sizes = [op.matrix.max_block_bytes for op in plan.layer_operations]
+    assert all(a + s == b for (a, b), s in zip(pairwise([*offsets, plan.layer_bytes]), sizes, strict=True))
+    used = plan.matrix_offset(plan.head) + plan.head.matrix.max_block_bytes
+    assert used <= plan.block_stride
+    assert plan.block_stride // SLOT_BYTES % 2 == 1
+    per_layer = sum(op.matrix.num_bytes for op in plan.layer_operations)
+    assert plan.streamed_bytes == per_layer * plan.model.num_layers + plan.head.matrix.num_bytes
+    assert plan.streamed_bytes <= plan.image_bytes
+
+
+def require_head_groups_full(plan: Plan) -> None:
+    matrix, group = plan.head.matrix, 2 * plan.head.group_tiles
+    counts = {matrix.first_unit(b + 1) - matrix.first_unit(b) for b in range(plan.blocks)}
+    assert counts == {matrix.max_units}
+    assert matrix.max_units % group == 0
+    assert matrix.units * 8 >= plan.model.vocab_size
+
+
+def require_shared_memory(plan: Plan) -> None:
+    assert plan.ring_slots >= 2
+    # 1 KB is left for the barriers and what else the kernel declares.
+    assert plan.shared_bytes <= plan.gpu.shared_bytes - 1024
+    assert plan.shared_bytes + SLOT_BYTES > plan.gpu.shared_bytes - 1024, "the ring takes the rest"
+    require_disjoint(list(plan.shared.values()), plan.shared_bytes - plan.ring_slots * SLOT_BYTES)
+    assert plan.shared["reduce"].num_bytes == REDUCE_BYTES
+    # The smallest piece in which all columns' rows meet must hold one tile.
+    assert REDUCE_BYTES // 4 // CONSUMER_WARPS // MAX_COLUMNS - 4 >= 16
+
+
+def require_disjoint(buffers: list[Buffer], total_bytes: int) -> None:
+    end = 0
+    for buffer in buffers:
+        assert buffer.offset == end
+        assert buffer.offset % ALIGNMENT == 0
+        end += buffer.num_bytes
+    assert end == total_bytes
+
+
+def require_attention(plan: Plan) -> None:
+    assert 1 <= plan.splits
+    assert plan.splits * plan.kv_heads <= plan.blocks
+    assert plan.row_tiles * 16 >= MAX_COLUMNS * plan.group
+    assert plan.softmax_lanes * plan.row_tiles == CONSUMER_WARPS
+    pieces = 4 if plan.page_slot else 2
+    assert pieces * plan.granule_bytes <= SLOT_BYTES
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), gpus())
+def test_small_models_on_every_gpu(model: ModelConfig, gpu: Gpu) -> None:
+    require_sound(make_plan(model, Dtype.BF16, gpu))
+
+
+@pytest.mark.parametrize("gpu", TYPICAL.values(), ids=TYPICAL)
+@pytest.mark.parametrize("name", [*PUBLIC, "etude", "small"])
+def test_public_models_on_every_gpu(name: str, gpu: Gpu) -> None:
+    plan = make_plan(everything()[name], Dtype.BF16, gpu)
+    require_sound(plan)
+    busiest = max(plan.block_bytes(b) for b in range(plan.blocks)) * plan.blocks
+    assert busiest <= (1.12 if name in PUBLIC else 1.5) * plan.streamed_bytes
+    values = sum(op.matrix.rows * op.matrix.columns for op in plan.layer_operations)
+    values = values * plan.model.num_layers + plan.model.vocab_size * plan.model.hidden_size
+    if name in PUBLIC:
+        assert plan.streamed_bytes < 1.03 * 2 * values, "padding is no burden"
+
+
+def test_blocks_are_chosen_to_waste_least() -> None:
+    gpu = TYPICAL["sm_90a"]
+    model = PUBLIC["llama-3.1-8b"]
+    plan = make_plan(model, Dtype.BF16, gpu)
+
+    def cost(blocks: int) -> int:
+        other = Plan(model, Dtype.BF16, gpu, blocks)
+        return blocks * max(map(other.block_bytes, range(blocks)))
+
+    assert cost(plan.blocks) == min(map(cost, range(119, 133)))
+
+
+@pytest.mark.parametrize("num_sms", [2, 3, 7, 12])
+def test_few_sms(num_sms: int) -> None:
+    require_sound(make_plan(SMALL, Dtype.FP16, replace(TYPICAL["sm_90a"], num_sms=num_sms)))
+
+
+LANES = Lanes(
+    8, 2, early_sum=True, attention_comm=True, mlp_comm=True, shared_norm_scales=True,
+    head="replicate", sum_before_norm=False,
+)  # fmt: skip
+
+
+def mixed(model: ModelConfig, change: dict[str, Any]) -> ModelConfig:
+    first, *rest = model.layers
+    other = replace(first.attention, **change)
+    return replace(model, layers=(first, *rest[:-1], Layer(other, first.mlp)))
+
+
+REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
+    "lanes": (replace(SMALL, lanes=LANES), Dtype.BF16, "lanes", "ordinary transformer"),
+    "fp32": (SMALL, Dtype.FP32, "fp32 weights", "bf16 or fp16"),
+    "head_dim": (shaped((64, 96, 1, 4, 2, 48, 99)), Dtype.BF16, "head_dim 48", "32, 64, 96, 128"),
+    "group": (shaped((64, 96, 1, 18, 2, 32, 99)), Dtype.BF16, "9 query heads", "at most 8"),
+    "hidden": (shaped((60, 96, 1, 4, 2, 32, 99)), Dtype.BF16, "hidden_size 60", "multiple of 8"),
+    "ffn": (shaped((64, 92, 1, 4, 2, 32, 99)), Dtype.BF16, "intermediate_size 92", "multiple of 8"),
+    "kv heads": (shaped((64, 96, 1, 9, 9, 32, 99)), Dtype.BF16, "9 KV heads", "at most 8"),
+    "mlp": (
+        replace(SMALL, layers=(SMALL.layers[0], replace(SMALL.layers[0], mlp=Mlp(104)))),
+        Dtype.BF16, "layers of different shapes", "differ in window and rope only",
+    ),
+    **{
+        f"layers differ in {field}": (
+            mixed(SMALL, {field: value}), Dtype.BF16,
+            "layers of different shapes", "differ in window and rope only",
+        )
+        for field, value in (
+            ("num_query_heads", 2), ("num_kv_heads", 4), ("head_dim", 64), ("qk_norm", True),
+            ("qkv_bias", True), ("output_bias", True),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(name: str) -> None:
+    model, dtype, given_, allowed = REFUSED[name]
+    with pytest.raises(ShapeUnsupported) as refused:
+        make_plan(model, dtype, TYPICAL["sm_90a"])
+    assert f"does not support {given_}" in refused.value.message
+    assert refused.value.message.endswith(")")
+    assert allowed in refused.value.message.split("(allowed: ")[1]
+
+
+def test_layers_may_differ_in_window_and_rope() -> None:
+    model = mixed(SMALL, {"window": 16, "rope": False})
+    assert make_plan(model, Dtype.BF16, TYPICAL["sm_90a"]).model is model
+
+
+def test_the_description_names_what_matters() -> None:
+    plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
+    text = plan.describe()
+    assert text.splitlines()[0].startswith("qwen3")
+    for fact in (
+        "sm_90a", f"{plan.blocks} of 132 SMs", f"ring {plan.ring_slots} x 16 KB",
+        f"{plan.shared_bytes:,} bytes", f"{plan.splits} splits",
+        f"{plan.softmax_lanes} softmax lanes", f"{plan.streamed_bytes / 1e9:.3f} GB",
+    ):  # fmt: skip
+        assert fact in text
+    for op, line in zip(all_operations(plan), text.splitlines()[2:], strict=True):
+        m = op.matrix
+        assert line.split()[:5] == [m.name, f"{m.rows:,}", "x", f"{m.columns:,}", str(m.order)]
+        assert f"{m.steps} steps" in line
+
+
+def test_buffers_are_stacked_on_cache_lines() -> None:
+    buffers = stack({"a": (3, 5), "b": (), "c": (64,)}, value_bytes=2)
+    assert [b.offset for b in buffers.values()] == [0, 128, 256]
+    assert [b.num_bytes for b in buffers.values()] == [128, 128, 128]
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+def test_gpus_are_named_as_the_compiler_names_them(arch: str) -> None:
+    gpu = TYPICAL[arch]
+    digits = arch.removeprefix("sm_").removesuffix("a")
+    capability = (int(digits[:-1]), int(digits[-1]))
+    assert gpu_from_capability(*capability, gpu.num_sms, gpu.shared_bytes) == gpu

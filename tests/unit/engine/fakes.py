@@ -1,0 +1,121 @@
+"""A decoder and a prefill without a GPU: what they compute is a checksum of tokens and positions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.launch import Column
+
+VOCAB = 61
+# As in the decoder, rows of padding lie behind the vocabulary.
+ROWS = 64
+
+
+@dataclass
+class Cache:
+    """The token at each position of sequence 0, as the KV cache would have it."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def logits(self, position: int) -> Tensor:
+        """[ROWS] after the token at `position`; everything up to it counts, nothing behind it."""
+        seen = [self.tokens[p] for p in range(position + 1)]
+        return torch.cat([logits_after(seen), torch.full((ROWS - VOCAB,), torch.inf)])
+
+
+def logits_after(ids: Sequence[int]) -> Tensor:
+    """[VOCAB], different for every prefix."""
+    state = 7
+    for i in ids:
+        state = (state * 31 + i + 1) % 100_003
+    generator = torch.Generator().manual_seed(state)
+    return 3 * torch.randn(VOCAB, generator=generator)
+
+
+@dataclass(frozen=True)
+class Launch:
+    columns: tuple[Column, ...]
+    rounds: int
+
+
+class FakeDecoder:
+    """Runs a round whenever the next tokens are asked for."""
+
+    def __init__(self, cache: Cache, max_rounds: int = 4096) -> None:
+        self.cache, self.max_rounds = cache, max_rounds
+        self.logits = torch.zeros(8, ROWS)
+        self.launches: list[Launch] = []
+        self.num_rounds = 0
+        self.is_running = self._is_asked_to_stop = False
+        self.fault: Exception | None = None
+        self.forced_choice: int | None = None
+
+    def start(self, columns: Sequence[Column], rounds: int) -> None:
+        assert not self.is_running, "the last launch has ended"
+        assert 1 <= len(columns) <= 8
+        assert 1 <= rounds <= self.max_rounds
+        assert all(len(c.stops) <= 16 and c.tokens for c in columns)
+        self.launches.append(Launch(tuple(columns), rounds))
+        self.is_running, self._is_asked_to_stop = True, False
+
+    def tokens(self) -> Iterator[list[int]]:
+        launch = self.launches[-1]
+        fed = [c.tokens[0] for c in launch.columns]
+        for i in range(launch.rounds):
+            if self.fault is not None:
+                self.is_running = False
+                raise self.fault
+            chosen = self._round(launch, i, fed)
+            is_last = self._is_asked_to_stop or i + 1 == launch.rounds
+            for n, c in enumerate(launch.columns):
+                if i + 1 < len(c.tokens):
+                    fed[n] = c.tokens[i + 1]
+                else:
+                    fed[n] = chosen[n]
+                    is_last |= i + 1 > c.keep and chosen[n] in c.stops
+            self.is_running = not is_last
+            yield chosen
+            if is_last:
+                return
+
+    def _round(self, launch: Launch, number: int, fed: list[int]) -> list[int]:
+        self.num_rounds += 1
+        positions = [c.position + number * c.stride for c in launch.columns]
+        self.cache.tokens.update(zip(positions, fed, strict=True))
+        for n, position in enumerate(positions):
+            self.logits[n] = self.cache.logits(position)
+        if self.forced_choice is not None:
+            return [self.forced_choice] * len(fed)
+        return self.logits[: len(fed), :VOCAB].argmax(1).tolist()
+
+    def stop(self) -> None:
+        self._is_asked_to_stop = True
+
+    def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
+        self.start(columns, rounds)
+        return list(self.tokens())
+
+
+class FakePrefill:
+    def __init__(self, cache: Cache, most_tokens: int = 2048) -> None:
+        self.cache, self.most_tokens = cache, most_tokens
+        self.chunks: list[int] = []
+
+    def run_prompt(
+        self,
+        token_ids: Sequence[int],
+        page_table: Sequence[int],
+        chunk_tokens: int,
+        cancelled: Callable[[], bool],
+    ) -> Tensor | None:
+        assert chunk_tokens <= self.most_tokens
+        assert list(page_table) == [0, 1]
+        for start in range(0, len(token_ids), chunk_tokens):
+            if cancelled():
+                return None
+            chunk = token_ids[start : start + chunk_tokens]
+            self.cache.tokens.update(enumerate(chunk, start))
+            self.chunks.append(len(chunk))
+        return self.cache.logits(len(token_ids) - 1)[:VOCAB]

@@ -1,0 +1,301 @@
+"""The token loop over the decode kernel, with a decoder and a prefill that need no GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from soloist.engine.config import EngineConfig, resolve
+from soloist.engine.kernel import KernelGenerator, Unpacked, support_on
+from soloist.errors import BadLogits, LaunchError, OutOfMemory
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.packing import gather, pack, place
+from soloist.megakernel.plan import make_plan
+from soloist.model.config import Attention, Lanes, ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families.dense import decoder_tensors
+from soloist.model.rope import Rope
+from soloist.model.weights import random_weights
+from soloist.sampling import Sampler, SamplingParams
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after
+from unit.prefill.models import model
+
+EOS = (3,)
+H200 = ((9, 0), 132, 227 * 1024)
+
+
+@dataclass
+class Parts:
+    decoder: FakeDecoder
+    prefill: FakePrefill
+    generator: KernelGenerator
+
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        cancelled: Callable[[], bool] = lambda: False,
+        chunk_tokens: int = 2048,
+    ):
+        sampler = Sampler(params, VOCAB, prompt, EOS)
+        return self.generator.generate(prompt, sampler, cancelled, chunk_tokens)
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """What the engine would take."""
+        test = Sampler(params, VOCAB, prompt, EOS).stop_test
+        made: list[int] = []
+        source = self.generate(prompt, params)
+        for token_id in source:
+            made.append(token_id)
+            if test.finish_reason(token_id, len(made)) is not None:
+                break
+        source.close()
+        assert not self.decoder.is_running
+        return made
+
+
+def parts(max_rounds: int = 4096, most_tokens: int = 2048) -> Parts:
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, max_rounds), FakePrefill(cache, most_tokens)
+    return Parts(decoder, prefill, KernelGenerator(decoder, prefill, [0, 1], VOCAB))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def expected(prompt: list[int], params: SamplingParams) -> list[int]:
+    """The definition: one token after the other."""
+    sampler = Sampler(params, VOCAB, prompt, EOS)
+    made: list[int] = []
+    while True:
+        token_id = sampler.pick(logits_after(prompt + made), len(prompt) + len(made))
+        sampler.observe(token_id)
+        made.append(token_id)
+        if sampler.stop_test.finish_reason(token_id, len(made)) is not None:
+            return made
+
+
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=40, ignore_eos=True),
+    "eos": SamplingParams(max_tokens=400),
+    "one": SamplingParams(max_tokens=1),
+    "stop-ids": SamplingParams(max_tokens=400, stop_token_ids=frozenset({5, 17, 30, 44})),
+    "many-stop-ids": SamplingParams(max_tokens=400, stop_token_ids=frozenset(range(25, 50))),
+    "sampled": SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=30, repetition_penalty=1.5, frequency_penalty=0.5),
+    "bias": SamplingParams(max_tokens=30, logit_bias={7: 4.0}),
+    "min-tokens": SamplingParams(max_tokens=60, min_tokens=20, stop_token_ids=frozenset(range(30))),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("length", [1, 5, 8, 9, 16, 20, 24, 25, 90])
+def test_tokens_are_those_of_the_definition(length: int, params: SamplingParams) -> None:
+    prompt = prompt_of(length)
+    assert parts().answer(prompt, params) == expected(prompt, params)
+
+
+def test_short_prompts_ride_and_longer_ones_do_not() -> None:
+    rounds = {1: 1, 8: 1, 9: 2, 16: 2, 17: 3, 24: 3}
+    for length, wanted in rounds.items():
+        p = parts()
+        p.answer(prompt_of(length), SamplingParams(max_tokens=1))
+        (launch,) = p.decoder.launches
+        assert launch.rounds == wanted
+        assert [c.position for c in launch.columns] == list(range(min(length, 8)))
+        assert not p.prefill.chunks
+        assert not any(c.stops for c in launch.columns)
+    p = parts()
+    p.answer(prompt_of(25), SamplingParams(max_tokens=1))
+    assert not p.decoder.launches
+    assert p.prefill.chunks == [25]
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(64, 2048), (2048, 64)])
+def test_long_prompts_are_cut(chunk: int, most: int) -> None:
+    p = parts(most_tokens=most)
+    list(p.generate(prompt_of(150), SamplingParams(max_tokens=2), chunk_tokens=chunk))
+    assert p.prefill.chunks == [64, 64, 22]
+
+
+def test_a_greedy_request_is_one_launch_of_as_many_rounds_as_are_left() -> None:
+    p = parts()
+    p.answer(prompt_of(30), SamplingParams(max_tokens=50, ignore_eos=True))
+    (launch,) = p.decoder.launches
+    assert launch.rounds == 49  # the first token came with the prompt
+    assert launch.columns[0].position == 30
+    assert not launch.columns[0].stops
+
+
+@pytest.mark.parametrize("max_tokens", [10, 11, 12, 21, 22])
+def test_launches_follow_each_other(max_tokens: int) -> None:
+    p, prompt = parts(max_rounds=10), prompt_of(30)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    made = list(p.generate(prompt, params))  # it ends without being told
+    assert made == expected(prompt, params)
+    assert sum(x.rounds for x in p.decoder.launches) == p.decoder.num_rounds == max_tokens - 1
+
+
+def test_other_requests_run_a_round_a_launch() -> None:
+    p = parts()
+    list(p.generate(prompt_of(30), PARAMS["sampled"]))
+    assert [x.rounds for x in p.decoder.launches] == [1] * 29
+
+
+def test_the_kernel_ends_at_a_stop_token() -> None:
+    p, prompt = parts(), prompt_of(30)
+    made = p.answer(prompt, PARAMS["stop-ids"])
+    (launch,) = p.decoder.launches
+    assert set(launch.columns[0].stops) == {3, 5, 17, 30, 44}
+    assert p.decoder.num_rounds == len(made) - 1
+
+
+def test_banning_ends_where_min_tokens_do() -> None:
+    p = parts()
+    p.answer(prompt_of(30), PARAMS["min-tokens"])
+    rounds = [x.rounds for x in p.decoder.launches]
+    assert rounds[:19] == [1] * 19
+    assert rounds[19:] in ([40], [])
+    free = replace(PARAMS["min-tokens"], stop_token_ids=frozenset(), ignore_eos=True)
+    p = parts()
+    p.answer(prompt_of(30), free)
+    assert [x.rounds for x in p.decoder.launches] == [59]
+
+
+@pytest.mark.parametrize("length", [5, 100])
+def test_cancelled_before_anything(length: int) -> None:
+    p = parts()
+    assert list(p.generate(prompt_of(length), PARAMS["greedy"], lambda: True)) == []
+    assert not p.decoder.launches
+    assert not p.prefill.chunks
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("after", [1, 2, 7])
+def test_cancelled_on_the_way(name: str, after: int) -> None:
+    p, prompt, made = parts(), prompt_of(5), []
+    for token_id in p.generate(prompt, PARAMS[name], lambda: len(made) >= after):
+        made.append(token_id)
+    assert made == expected(prompt, PARAMS[name])[:after]
+    assert not p.decoder.is_running
+    assert p.decoder.num_rounds <= after + 2
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_closed_on_the_way_the_next_request_can_start(name: str) -> None:
+    p, prompt = parts(), prompt_of(5)
+    source = p.generate(prompt, PARAMS[name])
+    made = [next(source) for _ in range(4)]
+    source.close()
+    assert made == expected(prompt, PARAMS[name])[:4]
+    assert not p.decoder.is_running
+    other = prompt_of(12, seed=1)
+    assert p.answer(other, PARAMS[name]) == expected(other, PARAMS[name])
+
+
+def test_faults_pass_through() -> None:
+    p = parts()
+    source = p.generate(prompt_of(30), PARAMS["greedy"])
+    next(source)
+    p.decoder.fault = LaunchError("the decode kernel", "it broke")
+    with pytest.raises(LaunchError, match="it broke"):
+        next(source)
+
+
+def test_scores_without_a_best_one_are_refused() -> None:
+    p = parts()
+    source = p.generate(prompt_of(30), PARAMS["greedy"])
+    next(source)
+    p.decoder.forced_choice = 2**31 - 1
+    with pytest.raises(BadLogits, match="31"):
+        next(source)
+    assert not p.decoder.is_running
+
+
+# Support ------------------------------------------------------------------------------------------
+
+DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
+
+
+def test_supported() -> None:
+    found = support_on(*H200, DENSE, Dtype.BF16)
+    assert found.plan is not None
+    assert not found.refusal
+    assert found.memory is not None
+    assert found.memory.image_bytes == found.plan.image_bytes
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "dtype", "named"),
+    [
+        ((8, 9), DENSE, Dtype.BF16, "capability 8.9"),
+        ((7, 5), DENSE, Dtype.BF16, "capability 7.5"),
+        ((9, 0), DENSE, Dtype.FP32, "fp32"),
+        ((9, 0), model(Attention(4, 2, 40)), Dtype.BF16, "head_dim 40"),
+        ((9, 0), replace(DENSE, rope=Rope(1e4, interleaved=True)), Dtype.BF16, "neighbours"),
+        (
+            (9, 0),
+            replace(
+                DENSE,
+                lanes=Lanes(
+                    2, 1, early_sum=False, attention_comm=True, mlp_comm=True,
+                    shared_norm_scales=True, head="replicate", sum_before_norm=True,
+                ),
+            ),
+            Dtype.BF16,
+            "lanes",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_say_why_and_what_runs(
+    capability: tuple[int, int], config: ModelConfig, dtype: Dtype, named: str
+) -> None:
+    found = support_on(capability, 132, 227 * 1024, config, dtype)
+    assert found.plan is None
+    assert found.memory is None
+    assert found.refusal.startswith("the decode kernel does not support")
+    assert named in found.refusal
+    assert found.refusal.endswith("running the reference")
+    assert "\n" not in found.refusal
+
+
+def test_the_estimate_is_the_kernels() -> None:
+    specs = decoder_tensors(DENSE)
+    memory = support_on(*H200, DENSE, Dtype.BF16).memory
+    assert memory is not None
+
+    def resolved(available_bytes: int, context: int | None = None):
+        asked = EngineConfig(context_tokens=context)
+        return resolve(asked, DENSE, specs, Dtype.BF16, "cuda:0", available_bytes, lambda _: memory)
+
+    all_of_it = resolved(10**10)
+    assert all_of_it.context_tokens == DENSE.context_tokens
+    assert all_of_it.memory.weights_bytes >= memory.image_bytes
+    assert all_of_it.memory.kv_bytes == 2 * 2 * 2 * 2 * 64 * DENSE.context_tokens
+    assert resolved(10**10, 65).memory.kv_bytes == resolved(10**10, 128).memory.kv_bytes
+    with pytest.raises(OutOfMemory, match="weights"):
+        resolved(memory.image_bytes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_come_back_from_the_image(tied: bool) -> None:
+    config = replace(DENSE, tied_head=tied)
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
+    weights = random_weights(decoder_tensors(config), Dtype.BF16, torch.device("cpu"))
+    image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=torch.bfloat16)
+    for layer in range(config.num_layers):
+        for op in plan.layer_operations:
+            place(
+                plan, op, layer, pack(plan, op, weights[f"layers.{layer}.{op.matrix.name}"]), image
+            )
+    packed_head = pack(plan, plan.head, weights["embedding" if tied else "head"])
+    place(plan, plan.head, 0, packed_head, image)
+    assert torch.equal(gather(plan, plan.head, 0, image), packed_head)
+    rows = Unpacked(plan, image, None if tied else weights["embedding"])
+    for name, values in weights.items():
+        if values.ndim == 2:
+            assert torch.equal(rows(name), values), name
+            assert rows(name).is_contiguous()
