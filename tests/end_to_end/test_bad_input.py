@@ -219,6 +219,36 @@ def test_device_that_is_not_there(soloist):
     )
 
 
+SHAPE = Path(__file__).parents[2] / "src/soloist/models/etude/config.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--columns", 2), ("--columns", "--shape")),
+        (("--sequences", 2), ("--sequences", "--shape")),
+        (("--context", 100), ("--context", "--shape")),
+        (("etude", "--shape", SHAPE), ("MODEL", "etude")),
+        (("--shape", SHAPE, "--against", "transformers"), ("--against",)),
+        (("--shape", SHAPE, "--columns", 3, "--sequences", 3), ("--columns", "9", "8")),
+        (("--shape", SHAPE, "--columns", 0), ("--columns", "0")),
+        (("--shape", SHAPE, "--context", 0), ("--context", "0")),
+        (("--shape", SHAPE, "--context", 8000), ("--context", "8,192")),
+        (("--shape", SHAPE, "--new-tokens", 5000), ("--new-tokens", "4096")),
+        (("--shape", SHAPE, "--precision", "fp32"), ("--precision", "bf16")),
+        (("--shape", SHAPE, "--device", "cpu"), ("--device", "cuda")),
+        (("--shape", "nowhere.json"), ("nowhere.json",)),
+    ],
+)
+def test_shapes_that_cannot_be_measured(soloist, options, named):
+    assert_refused(soloist("bench", "decode", *options), *named)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_shape_without_a_gpu(soloist):
+    assert_refused(soloist("bench", "decode", "--shape", SHAPE), "cuda", "available", status=3)
+
+
 def test_unknown_precision(soloist):
     assert_refused(ask(soloist, "etude-draft", "--precision", "int3"), "int3", "bf16")
 

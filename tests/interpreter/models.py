@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.interpreter import Interpreter, Memory, load
+from soloist.megakernel.interpreter import Interpreter, Memory
+from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -132,6 +133,27 @@ def rope_table(config: ModelConfig, positions: int) -> Tensor:
     return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], dim=-1)
 
 
+def load(plan: Plan, weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
+    model = plan.model
+    image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
+    vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
+    matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
+    for layer in range(model.num_layers):
+        for op in plan.layer_operations:
+            values = weights[f"layers.{layer}.{op.matrix.name}"].to(dtype)
+            place(plan, op, layer, pack(plan, op, values), image)
+        for name, buffer in plan.vectors.items():
+            values = weights[f"layers.{layer}.{name}"].float()
+            values = ordered(plan, matrices[name], values) if name in matrices else values
+            start = plan.layer_vector_values * layer + buffer.offset // 4
+            vectors[start : start + values.numel()] = values
+    head = weights["embedding" if model.tied_head else "head"].to(dtype)
+    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
+    table = None if model.tied_head else weights["embedding"].to(dtype)
+    return image, torch.cat([vectors, weights["final_norm"].float()]), table
+
+
 class Bench:
     """Weights and a pool in the kernel's layout; every `launch` has exchange buffers of its own.
 
@@ -170,4 +192,3 @@ class Bench:
             positions = range(start, start + len(part))
             out.append(launch.round(part, [sequence] * len(part), positions)[0])
         return torch.cat(out)
-

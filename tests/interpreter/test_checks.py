@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.models import Bench, configured, prompt, random_weights, reference_logits
+from interpreter.models import Bench, configured, load, prompt, random_weights, reference_logits
 from soloist.megakernel import interpreter as module
 from soloist.megakernel.launch import _fresh_workspace, _load_image
 from soloist.megakernel.partition import SLOT_VALUES, Matrix
@@ -32,7 +32,7 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
     weights = random_weights(config)
     exact = replace(plan, dtype=Dtype.FP32)
     for seen, wanted in zip(
-        _load_image(exact, weights, CPU, True)[:2], module.load(exact, weights, torch.float32)[:2],
+        _load_image(exact, weights, CPU, True)[:2], load(exact, weights, torch.float32)[:2],
         strict=True,
     ):  # fmt: skip
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
@@ -50,7 +50,7 @@ def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConf
 
 
 def test_a_swapped_tile_shows(case: tuple[ModelConfig, Plan]) -> None:
-    config, plan = case
+    config = case[0]
     made, ids = bench(case), prompt(config, 2)
     part = made.memory.image[0, : 2 * SLOT_VALUES]
     part.copy_(part.view(2, SLOT_VALUES).flip(0).flatten())
@@ -63,7 +63,7 @@ def test_another_rotation_of_splits_leaves_positions_unseen(
 ) -> None:
     made = bench(case)
     monkeypatch.setattr(
-        module.Interpreter, "_splits", lambda self, layer, position: [layer % 3 + 1]
+        module.Interpreter, "_splits", lambda _self, layer, _position: [layer % 3 + 1]
     )
     with pytest.raises((AssertionError, IndexError)):
         made.feed(prompt(case[0], 3))
@@ -74,7 +74,7 @@ def test_units_owned_twice_are_refused(
 ) -> None:
     made = bench(case)
     monkeypatch.setattr(Matrix, "first_unit", lambda self, block: min(block * 11, self.units))
-    with pytest.raises(AssertionError, match="units owned|ends beyond|lies where"):
+    with pytest.raises(AssertionError, match=r"units owned"):
         made.launch()
 
 
@@ -82,7 +82,7 @@ def test_an_exchange_that_is_not_cleaned_is_written_twice(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(case)
-    monkeypatch.setattr(module.Exchange, "clear", lambda self, epoch: None)
+    monkeypatch.setattr(module.Exchange, "clear", lambda *_: None)
     with pytest.raises(AssertionError, match="written twice"):
         made.feed(prompt(case[0], 5))
 
@@ -101,8 +101,8 @@ def test_rows_that_nobody_publishes_are_missed(
 ) -> None:
     made, publish = bench(case), module.Operand.publish
 
-    def short(self: module.Operand, epoch: int, column: int, k: Tensor, values: Tensor) -> None:
-        publish(self, epoch, column, k[1:], values[1:])
+    def short(self: module.Operand, epoch: int, columns: range, k: Tensor, values: Tensor) -> None:
+        publish(self, epoch, columns, k[1:], values[:, 1:])
 
     monkeypatch.setattr(module.Operand, "publish", short)
     with pytest.raises(AssertionError, match="hidden_in: turn 1 is read before it is written"):

@@ -142,7 +142,9 @@ def test_a_traced_round_is_asked_for() -> None:
 def test_the_golden_header() -> None:
     text = header(make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"]))
     seen, wanted = text.splitlines(), GOLDEN.read_text().splitlines()
-    changes = [f"- {x}" for x in wanted if x not in seen] + [f"+ {x}" for x in seen if x not in wanted]
+    changes = [f"- {x}" for x in wanted if x not in seen] + [
+        f"+ {x}" for x in seen if x not in wanted
+    ]
     assert text == GOLDEN.read_text(), (
         "étude's header for sm_90a changed:\n" + "\n".join(changes) + "\n\nif that is meant, write "
         "it anew and look at the difference: PYTHONPATH=tests python -m plan.write_golden"

@@ -1,5 +1,7 @@
 """Every unit of a matrix has one owner, and owners share evenly."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def test_units_are_owned_once_and_in_order(matrix: Matrix) -> None:
     first = [matrix.first_unit(block) for block in range(matrix.blocks + 1)]
     assert (first[0], first[-1]) == (0, matrix.units)
     assert first == sorted(first)
-    counts = {end - start for start, end in zip(first, first[1:], strict=False)}
+    counts = {end - start for start, end in pairwise(first)}
     assert max(counts) == matrix.max_units
     assert max(counts) - min(counts) <= 1  # the kernel compiles for two counts only
 

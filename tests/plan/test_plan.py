@@ -44,7 +44,9 @@ def require_partition(plan: Plan) -> None:
     assert own[0] == own[1]
     offsets = [plan.matrix_offset(op) for op in plan.layer_operations]
     sizes = [op.matrix.max_block_bytes for op in plan.layer_operations]
-    assert all(a + s == b for (a, b), s in zip(pairwise([*offsets, plan.layer_bytes]), sizes, strict=True))
+    assert all(
+        a + s == b for (a, b), s in zip(pairwise([*offsets, plan.layer_bytes]), sizes, strict=True)
+    )
     used = plan.matrix_offset(plan.head) + plan.head.matrix.max_block_bytes
     assert used <= plan.block_stride
     assert plan.block_stride // SLOT_BYTES % 2 == 1
@@ -82,7 +84,7 @@ def require_disjoint(buffers: list[Buffer], total_bytes: int) -> None:
 
 
 def require_attention(plan: Plan) -> None:
-    assert 1 <= plan.splits
+    assert plan.splits >= 1
     assert plan.splits * plan.kv_heads <= plan.blocks
     assert plan.row_tiles * 16 >= MAX_COLUMNS * plan.group
     assert plan.softmax_lanes * plan.row_tiles == CONSUMER_WARPS

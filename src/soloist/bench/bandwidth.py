@@ -41,7 +41,8 @@ def _read_by_gpu(device: torch.device) -> Bandwidth:
         buffer = torch.empty(_GPU_BYTES // 4, dtype=torch.int32, device=device).random_(low, high)
         rates = []
         for _ in range(_REPEATS + 1):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             buffer.sum()
             stop.record()

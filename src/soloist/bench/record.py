@@ -55,8 +55,8 @@ class Row:
         command: as typed.
         date: UTC.
         sequences: separate ones that are decoded side by side.
-        start_position: of the first decode step; where it is not the end of the prompt, the KV cache
-            before it holds random values.
+        start_position: of the first decode step; where it is not the end of the prompt, the KV
+            cache before it holds random values.
         bandwidth_method: how the bandwidth was measured.
     """
 

@@ -21,7 +21,7 @@ from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel, Support, find_support
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
 from soloist.megakernel.plan import Plan as KernelPlan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -139,9 +139,10 @@ def _built(
 ) -> KernelModel:
     """The model on the GPU; rows stay beside the packed weights if both fit."""
     specs, dtype, tokens = tensors(config), kernel.dtype, plan.last
+    pooled_tokens = -(-tokens // PAGE_POSITIONS) * PAGE_POSITIONS * plan.sequences
     free_bytes = torch.cuda.mem_get_info(device)[0]
     needs = require_memory(
-        config, specs, dtype, tokens * plan.sequences, free_bytes, CHUNK_TOKENS, support.memory
+        config, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
     )
     row_bytes = parameters(specs) * dtype.num_bytes
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes

@@ -1,9 +1,9 @@
 """The decode kernel's arithmetic on the CPU: an oracle for what the plan says and the host packs.
 
-Every block takes its turn in every phase and touches what the kernel's block would: its slots of the
-image, its rows of the residual, its pages of the KV pool, and exchange buffers laid out as the plan
-says. On the way it is checked that each value of an exchange is written once and before it is read.
-What it cannot show is anything about time: waits, the ring, memory order.
+Every block takes its turn in every phase and touches what the kernel's block would: its slots of
+the image, its rows of the residual, its pages of the KV pool, and exchange buffers laid out as the
+plan says. On the way it is checked that each value of an exchange is written once and before it is
+read. What it cannot show is anything about time: waits, the ring, memory order.
 """
 
 import math
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
 from soloist.megakernel.plan import (
     COPIES,
@@ -25,7 +24,6 @@ from soloist.megakernel.plan import (
     Operation,
     Plan,
 )
-from soloist.model.weights import Weights
 
 _CHUNK = 8
 _MERGE_BATCH = 4
@@ -50,27 +48,6 @@ class Memory:
     rope: Tensor
     pool: Tensor
     page_tables: Tensor
-
-
-def load(plan: Plan, weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
-    model = plan.model
-    image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
-    vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
-    matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
-    for layer in range(model.num_layers):
-        for op in plan.layer_operations:
-            values = weights[f"layers.{layer}.{op.matrix.name}"].to(dtype)
-            place(plan, op, layer, pack(plan, op, values), image)
-        for name, buffer in plan.vectors.items():
-            values = weights[f"layers.{layer}.{name}"].float()
-            values = ordered(plan, matrices[name], values) if name in matrices else values
-            start = plan.layer_vector_values * layer + buffer.offset // 4
-            vectors[start : start + values.numel()] = values
-    head = weights["embedding" if model.tied_head else "head"].to(dtype)
-    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
-    table = None if model.tied_head else weights["embedding"].to(dtype)
-    return image, torch.cat([vectors, weights["final_norm"].float()]), table
 
 
 class Exchange:
@@ -109,13 +86,14 @@ class Operand(Exchange):
         self.values.masked_fill_(self._padding, 0)
 
     def clear(self, epoch: int) -> None:
+        """The same, but for the padding."""
         super().clear(epoch)
         self.values[epoch % TURNS].masked_fill_(self._padding, 0)
 
-    def publish(self, epoch: int, column: int, k: Tensor, values: Tensor) -> None:
-        """Values `k` of a column, to every copy."""
+    def publish(self, epoch: int, columns: range, k: Tensor, values: Tensor) -> None:
+        """Values [columns, k], to every copy."""
         for copy in range(COPIES):
-            self.write(epoch, (copy, k // 32, column, k % 32), values)
+            self.write(epoch, (copy, k // 32, torch.tensor(columns)[:, None], k % 32), values)
 
     def all_of(self, epoch: int, block: int, columns: int) -> Tensor:
         """[k, 8] as a block reads it, zeros for columns that are not in use."""
@@ -198,16 +176,13 @@ class Interpreter:
     def _to_half(self, x: Tensor) -> Tensor:
         return x if self._dtype is None else x.to(self._dtype).float()
 
-    # Weights -------------------------------------------------------------------------------------
-
-    def _slots(self, op: Operation, layer: int, block: int) -> Tensor:
+    def _weights(self, op: Operation, layer: int, block: int) -> Tensor:
         """[rows, columns] of a block, out of its slots: by group of tiles, step, tile."""
         key = (op.matrix.name, layer, block)
         if key not in self._matrices:
             rows, steps = len(self._rows(op, block)), op.matrix.steps
             out = torch.full((rows, steps * STEP_COLUMNS), torch.nan)
-            layer_bytes = self.plan.layer_bytes * layer
-            start = at = (layer_bytes + self.plan.matrix_offset(op)) // 2
+            start = at = (self.plan.layer_bytes * layer + self.plan.matrix_offset(op)) // 2
             halves, most = rows // SLOT_ROWS, 2 * op.group_tiles
             for group in range(0, halves, most):
                 end = min(group + most, halves)
@@ -223,18 +198,14 @@ class Interpreter:
             self._matrices[key] = out
         return self._matrices[key]
 
-    def _multiply(self, op: Operation, layer: int, block: int, operand: Tensor) -> Tensor:
-        return self._slots(op, layer, block) @ operand
-
     def _vector(self, layer: int, name: str, rows: range) -> Tensor:
+        """Norm weights or biases of some rows; a bias that the model has not is zero."""
         start = self.plan.layer_vector_values * layer
         if name != "final_norm":
+            if name not in self.plan.vectors:
+                return torch.zeros(len(rows))
             start += self.plan.vectors[name].offset // 4
         return self.memory.vectors[start + rows.start : start + rows.stop]
-
-    def _bias(self, layer: int, name: str, rows: range) -> Tensor:
-        present = name in self.plan.vectors
-        return self._vector(layer, name, rows) if present else torch.zeros(len(rows))
 
     # The residual stream -------------------------------------------------------------------------
 
@@ -244,15 +215,17 @@ class Interpreter:
         head = self.plan.head
         owner = head.matrix.owner(token // SLOT_ROWS)
         local = token - self._rows(head, owner).start
-        return self._slots(head, 0, owner)[local, rows.start : rows.stop]
+        return self._weights(head, 0, owner)[local, rows.start : rows.stop]
 
-    def _publish(self, stream: Stream, epoch: int, block: int, column: int, norm: Tensor) -> None:
+    def _publish(
+        self, stream: Stream, epoch: int, block: int, columns: int, layer: int, norm: str
+    ) -> None:
         rows = self._rows(self.plan.down, block)
-        x, scale = self._residual[block, column, : len(rows)], self._scale[block, column]
-        stream.operand.publish(epoch, column, _places(rows), self._to_half(x * norm * scale))
-        for copy in range(COPIES):
-            values = torch.stack([x.square().sum(), scale])
-            stream.squares.write(epoch, (copy, column, block), values)
+        x, scale = self._residual[block, :columns, : len(rows)], self._scale[block, :columns]
+        scaled = self._to_half(x * self._vector(layer, norm, rows) * scale[:, None])
+        stream.operand.publish(epoch, range(columns), _places(rows), scaled)
+        squares = torch.stack([x.square().sum(1), scale], dim=1)
+        stream.squares.write(epoch, (slice(None), slice(columns), block), squares)
 
     def _factor(self, stream: Stream, epoch: int, block: int, columns: int) -> Tensor:
         """[columns]: true scale over the assumed one; the true one is assumed from now on."""
@@ -266,7 +239,7 @@ class Interpreter:
     def _add(self, op: Operation, product: Tensor, layer: int, block: int, columns: int) -> None:
         rows = self._rows(op, block)
         assert rows == self._rows(self.plan.down, block), "the residual's rows stay where they are"
-        bias = self._bias(layer, f"{op.matrix.name}_bias", rows)
+        bias = self._vector(layer, f"{op.matrix.name}_bias", rows)
         self._residual[block, :columns, : len(rows)] += (product[:, :columns] + bias[:, None]).T
 
     # Phases --------------------------------------------------------------------------------------
@@ -276,21 +249,20 @@ class Interpreter:
         self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
         """(logits [columns, V], chosen tokens) of one round; columns of a sequence side by side."""
-        columns = range(len(tokens))
-        assert len(sequences) == len(positions) == len(tokens) <= MAX_COLUMNS, "columns"
+        columns = len(tokens)
+        assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
         groups = list(_groups(sequences, positions))
         self._hidden_in += 1
         for block in self._blocks():
             rows = self._rows(self.plan.down, block)
-            for c in columns:
-                self._scale[block, c] = self._embedding_scale
-                self._residual[block, c, : len(rows)] = self._embedding_values(tokens[c], rows)
-                norm = self._vector(0, "attention_norm", rows)
-                self._publish(self._in, self._hidden_in, block, c, norm)
+            for c, token in enumerate(tokens):
+                self._residual[block, c, : len(rows)] = self._embedding_values(token, rows)
+            self._scale[block, :columns] = self._embedding_scale
+            self._publish(self._in, self._hidden_in, block, columns, 0, "attention_norm")
         for layer in range(self.plan.model.num_layers):
             self._layer(layer, groups, positions)
-        logits = self._head(len(tokens))
-        chosen = self._choose(len(tokens))
+        logits = self._head(columns)
+        chosen = self._choose(columns)
         self._in.operand.clear(self._hidden_in + 2)
         self._in.squares.clear(self._hidden_in + 2)
         self._round += 1
@@ -306,12 +278,10 @@ class Interpreter:
         for block in self._blocks():
             rows = self._rows(plan.qkv, block)
             x = self._in.operand.all_of(self._hidden_in, block, columns)
-            y = self._multiply(plan.qkv, layer, block, x)
+            y = self._weights(plan.qkv, layer, block) @ x
             factor = self._factor(self._in, self._hidden_in, block, columns)
-            bias = self._bias(layer, "qkv_bias", rows)
-            for c in range(columns):
-                where = (c, slice(rows.start, rows.stop), 0)
-                self._projected.write(done, where, y[:, c] * factor[c] + bias)
+            y = y[:, :columns] * factor + self._vector(layer, "qkv_bias", rows)[:, None]
+            self._projected.write(done, (slice(columns), slice(rows.start, rows.stop), 0), y.T)
         self._attention(layer, groups, positions)
         self._hidden_mid += 1
         for block in self._blocks():
@@ -321,11 +291,9 @@ class Interpreter:
                 x[: merged.numel(), 0] = merged.flatten()
             else:
                 x = self._attended.all_of(done, block, columns)
-            y = self._multiply(plan.attention_output, layer, block, x)
+            y = self._weights(plan.attention_output, layer, block) @ x
             self._add(plan.attention_output, y, layer, block, columns)
-            norm = self._vector(layer, "mlp_norm", self._rows(plan.down, block))
-            for c in range(columns):
-                self._publish(self._mid, self._hidden_mid, block, c, norm)
+            self._publish(self._mid, self._hidden_mid, block, columns, layer, "mlp_norm")
         self._clean_layer()
         self._mlp(layer, columns)
 
@@ -345,24 +313,21 @@ class Interpreter:
         for block in self._blocks():
             rows = self._rows(plan.gate_up, block)
             x = self._mid.operand.all_of(self._hidden_mid, block, columns)
-            y = self._multiply(plan.gate_up, layer, block, x)[:, :columns]
+            y = (self._weights(plan.gate_up, layer, block) @ x)[:, :columns]
             y = y * self._factor(self._mid, self._hidden_mid, block, columns)
-            y = (y + self._bias(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
+            y = (y + self._vector(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
             gated = self._to_half(torch.nn.functional.silu(gate) * up)
             neurons = _places(range(rows.start // 2, rows.stop // 2))
-            for c in range(columns):
-                self._gated.publish(self._layers_done, c, neurons, gated[:, c])
+            self._gated.publish(self._layers_done, range(columns), neurons, gated.T)
         self._hidden_in += 1
         last = layer + 1 == plan.model.num_layers
         for block in self._blocks():
             x = self._gated.all_of(self._layers_done, block, columns)
-            y = self._multiply(plan.down, layer, block, x)
+            y = self._weights(plan.down, layer, block) @ x
             self._add(plan.down, y, layer, block, columns)
-            name = "final_norm" if last else "attention_norm"
-            norm = self._vector(layer + 1, name, self._rows(plan.down, block))
-            for c in range(columns):
-                self._publish(self._in, self._hidden_in, block, c, norm)
+            norm = "final_norm" if last else "attention_norm"
+            self._publish(self._in, self._hidden_in, block, columns, layer + 1, norm)
 
     def _head(self, columns: int) -> Tensor:
         vocab = self.plan.model.vocab_size
@@ -371,16 +336,15 @@ class Interpreter:
             rows = self._rows(self.plan.head, block)
             x = self._in.operand.all_of(self._hidden_in, block, columns)
             factor = self._factor(self._in, self._hidden_in, block, columns)
-            y = self._multiply(self.plan.head, 0, block, x)[:, :columns] * factor
+            y = (self._weights(self.plan.head, 0, block) @ x)[:, :columns] * factor
             y = y[: max(0, vocab - rows.start)]
-            record = torch.tensor([-math.inf, 2.0**32 - 1, 0, self._round + 1])
+            logits[:, rows.start : rows.start + len(y)] = y.T
             for c in range(columns):
-                own = record.double()
-                if len(y):
-                    logits[c, rows.start : rows.start + len(y)] = y[:, c]
-                    best = int((y[:, c] == y[:, c].max()).nonzero()[0])
-                    own[0], own[1] = float(y[best, c]), rows.start + best
-                self._best[self._round % 2, c, block] = own
+                top = float(y[:, c].max()) if len(y) else -math.inf
+                ids = (y[:, c] == top).nonzero()
+                lowest = rows.start + int(ids[0]) if len(ids) else 2**32 - 1
+                record = torch.tensor([top, lowest, 0, self._round + 1], dtype=torch.float64)
+                self._best[self._round % 2, c, block] = record
         assert not logits.isnan().any(), "a logit is nobody's"
         return logits
 
@@ -408,16 +372,12 @@ class Interpreter:
     def _attention(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
         plan = self.plan
         seen = torch.zeros(plan.kv_heads, len(positions), max(positions) + 1, dtype=torch.int32)
-        fresh: list[tuple[Tensor, Tensor, Tensor]] = []
         for block in self._blocks():
             head, split = divmod(block, plan.splits)
             if head >= plan.kv_heads:
                 continue
             for group in groups:
-                self._attend(layer, head, split, group, seen[head], fresh)
-        for granule, keys, values in fresh:  # others may read the pool until now
-            granule[0] = keys
-            granule[1] = values
+                self._attend(layer, head, split, group, seen[head])
         for c, position in enumerate(positions):
             first = self._window_start(layer, position)
             assert not seen[:, c, :first].any(), "positions before the window"
@@ -435,7 +395,9 @@ class Interpreter:
                 own = torch.arange(chunks)
                 own = own[(c * chunks + own) % plan.splits == split]
                 k = (heads.start * plan.head_dim + own[:, None] * _CHUNK) + torch.arange(_CHUNK)
-                self._attended.publish(self._layers_done, c, k, merged[own])
+                self._attended.publish(
+                    self._layers_done, range(c, c + 1), k.flatten(), merged[own].view(1, -1)
+                )
 
     def _prepared(self, layer: int, head: int, column: int, position: int) -> Tensor:
         """[group + 2, D]: queries, key and value of one KV head, normed, rotated and rounded."""
@@ -462,16 +424,13 @@ class Interpreter:
         start = ((layer * self.plan.kv_heads + head) * 2 + granule) * 2 * size
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
-    def _attend(
-        self, layer: int, head: int, split: int, group: Group, seen: Tensor,
-        fresh: list[tuple[Tensor, Tensor, Tensor]],
-    ) -> None:  # fmt: skip
+    def _attend(self, layer: int, head: int, split: int, group: Group, seen: Tensor) -> None:
         """One group's queries against the pages of one split, into its partial results."""
         plan, d = self.plan, self.plan.head_dim
         first_seen = self._window_start(layer, group.positions[0])
         last_seen = group.positions[-1]
-        pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
-        pages = [p for p in pages if (p + layer) % plan.splits == split]
+        all_pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
+        pages = [p for p in all_pages if (p + layer) % plan.splits == split]
         if not pages:
             return
         heads = [
@@ -487,26 +446,22 @@ class Interpreter:
                 start = page * PAGE_POSITIONS + half * GRANULE_POSITIONS
                 if start > last_seen or start + GRANULE_POSITIONS <= first_seen:
                     continue
-                at = self._granule(
-                    layer, head, int(self.memory.page_tables[group.sequence, page]), half
-                )
-                keys, values = at[0].clone(), at[1].clone()
+                page_id = int(self.memory.page_tables[group.sequence, page])
+                keys, values = self._granule(layer, head, page_id, half)
+                by_position = values.view(d, GRANULE_POSITIONS).T
                 for x, position in zip(heads, group.positions, strict=True):
-                    row = position - start
-                    if 0 <= row < GRANULE_POSITIONS:
-                        keys[self._keys[row]] = x[-2].to(keys.dtype)
-                        values.view(d, GRANULE_POSITIONS)[:, row] = x[-1].to(keys.dtype)
-                if start + GRANULE_POSITIONS > group.positions[0]:
-                    fresh.append((at, keys, values))
+                    if start <= position < start + GRANULE_POSITIONS:
+                        keys[self._keys[position - start]] = x[-2].to(keys.dtype)
+                        by_position[position - start] = x[-1].to(keys.dtype)
                 scores = queries @ keys.float()[self._keys].T * (d**-0.5 * math.log2(math.e))
-                position = start + torch.arange(GRANULE_POSITIONS)
-                visible = (position <= last) & (position > last - window)
-                seen[
-                    group.columns.start : group.columns.stop, start : start + GRANULE_POSITIONS
-                ] += visible[:: plan.group, : seen.shape[1] - start]
+                at = start + torch.arange(GRANULE_POSITIONS)
+                visible = (at <= last) & (at > last - window)
+                count = min(GRANULE_POSITIONS, seen.shape[1] - start)
+                own_seen = seen[group.columns.start : group.columns.stop, start : start + count]
+                own_seen += visible[:: plan.group, :count]
                 lane = lanes[(page // plan.splits * 2 + half) % plan.softmax_lanes]
-                by_position = values.float().view(d, GRANULE_POSITIONS).T
-                lane.add(scores.masked_fill(~visible, -math.inf), by_position, self._to_half)
+                scores = scores.masked_fill(~visible, -math.inf)
+                lane.add(scores, by_position.float(), self._to_half)
         top, total, out = _merge_lanes(lanes)
         of_head = slice(head * plan.group, (head + 1) * plan.group)
         where = (slice(group.columns.start, group.columns.stop), of_head, split)

@@ -28,7 +28,7 @@ MAX_SPLITS = 64
 # multiply. More of them fill the queues in front of the L2, in which exchanges wait too: measured,
 # see docs/experiments.md.
 WAITING_COPIES = 2
-STREAMING_COPIES = 6
+STREAMING_COPIES = 5
 TURNS = 4
 COPIES = 1
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few

@@ -1,4 +1,4 @@
-"""A decoder and a prefill without a GPU: what they compute is a checksum of tokens and positions."""
+"""A decoder and a prefill without a GPU: logits are drawn with a checksum of all tokens so far."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

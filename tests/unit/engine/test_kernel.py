@@ -176,9 +176,11 @@ def test_cancelled_before_anything(length: int) -> None:
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 @pytest.mark.parametrize("after", [1, 2, 7])
 def test_cancelled_on_the_way(name: str, after: int) -> None:
-    p, prompt, made = parts(), prompt_of(5), []
-    for token_id in p.generate(prompt, PARAMS[name], lambda: len(made) >= after):
-        made.append(token_id)
+    p, prompt = parts(), prompt_of(5)
+    made: list[int] = []
+    source = p.generate(prompt, PARAMS[name], lambda: len(made) >= after)
+    for token_id in source:
+        made.append(token_id)  # noqa: PERF402 - `cancelled` looks at it
     assert made == expected(prompt, PARAMS[name])[:after]
     assert not p.decoder.is_running
     assert p.decoder.num_rounds <= after + 2

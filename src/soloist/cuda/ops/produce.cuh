@@ -65,6 +65,7 @@ struct Producer {
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
     if (head >= kKvHeads) return;
+    u32 count = 0;
     for (u32 c = 0; c < control.columns;) {
       const ColumnGroup g = column_group(control, c, control.columns);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
@@ -80,10 +81,10 @@ struct Producer {
                   params.pool + granule_offset(params.page_values, page, layer, head, i));
             };
             if (kPageSlot) {
-              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes, kRingSlots);
+              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes, in_flight(count++));
             } else {
-              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes, kRingSlots);
-              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes, kRingSlots);
+              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes, in_flight(count++));
+              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes, in_flight(count++));
             }
           }
         }
