@@ -32,7 +32,7 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
     weights = random_weights(config)
     exact = replace(plan, dtype=Dtype.FP32)
     for seen, wanted in zip(
-        _load_image(exact, weights, CPU, True)[:2], load(exact, weights, torch.float32)[:2],
+        _load_image(exact, weights, CPU, keep_rows=True)[:2], load(exact, weights, torch.float32)[:2],
         strict=True,
     ):  # fmt: skip
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
@@ -74,7 +74,7 @@ def test_units_owned_twice_are_refused(
 ) -> None:
     made = bench(case)
     monkeypatch.setattr(Matrix, "first_unit", lambda self, block: min(block * 11, self.units))
-    with pytest.raises(AssertionError, match=r"units owned"):
+    with pytest.raises(AssertionError, match=r"units owned|lies where"):
         made.launch()
 
 

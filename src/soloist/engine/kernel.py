@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from soloist.errors import BadLogits, GpuUnsupported, ShapeUnsupported
+from soloist.errors import BadLogits, CudaMissing, GpuUnsupported, ShapeUnsupported
+from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column, Decoder
@@ -39,6 +40,8 @@ RIDING_TOKENS = 24
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 _LEAST_CAPABILITY = (9, 0)
+# Keys and values of one page at least.
+_LEAST_SLOTS = 2
 
 
 class Launches(Protocol):
@@ -313,6 +316,13 @@ def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Sup
     """What the kernel makes of this model, precision and device."""
     if device.type != "cuda":
         return Support(None)
+    try:
+        driver()
+        nvrtc()
+    except CudaMissing as error:
+        return Support(
+            None, f"the decode kernel needs more: {error.message}; running the reference"
+        )
     p = torch.cuda.get_device_properties(device)
     shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
     return support_on((p.major, p.minor), p.multi_processor_count, shared_bytes, config, dtype)
@@ -331,9 +341,16 @@ def support_on(
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
         plan = make_plan(config, dtype, gpu)
         require_prefill(config)
+        _require_ring(plan)
         return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference")
+
+
+def _require_ring(plan: Plan) -> None:
+    if plan.ring_slots < _LEAST_SLOTS:
+        given = f"this model with {plan.gpu.shared_bytes:,} bytes of shared memory a block"
+        raise ShapeUnsupported(given, "smaller models, or GPUs with more of it")
 
 
 def _require_capability(capability: tuple[int, int]) -> None:

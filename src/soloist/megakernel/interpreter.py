@@ -145,7 +145,8 @@ class Interpreter:
         rows = plan.shared["residual"].shape[1]
         self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
-        table = memory.image if memory.embedding is None else memory.embedding
+        tied = memory.image[:, plan.matrix_offset(plan.head) // 2 :]
+        table = tied if memory.embedding is None else memory.embedding
         self._embedding_scale = float(table.float().square().nanmean()) ** -0.5
         self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
         self._tiles = {1: _half_tile_places(), 2: _tile_places()}

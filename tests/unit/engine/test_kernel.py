@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from soloist.engine import kernel as kernel_module
 from soloist.engine.config import EngineConfig, resolve
-from soloist.engine.kernel import KernelGenerator, Unpacked, support_on
-from soloist.errors import BadLogits, LaunchError, OutOfMemory
+from soloist.engine.kernel import KernelGenerator, Unpacked, find_support, support_on
+from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.packing import gather, pack, place
 from soloist.megakernel.plan import make_plan
@@ -262,6 +263,22 @@ def test_refusals_say_why_and_what_runs(
     assert named in found.refusal
     assert found.refusal.endswith("running the reference")
     assert "\n" not in found.refusal
+
+
+def test_too_little_shared_memory_is_refused() -> None:
+    found = support_on((9, 0), 132, 48 * 1024, DENSE, Dtype.BF16)
+    assert "49,152 bytes of shared memory" in found.refusal
+
+
+def test_without_the_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CudaMissing("the CUDA compiler library", "it is not there", "install it")
+
+    monkeypatch.setattr(kernel_module, "driver", missing)
+    found = find_support(DENSE, Dtype.BF16, torch.device("cuda:0"))
+    assert found.plan is None
+    assert "compiler library" in found.refusal
+    assert not find_support(DENSE, Dtype.BF16, torch.device("cpu")).refusal
 
 
 def test_the_estimate_is_the_kernels() -> None:

@@ -19,6 +19,7 @@ struct Barriers {
 
 // The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
 __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
+  fence_async_proxy();  // the producer copies the pages that this round's keys and values went to
   cx.sync();
   Control& control = *cx.shared.control;
   if (cx.warp == 0) {

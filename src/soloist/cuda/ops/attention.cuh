@@ -174,7 +174,6 @@ __device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, 
                                   : row * (kHeadDim * 2) + key_chunk(row, d / 8) * 16 + d % 8 * 2;
     *reinterpret_cast<u16*>((value_part ? values : keys) + offset) = x;
   }
-  fence_async_proxy();
 }
 
 // A running softmax over 16 rows (column, query head): sums of values, maxima, sums of weights.
@@ -197,15 +196,21 @@ struct Softmax {
     const u32 g = lane / 4, q = lane % 4;
     float score[4][4];
 #pragma unroll
-    for (u32 t = 0; t < 4; ++t) {
-      const u32 row = 8 * (g >> 1) + 2 * t + (g & 1);
-      score[t][0] = score[t][1] = score[t][2] = score[t][3] = 0.0f;
+    for (u32 t = 0; t < 4; ++t) score[t][0] = score[t][1] = score[t][2] = score[t][3] = 0.0f;
 #pragma unroll
-      for (u32 k = 0; k < kHeadDim / 32; ++k) {
-        const uint4 x = load_shared(keys + row * (kHeadDim * 2) + key_chunk(row, 4 * k + q) * 16);
-        mma(score[t], query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y, x.x, x.y);
-        mma(score[t], query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w, x.z, x.w);
+    for (u32 k = 0; k < kHeadDim / 32; ++k) {
+      uint4 x[4];
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) {
+        const u32 row = 8 * (g >> 1) + 2 * t + (g & 1);
+        x[t] = load_shared(keys + row * (kHeadDim * 2) + key_chunk(row, 4 * k + q) * 16);
       }
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t)
+        mma(score[t], query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y, x[t].x, x[t].y);
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t)
+        mma(score[t], query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w, x[t].z, x[t].w);
     }
 #pragma unroll
     for (u32 r = 0; r < 2; ++r) {
@@ -248,10 +253,17 @@ struct Softmax {
       weight[t][1] = pack_pair(score[t][2], score[t][3]);
     }
 #pragma unroll
-    for (u32 n = 0; n < kHeadDim / 8; ++n) {
-      const uint4 v = load_shared(values + (8 * n + g) * (kGranulePositions * 2) + q * 16);
-      mma(out[n], weight[0][0], weight[0][1], weight[1][0], weight[1][1], v.x, v.y);
-      mma(out[n], weight[2][0], weight[2][1], weight[3][0], weight[3][1], v.z, v.w);
+    for (u32 n = 0; n < kHeadDim / 8; n += 4) {
+      uint4 v[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        v[i] = load_shared(values + (8 * (n + i) + g) * (kGranulePositions * 2) + q * 16);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        mma(out[n + i], weight[0][0], weight[0][1], weight[1][0], weight[1][1], v[i].x, v[i].y);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        mma(out[n + i], weight[2][0], weight[2][1], weight[3][0], weight[3][1], v[i].z, v[i].w);
     }
   }
 };
@@ -350,6 +362,7 @@ __device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, 
       if (start + kGranulePositions > g.first_position && start <= g.last_position) {
         u8* ring = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
         append(cx, g, start, ring, ring + (values - keys));
+        fence_async_proxy_shared();
         cx.sync();
       }
       const u32 index = static_cast<u32>(walk.page) / kSplits * 2 + granule;

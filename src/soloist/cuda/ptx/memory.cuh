@@ -61,11 +61,10 @@ __device__ __forceinline__ void store_host_release(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Orders ordinary stores before later accesses by the copy engine.
-__device__ __forceinline__ void fence_async_proxy() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
+// Orders ordinary stores before later accesses by the copy engine: all of them, or those to shared memory.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ u64 clock_cycles() {
