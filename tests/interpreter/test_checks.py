@@ -31,10 +31,9 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
     config, plan = case
     weights = random_weights(config)
     exact = replace(plan, dtype=Dtype.FP32)
-    for seen, wanted in zip(
-        _load_image(exact, weights, CPU, keep_rows=True)[:2], load(exact, weights, torch.float32)[:2],
-        strict=True,
-    ):  # fmt: skip
+    decoders = _load_image(exact, weights, CPU, keep_rows=True)[:2]
+    own = load(exact, weights, torch.float32)[:2]
+    for seen, wanted in zip(decoders, own, strict=True):
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
 
 

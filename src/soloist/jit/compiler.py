@@ -18,6 +18,7 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--no-source-include",  # or the working directory is searched for headers
     "--device-as-default-execution-space",  # lambdas belong to the device
+    "--no-cache",  # what comes from the compiler's own cache has no resource report
 )
 
 

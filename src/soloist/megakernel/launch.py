@@ -154,7 +154,7 @@ class Decoder:
             table = self.image[:, self.plan.matrix_offset(self.plan.head) // 2 :]
         chunks = torch.split(table, max(1, (1 << 26) // table.shape[1]))
         squares = math.fsum(x.float().square().sum().item() for x in chunks)
-        return float((squares / table.numel()) ** -0.5)
+        return float((squares / (self.plan.model.vocab_size * self.plan.model.hidden_size)) ** -0.5)
 
     def start(
         self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None

@@ -290,7 +290,7 @@ class Plan:
 
     @cached_property
     def ring_slots(self) -> int:
-        """8 KB slots of the ring: all the shared memory that is left."""
+        """16 KB slots of the ring: all the shared memory that is left."""
         used = sum(b.num_bytes for b in self.shared.values()) + 1024  # 1 KB for static variables
         return (self.gpu.shared_bytes - used) // SLOT_BYTES
 
@@ -302,7 +302,7 @@ class Plan:
     def describe(self) -> str:
         """The plan for people."""
         lines = [
-            f"{self.model.family} {self.dtype} on {self.gpu.arch}: {self.blocks} of "
+            f"{self.model.family} {self.dtype.value} on {self.gpu.arch}: {self.blocks} of "
             f"{self.gpu.num_sms} SMs, {self.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
             f"block (mean {self.streamed_bytes / self.blocks / 1e6:.2f})",
@@ -344,6 +344,7 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
     first = model.layers[0]
     attention, mlp = first.attention, first.mlp
     checks = [
+        (not model.rope.interleaved, "rope that turns neighbours", "rope that turns halves"),
         (model.lanes is None, "lanes (delayed tensor parallelism)", "an ordinary transformer"),
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
         (

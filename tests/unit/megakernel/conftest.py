@@ -1,0 +1,14 @@
+"""The full matrix of compilations takes two minutes: it runs with `-m slow` only."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" in config.option.markexpr:
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes two minutes; run with -m slow"))
