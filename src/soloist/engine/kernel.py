@@ -36,6 +36,9 @@ from soloist.sampling import Sampler
 # time than the launches of one pass of prefill.
 RIDING_TOKENS = 24
 
+# First chunks of up to so many tokens run as captured graphs where weights stay at one address.
+CAPTURED_TOKENS = (32, 64, 128, 256)
+
 _LEAST_CAPABILITY = (9, 0)
 # Keys and values of one page at least.
 _LEAST_SLOTS = 2
@@ -246,6 +249,8 @@ class KernelModel(KernelGenerator):
                 partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root),
                 most_tokens=min(CHUNK_TOKENS, context_tokens),
             )
+            if keep_rows:
+                self.prefill.capture(n for n in CAPTURED_TOKENS if n <= self.prefill.most_tokens)
             torch.cuda.synchronize(device)
         super().__init__(self.decoder, self.prefill, self.page_tables[0], config.vocab_size)
 

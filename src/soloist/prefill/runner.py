@@ -244,7 +244,8 @@ class Prefill:
             ids=self._upload[first_id : first_id + rows],
             place=self._upload[:2],
             last=self._upload[2:3],
-            page_table=self._upload[_UPLOAD_HEAD : _UPLOAD_HEAD + len(pages)],
+            # Never empty, or it would have no address for a captured graph to read.
+            page_table=self._upload[_UPLOAD_HEAD : _UPLOAD_HEAD + max(1, len(pages))],
         )
 
     def _allocate(self, rows: int) -> _Buffers:
