@@ -88,7 +88,8 @@ class Module:
             config = self._config(grid, threads, dynamic_smem, stream, cluster)
             if cooperative:
                 self._require_fit(what, config, grid, threads, dynamic_smem, cluster)
-                self._add_cooperative(config)
+                if cluster == 1:  # the driver refuses both; what fits was checked
+                    self._add_cooperative(config)
             self._call(
                 what, "cuLaunchKernelEx", config, self._function, ctypes.addressof(addresses), 0
             )
