@@ -57,6 +57,26 @@ def test_speeds_in_the_readme_are_those_of_the_result_file():
         assert cells in readme
 
 
+def test_gpu_speeds_in_the_readme_are_those_of_the_result_file():
+    readme = (ROOT / "README.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200.json").read_text())
+    for row in rows:
+        speed = row["decode_tokens_per_s"]
+        if row["columns"] != 1 or row["prompt_tokens"] != 128:
+            continue
+        if row["start_position"] == 128:
+            cells = (
+                f"| {row['shape']} | {row['ttft_ms']['median']:.1f} | {speed['median']:,.0f} | "
+                f"{speed['min']:,.0f} – {speed['max']:,.0f} | {row['mbu']:.0%} |"
+            )
+        else:
+            cells = (
+                f"| {row['shape']} | {row['start_position']:,} | {speed['median']:,.0f} | "
+                f"{row['mbu']:.0%} |"
+            )
+        assert cells in readme
+
+
 def test_the_reference_is_twice_as_fast_as_transformers_in_the_recorded_run():
     rows = json.loads((ROOT / "benchmarks" / "results" / "etude-cpu.json").read_text())
     ours, *rivals = rows
