@@ -19,14 +19,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity, u32 n
       : "=r"(done) : "r"(barrier), "r"(parity), "r"(ns) : "memory");
   return done != 0;
 }
-// The same without waiting.
-__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done != 0;
-}
 // Wait until it has; the watchdog sees to it that this ends.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -47,7 +39,4 @@ __device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 by
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void bulk_prefetch(const void* global, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
