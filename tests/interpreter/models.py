@@ -12,7 +12,7 @@ from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.families import FAMILIES, read_config
+from soloist.model.families import read_config
 from soloist.model.weights import Weights
 from soloist.prefill.pages import PagePool
 from soloist.reference import build_reference
@@ -94,22 +94,6 @@ def configured(name: str, folder: Path) -> tuple[ModelConfig, Plan]:
     values, num_sms = CASES[name]
     config = read_config(written(folder, values))
     return config, make_plan(config, Dtype.BF16, gpu(num_sms))
-
-
-def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
-    """Every tensor random: biases away from 0, norm scales away from 1."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for spec in FAMILIES[config.family].tensors(config):
-        values = torch.randn(spec.shape, generator=generator)
-        if spec.name.endswith("norm"):
-            values = 1 + 0.3 * values
-        elif spec.name.endswith("bias"):
-            values *= 0.5
-        elif spec.name != "embedding" or config.tied_head:
-            values *= spec.shape[-1] ** -0.5
-        weights[spec.name] = values
-    return weights
 
 
 def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.models import Bench, configured, load, prompt, random_weights, reference_logits
+from interpreter.models import Bench, configured, load, prompt, reference_logits
 from soloist.megakernel import interpreter as module
 from soloist.megakernel.launch import _fresh_workspace, _load_image
 from soloist.megakernel.partition import SLOT_VALUES, Matrix
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from unit.prefill.models import random_weights
 
 CPU = torch.device("cpu")
 

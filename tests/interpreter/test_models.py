@@ -12,7 +12,6 @@ from interpreter.models import (
     configured,
     gpu,
     prompt,
-    random_weights,
     reference_logits,
 )
 from soloist.megakernel.plan import Plan, make_plan
@@ -22,6 +21,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import find_model
 from soloist.model.weights import TORCH_DTYPES, Weights, load_weights
+from unit.prefill.models import random_weights
 
 TOKENS = 150  # three pages
 ATOL = 1e-4
