@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
 from soloist.engine.events import Cancel, Chunk, Completion, FinishReason, Timings
-from soloist.engine.kernel import KernelModel, find_support
+from soloist.engine.kernel import KernelModel, Support, find_support
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
@@ -112,13 +112,17 @@ class Engine:
         device = torch.device(resolve_device(asked.device, devices()))
         free_bytes = _free_bytes(device)
 
+        @cache
+        def support_in(dtype: Dtype) -> Support:
+            return find_support(config, dtype, device)
+
         def kernel(dtype: Dtype) -> KernelMemory | None:
-            return find_support(config, dtype, device).memory
+            return support_in(dtype).memory
 
         resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
         start = time.perf_counter()
-        support = find_support(config, resolved.dtype, device)
+        support = support_in(resolved.dtype)
         row_bytes = parameters(specs) * resolved.dtype.num_bytes
         room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
         # Weights that do not fit into the GPU twice come from the host, one after the other.

@@ -246,7 +246,7 @@ class KernelModel(KernelGenerator):
                 matrices,
                 vectors,
                 self.pool,
-                partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root),
+                partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
                 most_tokens=min(CHUNK_TOKENS, context_tokens),
             )
             if keep_rows:

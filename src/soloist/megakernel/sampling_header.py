@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soloist.sampling import constants
+from soloist.sampling.filters import fraction_steps
 from soloist.sampling.params import SamplingParams
 
 _CTYPES = {"float": np.float32, "unsigned int": np.uint32}
@@ -101,8 +102,8 @@ def packed_params(
         "temperature": params.temperature,
         "flags": flags,
         "top_k": top_k,
-        "top_p_steps": _steps(params.top_p) if params.top_p < 1 else 0,
-        "min_p_steps": _steps(params.min_p) if params.min_p > 0 else 0,
+        "top_p_steps": fraction_steps(params.top_p) if params.top_p < 1 else 0,
+        "min_p_steps": fraction_steps(params.min_p) if params.min_p > 0 else 0,
         "repetition_penalty": params.repetition_penalty,
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,
@@ -122,10 +123,6 @@ def packed_step(position: int, num_output: int) -> NDArray[np.void]:
     """SampleStep of one column, as a scalar array of `STEP_DTYPE`."""
     words = (position & constants.WORD_MASK, position >> 32, num_output, 0)
     return np.array(words, STEP_DTYPE)
-
-
-def _steps(fraction: float) -> int:
-    return max(1, round(fraction * (1 << constants.FRACTION_BITS)))
 
 
 def _constant(name: str, value: object) -> str:

@@ -77,16 +77,21 @@ class Elementwise(ABC):
         config: a dense model whose layers are of one size.
         vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
         pool: gains keys and values.
+        rope: cosine and sine of at least all positions in use, as from `rope_table`; None makes it.
     """
 
     capturable = False
 
-    def __init__(self, config: ModelConfig, vectors: Vectors, pool: PagePool) -> None:
+    def __init__(
+        self, config: ModelConfig, vectors: Vectors, pool: PagePool, rope: Tensor | None = None
+    ) -> None:
         self.config, self.pool = config, pool
         self.layers = [_layer_vectors(config, vectors, i) for i in range(config.num_layers)]
         self.final_norm = vectors["final_norm"]
-        positions = min(config.context_tokens, pool.num_pages * PAGE_POSITIONS)
-        self.rope_table = rope_table(config.rope, pool.head_dim, positions, pool.device)
+        if rope is None:
+            positions = min(config.context_tokens, pool.num_pages * PAGE_POSITIONS)
+            rope = rope_table(config.rope, pool.head_dim, positions, pool.device)
+        self.rope_table = rope
 
     def start(self) -> None:  # noqa: B027 - most need no notice
         """A pass over the model begins, in torch's current stream."""

@@ -33,6 +33,7 @@ class FusedElementwise(Elementwise):
         pool: gains keys and values.
         arch: architecture of the device, such as 'sm_90a'.
         cache_root: where compiled kernels are kept; None keeps nothing.
+        rope: see the base class.
 
     Raises:
         ShapeUnsupported: a size that 16-byte accesses do not divide.
@@ -48,8 +49,9 @@ class FusedElementwise(Elementwise):
         pool: PagePool,
         arch: str,
         cache_root: Path | None,
+        rope: Tensor | None = None,
     ) -> None:
-        super().__init__(config, vectors, pool)
+        super().__init__(config, vectors, pool, rope)
         attention = config.layers[0].attention
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
         sizes = {"hidden": config.hidden_size, "FFN": config.layers[0].mlp.intermediate_size}

@@ -61,7 +61,11 @@ def _num_needed(weights: IntArray, needed: int) -> int:
     return int(np.searchsorted(np.cumsum(weights), needed)) + 1
 
 
+def fraction_steps(fraction: float) -> int:
+    """A share as a number of steps of 2^-24, at least one."""
+    return max(1, round(fraction * (1 << FRACTION_BITS)))
+
+
 def _share(fraction: float, total: int) -> int:
     """The least integer of at least `fraction` of `total`, `fraction` in steps of 2^-24."""
-    steps = max(1, round(fraction * (1 << FRACTION_BITS)))
-    return -(-steps * total >> FRACTION_BITS)
+    return -(-fraction_steps(fraction) * total >> FRACTION_BITS)
