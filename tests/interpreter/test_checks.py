@@ -58,13 +58,11 @@ def test_a_swapped_tile_shows(case: tuple[ModelConfig, Plan]) -> None:
     assert (made.feed(ids) - wanted).abs().max() > 0.01
 
 
-def test_another_rotation_of_splits_leaves_positions_unseen(
+def test_pages_that_no_split_owns_are_missed(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(case)
-    monkeypatch.setattr(
-        module.Interpreter, "_splits", lambda _self, layer, _position: [layer % 3 + 1]
-    )
+    monkeypatch.setattr(module.Interpreter, "_split_of", lambda *_: -1)
     with pytest.raises((AssertionError, IndexError)):
         made.feed(prompt(case[0], 3))
 

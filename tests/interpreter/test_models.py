@@ -36,6 +36,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, plan, weights, ids, reference_logits(config, weights, ids)
 
 
+@pytest.fixture(params=[0, 64, None], ids=["far", "near and far", "near"])
+def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to which position one block of a KV head serves a column: nowhere, a page, everywhere."""
+    if request.param is not None:
+        monkeypatch.setattr(Plan, "near_positions", property(lambda _: request.param))
+
+
 def require_close(seen: Tensor, wanted: Tensor, atol: float = ATOL) -> None:
     torch.testing.assert_close(seen, wanted, rtol=0, atol=atol)
 
@@ -46,11 +53,13 @@ def test_one_column_gives_the_references_logits(model: Model) -> None:
     require_close(Bench(config, plan, weights).feed(ids[:72]), wanted[:72])
 
 
+@pytest.mark.usefixtures("near")
 def test_eight_columns_of_a_sequence_give_the_same(model: Model) -> None:
     config, plan, weights, ids, wanted = model
     require_close(Bench(config, plan, weights).feed(ids, columns=8), wanted)
 
 
+@pytest.mark.usefixtures("near")
 def test_columns_of_several_sequences(model: Model) -> None:
     """Three prompts of other tokens and lengths, two and more columns each, in one launch."""
     config, plan, weights, _, _ = model

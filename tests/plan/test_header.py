@@ -11,7 +11,6 @@ from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import header
 from soloist.megakernel.plan import (
-    COPIES,
     MAX_COLUMNS,
     SLOT_BYTES,
     THREADS,
@@ -62,7 +61,6 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
         "kTurns": TURNS,
-        "kCopies": COPIES,
         "kSlotBytes": SLOT_BYTES,
         "kRingSlots": plan.ring_slots,
         "kLayers": plan.model.num_layers,
@@ -100,7 +98,7 @@ def test_offsets_are_the_plans(plan: Plan) -> None:
         assert seen[f"kWs{camel(name)}Bytes"] == buffer.num_bytes
         if name != "best":  # the kernel divides by the number of turns
             assert buffer.num_bytes == math.prod(buffer.shape), "no rounding between turns"
-            assert buffer.num_bytes % (16 * TURNS * COPIES) == 0, "turns are aligned"
+            assert buffer.num_bytes % (16 * TURNS) == 0, "turns are aligned"
     for name, buffer in plan.shared.items():
         assert seen[f"kSh{camel(name)}"] == buffer.offset
     for name, buffer in plan.vectors.items():

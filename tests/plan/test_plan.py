@@ -14,6 +14,7 @@ from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
 from soloist.megakernel.plan import (
     CONSUMER_WARPS,
     MAX_COLUMNS,
+    PAGE_POSITIONS,
     REDUCE_BYTES,
     SLOT_BYTES,
     Plan,
@@ -87,7 +88,8 @@ def require_attention(plan: Plan) -> None:
     assert plan.splits >= 1
     assert plan.splits * plan.kv_heads <= plan.blocks
     assert plan.row_tiles * 16 >= MAX_COLUMNS * plan.group
-    assert plan.softmax_lanes * plan.row_tiles == CONSUMER_WARPS
+    assert plan.softmax_lanes * plan.row_tiles == CONSUMER_WARPS * plan.warp_tiles
+    assert plan.near_positions % PAGE_POSITIONS == 0
     pieces = 4 if plan.page_slot else 2
     assert pieces * plan.granule_bytes <= SLOT_BYTES
 

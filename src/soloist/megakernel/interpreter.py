@@ -15,8 +15,7 @@ from torch import Tensor
 
 from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
 from soloist.megakernel.plan import (
-    COPIES,
-    DIRECT_SPLITS,
+    CHUNK_PAGES,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
@@ -25,7 +24,7 @@ from soloist.megakernel.plan import (
     Plan,
 )
 
-_CHUNK = 8
+_PIECE = 8
 _MERGE_BATCH = 4
 
 
@@ -77,11 +76,11 @@ class Exchange:
 
 
 class Operand(Exchange):
-    """Activations [copy][k / 32][column][k % 32]; columns of padding are zeros for good."""
+    """Activations [k / 32][column][k % 32]; columns of padding are zeros for good."""
 
     def __init__(self, plan: Plan, name: str, operation: Operation) -> None:
         super().__init__(plan, name, 2)
-        k = torch.arange(self.values.shape[2] * 32).view(-1, 1, 32)
+        k = torch.arange(self.values.shape[1] * 32).view(-1, 1, 32)
         self._padding = k >= operation.matrix.columns
         self.values.masked_fill_(self._padding, 0)
 
@@ -91,14 +90,13 @@ class Operand(Exchange):
         self.values[epoch % TURNS].masked_fill_(self._padding, 0)
 
     def publish(self, epoch: int, columns: range, k: Tensor, values: Tensor) -> None:
-        """Values [columns, k], to every copy."""
-        for copy in range(COPIES):
-            self.write(epoch, (copy, k // 32, torch.tensor(columns)[:, None], k % 32), values)
+        """Values [columns, k]."""
+        self.write(epoch, (k // 32, torch.tensor(columns)[:, None], k % 32), values)
 
-    def all_of(self, epoch: int, block: int, columns: int) -> Tensor:
-        """[k, 8] as a block reads it, zeros for columns that are not in use."""
-        out = self.values.new_zeros(self.values.shape[2] * 32, MAX_COLUMNS)
-        part = self.read(epoch, (block % COPIES, slice(None), slice(columns)))
+    def all_of(self, epoch: int, columns: int) -> Tensor:
+        """[k, 8], zeros for columns that are not in use."""
+        out = self.values.new_zeros(self.values.shape[1] * 32, MAX_COLUMNS)
+        part = self.read(epoch, (slice(None), slice(columns)))
         out[:, :columns] = part.transpose(1, 2).flatten(0, 1)
         return out
 
@@ -108,16 +106,27 @@ class Stream:
     """The residual on its way to one kind of reader."""
 
     operand: Operand
-    squares: Exchange  # [copy][column][block]: sum of squares, assumed scale
+    squares: Exchange  # [column][block]: sum of squares, assumed scale
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns side by side of one sequence, at rising positions."""
+    """Columns side by side of one sequence, at rising positions, all near or all far.
+
+    Attributes:
+        columns: of the group.
+        sequence: whose they are.
+        positions: of the columns.
+        fresh: the group's columns and those of the sequence before them, whose keys and values come
+            with this round too.
+        fresh_positions: of these.
+    """
 
     columns: range
     sequence: int
     positions: tuple[int, ...]
+    fresh: range
+    fresh_positions: tuple[int, ...]
 
 
 class Interpreter:
@@ -226,11 +235,11 @@ class Interpreter:
         scaled = self._to_half(x * self._vector(layer, norm, rows) * scale[:, None])
         stream.operand.publish(epoch, range(columns), _places(rows), scaled)
         squares = torch.stack([x.square().sum(1), scale], dim=1)
-        stream.squares.write(epoch, (slice(None), slice(columns), block), squares)
+        stream.squares.write(epoch, (slice(columns), block), squares)
 
     def _factor(self, stream: Stream, epoch: int, block: int, columns: int) -> Tensor:
         """[columns]: true scale over the assumed one; the true one is assumed from now on."""
-        part = stream.squares.read(epoch, (block % COPIES, slice(columns)))
+        part = stream.squares.read(epoch, (slice(columns),))
         assumed = part[:, :, 1].amax(1)
         assert torch.equal(part[:, :, 1].amin(1), assumed), "blocks assume different scales"
         mean = part[:, :, 0].sum(1) / self.plan.model.hidden_size
@@ -252,7 +261,7 @@ class Interpreter:
         """(logits [columns, V], chosen tokens) of one round; columns of a sequence side by side."""
         columns = len(tokens)
         assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
-        groups = list(_groups(sequences, positions))
+        groups = list(_groups(self.plan, sequences, positions))
         self._hidden_in += 1
         for block in self._blocks():
             rows = self._rows(self.plan.down, block)
@@ -278,7 +287,7 @@ class Interpreter:
         done = self._layers_done
         for block in self._blocks():
             rows = self._rows(plan.qkv, block)
-            x = self._in.operand.all_of(self._hidden_in, block, columns)
+            x = self._in.operand.all_of(self._hidden_in, columns)
             y = self._weights(plan.qkv, layer, block) @ x
             factor = self._factor(self._in, self._hidden_in, block, columns)
             y = y[:, :columns] * factor + self._vector(layer, "qkv_bias", rows)[:, None]
@@ -286,12 +295,7 @@ class Interpreter:
         self._attention(layer, groups, positions)
         self._hidden_mid += 1
         for block in self._blocks():
-            if self._merges_directly(layer, positions):
-                x = self._attended.values.new_zeros(self._attended.values.shape[2] * 32, 8)
-                merged = self._merged(layer, 0, positions[0], range(plan.query_heads))
-                x[: merged.numel(), 0] = merged.flatten()
-            else:
-                x = self._attended.all_of(done, block, columns)
+            x = self._attended.all_of(done, columns)
             y = self._weights(plan.attention_output, layer, block) @ x
             self._add(plan.attention_output, y, layer, block, columns)
             self._publish(self._mid, self._hidden_mid, block, columns, layer, "mlp_norm")
@@ -313,7 +317,7 @@ class Interpreter:
         plan = self.plan
         for block in self._blocks():
             rows = self._rows(plan.gate_up, block)
-            x = self._mid.operand.all_of(self._hidden_mid, block, columns)
+            x = self._mid.operand.all_of(self._hidden_mid, columns)
             y = (self._weights(plan.gate_up, layer, block) @ x)[:, :columns]
             y = y * self._factor(self._mid, self._hidden_mid, block, columns)
             y = (y + self._vector(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
@@ -324,7 +328,7 @@ class Interpreter:
         self._hidden_in += 1
         last = layer + 1 == plan.model.num_layers
         for block in self._blocks():
-            x = self._gated.all_of(self._layers_done, block, columns)
+            x = self._gated.all_of(self._layers_done, columns)
             y = self._weights(plan.down, layer, block) @ x
             self._add(plan.down, y, layer, block, columns)
             norm = "final_norm" if last else "attention_norm"
@@ -335,7 +339,7 @@ class Interpreter:
         logits = torch.full((columns, vocab), torch.nan)
         for block in self._blocks():
             rows = self._rows(self.plan.head, block)
-            x = self._in.operand.all_of(self._hidden_in, block, columns)
+            x = self._in.operand.all_of(self._hidden_in, columns)
             factor = self._factor(self._in, self._hidden_in, block, columns)
             y = (self._weights(self.plan.head, 0, block) @ x)[:, :columns] * factor
             y = y[: max(0, vocab - rows.start)]
@@ -360,15 +364,18 @@ class Interpreter:
         window = self.plan.model.layers[layer].attention.window
         return max(0, position - window + 1) if window else 0
 
-    def _splits(self, layer: int, position: int) -> list[int]:
-        """The splits that hold something that a position sees, in the order of merging."""
-        first = self._window_start(layer, position) // PAGE_POSITIONS
-        count = min(self.plan.splits, position // PAGE_POSITIONS - first + 1)
-        return [(first + layer + i) % self.plan.splits for i in range(count)]
+    def _is_near(self, position: int) -> bool:
+        return position < self.plan.near_positions
 
-    def _merges_directly(self, layer: int, positions: Sequence[int]) -> bool:
-        most = min(DIRECT_SPLITS, self.plan.splits)
-        return len(positions) == 1 and len(self._splits(layer, positions[0])) <= most
+    def _split_of(self, chunk: int, layer: int, sequence: int) -> int:
+        return (chunk + layer + sequence) % self.plan.splits
+
+    def _splits(self, layer: int, sequence: int, position: int) -> list[int]:
+        """The splits that hold something that a far position sees, in the order of merging."""
+        chunk_positions = CHUNK_PAGES * PAGE_POSITIONS
+        first = self._window_start(layer, position) // chunk_positions
+        count = min(self.plan.splits, position // chunk_positions - first + 1)
+        return [self._split_of(first + i, layer, sequence) for i in range(count)]
 
     def _attention(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
         plan = self.plan
@@ -383,19 +390,21 @@ class Interpreter:
             first = self._window_start(layer, position)
             assert not seen[:, c, :first].any(), "positions before the window"
             assert (seen[:, c, first : position + 1] == 1).all(), "a position counts once"
-        if self._merges_directly(layer, positions):
-            return
-        chunks = plan.group * plan.head_dim // _CHUNK
+        sequences = [group.sequence for group in groups for _ in group.columns]
+        pieces = plan.group * plan.head_dim // _PIECE
         for block in self._blocks():
             head, split = divmod(block, plan.splits)
             if head >= plan.kv_heads:
                 continue
             heads = range(head * plan.group, (head + 1) * plan.group)
             for c, position in enumerate(positions):
-                merged = self._merged(layer, c, position, heads).view(chunks, _CHUNK)
-                own = torch.arange(chunks)
-                own = own[(c * chunks + own) % plan.splits == split]
-                k = (heads.start * plan.head_dim + own[:, None] * _CHUNK) + torch.arange(_CHUNK)
+                if self._is_near(position):
+                    continue
+                splits = self._splits(layer, sequences[c], position)
+                merged = self._merged(c, splits, heads).view(pieces, _PIECE)
+                own = torch.arange(pieces)
+                own = own[(c * pieces + own) % plan.splits == split]
+                k = (heads.start * plan.head_dim + own[:, None] * _PIECE) + torch.arange(_PIECE)
                 self._attended.publish(
                     self._layers_done, range(c, c + 1), k.flatten(), merged[own].view(1, -1)
                 )
@@ -425,19 +434,38 @@ class Interpreter:
         start = ((layer * self.plan.kv_heads + head) * 2 + granule) * 2 * size
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
+    def _pages(
+        self, layer: int, sequence: int, split: int, first_seen: int, last_seen: int
+    ) -> list[int]:
+        """The pages of one group that a split owns."""
+        pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
+        near = self._is_near(last_seen)
+        chunks = [0 if near else page // CHUNK_PAGES for page in pages]
+        return [
+            page
+            for page, chunk in zip(pages, chunks, strict=True)
+            if self._split_of(chunk, layer, sequence) == split
+        ]
+
+    def _ordinal(self, page: int, last_seen: int) -> int:
+        """Which of its split's pages of the whole sequence a page is."""
+        chunk, in_chunk = divmod(page, CHUNK_PAGES)
+        near = self._is_near(last_seen)
+        return page if near else chunk // self.plan.splits * CHUNK_PAGES + in_chunk
+
     def _attend(self, layer: int, head: int, split: int, group: Group, seen: Tensor) -> None:
         """One group's queries against the pages of one split, into its partial results."""
         plan, d = self.plan, self.plan.head_dim
         first_seen = self._window_start(layer, group.positions[0])
         last_seen = group.positions[-1]
-        all_pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
-        pages = [p for p in all_pages if (p + layer) % plan.splits == split]
+        pages = self._pages(layer, group.sequence, split, first_seen, last_seen)
         if not pages:
             return
-        heads = [
-            self._prepared(layer, head, c, p)
-            for c, p in zip(group.columns, group.positions, strict=True)
+        fresh = [
+            (self._prepared(layer, head, c, p), p)
+            for c, p in zip(group.fresh, group.fresh_positions, strict=True)
         ]
+        heads = [x for x, _ in fresh[-len(group.columns) :]]
         queries = torch.cat([x[: plan.group] for x in heads])
         last = torch.tensor(group.positions).repeat_interleave(plan.group)[:, None]
         window = plan.model.layers[layer].attention.window or last_seen + 1
@@ -450,7 +478,7 @@ class Interpreter:
                 page_id = int(self.memory.page_tables[group.sequence, page])
                 keys, values = self._granule(layer, head, page_id, half)
                 by_position = values.view(d, GRANULE_POSITIONS).T
-                for x, position in zip(heads, group.positions, strict=True):
+                for x, position in fresh:
                     if start <= position < start + GRANULE_POSITIONS:
                         keys[self._keys[position - start]] = x[-2].to(keys.dtype)
                         by_position[position - start] = x[-1].to(keys.dtype)
@@ -460,10 +488,22 @@ class Interpreter:
                 count = min(GRANULE_POSITIONS, seen.shape[1] - start)
                 own_seen = seen[group.columns.start : group.columns.stop, start : start + count]
                 own_seen += visible[:: plan.group, :count]
-                lane = lanes[(page // plan.splits * 2 + half) % plan.softmax_lanes]
+                lane = lanes[(self._ordinal(page, last_seen) * 2 + half) % plan.softmax_lanes]
                 scores = scores.masked_fill(~visible, -math.inf)
                 lane.add(scores, by_position.float(), self._to_half)
-        top, total, out = _merge_lanes(lanes)
+        self._publish_attention(head, split, group, _merge_lanes(lanes))
+
+    def _publish_attention(
+        self, head: int, split: int, group: Group, merged: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """A near group's attention, or a far one's partial results."""
+        plan = self.plan
+        top, total, out = merged
+        if self._is_near(group.positions[-1]):
+            finished = self._to_half(out / total[:, None]).view(len(group.columns), -1)
+            k = _places(range(finished.shape[1])) + head * plan.group * plan.head_dim
+            self._attended.publish(self._layers_done, group.columns, k, finished)
+            return
         of_head = slice(head * plan.group, (head + 1) * plan.group)
         where = (slice(group.columns.start, group.columns.stop), of_head, split)
         by_column = (len(group.columns), plan.group, -1)
@@ -471,9 +511,9 @@ class Interpreter:
         self._partial.write(self._layers_done, (*where, slice(None), 0), out.view(by_column))
         self._stats.write(self._layers_done, where, stats.view(by_column))
 
-    def _merged(self, layer: int, column: int, position: int, heads: range) -> Tensor:
+    def _merged(self, column: int, splits: list[int], heads: range) -> Tensor:
         """[heads, D] of a column: partial results of its splits, four at a time, rounded."""
-        own, splits = slice(heads.start, heads.stop), self._splits(layer, position)
+        own = slice(heads.start, heads.stop)
         total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.head_dim)
         top = torch.full((len(heads),), -math.inf)
         for i in range(0, len(splits), _MERGE_BATCH):
@@ -512,12 +552,17 @@ def _merge_lanes(lanes: list[_Softmax]) -> tuple[Tensor, Tensor, Tensor]:
     return top, total, (torch.stack([x.out for x in lanes]) * weights[:, :, None]).sum(0)
 
 
-def _groups(sequences: Sequence[int], positions: Sequence[int]) -> Iterator[Group]:
-    begin = 0
-    for end in range(1, len(sequences) + 1):
-        if end == len(sequences) or sequences[end] != sequences[begin]:
-            yield Group(range(begin, end), sequences[begin], tuple(positions[begin:end]))
+def _groups(plan: Plan, sequences: Sequence[int], positions: Sequence[int]) -> Iterator[Group]:
+    kinds = [(s, p < plan.near_positions) for s, p in zip(sequences, positions, strict=True)]
+    begin = fresh = 0
+    for end in range(1, len(kinds) + 1):
+        if end == len(kinds) or kinds[end] != kinds[begin]:
+            columns, of_sequence = range(begin, end), range(fresh, end)
+            own, others = (tuple(positions[c] for c in r) for r in (columns, of_sequence))
+            yield Group(columns, sequences[begin], own, of_sequence, others)
             begin = end
+            if end < len(kinds) and sequences[end] != sequences[fresh]:
+                fresh = end
 
 
 def _places(rows: range) -> Tensor:
@@ -528,7 +573,7 @@ def _key_places(head_dim: int) -> Tensor:
     """[32, D]: where a granule holds the keys' values; odd rows swap halves of 128 bytes."""
     row, d = torch.arange(GRANULE_POSITIONS)[:, None], torch.arange(head_dim)
     swapped = (row & 1) << 2 if head_dim % 64 == 0 else torch.zeros_like(row)
-    return row * head_dim + (d // _CHUNK ^ swapped) * _CHUNK + d % _CHUNK
+    return row * head_dim + (d // _PIECE ^ swapped) * _PIECE + d % _PIECE
 
 
 def _tile_places() -> Tensor:

@@ -16,7 +16,7 @@ from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.header import MAX_STOPS, header
 from soloist.megakernel.packing import ordered, pack, place
-from soloist.megakernel.plan import COPIES, MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
 from soloist.megakernel.trace import num_marks
 from soloist.model.weights import TORCH_DTYPES, Weights
 
@@ -255,7 +255,7 @@ def _fresh_workspace(plan: Plan) -> Tensor:
     for name, op in operands.items():
         buffer = plan.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
-        by_column = values.view(TURNS * COPIES, -1, MAX_COLUMNS, 32).transpose(1, 2).flatten(2)
+        by_column = values.view(TURNS, -1, MAX_COLUMNS, 32).transpose(1, 2).flatten(2)
         by_column[:, :, op.matrix.columns :] = 0
         values.copy_(by_column.unflatten(2, (-1, 32)).transpose(1, 2).flatten())
     best = plan.workspace["best"]

@@ -24,23 +24,25 @@ GRANULE_POSITIONS = 32
 PAGE_POSITIONS = 64
 SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
-# Copies of 16 KB that a block has in flight: while its warps wait for other blocks, and while they
-# multiply. More of them fill the queues in front of the L2, in which exchanges wait too: measured,
-# see docs/experiments.md.
-WAITING_COPIES = 2
-STREAMING_COPIES = 5
+# Copies of 16 KB that a block has in flight. 32 KB reach 93 % of the bandwidth and leave the L2 as
+# fast as if it had nothing to do, 48 KB 98 % and twice the time; more only wait, and what blocks
+# exchange waits with them. Many columns exchange more. Measured: see docs/experiments.md.
+COPIES_IN_FLIGHT = 3
+COPIES_IN_FLIGHT_COLUMNS = 2
 TURNS = 4
-COPIES = 1
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
 UNROLLED_TILE_STEPS = 16
 MAX_DEPTH = 8
 HEAD_GROUP_TILES = 8
-# Values between rows of queries in shared memory, so that fragments load without bank conflicts.
-QUERY_PADDING = 8
 REDUCE_BYTES = 16 * 1024
-# Partial results of attention that every block merges for itself, instead of one more exchange.
-DIRECT_SPLITS = 8
+# Keys and values up to which one block serves a column of one KV head: it saves merging partial
+# results, and they stream while the block waits for others anyway.
+NEAR_BYTES = 192 * 1024
+# Pages that go to the same split: fewer partial results to merge.
+CHUNK_PAGES = 2
+# Slots whose weights wait in registers while the activations are on their way.
+EARLY_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,19 @@ class Plan:
         return 1 << (tiles - 1).bit_length()
 
     @property
+    def warp_tiles(self) -> int:
+        """Tiles of rows that one warp takes, as many as its registers hold; a power of 2."""
+        return min(self.row_tiles, 1 << (128 // self.head_dim).bit_length() - 1)
+
+    @property
     def softmax_lanes(self) -> int:
         """Independent running softmaxes in a block; fixed, so that a column's bits are."""
-        return CONSUMER_WARPS // self.row_tiles
+        return CONSUMER_WARPS * self.warp_tiles // self.row_tiles
+
+    @property
+    def near_positions(self) -> int:
+        """Positions below this are served by one block of a KV head, others by all."""
+        return NEAR_BYTES // (4 * self.head_dim * PAGE_POSITIONS) * PAGE_POSITIONS
 
     @property
     def granule_bytes(self) -> int:
@@ -240,8 +252,8 @@ class Plan:
         columns, blocks = MAX_COLUMNS, self.blocks
 
         def operand(op: Operation) -> tuple[int, ...]:
-            # [copy][32 columns of the matrix][column of the round][32] 16-bit values
-            return (TURNS, COPIES, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
+            # [32 columns of the matrix][column of the round][32] 16-bit values
+            return (TURNS, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
 
         return stack(
             {
@@ -249,8 +261,8 @@ class Plan:
                 "hidden_mid": operand(self.gate_up),
                 "attended": operand(self.attention_output),
                 "gated": operand(self.down),
-                "squares_in": (TURNS, COPIES, columns, blocks, 2 * 4),
-                "squares_mid": (TURNS, COPIES, columns, blocks, 2 * 4),
+                "squares_in": (TURNS, columns, blocks, 2 * 4),
+                "squares_mid": (TURNS, columns, blocks, 2 * 4),
                 "projected": (TURNS, columns, rows, 4),
                 "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
                 "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),
@@ -272,16 +284,10 @@ class Plan:
         return stack(
             {
                 "reduce": (REDUCE_BYTES,),
-                # queries during attention, its merged output afterwards
-                "attended": (
-                    max(
-                        self.attention_output.matrix.steps * STEP_COLUMNS * 2,
-                        MAX_COLUMNS * self.group * (self.head_dim + QUERY_PADDING) * 2,
-                    ),
-                ),
+                "queries": (self.row_tiles * 16, self.head_dim, 2),
                 "new_kv": (MAX_COLUMNS, 2, self.head_dim, 2),
                 "residual": (MAX_COLUMNS, hidden_rows, 4),
-                "stats": (CONSUMER_WARPS, 16, 2, 4),
+                "stats": (self.softmax_lanes, self.row_tiles * 16, 2, 4),
                 "rope": (MAX_COLUMNS, self.head_dim // 2, 2, 4),
                 "control": (1024,),
             },

@@ -6,8 +6,8 @@ from soloist.megakernel.plan import Plan
 _FIRST = ("start", "embed")
 _LAYER = (
     "qkv wait", "qkv multiply", "qkv finish",
-    "attention wait", "attention prepare", "attention pages", "attention finish",
-    "output wait", "output merge", "output multiply", "output finish",
+    "attention wait", "attention pages", "attention store", "attention merge",
+    "output wait", "output multiply", "output finish",
     "gate_up wait", "gate_up multiply", "gate_up finish",
     "down wait", "down multiply", "down finish",
 )  # fmt: skip

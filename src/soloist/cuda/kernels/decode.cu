@@ -21,7 +21,7 @@ struct Barriers {
 __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
   fence_async_proxy();  // the producer copies the pages that this round's keys and values went to
   cx.sync();
-  Control& control = *cx.shared.control;
+  Control& control = cx.shared.control();
   if (cx.warp == 0) {
     if (cx.block == 0 && cx.round > 0)
       mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       if (cx.block == 0) mbarrier_arrive(barriers.emit);
     }
   }
-  cx.let_clean();
+  cx.let_clean(cx.layers_done + cx.round);
   cx.sync();
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.begin(Phase::kConclude);
     conclude(cx, barriers);
     cx.mark();
-    if (cx.shared.control->stop) return;
+    if (cx.shared.control().stop) return;
   }
 }
 
@@ -141,13 +141,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {
     take_registers();
-    const Shared shared{fixed + kShReduce, fixed + kShAttended, fixed + kShNewKv,
-                        reinterpret_cast<float*>(fixed + kShResidual), reinterpret_cast<float*>(fixed + kShStats),
-                        reinterpret_cast<float2*>(fixed + kShRope),
-                        control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
-    Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0,
-               &where, barriers.cleanable, barriers.cleaned, 0, 0, 1.0f};
+    Context cx{params, Shared{fixed}, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0,
+               &where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(first + 40);  // the watchdog may go
   }

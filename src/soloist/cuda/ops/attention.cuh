@@ -1,24 +1,33 @@
 // qkv, attention over the paged KV cache, and the projection after it.
 //
-// Every KV head has kSplits blocks. A page (64 positions) of a sequence belongs to one of them, in turn;
-// the cache streams through the weight ring. Inside a block kSoftmaxLanes running softmaxes take the
-// granules (32 positions) in turn. Which split and lane a granule belongs to depends on its position
-// only, and every merge has a fixed order: so a column's bits do not depend on the other columns.
+// Every KV head has kSplits blocks. A near column (position below kNearPositions) is served by one of
+// them, which publishes finished attention. A far one is served by all: chunks of kChunkPages pages (of 64
+// positions) go round, and the splits' partial results are merged. The cache streams through the weight
+// ring. Inside a block kSoftmaxLanes running softmaxes take the granules (32 positions) in turn. Which
+// split and lane a granule belongs to depends on the column's position only, and every merge has a fixed
+// order: so a column's bits do not depend on the other columns.
 #pragma once
 #include "ops/hidden.cuh"
 
 inline constexpr u32 kHeadRows = (kGroup + 2) * kHeadDim;  // rows of q, k, v of one KV head
-inline constexpr u32 kQueryStride = kHeadDim + kQueryPadding;
-inline constexpr u32 kHeadUnits = kHeadRows / 8;
+inline constexpr u32 kTileSets = kRowTiles / kWarpTiles;  // warps that share a granule, for different rows
 
-// Consecutive columns of one sequence at consecutive positions.
+__device__ __forceinline__ bool is_near(i32 position) { return position < static_cast<i32>(kNearPositions); }
+
+// Consecutive columns of one sequence at consecutive positions, all near or all far.
 struct ColumnGroup {
   u32 begin, end;
-  i32 sequence, first_position, last_position;
+  u32 fresh;  // from this column on, the sequence's keys and values come with this round
+  i32 sequence, first_fresh, first_position, last_position;
 };
 __device__ __forceinline__ ColumnGroup column_group(const Control& c, u32 begin, u32 columns) {
-  ColumnGroup g{begin, begin + 1, c.sequence[begin], c.position[begin], c.position[begin]};
-  while (g.end < columns && c.sequence[g.end] == g.sequence) g.last_position = c.position[g.end++];
+  const i32 sequence = c.sequence[begin], position = c.position[begin];
+  ColumnGroup g{begin, begin + 1, begin, sequence, position, position, position};
+#pragma unroll 1
+  while (g.fresh > 0 && c.sequence[g.fresh - 1] == sequence) g.first_fresh = c.position[--g.fresh];
+#pragma unroll 1
+  while (g.end < columns && c.sequence[g.end] == sequence && is_near(c.position[g.end]) == is_near(position))
+    g.last_position = c.position[g.end++];
   return g;
 }
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
@@ -26,25 +35,52 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   return w ? max(0, position - w + 1) : 0;
 }
 
+// Which split comes first moves on with the layer and the sequence, so that all have as much to do.
+__device__ __forceinline__ u32 split_of(u32 chunk, u32 layer, i32 sequence) {
+  return (chunk + layer + static_cast<u32>(sequence)) % kSplits;
+}
+
 // The pages of a group that one split owns in one layer; the producer and the consumers walk them alike.
 struct PageWalk {
   i32 page, last, first_seen, last_seen;
+  bool near;
 
   __device__ __forceinline__ PageWalk(const ColumnGroup& g, u32 layer, u32 split) {
     first_seen = window_start(layer, g.first_position);
     last_seen = g.last_position;
-    const i32 first = first_seen / kPagePositions;
-    page = first + static_cast<i32>((split + kSplits - (first + layer) % kSplits) % kSplits);
+    near = is_near(last_seen);
+    page = first_seen / kPagePositions;
     last = last_seen / kPagePositions;
+    const u32 chunk = near ? 0 : page / kChunkPages;
+    const u32 behind = (split + kSplits - split_of(chunk, layer, g.sequence)) % kSplits;
+    if (behind > 0) page = near ? last + 1 : (chunk + behind) * kChunkPages;
   }
   __device__ __forceinline__ bool any() const { return page <= last; }
-  __device__ __forceinline__ void next() { page += kSplits; }
-  __device__ __forceinline__ bool has(u32 granule) const {
-    const i32 start = page * kPagePositions + granule * kGranulePositions;
-    return start <= last_seen && start + kGranulePositions > first_seen;
+  // The page that comes `steps` after this one.
+  __device__ __forceinline__ i32 ahead(u32 steps) const {
+    if (near) return page + steps;
+    const u32 in_chunk = page % kChunkPages + steps;
+    return page - page % kChunkPages + in_chunk / kChunkPages * (kSplits * kChunkPages) + in_chunk % kChunkPages;
   }
-  __device__ __forceinline__ u32 first_granule() const { return has(0) ? 0 : 1; }
-  __device__ __forceinline__ u32 last_granule() const { return has(1) ? 1 : 0; }
+  __device__ __forceinline__ void next() { page = ahead(1); }
+  // Pages from this one on.
+  __device__ __forceinline__ u32 count() const {
+    if (!any()) return 0;
+    if (near) return last - page + 1;
+    const u32 in_chunk = page % kChunkPages, span = last - page + in_chunk;
+    constexpr u32 kTurn = kSplits * kChunkPages;
+    return span / kTurn * kChunkPages + min(span % kTurn + 1, kChunkPages) - in_chunk;
+  }
+  // Which of the split's pages of the whole sequence this one is.
+  __device__ __forceinline__ u32 ordinal() const {
+    return near ? page : page / kChunkPages / kSplits * kChunkPages + page % kChunkPages;
+  }
+  __device__ __forceinline__ bool has(i32 of_page, u32 granule) const {
+    const i32 start = of_page * kPagePositions + granule * kGranulePositions;
+    return start <= last_seen && start + static_cast<i32>(kGranulePositions) > first_seen;
+  }
+  __device__ __forceinline__ u32 first_granule() const { return has(page, 0) ? 0 : 1; }
+  __device__ __forceinline__ u32 last_granule() const { return has(page, 1) ? 1 : 0; }
 };
 
 __device__ __forceinline__ u64 granule_offset(u64 page_values, i32 page_id, u32 layer, u32 head, u32 granule) {
@@ -60,22 +96,23 @@ __device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 co
 }
 
 __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
+  const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
-  const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8;
-  Ahead<Qkv> ahead;
-  GlobalOperand operand(own_copy(cx.params, InStream::kOperand, InStream::kBytes, cx.hidden_in, cx.block), cx.warp, cx.lane, cx.columns);
-  ahead.fill(operand);
+  GlobalOperand operand(stream_operand<InStream>(cx, in), cx.warp, cx.lane, cx.columns);
   Scale<InStream> scale;
-  scale.load(cx, cx.hidden_in);
-  cx.mark();
   Sums<Qkv> sums;
-  multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  const float factor = scale.take(cx, cx.hidden_in);
+  multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
+    scale.load(cx, in);
+    cx.mark();
+  });
+  const float factor = scale.take(cx, in);
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
   const float* bias = kQkvBias ? cx.layer_vectors(layer) + kVecQkvBias : nullptr;
   float* now = projected(cx, cx.layers_done, cx.warp) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
+    if (cx.warp >= cx.columns) return;
+#pragma unroll 1
     for (u32 r = start + cx.lane; r < end; r += 32) {
       float y = reduction.get(cx.warp, r - start) * factor;
       if (bias) y += __ldg(bias + first + r);
@@ -85,172 +122,239 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
   cx.mark();
 }
 
-// One head vector of a column, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
-template <class Store>
-__device__ __forceinline__ void head_vector(const Context& cx, const float* source, const float* norm,
-                                            const float2* rope, const Store& store) {
-  constexpr u32 kHalf = kHeadDim / 2, kPairs = (kHalf + 31) / 32;
-  float low[kPairs], high[kPairs], low_norm[kPairs], high_norm[kPairs];
-  float2 turned[kPairs];
-#pragma unroll
-  for (u32 j = 0; j < kPairs; ++j) {
-    const u32 p = cx.lane + 32 * j;
-    turned[j] = rope && p < kHalf ? rope[p] : make_float2(1.0f, 0.0f);
-    low_norm[j] = norm && p < kHalf ? __ldg(norm + p) : 1.0f;
-    high_norm[j] = norm && p < kHalf ? __ldg(norm + p + kHalf) : 1.0f;
-  }
-#pragma unroll 1
-  for (;;) {
-    bool ready = true;
-#pragma unroll
-    for (u32 j = 0; j < kPairs; ++j) {
-      const u32 p = cx.lane + 32 * j;
-      low[j] = p < kHalf ? load_exchanged(source + p) : 0.0f;
-      high[j] = p < kHalf ? load_exchanged(source + p + kHalf) : 0.0f;
-      ready = ready && is_present(low[j]) && is_present(high[j]);
-    }
-    if (__all_sync(~0u, ready)) break;
-  }
-  if (norm) {
-    float squares = 0.0f;
-#pragma unroll
-    for (u32 j = 0; j < kPairs; ++j) squares += low[j] * low[j] + high[j] * high[j];
-    const float scale = __frsqrt_rn(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
-#pragma unroll
-    for (u32 j = 0; j < kPairs; ++j) {
-      low[j] *= scale * low_norm[j];
-      high[j] *= scale * high_norm[j];
-    }
-  }
-#pragma unroll
-  for (u32 j = 0; j < kPairs; ++j) {
-    const u32 p = cx.lane + 32 * j;
-    if (p >= kHalf) continue;
-    if (rope) {
-      const float2 cs = turned[j];
-      const float x = low[j], y = high[j];
-      low[j] = x * cs.x - y * cs.y;
-      high[j] = y * cs.x + x * cs.y;
-    }
-    store(p, to_half(low[j]));
-    store(p + kHalf, to_half(high[j]));
-  }
-}
-
 // Cosines and sines of the round's positions come to shared memory once a round. Warp c serves column c.
 __device__ __forceinline__ void load_rope(const Context& cx) {
   if (cx.warp >= cx.columns) return;
-  const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control->position[cx.warp]) * (kHeadDim / 2);
-  for (u32 p = cx.lane; p < kHeadDim / 2; p += 32) cx.shared.rope[cx.warp * (kHeadDim / 2) + p] = __ldg(from + p);
+  const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control().position[cx.warp]) * (kHeadDim / 2);
+  for (u32 p = cx.lane; p < kHeadDim / 2; p += 32) cx.shared.rope()[cx.warp * (kHeadDim / 2) + p] = __ldg(from + p);
 }
 
-// Queries of all columns to shared memory, keys and values of all columns beside them.
+// Where queries lie in shared memory: as the lanes of a warp read them for the first operand of m16n8k16,
+// [tile of 16 rows][32 of D][multiply][lane][16 bytes].
+__device__ __forceinline__ u32 query_offset(u32 row, u32 d) {
+  const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
+  return ((row / 16 * (kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+}
+constexpr u32 kNoRow = ~0u;
+
+// One head vector [D] of a column, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
+struct HeadVector {
+  static constexpr u32 kHalf = kHeadDim / 2, kPairs = (kHalf + 31) / 32;
+  float low_norm[2][kPairs], high_norm[2][kPairs];  // of queries and keys
+
+  // Asked for before q, k, v are there.
+  __device__ __forceinline__ void load_norms(const float* vectors, u32 lane) {
+    if constexpr (kQkNorm) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+        for (u32 j = 0; j < kPairs; ++j) {
+          const float* norm = vectors + (i ? kVecKNorm : kVecQNorm) + min(lane + 32 * j, kHalf - 1);
+          low_norm[i][j] = __ldg(norm);
+          high_norm[i][j] = __ldg(norm + kHalf);
+        }
+    }
+  }
+  // `turned` is null for what is not rotated; a query has a row, others lie as they come.
+  __device__ __forceinline__ void finish(const float* raw, u8* to, u32 row, bool is_key, bool is_value,
+                                         const float2* turned, u32 lane) const {
+    float low[kPairs], high[kPairs], squares = 0.0f;
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      low[j] = p < kHalf ? raw[p] : 0.0f;
+      high[j] = p < kHalf ? raw[p + kHalf] : 0.0f;
+      squares += low[j] * low[j] + high[j] * high[j];
+    }
+    if (kQkNorm && !is_value) {
+      const float scale = __frsqrt_rn(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        low[j] *= scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
+        high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
+      }
+    }
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      if (p >= kHalf) continue;
+      if (turned && !is_value) {
+        const float2 cs = turned[p];
+        const float x = low[j], y = high[j];
+        low[j] = x * cs.x - y * cs.y;
+        high[j] = y * cs.x + x * cs.y;
+      }
+      const u32 at = row == kNoRow ? p * 2 : query_offset(row, p);
+      const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset(row, p + kHalf);
+      *reinterpret_cast<u16*>(to + at) = to_half(low[j]);
+      *reinterpret_cast<u16*>(to + then) = to_half(high[j]);
+    }
+  }
+};
+
+// Queries of all columns to shared memory, keys and values of all columns beside them. All threads fetch raw
+// vectors at once, so that many columns cost one trip.
 __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 head) {
-  const float* vectors = cx.layer_vectors(layer);
-  for (u32 i = cx.warp; i < cx.columns * (kGroup + 2); i += kConsumerWarps) {
-    const u32 column = i / (kGroup + 2), member = i % (kGroup + 2);
-    const float* source = projected(cx, cx.layers_done, column) + head * kHeadRows + member * kHeadDim;
-    const float2* rope = kRotated[layer] ? cx.shared.rope + column * (kHeadDim / 2) : nullptr;
-    u16* queries = reinterpret_cast<u16*>(cx.shared.attended) + (column * kGroup + member) * kQueryStride;
-    u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv) + column * 2 * kHeadDim;
-    if (member < kGroup)
-      head_vector(cx, source, kQkNorm ? vectors + kVecQNorm : nullptr, rope, [=](u32 d, u16 x) { queries[d] = x; });
-    else if (member == kGroup)
-      head_vector(cx, source, kQkNorm ? vectors + kVecKNorm : nullptr, rope, [=](u32 d, u16 x) { fresh[d] = x; });
-    else
-      head_vector(cx, source, nullptr, nullptr, [=](u32 d, u16 x) { fresh[kHeadDim + d] = x; });
+  constexpr u32 kPieces = kHeadRows / 4;  // 16 bytes of a column
+  constexpr u32 kFitting = kReduceBytes / (kHeadRows * 4), kAtOnce = kFitting < kMaxColumns ? kFitting : kMaxColumns;
+  constexpr u32 kEach = (kAtOnce * kPieces + kConsumerThreads - 1) / kConsumerThreads;
+  HeadVector vector;
+  vector.load_norms(cx.layer_vectors(layer), cx.lane);
+  const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
+  float4* raw = reinterpret_cast<float4*>(cx.shared.reduce());
+#pragma unroll 1
+  for (u32 first = 0; first < cx.columns; first += kAtOnce) {
+    const u32 columns = min(kAtOnce, cx.columns - first), pieces = columns * kPieces;
+    float4 x[kEach];
+#pragma unroll 1
+    for (;;) {
+      bool ready = true;
+#pragma unroll
+      for (u32 j = 0; j < kEach; ++j) {
+        const u32 i = cx.thread + j * kConsumerThreads;
+        x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < pieces) x[j] = load_exchanged4(source + (first + i / kPieces) * (Qkv::kUnits * 8) + i % kPieces * 4);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kEach; ++j) ready = ready && is_present(x[j]);
+      if (__all_sync(~0u, ready)) break;
+    }
+    cx.sync();  // what lay in the buffer has been read
+#pragma unroll
+    for (u32 j = 0; j < kEach; ++j) {
+      const u32 i = cx.thread + j * kConsumerThreads;
+      if (i < pieces) raw[i] = x[j];
+    }
+    cx.sync();
+#pragma unroll 1
+    for (u32 i = cx.warp; i < columns * (kGroup + 2); i += kConsumerWarps) {
+      const u32 column = first + i / (kGroup + 2), member = i % (kGroup + 2);
+      u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv()) + column * 2 * kHeadDim;
+      const u32 row = column * kGroup + member;
+      vector.finish(reinterpret_cast<const float*>(raw) + i * kHeadDim,
+                    member < kGroup ? cx.shared.queries() : reinterpret_cast<u8*>(fresh + (member - kGroup) * kHeadDim),
+                    member < kGroup ? row : kNoRow, member == kGroup, member > kGroup,
+                    kRotated[layer] ? cx.shared.rope() + column * (kHeadDim / 2) : nullptr, cx.lane);
+    }
+  }
+  cx.sync();
+}
+
+// Keys and values of columns `begin` … `end - 1` join a granule that starts at position `start`: in the
+// ring's slot, or in the pool. Executed by a warp.
+__device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
+#pragma unroll 1
+  for (u32 c = begin; c < end; ++c) {
+    const i32 row = cx.shared.control().position[c] - start;
+    if (row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
+    const u16* key = reinterpret_cast<const u16*>(cx.shared.new_kv()) + c * 2 * kHeadDim;
+    if (cx.lane < kHeadDim / 8)
+      reinterpret_cast<uint4*>(keys + row * (kHeadDim * 2))[key_chunk(row, cx.lane)] = reinterpret_cast<const uint4*>(key)[cx.lane];
+#pragma unroll
+    for (u32 d = 0; d < kHeadDim; d += 32)
+      reinterpret_cast<u16*>(values)[(d + cx.lane) * kGranulePositions + row] = key[kHeadDim + d + cx.lane];
   }
 }
 
-// Keys and values of this round's columns join a granule: in the ring's slot, or in the pool.
-__device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, i32 start, u8* keys, u8* values) {
-  const bool value_part = cx.thread >= kConsumerThreads / 2;
-  const u32 d = cx.thread % (kConsumerThreads / 2);
-  for (u32 c = g.begin; c < g.end; ++c) {
-    const i32 row = cx.shared.control->position[c] - start;
-    if (row < 0 || row >= kGranulePositions || d >= kHeadDim) continue;
-    const u16 x = reinterpret_cast<const u16*>(cx.shared.new_kv)[(c * 2 + value_part) * kHeadDim + d];
-    const u32 offset = value_part ? d * (kGranulePositions * 2) + row * 2
-                                  : row * (kHeadDim * 2) + key_chunk(row, d / 8) * 16 + d % 8 * 2;
-    *reinterpret_cast<u16*>((value_part ? values : keys) + offset) = x;
-  }
-}
-
-// A running softmax over 16 rows (column, query head): sums of values, maxima, sums of weights.
+// Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
 struct Softmax {
-  float out[kHeadDim / 8][4];
-  float best[2], total[2];
+  float out[kWarpTiles][kHeadDim / 8][4];
+  float best[kWarpTiles][2], total[kWarpTiles][2];  // best: of scores to base 2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (u32 n = 0; n < kHeadDim / 8; ++n)
+    for (u32 m = 0; m < kWarpTiles; ++m) {
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) out[n][i] = 0.0f;
-    best[0] = best[1] = -kInfinity;
-    total[0] = total[1] = 0.0f;
+      for (u32 n = 0; n < kHeadDim / 8; ++n)
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
+      best[m][0] = best[m][1] = -kInfinity;
+      total[m][0] = total[m][1] = 0.0f;
+    }
   }
 
-  // Lane (g, q) holds rows g and g + 8 and positions 8q … 8q + 7 of the granule.
-  __device__ __forceinline__ void add(const uint4 (&query)[2][kHeadDim / 32], u32 keys, u32 values, i32 start,
-                                      const i32 (&last)[2], i32 window, u32 lane) {
-    const u32 g = lane / 4, q = lane % 4;
-    float score[4][4];
+  // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the granule. `queries`: the
+  // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `last`: the
+  // position of each row; `partly`: some row does not see some position.
+  __device__ __forceinline__ void add(u32 queries, u32 tiles, u32 keys, u32 values, i32 start,
+                                      const i32 (&last)[kWarpTiles][2], i32 window, bool partly, u32 lane) {
+    const u32 g = lane / 4, q = lane % 4, swapped = kHeadDim % 64 == 0 ? g & 1 : 0;
+    float score[kWarpTiles][4][4];
 #pragma unroll
-    for (u32 t = 0; t < 4; ++t) score[t][0] = score[t][1] = score[t][2] = score[t][3] = 0.0f;
+    for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
+      for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
+    // Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; see key_chunk for the swap.
+    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * (kHeadDim * 2) + q * 16;
+    const u32 even = row + swapped * 64, odd = row - swapped * 64;
+#pragma unroll(kHeadDim % 64 == 0 ? 2 : 3)
     for (u32 k = 0; k < kHeadDim / 32; ++k) {
       uint4 x[4];
 #pragma unroll
+      for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * (kHeadDim * 2));
+#pragma unroll
+      for (u32 m = 0; m < kWarpTiles; ++m) {
+        const u32 at = queries + (m * (kHeadDim / 32) + k) * 1024;
+        const uint4 low = load_shared(at), high = load_shared(at + 512);
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) mma(score[m][t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) mma(score[m][t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
+      }
+    }
+    u32 weight[kWarpTiles][4][2];
+#pragma unroll
+    for (u32 m = 0; m < kWarpTiles; ++m) {
+      if (kWarpTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) weight[m][t][0] = weight[m][t][1] = 0;
+        continue;
+      }
+#pragma unroll
+      for (u32 r = 0; r < 2; ++r) {
+        if (partly) {
+#pragma unroll
+          for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+            for (u32 e = 0; e < 2; ++e) {
+              const i32 position = start + static_cast<i32>(8 * q + 2 * t + e);
+              const bool seen = position <= last[m][r] && (window == 0 || position > last[m][r] - window);
+              if (!seen) score[m][t][2 * r + e] = -kInfinity;
+            }
+        }
+        float top = -kInfinity;
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(score[m][t][2 * r], score[m][t][2 * r + 1]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        top = fmaxf(best[m][r], top * kScoreScale);
+        const float base = top == -kInfinity ? 0.0f : top;
+        const float shrink = exp2_fast(best[m][r] - base);
+        const bool shrinks = __any_sync(~0u, shrink != 1.0f && best[m][r] != -kInfinity);
+        best[m][r] = top;
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+          for (u32 e = 0; e < 2; ++e) {
+            float& s = score[m][t][2 * r + e];
+            s = exp2_fast(s * kScoreScale - base);
+            sum += s;
+          }
+        total[m][r] = total[m][r] * shrink + sum;
+        if (shrinks) {
+#pragma unroll
+          for (u32 n = 0; n < kHeadDim / 8; ++n) {
+            out[m][n][2 * r] *= shrink;
+            out[m][n][2 * r + 1] *= shrink;
+          }
+        }
+      }
+#pragma unroll
       for (u32 t = 0; t < 4; ++t) {
-        const u32 row = 8 * (g >> 1) + 2 * t + (g & 1);
-        x[t] = load_shared(keys + row * (kHeadDim * 2) + key_chunk(row, 4 * k + q) * 16);
+        weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
+        weight[m][t][1] = pack_pair(score[m][t][2], score[m][t][3]);
       }
-#pragma unroll
-      for (u32 t = 0; t < 4; ++t)
-        mma(score[t], query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y, x[t].x, x[t].y);
-#pragma unroll
-      for (u32 t = 0; t < 4; ++t)
-        mma(score[t], query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w, x[t].z, x[t].w);
-    }
-#pragma unroll
-    for (u32 r = 0; r < 2; ++r) {
-      float top = best[r];
-#pragma unroll
-      for (u32 t = 0; t < 4; ++t)
-#pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          const i32 position = start + static_cast<i32>(8 * q + 2 * t + e);
-          const bool seen = position <= last[r] && (window == 0 || position > last[r] - window);
-          float& s = score[t][2 * r + e];
-          s = seen ? s * kScoreScale : -kInfinity;
-          top = fmaxf(top, s);
-        }
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float base = top == -kInfinity ? 0.0f : top;
-      const float shrink = exp2_fast(best[r] - base);
-      best[r] = top;
-      float sum = 0.0f;
-#pragma unroll
-      for (u32 t = 0; t < 4; ++t)
-#pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          float& s = score[t][2 * r + e];
-          s = exp2_fast(s - base);
-          sum += s;
-        }
-      total[r] = total[r] * shrink + sum;
-#pragma unroll
-      for (u32 n = 0; n < kHeadDim / 8; ++n) {
-        out[n][2 * r] *= shrink;
-        out[n][2 * r + 1] *= shrink;
-      }
-    }
-    u32 weight[4][2];
-#pragma unroll
-    for (u32 t = 0; t < 4; ++t) {
-      weight[t][0] = pack_pair(score[t][0], score[t][1]);
-      weight[t][1] = pack_pair(score[t][2], score[t][3]);
     }
 #pragma unroll
     for (u32 n = 0; n < kHeadDim / 8; n += 4) {
@@ -259,11 +363,14 @@ struct Softmax {
       for (u32 i = 0; i < 4; ++i)
         v[i] = load_shared(values + (8 * (n + i) + g) * (kGranulePositions * 2) + q * 16);
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i)
-        mma(out[n + i], weight[0][0], weight[0][1], weight[1][0], weight[1][1], v[i].x, v[i].y);
+      for (u32 m = 0; m < kWarpTiles; ++m) {
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i)
-        mma(out[n + i], weight[2][0], weight[2][1], weight[3][0], weight[3][1], v[i].z, v[i].w);
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][2][0], weight[m][2][1], weight[m][3][0], weight[m][3][1], v[i].z, v[i].w);
+      }
     }
   }
 };
@@ -277,109 +384,166 @@ __device__ __forceinline__ float2* partial_stats(const Context& cx, u32 epoch, u
          (column * kQueryHeads + query_head) * kSplits;
 }
 
-// The lanes' running softmaxes of one group become this split's partial result.
+__device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
+  return turn(cx.params, kWsAttended, kWsAttendedBytes, epoch);
+}
+
+// The lanes' running softmaxes of one group become its attention (near), or this split's part of it (far).
 __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 head,
                                             u32 split) {
-  const u32 rows = (g.end - g.begin) * kGroup, tile = cx.warp % kRowTiles, mine = cx.warp / kRowTiles;
-  const u32 r = cx.lane / 4, q = cx.lane % 4;
-  float* gather = reinterpret_cast<float*>(cx.shared.reduce);
-  const u32 width = kSoftmaxLanes * rows * kHeadDim * 4 <= kReduceBytes ? kHeadDim : 32;
-  const auto row_of = [&](u32 i) { return tile * 16 + r + 8 * i; };
-  float2* stats = reinterpret_cast<float2*>(cx.shared.stats);  // [lane][row]
+  // Columns that fit the buffer at once.
+  constexpr u32 kColumnBytes = kSoftmaxLanes * kGroup * kHeadDim * 4, kFitting = kReduceBytes / kColumnBytes;
+  static_assert(kFitting > 0, "one column at least");
+  constexpr u32 kAtOnce = kFitting < kMaxColumns ? kFitting : kMaxColumns;
+  constexpr u32 kRows = kAtOnce * kGroup;
+  // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
+  constexpr u32 kSwap = kHeadDim % 64 == 0 ? 7 : 3;
+  const u32 set = cx.warp % kTileSets, mine = cx.warp / kTileSets, r = cx.lane / 4, q = cx.lane % 4;
+  const bool near = is_near(g.last_position);
+  float* gather = reinterpret_cast<float*>(cx.shared.reduce());  // [lane][row][D]
+  float2* stats = cx.shared.stats();                             // [lane][row]
+  u8* attended = attended_operand(cx, cx.layers_done);
+  float totals[kWarpTiles][2];  // every lane of a quad holds the maximum but only a part of the sum
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    // Every lane of the quad holds the maximum but only a part of the sum.
-    float total = softmax.total[i];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    if (q == 0 && row_of(i) < rows) stats[mine * (kRowTiles * 16) + row_of(i)] = make_float2(softmax.best[i], total);
-  }
-  for (u32 first = 0; first < kHeadDim; first += width) {
+  for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-    for (u32 n = 0; n < kHeadDim / 8; ++n) {
-      if (n * 8 < first || n * 8 >= first + width) continue;
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i)
-        if (row_of(i) < rows)
-          *reinterpret_cast<float2*>(gather + (mine * rows + row_of(i)) * width + (n * 8 - first) + 2 * q) =
-              make_float2(softmax.out[n][2 * i], softmax.out[n][2 * i + 1]);
+    for (u32 i = 0; i < 2; ++i) {
+      totals[m][i] = softmax.total[m][i];
+      totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 1);
+      totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 2);
     }
+#pragma unroll 1
+  for (u32 first = g.begin; first < g.end; first += kAtOnce) {
+    const u32 rows = min(kAtOnce, g.end - first) * kGroup;
+#pragma unroll
+    for (u32 m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const u32 row = (set * kWarpTiles + m) * 16 + r + 8 * i - first * kGroup;
+        if (row >= rows) continue;
+        if (q == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
+        float2* to = reinterpret_cast<float2*>(gather + (mine * kRows + row) * kHeadDim + 2 * q);
+        const u32 swap = row & kSwap;
+#pragma unroll
+        for (u32 n = 0; n < kHeadDim / 8; ++n)
+          to[(n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+      }
     cx.sync();
-    for (u32 i = cx.thread; i < rows * width; i += kConsumerThreads) {
-      const u32 row = i / width, d = i % width;
+#pragma unroll 1
+    for (u32 i = cx.thread; i < rows * (kHeadDim / 2); i += kConsumerThreads) {
+      const u32 row = i / (kHeadDim / 2), d = i % (kHeadDim / 2) * 2;
+      float2 part[kSoftmaxLanes];
       float top = -kInfinity;
 #pragma unroll
-      for (u32 v = 0; v < kSoftmaxLanes; ++v) top = fmaxf(top, stats[v * (kRowTiles * 16) + row].x);
+      for (u32 v = 0; v < kSoftmaxLanes; ++v) {
+        part[v] = stats[v * kRows + row];
+        top = fmaxf(top, part[v].x);
+      }
       const float base = top == -kInfinity ? 0.0f : top;
-      float sum = 0.0f, total = 0.0f;
+      float x = 0.0f, y = 0.0f, total = 0.0f;
 #pragma unroll
       for (u32 v = 0; v < kSoftmaxLanes; ++v) {
-        const float2 s = stats[v * (kRowTiles * 16) + row];
-        const float weight = exp2_fast(s.x - base);
-        sum += gather[(v * rows + row) * width + d] * weight;
-        total += s.y * weight;
+        const float2 sum = *reinterpret_cast<const float2*>(gather + (v * kRows + row) * kHeadDim + (d ^ (row & kSwap) * 8));
+        const float weight = exp2_fast(part[v].x - base);
+        x += sum.x * weight;
+        y += sum.y * weight;
+        total += part[v].y * weight;
       }
-      const u32 column = g.begin + row / kGroup, query_head = head * kGroup + row % kGroup;
-      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + split * kHeadDim + first + d, present(sum));
-      if (first + d == 0)
+      const u32 column = first + row / kGroup, query_head = head * kGroup + row % kGroup;
+      if (near) {
+        const float scale = __fdividef(1.0f, total);
+        store_exchanged(operand_value(attended, column, query_head * kHeadDim + d), present(pack_pair(x * scale, y * scale)));
+        continue;
+      }
+      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + split * kHeadDim + d, present(x), present(y));
+      if (d == 0)
         store_exchanged(partial_stats(cx, cx.layers_done, column, query_head) + split, present(top), present(total));
     }
     cx.sync();
   }
 }
 
-__device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, u32 layer, u32 head, u32 split) {
-  PageWalk walk(g, layer, split);
-  if (!walk.any()) return;
-  const u32 rows = (g.end - g.begin) * kGroup, tile = cx.warp % kRowTiles, mine = cx.warp / kRowTiles;
-  const bool working = tile * 16 < rows;
-  uint4 query[2][kHeadDim / 32];
-  i32 last[2];
+// What a warp has to know of a group, computed while the queries are on their way.
+struct GroupWork {
+  PageWalk walk;
+  u32 skipped, end;  // granules, counted from the first page's first one
+  u32 own;           // the first that may be this warp's, modulo kSoftmaxLanes
+  u32 tiles;         // bits: which of the warp's tiles hold rows of the group
+  i32 last[kWarpTiles][2];
+
+  __device__ __forceinline__ GroupWork(const Context& cx, const ColumnGroup& g, u32 layer, u32 split)
+      : walk(g, layer, split), skipped(0), end(0), tiles(0) {
+    const u32 pages = walk.count();
+    if (pages > 0) {
+      skipped = walk.first_granule();
+      end = 2 * pages - (walk.has(walk.ahead(pages - 1), 1) ? 0 : 1);
+    }
+    own = cx.warp / kTileSets - walk.ordinal() * 2;
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    const u32 row = min(tile * 16 + cx.lane / 4 + 8 * i, rows - 1);
-    last[i] = cx.shared.control->position[g.begin + row / kGroup];
-    const u32 at = shared_address(cx.shared.attended) + ((g.begin * kGroup + row) * kQueryStride + cx.lane % 4 * 8) * 2;
+    for (u32 m = 0; m < kWarpTiles; ++m) {
+      const u32 row = (cx.warp % kTileSets * kWarpTiles + m) * 16;
+      if (row < g.end * kGroup && row + 16 > g.begin * kGroup) tiles |= 1u << m;
 #pragma unroll
-    for (u32 k = 0; k < kHeadDim / 32; ++k) query[i][k] = load_shared(at + k * 64);
+      for (u32 i = 0; i < 2; ++i)
+        last[m][i] = cx.shared.control().position[min((row + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
+    }
   }
+  __device__ __forceinline__ i32 start(u32 granule) const {
+    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
+  }
+};
+
+__device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work, const ColumnGroup& g, u32 layer, u32 head,
+                                             u32 split) {
+  if (work.end == 0) return;
+  const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
   softmax.clear();
+  // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
+  // page's first granule that is seen.
+  constexpr u32 kSlotGranules = kPageSlot ? 2 : 1, kSlots = kRingSlots / 2;
 #pragma unroll 1
-  for (; walk.any(); walk.next()) {
-    u32 slot = 0, taken = 0;
+  for (u32 begin = work.skipped; begin < work.end;) {
+    const u32 origin = kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kSlots * kSlotGranules);
+    const u32 slots = (stop - origin + kSlotGranules - 1) / kSlotGranules;
+    const auto keys_of = [&](u32 granule) {
+      const u32 slot = (granule - origin) / kSlotGranules;
+      const u32 in_slot = kPageSlot ? granule - max(begin, granule & ~1u) : 0;
+      return cx.ring.wait(slot) + in_slot * (2 * kGranuleBytes);
+    };
 #pragma unroll 1
-    for (u32 granule = 0; granule < 2; ++granule) {
-      if (!walk.has(granule)) continue;
-      const i32 start = walk.page * kPagePositions + granule * kGranulePositions;
-      if (!kPageSlot || taken == 0) {
-        slot = cx.ring.slot;
-        taken = cx.ring.take();
+    for (u32 granule = begin + (work.own - begin) % kSoftmaxLanes; granule < stop; granule += kSoftmaxLanes) {
+      if (!work.tiles) break;
+      const i32 start = work.start(granule), behind = start + static_cast<i32>(kGranulePositions);
+      const u32 keys = keys_of(granule);
+      if (behind > g.first_fresh) {
+        // All warps that share the granule write the same.
+        u8* slot = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
+        append(cx, g.fresh, g.end, start, slot, slot + kGranuleBytes);
+        fence_async_proxy_shared();  // the slot is copied to again
+        __syncwarp();
       }
-      const u32 keys = taken + (kPageSlot && granule != walk.first_granule() ? 2 * kGranuleBytes : 0);
-      const u32 values = keys + kGranuleBytes;
-      if (start + kGranulePositions > g.first_position && start <= g.last_position) {
-        u8* ring = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
-        append(cx, g, start, ring, ring + (values - keys));
-        fence_async_proxy_shared();
-        cx.sync();
-      }
-      const u32 index = static_cast<u32>(walk.page) / kSplits * 2 + granule;
-      if (working && index % kSoftmaxLanes == mine) softmax.add(query, keys, values, start, last, window, cx.lane);
-      if (!kPageSlot || granule == walk.last_granule()) cx.ring.release(cx.lane, slot, 1);
+      softmax.add(queries, work.tiles, keys, keys + kGranuleBytes, start, work.last, window,
+                  window || behind > g.first_position, cx.lane);
     }
+    cx.ring.wait(slots - 1);
+    cx.ring.release(cx.lane, cx.ring.slot, slots);
+    cx.ring.advance(slots);
+    begin = stop;
   }
   merge_lanes(cx, softmax, g, head, split);
 }
 
-// The splits that hold something a column sees: `count` of them from `first` on, round robin.
+// The splits that hold something a far column sees: `count` of them from `first` on, in turn.
 struct Splits {
   u32 first, count;
 
-  __device__ __forceinline__ Splits(u32 layer, i32 position) {
-    const u32 from = window_start(layer, position) / kPagePositions, to = position / kPagePositions;
-    first = (from + layer) % kSplits;
+  __device__ __forceinline__ Splits(const Control& control, u32 layer, u32 column) {
+    constexpr u32 kChunkPositions = kChunkPages * kPagePositions;
+    const i32 position = control.position[column];
+    const u32 from = window_start(layer, position) / kChunkPositions, to = position / kChunkPositions;
+    first = split_of(from, layer, control.sequence[column]);
     count = min(kSplits, to - from + 1);
   }
   __device__ __forceinline__ u32 at(u32 i) const { return (first + i) % kSplits; }
@@ -434,27 +598,31 @@ __device__ __forceinline__ uint4 merge_splits(const Context& cx, const Splits& s
                     pack_pair(sum[4] * scale, sum[5] * scale), pack_pair(sum[6] * scale, sum[7] * scale));
 }
 
-__device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
-  return turn(cx.params, kWsAttended, kWsAttendedBytes, epoch);
-}
-
-// One column at a short context: every block merges the splits for itself and saves an exchange.
-__device__ __forceinline__ bool merges_directly(const Context& cx, u32 layer) {
-  return cx.columns == 1 && Splits(layer, cx.shared.control->position[0]).count <= kDirectSplits;
-}
-
-// New keys and values go to the pool, where later rounds find them.
-__device__ __forceinline__ void store_fresh(const Context& cx, const ColumnGroup& g, u32 layer, u32 head, u32 split) {
-  const i32* table = cx.params.page_tables + g.sequence * cx.params.page_table_stride;
-  for (i32 start = g.first_position / kGranulePositions * kGranulePositions; start <= g.last_position;
-       start += kGranulePositions) {
-    const u32 page = start / kPagePositions;
-    if ((page + layer) % kSplits != split) continue;
-    u8* pool = reinterpret_cast<u8*>(
-        cx.params.pool +
-        granule_offset(cx.params.page_values, table[page], layer, head, start % kPagePositions / kGranulePositions));
-    append(cx, g, start, pool, pool + kGranuleBytes);
+// Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome.
+__device__ __forceinline__ void merge_far(const Context& cx, u32 layer, u32 head, u32 split) {
+  constexpr u32 kPieces = kGroup * kHeadDim / 8;
+  const Control& control = cx.shared.control();
+  u8* now = attended_operand(cx, cx.layers_done);
+#pragma unroll 1
+  for (u32 i = cx.thread * kSplits + split; i < cx.columns * kPieces; i += kConsumerThreads * kSplits) {
+    const u32 column = i / kPieces, k = head * kGroup * kHeadDim + i % kPieces * 8;
+    if (is_near(control.position[column])) continue;
+    const uint4 merged = merge_splits(cx, Splits(control, layer, column), column, k);
+    store_exchanged(operand_value(now, column, k),
+                    make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
   }
+}
+
+// New keys and values go to the pool, where later rounds find them. A column to each warp.
+__device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 head, u32 split) {
+  if (cx.warp >= cx.columns) return;
+  const Control& control = cx.shared.control();
+  const i32 sequence = control.sequence[cx.warp], position = control.position[cx.warp];
+  const u32 page = position / kPagePositions, granule = position % kPagePositions / kGranulePositions;
+  if (split_of(is_near(position) ? 0 : page / kChunkPages, layer, sequence) != split) return;
+  const i32 id = cx.params.page_tables[sequence * cx.params.page_table_stride + page];
+  u8* pool = reinterpret_cast<u8*>(cx.params.pool + granule_offset(cx.params.page_values, id, layer, head, granule));
+  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kGranulePositions - 1), pool, pool + kGranuleBytes);
 }
 
 inline constexpr u32 kAttentionMarks = 4;
@@ -465,44 +633,33 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
   }
-  const Control& control = *cx.shared.control;
+  const Control& control = cx.shared.control();
   bool any = false;
+#pragma unroll 1
   for (u32 c = 0; c < cx.columns;) {
     const ColumnGroup g = column_group(control, c, cx.columns);
     any |= PageWalk(g, layer, split).any();
     c = g.end;
   }
   if (any) {
-    cx.mark();
+    ColumnGroup g = column_group(control, 0, cx.columns);
+    GroupWork work(cx, g, layer, split);
     prepare_heads(cx, layer, head);
-    cx.sync();
     cx.mark();
-    for (u32 c = 0; c < cx.columns;) {
-      const ColumnGroup g = column_group(control, c, cx.columns);
-      attend_group(cx, g, layer, head, split);
-      c = g.end;
+#pragma unroll 1
+    for (;;) {
+      attend_group(cx, work, g, layer, head, split);
+      if (g.end == cx.columns) break;
+      g = column_group(control, g.end, cx.columns);
+      work = GroupWork(cx, g, layer, split);
     }
     cx.mark();
-    for (u32 c = 0; c < cx.columns;) {
-      const ColumnGroup g = column_group(control, c, cx.columns);
-      store_fresh(cx, g, layer, head, split);
-      c = g.end;
-    }
+    store_fresh(cx, layer, head, split);
+    cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
   }
-  if (!merges_directly(cx, layer)) {
-    constexpr u32 kChunks = kGroup * kHeadDim / 8;
-    u8* now = attended_operand(cx, cx.layers_done);
-    for (u32 i = cx.thread * kSplits + split; i < cx.columns * kChunks; i += kConsumerThreads * kSplits) {
-      const u32 column = i / kChunks, k = head * kGroup * kHeadDim + i % kChunks * 8;
-      const uint4 merged = merge_splits(cx, Splits(layer, control.position[column]), column, k);
-#pragma unroll
-      for (u32 copy = 0; copy < kCopies; ++copy)
-        store_exchanged(operand_value(now + copy * copy_stride(kWsAttendedBytes), column, k),
-                        make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
-    }
-  }
+  merge_far(cx, layer, head, split);
   cx.mark();
 }
 
@@ -511,30 +668,10 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   RowVectors<AttentionOutput> vectors;
   vectors.load(cx, cx.layer_vectors(layer) + kVecMlpNorm,
                kOutputBias ? cx.layer_vectors(layer) + kVecAttentionOutputBias : nullptr);
-  Ahead<AttentionOutput> ahead;
+  GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<AttentionOutput> sums;
-  if (merges_directly(cx, layer)) {
-    const Splits splits(layer, cx.shared.control->position[0]);
-    for (u32 i = cx.thread; i < AttentionOutput::kSteps * 64; i += kConsumerThreads) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (i * 8 < kQueryHeads * kHeadDim) v = merge_splits(cx, splits, 0, i * 8);
-      reinterpret_cast<uint4*>(cx.shared.attended)[i] = v;
-    }
-    cx.mark();
-    cx.sync();
-    SharedOperand operand(shared_address(cx.shared.attended), cx.warp, cx.lane);
-    ahead.fill(operand);
-    cx.mark();
-    multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  } else {
-    GlobalOperand operand(own_copy(cx.params, kWsAttended, kWsAttendedBytes, cx.layers_done, cx.block), cx.warp, cx.lane, cx.columns);
-    cx.mark();
-    ahead.fill(operand);
-    cx.mark();
-    multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-  }
+  multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  ++cx.hidden_mid;
-  add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors);
+  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors);
   cx.mark();
 }

@@ -5,23 +5,22 @@
 
 // Words `first` … `first + count - 1` (32 bits each) of every column.
 __device__ __forceinline__ void clear_words(u8* copy, u32 column_bytes, u32 columns, u32 first, u32 count, u32 lane) {
+#pragma unroll 1
   for (u32 i = lane; i < columns * count; i += 32)
     store_exchanged(copy + i / count * column_bytes + (first + i % count) * 4, kAbsent);
 }
 // Rows `first` … `first + rows - 1` of an operand, two to a word.
 __device__ __forceinline__ void clear_operand(u8* copy, u32 columns, u32 first, u32 rows, u32 lane) {
+#pragma unroll 1
   for (u32 i = lane; i < columns * rows / 2; i += 32)
     store_exchanged(operand_value(copy, i / (rows / 2), first + i % (rows / 2) * 2), kAbsent);
 }
 
 template <class Stream>
 __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
-  for (u32 i = 0; i < kCopies; ++i) {
-    clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch) + i * copy_stride(Stream::kBytes), columns,
-                  first_unit<Down>(block) * 8, num_units<Down>(block) * 8, lane);
-    clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch) + i * copy_stride(Stream::kSquaresBytes),
-                kNumBlocks * 8, columns, block * 2, 2, lane);
-  }
+  clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Down>(block) * 8,
+                num_units<Down>(block) * 8, lane);
+  clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kNumBlocks * 8, columns, block * 2, 2, lane);
 }
 
 // Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated
@@ -29,6 +28,7 @@ __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u3
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
   const u32 block = blockIdx.x, head = block / kSplits, split = block % kSplits, columns = control->columns;
   u32 hidden_in = 0, layers = 0;
+#pragma unroll 1
   for (u32 turns = 0;; ++turns) {
     mbarrier_wait(cleanable, turns & 1);
     ++hidden_in;
@@ -38,26 +38,25 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
     } else {
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
-      for (u32 i = 0; i < kCopies; ++i)
-        clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1) + i * copy_stride(kWsGatedBytes), columns,
-                      first_unit<GateUp>(block) * 8, num_units<GateUp>(block) * 8, lane);
+      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns, first_unit<GateUp>(block) * 8,
+                    num_units<GateUp>(block) * 8, lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
                   first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
       if (head < kKvHeads) {
         u8* partial = turn(params, kWsPartial, kWsPartialBytes, layers + 2);
         u8* stats = turn(params, kWsPartialStats, kWsPartialStatsBytes, layers + 2);
         u8* attended = turn(params, kWsAttended, kWsAttendedBytes, layers + 2);
+#pragma unroll 1
         for (u32 i = 0; i < columns * kGroup; ++i) {
           const u32 row = (i / kGroup * kQueryHeads + head * kGroup + i % kGroup) * kSplits + split;
           clear_words(partial, 0, 1, row * kHeadDim, kHeadDim, lane);
           clear_words(stats, 0, 1, row * 2, 2, lane);
         }
         constexpr u32 kChunks = kGroup * kHeadDim / 8;
+#pragma unroll 1
         for (u32 i = lane * kSplits + split; i < columns * kChunks; i += 32 * kSplits)
-          for (u32 copy = 0; copy < kCopies; ++copy)
-            store_exchanged(operand_value(attended + copy * copy_stride(kWsAttendedBytes), i / kChunks,
-                                          head * kGroup * kHeadDim + i % kChunks * 8),
-                            make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
+          store_exchanged(operand_value(attended, i / kChunks, head * kGroup * kHeadDim + i % kChunks * 8),
+                          make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
       }
     }
     __threadfence();

@@ -25,12 +25,12 @@ __device__ __forceinline__ uint4* best_records(const Context& cx, u32 column) {
 
 __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
+  GlobalOperand operand(stream_operand<InStream>(cx, cx.next_in()), cx.warp, cx.lane, cx.columns);
   Ahead<Head> ahead;
-  GlobalOperand operand(own_copy(cx.params, InStream::kOperand, InStream::kBytes, cx.hidden_in, cx.block), cx.warp, cx.lane, cx.columns);
-  ahead.fill(operand);
   Scale<InStream> scale;
-  scale.load(cx, cx.hidden_in);
-  const float factor = scale.take(cx, cx.hidden_in);
+  ahead.fill(operand);
+  scale.load(cx, cx.next_in());
+  const float factor = scale.take(cx, cx.next_in());
   cx.mark();
   Best best{-kInfinity, 0xffffffffu};
   constexpr u32 kGroupUnits = 2 * Head::kTiles;
@@ -38,9 +38,11 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   for (u32 group = 0; group < units; group += kGroupUnits) {
     if (Head::kSteps % Head::kDepth != 0 && group) ahead.fill(operand);
     Sums<Head> sums;
-    multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums);
+    multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
     Reduction reduction(cx, Head::kTiles * 16);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
+      if (cx.warp >= cx.columns) return;
+#pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
         const u32 id = first + group * 8 + r;
         const float y = reduction.get(cx.warp, r - start) * factor;
@@ -55,7 +57,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   if (cx.warp < cx.columns) {
     best = warp_best(best);
     if (cx.lane == 0) {
-      const u32 yield = cx.block == 0 ? *const_cast<volatile u32*>(&cx.shared.control->yield) : 0;
+      const u32 yield = cx.block == 0 ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
       store_exchanged(best_records(cx, cx.warp) + cx.block,
                       make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
     }
@@ -81,11 +83,11 @@ __device__ __forceinline__ void choose(Context& cx) {
     if (__all_sync(~0u, ready)) break;
   }
   cx.mark();
-  if (cx.lane == 0 && cx.warp == 0) cx.shared.control->yield_agreed = record[0].z;
+  if (cx.lane == 0 && cx.warp == 0) cx.shared.control().yield_agreed = record[0].z;
   Best best{-kInfinity, 0xffffffffu};
 #pragma unroll
   for (u32 i = 0; i < kEach; ++i)
     if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   best = warp_best(best);
-  if (cx.lane == 0) cx.shared.control->chosen[cx.warp] = best.id;
+  if (cx.lane == 0) cx.shared.control().chosen[cx.warp] = best.id;
 }

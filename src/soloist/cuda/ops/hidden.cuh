@@ -19,17 +19,15 @@ __device__ __forceinline__ u8* stream_operand(const Context& cx, u32 epoch) {
 }
 // [column][block]: the block's sum of squares, and the scale its rows were published with.
 template <class Stream>
-__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column, u32 copy) {
-  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch) +
-                                   copy * copy_stride(Stream::kSquaresBytes)) +
-         column * kNumBlocks;
+__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column) {
+  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kNumBlocks;
 }
 
 template <class Stream>
 __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, float squares) {
   squares = warp_sum(squares);
-  if (cx.lane < kCopies)
-    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp, cx.lane) + cx.block, present(squares), present(cx.scale));
+  if (cx.lane == 0)
+    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
 }
 
 // The factor that turns a product with published activations into one with normalised ones, for warps
@@ -41,7 +39,7 @@ struct Scale {
 
   __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return;
-    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp, cx.block % kCopies);
+    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 b = cx.lane + 32 * i;
@@ -98,15 +96,14 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
 
 // Rows of the embedding enter the residual. Warp c serves column c.
 __device__ __forceinline__ void embed(Context& cx) {
-  ++cx.hidden_in;
   if (cx.warp >= cx.columns) return;
   cx.scale = cx.params.embedding_scale;
   const u32 first = first_unit<Down>(cx.block) * 8, rows = num_units<Down>(cx.block) * 8;
   if (rows == 0) return;
   const float* norm = cx.layer_vectors(0) + kVecAttentionNorm;
-  u8* now = stream_operand<InStream>(cx, cx.hidden_in);
-  float* residual = cx.shared.residual + cx.warp * (Down::kMaxUnits * 8);
-  const u32 token = cx.shared.control->token[cx.warp];
+  u8* now = stream_operand<InStream>(cx, cx.next_in());
+  float* residual = cx.shared.residual() + cx.warp * (Down::kMaxUnits * 8);
+  const u32 token = cx.shared.control().token[cx.warp];
   float squares = 0.0f;
   for (u32 begin = 0; begin < rows; begin += 32) {
     const u32 r = begin + cx.lane;
@@ -114,10 +111,10 @@ __device__ __forceinline__ void embed(Context& cx) {
     const float x = valid ? embedding_value(cx.params, token, first + r) : 0.0f;
     const float weight = valid ? __ldg(norm + first + r) : 0.0f;
     if (valid) residual[r] = x;
-    publish_pair<InStream::kBytes>(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
+    publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
     squares += x * x;
   }
-  publish_squares<InStream>(cx, cx.hidden_in, squares);
+  publish_squares<InStream>(cx, cx.next_in(), squares);
 }
 
 // What add_to_stream needs of a row, asked for before the multiply: it comes from memory.
@@ -143,9 +140,10 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
   u8* now = stream_operand<Stream>(cx, epoch);
-  float* residual = cx.shared.residual + cx.warp * (Op::kMaxUnits * 8);
+  float* residual = cx.shared.residual() + cx.warp * (Op::kMaxUnits * 8);
   float squares = 0.0f;
   reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
+    if (cx.warp >= cx.columns) return;
 #pragma unroll
     for (u32 i = 0; i < RowVectors<Op>::kEach; ++i) {
       const u32 r = cx.lane + 32 * i;
@@ -153,7 +151,7 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       const bool valid = r >= start && r < end;
       float x = 0.0f;
       if (valid) residual[r] = x = residual[r] + reduction.get(cx.warp, r - start) + vectors.bias[i];
-      publish_pair<Stream::kBytes>(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
+      publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
       squares += x * x;
     }
   });

@@ -8,20 +8,32 @@ struct Slots {
   u32 base, full, empty;
 };
 
+// What a block streams of one matrix.
+struct Part {
+  const u8* source;
+  u32 halves;  // times 8 rows
+  u32 steps;
+};
+template <class Op>
+__device__ __forceinline__ Part part_of(const u8* image, u32 layer) {
+  return Part{weights_of<Op>(image, blockIdx.x, layer), num_units<Op>(blockIdx.x) * Op::kUnitHalves, Op::kSteps};
+}
+enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedKinds };
+
 struct Producer {
   const Params& params;
   Slots slots;
   volatile Where* where;
   u64 policy;
-  u32 lane, slot, parity, issued;
+  u32 lane;
+  u32 cap;  // copies in flight
+  u32 slot, parity, issued;
 
-  // `cap`: copies in flight, this one included. Many fill the queues in front of the L2, and what blocks
-  // exchange waits in the same queues; few leave bandwidth unused.
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 cap) {
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (cap < kRingSlots && issued >= cap) {
+    if (issued >= cap) {
       const bool wraps = slot < cap;
       const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
@@ -35,26 +47,21 @@ struct Producer {
     where->copies = ++issued;
   }
 
-  // The ring takes the first slots of a matrix while its activations are still on their way; later ones are
-  // only asked for once the multiply is under way.
-  __device__ __forceinline__ u32 in_flight(u32 i) const { return i < kRingSlots ? kWaitingCopies : kStreamingCopies; }
-
-  // This block's part of a matrix, or so many of its slots from `begin` on: for every step of K a slot for
-  // each tile of 16 rows, and half a slot for 8 rows left over.
-  template <class Op>
-  __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
+  // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
+  // 16 rows, and half a slot for 8 rows left over.
+  __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
     if (lane == 0) {
-      const u32 units = num_units<Op>(blockIdx.x), bytes = units * Op::kUnitBytes;
-      const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
-      if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
-        const u32 end = min(bytes / kSlotBytes - begin, count) + begin;
-        for (u32 i = begin; i < end; ++i) copy(source + i * kSlotBytes, kSlotBytes, in_flight(i));
-      } else {
-        const u32 halves = units * Op::kUnitHalves, slots = (halves + 1) / 2;
-        const u32 end = min(Op::kSteps * slots - begin, count) + begin;
-        for (u32 i = begin; i < end; ++i) {
-          const u32 in_step = i % slots, size = in_step + 1 == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
-          copy(source + i / slots * halves * (kSlotBytes / 2) + in_step * kSlotBytes, size, in_flight(i));
+      const u32 in_step = (part.halves + 1) / 2, step_bytes = part.halves * (kSlotBytes / 2);
+      end = min(end, part.steps * in_step);
+      u32 i = begin % in_step;  // within the step
+      const u8* step = part.source + begin / in_step * step_bytes;
+#pragma unroll 1
+      for (u32 n = begin; n < end; ++n) {
+        const u32 at = i * kSlotBytes;
+        copy(step + at, min(kSlotBytes, step_bytes - at));
+        if (++i == in_step) {
+          i = 0;
+          step += step_bytes;
         }
       }
     }
@@ -65,27 +72,26 @@ struct Producer {
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
     if (head >= kKvHeads) return;
-    u32 count = 0;
+#pragma unroll 1
     for (u32 c = 0; c < control.columns;) {
       const ColumnGroup g = column_group(control, c, control.columns);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
       PageWalk walk(g, layer, split);
+#pragma unroll 1
       while (walk.any()) {
-        const i32 mine = walk.page + static_cast<i32>(lane * kSplits);
+        const i32 mine = walk.ahead(lane);
         const i32 id = mine <= walk.last ? table[mine] : 0;
+#pragma unroll 1
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
-          if (lane == 0) {
-            const auto granule = [&](u32 i) {
-              return reinterpret_cast<const u8*>(
-                  params.pool + granule_offset(params.page_values, page, layer, head, i));
-            };
-            if (kPageSlot) {
-              copy(granule(walk.first_granule()), (walk.has(0) + walk.has(1)) * 2 * kGranuleBytes, in_flight(count++));
-            } else {
-              if (walk.has(0)) copy(granule(0), 2 * kGranuleBytes, in_flight(count++));
-              if (walk.has(1)) copy(granule(1), 2 * kGranuleBytes, in_flight(count++));
-            }
+          if (lane != 0) continue;
+          // One copy for a page that fits a slot, else one for each granule.
+          const u32 first = walk.first_granule(), last = walk.last_granule();
+#pragma unroll 1
+          for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
+            const u8* source = reinterpret_cast<const u8*>(
+                params.pool + granule_offset(params.page_values, page, layer, head, granule));
+            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
           }
         }
       }
@@ -110,29 +116,39 @@ struct Producer {
 
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0};
+  const u32 cap = min(kRingSlots, control->columns > 2 ? kColumnsCopies : kCopies);
+  Producer p{params, slots, where, read_once_policy(), lane, cap, 0, 0, 0};
+#pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
-#pragma unroll 1
-    for (u32 layer = 0; layer < kLayers; ++layer) {
-      where->producer_layer = layer;
-      if (layer == 0 && round > 0) {
-        // Not more than the ring holds: nobody consumes them if the launch ends here.
-        const u32 before = p.issued;
-        p.weights<Qkv>(layer, 0, kRingSlots);
-        // Pairs with conclude(): the new positions are known, the last keys and values written.
-        mbarrier_wait(round_barrier, (round - 1) & 1);
-        if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
-        fence_async_proxy();
-        p.weights<Qkv>(layer, kRingSlots);
-      } else {
-        p.weights<Qkv>(layer);
-      }
-      p.pages(*control, layer);
-      p.weights<AttentionOutput>(layer);
-      p.weights<GateUp>(layer);
-      p.weights<Down>(layer);
+    u32 begin = 0;
+    if (round > 0) {
+      // Not more than the ring holds: nobody consumes them if the launch ends here.
+      const u32 before = p.issued;
+      p.weights(part_of<Qkv>(params.image, 0), 0, kRingSlots);
+      begin = kRingSlots;
+      // Pairs with conclude(): the new positions are known, the last keys and values written.
+      mbarrier_wait(round_barrier, (round - 1) & 1);
+      if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
+      fence_async_proxy();
     }
-    p.weights<Head>(0);
+    // One loop over everything that streams, so that the code for it is there once.
+#pragma unroll 1
+    for (u32 i = 0; i <= kLayers * kStreamedKinds; ++i) {
+      const u32 layer = i / kStreamedKinds, kind = i % kStreamedKinds;
+      where->producer_layer = layer;
+      if (kind == kStreamPages) {
+        p.pages(*control, layer);
+        continue;
+      }
+      Part part;
+      if (layer == kLayers) part = part_of<Head>(params.image, 0);
+      else if (kind == kStreamQkv) part = part_of<Qkv>(params.image, layer);
+      else if (kind == kStreamOutput) part = part_of<AttentionOutput>(params.image, layer);
+      else if (kind == kStreamGateUp) part = part_of<GateUp>(params.image, layer);
+      else part = part_of<Down>(params.image, layer);
+      p.weights(part, begin);
+      begin = 0;
+    }
   }
 }

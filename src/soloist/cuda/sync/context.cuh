@@ -52,16 +52,20 @@ struct Control {
   u32 token[kMaxColumns];
   u32 chosen[kMaxColumns];
   u32 emit[kMaxColumns];
+  float factor[kMaxColumns];  // of gate_up's products
 };
 
+// Shared memory beside the ring, as the plan lays it out.
 struct Shared {
-  u8* reduce;
-  u8* attended;
-  u8* new_kv;
-  float* residual;
-  float* stats;
-  float2* rope;
-  Control* control;
+  u8* base;
+
+  __device__ __forceinline__ u8* reduce() const { return base + kShReduce; }
+  __device__ __forceinline__ u8* queries() const { return base + kShQueries; }
+  __device__ __forceinline__ u8* new_kv() const { return base + kShNewKv; }
+  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(base + kShResidual); }
+  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(base + kShStats); }
+  __device__ __forceinline__ float2* rope() const { return reinterpret_cast<float2*>(base + kShRope); }
+  __device__ __forceinline__ Control& control() const { return *reinterpret_cast<Control*>(base + kShControl); }
 };
 
 // Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4. Once
@@ -76,10 +80,9 @@ struct Context {
   u32 round;
   u32 block, warp, lane, thread, columns;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
-  u32 hidden_in, hidden_mid, layers_done;  // exchanges so far
+  u32 layers_done;  // of all rounds, the present one included: which turn the exchanges of a layer take
   volatile Where* where;
   u32 cleanable, cleaned;  // barriers: to the cleaner, and back
-  u32 cleanings;
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
 
@@ -87,14 +90,13 @@ struct Context {
   __device__ __forceinline__ void forget_addresses() {
     asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread));
   }
-  // The cleaner may go on to the next copies. Pairs with its wait in `clean`.
-  __device__ __forceinline__ void let_clean() {
-    if (thread == 0) {
-      // It has long been done with the last ones.
-      if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
-      mbarrier_arrive(cleanable);
-    }
-    ++cleanings;
+  // Which turn the residual stream takes before the next layer's qkv, or before the head.
+  __device__ __forceinline__ u32 next_in() const { return layers_done + round + 1; }
+  // The cleaner may go on to the next copies, `cleanings` times after the first. Pairs with its wait in `clean`.
+  __device__ __forceinline__ void let_clean(u32 cleanings) const {
+    if (thread != 0) return;
+    if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);  // it has long been done with the last ones
+    mbarrier_arrive(cleanable);
   }
   __device__ __forceinline__ void begin(Phase phase) {
     if (thread == 0) where->phase = static_cast<u32>(phase);
@@ -128,25 +130,15 @@ __device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
   return params.workspace + offset + epoch % kTurns * (bytes / kTurns);
 }
-// The same of a buffer that all blocks read, stored kCopies times, since few lines that everybody polls are
-// slow: bytes from one copy to the next, and this block's own.
-constexpr __device__ u32 copy_stride(u32 bytes) { return bytes / kTurns / kCopies; }
-__device__ __forceinline__ u8* own_copy(const Params& params, u32 offset, u32 bytes, u32 epoch, u32 block) {
-  return turn(params, offset, bytes, epoch) + block % kCopies * copy_stride(bytes);
-}
 // Where a value of the exchanged activations lies: [k / 32][column][k % 32].
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMaxColumns + column) * 32 + k % 32;
 }
 // Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
 // lane stores two.
-template <u32 kBytes>
 __device__ __forceinline__ void publish_pair(u8* now, u32 column, u32 row, u32 lane, bool valid, float x) {
   const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
-  if (lane % 2 || !valid) return;
-#pragma unroll
-  for (u32 i = 0; i < kCopies; ++i)
-    store_exchanged(operand_value(now + i * copy_stride(kBytes), column, row), present(pair));
+  if (lane % 2 == 0 && valid) store_exchanged(operand_value(now, column, row), present(pair));
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -23,22 +23,6 @@ struct GlobalOperand {
     if (active) v = load_exchanged(at(step, half));
     return v;
   }
-  static constexpr bool kPolled = true;
-};
-
-// The same for one column, in shared memory.
-struct SharedOperand {
-  u32 lane_base;
-  bool active;
-
-  __device__ __forceinline__ SharedOperand(u32 buffer, u32 warp, u32 lane)
-      : lane_base(buffer + warp * 2 * 64 + lane % 4 * 16), active(lane < 4) {}
-  __device__ __forceinline__ uint4 load(u32 step, u32 half) const {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (active) v = load_shared(lane_base + (step * 16 + half) * 64);
-    return v;
-  }
-  static constexpr bool kPolled = false;
 };
 
 // Activations of the next steps, in registers.
@@ -88,42 +72,70 @@ struct Sums {
 // Slots that a warp takes together, so that their loads and multiplies overlap.
 inline constexpr u32 kBatch = 2;
 
+// A warp's weights of one slot: 16 rows, or 8, of 64 columns of K.
+struct Fragments {
+  uint4 low[2], high[2];
+
+  __device__ __forceinline__ void load(u32 at, bool both) {
+    low[0] = load_shared(at);
+    low[1] = load_shared(at + 512);
+    if (both) {
+      high[0] = load_shared(at + kSlotBytes / 2);
+      high[1] = load_shared(at + kSlotBytes / 2 + 512);
+    }
+  }
+};
+
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
 // the instruction cache, so loops are unrolled only as far as registers need constant indices.
 // kAgain: another group with the same activations follows.
-template <u32 kHalves, bool kAgain, class Op, class Operand>
+//
+// Weights of the first slots come to registers before the activations are waited for: that makes room in
+// the ring, and the stream goes on. `arrived` is called once the first activations are there.
+template <u32 kHalves, bool kAgain, class Op, class Operand, class Arrived>
 __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const Operand& operand, Ahead<Op>& ahead,
-                                         Sums<Op>& sums) {
+                                         Sums<Op>& sums, const Arrived& arrived) {
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kStepSlots = (kHalves + 1) / 2, kSlots = Op::kDepth * kStepSlots;
+  constexpr i32 kEarly = kAgain ? 0 : kSlots < kEarlySlots ? kSlots : kEarlySlots;  // groups need not wait
+  static_assert(kEarly % kBatch == 0 || kEarly == kSlots, "whole batches");
   sums.clear();
-  if (kAblation == kNoMultiply) return;
+  if (kAblation == kNoMultiply) return arrived();
   const u32 offset = warp * 1024 + lane * 16;
+  Fragments early[kSlots + 1];  // no more of them are used
+  if (kEarly) {
+    const u32 taken = ring.slot;
+#pragma unroll
+    for (i32 i = 0; i < kEarly; ++i)
+      early[i].load(ring.take() + offset, 2 * (i % kStepSlots) + 1 < kHalves);
+    ring.release(lane, taken, kEarly);
+  }
+  arrived();
 #pragma unroll 1
   for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
 #pragma unroll
     for (u32 i = 0; i < kSlots; i += kBatch) {
+      const bool is_early = static_cast<i32>(i) < kEarly;
       const u32 taken = ring.slot;
       u32 count = 0;
-      uint4 x[kBatch][2], y[kBatch][2];
+      Fragments later[kBatch];
+      if (!is_early || first > 0) {
 #pragma unroll
-      for (u32 j = 0; j < kBatch; ++j) {
-        const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots;
-        if (i + j >= kSlots || (!kWhole && first + d >= Op::kSteps)) continue;
-        const u32 at = ring.take() + offset;
-        ++count;
-        x[j][0] = load_shared(at);
-        x[j][1] = load_shared(at + 512);
-        if (2 * t + 1 < kHalves) {
-          y[j][0] = load_shared(at + kSlotBytes / 2);
-          y[j][1] = load_shared(at + kSlotBytes / 2 + 512);
+        for (u32 j = 0; j < kBatch; ++j) {
+          const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots;
+          if (i + j >= kSlots || (!kWhole && first + d >= Op::kSteps)) continue;
+          const u32 at = ring.take() + offset;
+          ++count;
+          if (is_early) early[i + j].load(at, 2 * t + 1 < kHalves);
+          else later[j].load(at, 2 * t + 1 < kHalves);
         }
       }
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {
         const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots, step = first + d;
         if (i + j >= kSlots || (!kWhole && step >= Op::kSteps)) continue;
-        if (Operand::kPolled && t == 0 && (kAgain || Op::kDepth < Op::kSteps))
+        // The first steps were asked for together and are all there.
+        if (t == 0 && (first > 0 || Op::kSteps > Op::kDepth))
 #pragma unroll 1
           while (!__all_sync(~0u, is_present(ahead.b[d][0]) && is_present(ahead.b[d][1]))) {
             ahead.b[d][0] = operand.load(step, 0);
@@ -132,16 +144,19 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
         const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
         float(&c0)[4] = sums.c[t][0];
         float(&c1)[4] = sums.c[t][kChains<Op> - 1];
+        const Fragments& w = is_early ? early[i + j] : later[j];
+        const uint4(&x)[2] = w.low;
+        const uint4(&y)[2] = w.high;
         if (2 * t + 1 < kHalves) {
-          mma(c0, x[j][0].x, x[j][0].y, x[j][0].z, x[j][0].w, b0.x, b0.y);
-          mma(c1, y[j][0].x, y[j][0].y, y[j][0].z, y[j][0].w, b1.x, b1.y);
-          mma(c0, x[j][1].x, x[j][1].y, x[j][1].z, x[j][1].w, b0.z, b0.w);
-          mma(c1, y[j][1].x, y[j][1].y, y[j][1].z, y[j][1].w, b1.z, b1.w);
+          mma(c0, x[0].x, x[0].y, x[0].z, x[0].w, b0.x, b0.y);
+          mma(c1, y[0].x, y[0].y, y[0].z, y[0].w, b1.x, b1.y);
+          mma(c0, x[1].x, x[1].y, x[1].z, x[1].w, b0.z, b0.w);
+          mma(c1, y[1].x, y[1].y, y[1].z, y[1].w, b1.z, b1.w);
         } else {  // 8 rows, both halves of the step in half a slot
-          mma(c0, x[j][0].x, 0, x[j][0].y, 0, b0.x, b0.y);
-          mma(c1, x[j][1].x, 0, x[j][1].y, 0, b1.x, b1.y);
-          mma(c0, x[j][0].z, 0, x[j][0].w, 0, b0.z, b0.w);
-          mma(c1, x[j][1].z, 0, x[j][1].w, 0, b1.z, b1.w);
+          mma(c0, x[0].x, 0, x[0].y, 0, b0.x, b0.y);
+          mma(c1, x[1].x, 0, x[1].y, 0, b1.x, b1.y);
+          mma(c0, x[0].z, 0, x[0].w, 0, b0.z, b0.w);
+          mma(c1, x[1].z, 0, x[1].w, 0, b1.z, b1.w);
         }
         // The last use of these activations: ask for those that take their registers.
         const u32 next = step + Op::kDepth;
@@ -151,19 +166,26 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
           ahead.b[d][1] = operand.load(wrapped, 1);
         }
       }
-      ring.release(lane, taken, count);
+      if (count) ring.release(lane, taken, count);
     }
   }
 }
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less.
-template <class Op, class Operand>
+template <class Op, class Operand, class Arrived>
 __device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const Operand& operand,
-                                               Ahead<Op>& ahead, Sums<Op>& sums) {
+                                               Sums<Op>& sums, const Arrived& arrived) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
-  if (Op::kEven || units == Op::kMaxUnits) {
-    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums);
+  Ahead<Op> ahead;
+  const auto fill = [&] {
+    ahead.fill(operand);
+    arrived();
+  };
+  if constexpr (Op::kEven) {
+    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill);
+  } else if (units == Op::kMaxUnits) {
+    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill);
   } else if constexpr (kFewer > 0) {
-    multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums);
+    multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums, fill);
   }
 }

@@ -2,12 +2,13 @@
 #pragma once
 #include "sync/context.cuh"
 
-// [warp][column][row], rows padded against bank conflicts. One or two columns leave room for two
-// reductions, so that a fast warp may start the next one while the last is still read.
+// [warp][column][row]. Rows turn within 32 by 8 for every two columns, so that no two lanes of a warp share a
+// bank. One or two columns leave room for two reductions, so that a fast warp may start the next one while
+// the last is still read.
 struct Reduction {
   float* buffer;
-  u32 columns;  // allocated: 2, 4 or 8
-  u32 rows;     // in one part of the exchange, a multiple of 16
+  u32 columns;  // allocated: 1, 2, 4 or 8
+  u32 rows;     // in one part of the exchange
   u32 stride;
   bool alone;
 
@@ -15,21 +16,22 @@ struct Reduction {
     alone = cx.columns > 2;
     columns = alone ? (cx.columns <= 4 ? 4 : 8) : cx.columns;
     const u32 bytes = alone ? kReduceBytes : kReduceBytes / 2;
-    const u32 most = (bytes / 4 / kConsumerWarps / columns - 4) & ~15u;
+    const u32 most = bytes / 4 / kConsumerWarps / columns;  // a multiple of 32
     rows = min(most, all_rows);
-    stride = rows + 4;
-    buffer = reinterpret_cast<float*>(cx.shared.reduce + (alone ? 0 : ++cx.reductions % 2 * bytes));
+    stride = (rows + 31) & ~31u;
+    buffer = reinterpret_cast<float*>(cx.shared.reduce() + (alone ? 0 : ++cx.reductions % 2 * bytes));
   }
 
-  // Calls `consume(first row, end row)` in warps below the number of columns, part by part.
+  // Calls `consume(first row, end row)` in all warps, part by part.
   template <class Op, class Consume>
   __device__ __forceinline__ void for_each_part(const Context& cx, const Sums<Op>& sums, u32 half_tiles, u32 all_rows,
                                                 const Consume& consume) {
+#pragma unroll 1
     for (u32 start = 0; start < all_rows; start += rows) {
       if (alone) cx.sync();
       put(sums, start, half_tiles, cx.columns, cx.warp, cx.lane);
       cx.sync();
-      if (cx.warp < cx.columns) consume(start, min(all_rows, start + rows));
+      consume(start, min(all_rows, start + rows));
       if (!alone && start + rows < all_rows) cx.sync();
     }
   }
@@ -37,25 +39,26 @@ struct Reduction {
   template <class Op>
   __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_columns,
                                       u32 warp, u32 lane) {
-    const u32 row = lane / 4, column = lane % 4 * 2;
+    const u32 column = lane % 4 * 2;
     if (column >= active_columns) return;
-    float* at = buffer + (warp * columns + column) * stride + row;
+    float* at = buffer + (warp * columns + column) * stride + lane / 4;
 #pragma unroll
     for (u32 t = 0; t < Op::kTiles; ++t) {
       const u32 start = t * 16;
       if (start < first_row || start >= first_row + rows || 2 * t >= half_tiles) continue;
-      float* p = at + (start - first_row);
-      p[0] = sums.total(t, 0);
-      p[8] = sums.total(t, 2);
+      float* low = at + (start - first_row & ~31u) + (start + lane % 4 * 8) % 32;
+      float* high = at + (start - first_row & ~31u) + (start + 8 + lane % 4 * 8) % 32;
+      *low = sums.total(t, 0);
+      *high = sums.total(t, 2);
       if (column + 1 < active_columns) {
-        p[stride] = sums.total(t, 1);
-        p[stride + 8] = sums.total(t, 3);
+        low[stride] = sums.total(t, 1);
+        high[stride] = sums.total(t, 3);
       }
     }
   }
   // The sum over warps, always in the same order.
-  __device__ __forceinline__ float get(u32 column, u32 row_in_round) const {
-    const float* p = buffer + column * stride + row_in_round;
+  __device__ __forceinline__ float get(u32 column, u32 row) const {
+    const float* p = buffer + column * stride + (row & ~31u) + (row + column / 2 * 8) % 32;
     float sum = p[0];
 #pragma unroll
     for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * columns * stride];

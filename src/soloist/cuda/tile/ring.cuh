@@ -9,18 +9,30 @@ struct Ring {
   u32 slot;
   u32 parity;
 
-  // Wait for the current slot and go on to the next; returns its shared address. Pairs with expect + copy in
-  // `produce`.
+  // Wait for the slot that is `ahead` places from the current one; returns its shared address. Pairs with
+  // expect + copy in `produce`.
+  __device__ __forceinline__ u32 wait(u32 ahead) const {
+    const bool wraps = slot + ahead >= kRingSlots;
+    const u32 at = slot + ahead - (wraps ? kRingSlots : 0);
+    if (kAblation < kNoStream) mbarrier_wait(full + at * 8, parity ^ wraps);
+    return base + at * kSlotBytes;
+  }
+  // Go on by `count` slots, at most as many as the ring has.
+  __device__ __forceinline__ void advance(u32 count) {
+    slot += count;
+    if (slot < kRingSlots) return;
+    slot -= kRingSlots;
+    parity ^= 1;
+  }
+  // Wait for the current slot and go on to the next.
   __device__ __forceinline__ u32 take() {
     const u32 address = base + slot * kSlotBytes;
     if (kAblation < kNoStream) mbarrier_wait(full + slot * 8, parity);
-    if (++slot == kRingSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    advance(1);
     return address;
   }
-  // The warp has read `count` slots from `first` on. Pairs with the producer's wait for empty slots.
+  // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. All of
+  // them must be in use: the last one has been waited for.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
     if (kAblation >= kNoStream) return;
     __syncwarp();
