@@ -283,7 +283,8 @@ class Plan:
                 "residual": (MAX_COLUMNS, hidden_rows, 4),
                 "stats": (CONSUMER_WARPS, 16, 2, 4),
                 "rope": (MAX_COLUMNS, self.head_dim // 2, 2, 4),
-                "control": (1024,),
+                "sampling": (768,),
+                "control": (384,),
             },
             value_bytes=1,
         )
