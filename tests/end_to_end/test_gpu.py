@@ -83,9 +83,9 @@ def test_the_same_prompt_gives_the_same_tokens_whatever_came_before() -> None:
     assert answer(PROMPTS[0], params).token_ids == before
 
 
-def test_a_round_a_launch_gives_the_tokens_of_many() -> None:
+def test_the_kernel_that_samples_takes_the_greedy_tokens() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    # A bias on a token that never wins turns the kernel's own choice off.
+    # A bias on a token that never wins asks for it.
     other = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={0: -100.0})
     assert answer(PROMPTS[0], params).token_ids == answer(PROMPTS[0], other).token_ids
 

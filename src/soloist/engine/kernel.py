@@ -1,10 +1,9 @@
 """Tokens of one request from the decode kernel: what a GPU does where the reference did it before.
 
-A short prompt rides the decode kernel, a longer one goes through library products in chunks. Then a
-greedy request runs many rounds a launch; any other one runs a round a launch, and the host chooses.
+A short prompt rides the decode kernel, a longer one goes through library products in chunks. The
+host chooses the first token from the prompt's logits, the kernel all others, many rounds a launch.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from torch import Tensor
 
 from soloist.errors import BadLogits, CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
+from soloist.megakernel.choice import Choice
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan, make_plan
+from soloist.megakernel.sampling_header import bad_score, sample_workspace_bytes
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import KernelMemory
@@ -112,7 +113,7 @@ class KernelGenerator:
 
         Args:
             prompt_ids: at least one token; with the answer they fit the context.
-            sampler: picks tokens that the kernel does not choose itself.
+            sampler: says how the kernel chooses, picks the first token and observes all.
             cancelled: asked before every chunk of the prompt and after every token.
             chunk_tokens: most prompt tokens a pass.
 
@@ -120,22 +121,15 @@ class KernelGenerator:
             BadLogits: the best score is NaN or infinite.
             KernelStuck, LaunchError: the kernel failed.
         """
-        position, most = len(prompt_ids), sampler.stop_test.max_tokens
         logits = self._prompt_logits(prompt_ids, cancelled, chunk_tokens)
-        while logits is not None:
-            token_id = sampler.pick(logits, position)
-            yield token_id
-            if cancelled():
-                return
-            sampler.observe(token_id)
-            if len(sampler.output_ids) >= most:
-                return
-            if _kernel_chooses(sampler):
-                yield from self._greedy(token_id, position, sampler, cancelled)
-                return
-            self._launches.run([Column(0, position, [token_id])], 1)
-            logits = self._launches.logits[0, : self._vocab_size]
-            position += 1
+        if logits is None:
+            return
+        token_id = sampler.pick(logits, len(prompt_ids))
+        yield token_id
+        if cancelled():
+            return
+        sampler.observe(token_id)
+        yield from self._decode(token_id, len(prompt_ids), sampler, cancelled)
 
     def _prompt_logits(
         self, prompt_ids: Sequence[int], cancelled: Callable[[], bool], chunk_tokens: int
@@ -153,7 +147,7 @@ class KernelGenerator:
         self._launches.run(columns, -(-len(prompt_ids) // width))
         return self._launches.logits[(len(prompt_ids) - 1) % width, : self._vocab_size]
 
-    def _greedy(
+    def _decode(
         self, last: int, position: int, sampler: Sampler, cancelled: Callable[[], bool]
     ) -> Iterator[int]:
         """Tokens after `last`, which is at `position`."""
@@ -161,13 +155,13 @@ class KernelGenerator:
         # Of more stop tokens the caller sees the others, and closes.
         stops = sorted(test.ending_ids)[:MAX_STOPS]
         while (wanted := test.max_tokens - len(sampler.output_ids)) > 0:
-            column = Column(0, position, [last], stops)
+            column = Column(0, position, [last], stops, choice=_choice(sampler))
             rounds = min(wanted, self._launches.max_rounds)
             with closing(self._launched(column, rounds)) as chosen:
                 for token_id in chosen:
                     last, position = token_id, position + 1
-                    if token_id >= self._vocab_size:  # no score was larger than another
-                        raise BadLogits(position, math.nan)
+                    if token_id >= self._vocab_size:
+                        raise BadLogits(position, bad_score(token_id))
                     yield token_id
                     if cancelled():
                         return
@@ -237,6 +231,7 @@ class KernelModel(KernelGenerator):
                 cache=cache_root,
                 keep_rows=keep_rows,
             )
+            self.decoder.prepare_sampling()
             self.decoder.page_tables.copy_(torch.tensor(self.page_tables, dtype=torch.int32))
             matrices: Matrices = (
                 weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
@@ -303,10 +298,12 @@ class Support:
         if self.plan is None:
             return None
         plan = self.plan
-        logits_bytes = (MAX_COLUMNS + 1) * plan.head.matrix.units * 8 * 4
+        # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
+        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.head.matrix.units * 8 * 4
+        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.blocks)
         return KernelMemory(
             image_bytes=plan.image_bytes,
-            workspace_bytes=2 * plan.workspace_bytes + logits_bytes,  # one of them stays fresh
+            workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh
             page_tokens=PAGE_POSITIONS,
             chunk_tokens=CHUNK_TOKENS,
         )
@@ -363,8 +360,10 @@ def _num_pages(context_tokens: int) -> int:
     return -(-context_tokens // PAGE_POSITIONS)
 
 
-def _kernel_chooses(sampler: Sampler) -> bool:
-    """Whether every token from here on is the one with the largest logit."""
-    params = sampler.params
-    is_banned = len(sampler.output_ids) < params.min_tokens and bool(sampler.stop_test.ending_ids)
-    return params.is_greedy and not (params.has_penalties or params.logit_bias or is_banned)
+def _choice(sampler: Sampler) -> Choice | None:
+    """How tokens are chosen from here on; None if every one is that with the largest logit."""
+    params, ending_ids = sampler.params, sampler.stop_test.ending_ids
+    is_banned = len(sampler.output_ids) < params.min_tokens and bool(ending_ids)
+    if params.is_greedy and not (params.has_penalties or params.logit_bias or is_banned):
+        return None
+    return Choice(params, sampler.counts, ending_ids)

@@ -20,6 +20,11 @@ from soloist.megakernel.plan import (
     Operation,
     Plan,
 )
+from soloist.megakernel.sampling_header import (
+    sample_structs,
+    sample_workspace_bytes,
+    sampling_constants,
+)
 from soloist.megakernel.trace import num_marks
 from soloist.model.dtype import Dtype
 
@@ -30,8 +35,10 @@ MAX_STOPS = 16
 STUCK_NS = 2_000_000_000
 
 
-def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str:
-    """The text of spec.cuh."""
+def header(
+    plan: Plan, trace_round: int | None = None, ablation: int = 0, *, samples: bool = False
+) -> str:
+    """The text of spec.cuh; `samples` for the kernel that does more than take the largest logit."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
@@ -40,6 +47,7 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
+        "kSamples": samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": STUCK_NS,
         "kLayers": model.num_layers,
@@ -90,6 +98,8 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
     for name, buffer in plan.shared.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
+        constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
+    constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.blocks)
     windows = ", ".join(str(x.attention.window or 0) for x in model.layers)
     rotations = ", ".join(str(int(x.attention.rope)) for x in model.layers)
     return "\n".join(
@@ -100,7 +110,8 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str
             *(_operation(plan, op) for op in (*plan.layer_operations, plan.head)),
             f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
             f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
-            "",
+            sampling_constants(),
+            sample_structs(),
         ]
     )
 

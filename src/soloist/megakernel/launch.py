@@ -5,18 +5,23 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from soloist.errors import KernelStuck, LaunchError
 from soloist.jit.cache import load_or_build
+from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
+from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.header import MAX_STOPS, header
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
+from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
 from soloist.megakernel.trace import num_marks
 from soloist.model.weights import TORCH_DTYPES, Weights
 
@@ -44,6 +49,8 @@ class _Launch(ctypes.Structure):
         ("rounds", ctypes.c_uint32),
         ("logits_round_stride", ctypes.c_uint64),
         ("column", _Column * MAX_COLUMNS),
+        ("sampling", ctypes.c_uint8 * (MAX_COLUMNS * PARAMS_DTYPE.itemsize)),
+        ("step", ctypes.c_uint8 * (MAX_COLUMNS * STEP_DTYPE.itemsize)),
     )
 
 
@@ -51,6 +58,7 @@ _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
     "forced", "launch", "emitted", "progress", "stop", "fault", "trace",
 )  # fmt: skip
+_SAMPLE_POINTERS = ("seen", "adjusted", "sample_workspace", "list_ids", "list_values")
 
 
 class _Params(ctypes.Structure):
@@ -59,6 +67,7 @@ class _Params(ctypes.Structure):
         ("page_values", ctypes.c_uint64),
         ("page_table_stride", ctypes.c_uint32),
         ("embedding_scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _SAMPLE_POINTERS),
     )
 
 
@@ -73,6 +82,8 @@ class Column:
         stops: token ids that end the launch when this column chooses one.
         stride: positions from round to round.
         keep: rounds in which a stop token does not count yet.
+        choice: how tokens are chosen; None takes the largest logit. Penalties count the tokens that
+            this very column takes, so they need a stride of 1.
     """
 
     sequence: int
@@ -81,6 +92,34 @@ class Column:
     stops: Sequence[int] = ()
     stride: int = 1
     keep: int = 0
+    choice: Choice | None = None
+
+
+class _Sampler:
+    """The kernel that samples, and its buffers in GPU memory."""
+
+    def __init__(self, plan: Plan, module: Module, device: torch.device) -> None:
+        rows = plan.head.matrix.units * 8
+        self.module = module
+        self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
+        self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
+        workspace_bytes = sample_workspace_bytes(plan.blocks)
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        self._lists = (torch.empty(0), torch.empty(0))
+
+    def upload(self, packed: PackedChoices) -> tuple[int, ...]:
+        """Make the buffers ready for a launch; return where they are, as `_SAMPLE_POINTERS`."""
+        device = self._seen.device
+        self._workspace.zero_()
+        for column, words in packed.seen.items():
+            self._seen[column, : len(words)].copy_(torch.from_numpy(words.view(np.int32)))
+        # Kept until the next launch: this one reads them.
+        self._lists = (
+            torch.from_numpy(packed.list_ids.view(np.int32)).to(device),
+            torch.from_numpy(packed.list_values).to(device),
+        )
+        buffers = (self._seen, self._adjusted, self._workspace, *self._lists)
+        return tuple(b.data_ptr() for b in buffers)
 
 
 class Decoder:
@@ -121,8 +160,8 @@ class Decoder:
         self.image, self.vectors, self._embedding = _load_image(
             plan, weights, device, keep_rows=keep_rows
         )
-        source = Source("kernels/decode.cu", header(plan, trace_round, ablation))
-        cubin = load_or_build(source, plan.gpu.arch, cache)
+        self._build = partial(_build, plan, trace_round, ablation, cache)
+        cubin = self._build(samples=False)
         self.report = cubin.report.entries["decode"]
         self._module = Module(cubin, "decode")
         self._fresh_workspace = _fresh_workspace(plan).to(device)
@@ -142,11 +181,19 @@ class Decoder:
         self._progress, self._stop, self._fault = (
             self._signals[0:1], self._signals[16:17], self._signals[32:40]
         )  # fmt: skip
-        self._shown = self._emitted.numpy().reshape(max_rounds, MAX_COLUMNS)
+        self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_COLUMNS)
         self._signal_values = self._signals.numpy()
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
+
+    @cached_property
+    def _sampler(self) -> _Sampler:
+        return _Sampler(self.plan, Module(self._build(samples=True), "decode"), self._device)
+
+    def prepare_sampling(self) -> None:
+        """Build and allocate now what the first launch with a `Choice` would wait for."""
+        _ = self._sampler
 
     def _measure_embedding(self) -> float:
         table = self._embedding
@@ -161,6 +208,9 @@ class Decoder:
     ) -> None:
         """Start a launch of at most `rounds` rounds; it ends early when a column stops.
 
+        Where a column has a `Choice`, the kernel that samples runs, and its launch also ends where
+        a column's best score is not finite.
+
         Args:
             columns: 1 … 8; columns of one sequence lie side by side with rising positions.
             rounds: 1 … max_rounds.
@@ -169,6 +219,10 @@ class Decoder:
         assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
         launch = _Launch(columns=len(columns), rounds=rounds)
+        packed = self._packed_choices(columns)
+        if packed is not None:
+            launch.sampling[:] = packed.params.tobytes()
+            launch.step[:] = packed.steps.tobytes()
         if logits is not None:
             launch.logits_round_stride = len(columns) * logits.shape[2]
         forced = torch.zeros(len(columns), rounds, dtype=torch.int32)
@@ -186,6 +240,9 @@ class Decoder:
             self._launch.copy_(torch.frombuffer(bytearray(launch), dtype=torch.uint8))
             self._forced[: forced.numel()].copy_(forced.flatten())
             self._workspace.copy_(self._fresh_workspace)
+            module, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
+            if packed is not None:
+                module, sample_pointers = self._sampler.module, self._sampler.upload(packed)
             out = self.logits if logits is None else logits
             page_values = self.pool.stride(0)
             params = _Params(
@@ -195,16 +252,27 @@ class Decoder:
                 self._workspace.data_ptr(), out.data_ptr(), self._forced.data_ptr(),
                 self._launch.data_ptr(), self._emitted.data_ptr(), self._progress.data_ptr(),
                 self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
-                page_values, self.page_tables.shape[1], self._embedding_scale,
+                page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
             )  # fmt: skip
-            self._module.launch(
+            module.launch(
                 self.plan.blocks, THREADS, self.plan.shared_bytes, [params], stream.cuda_stream
             )
             self._done.record(stream)
         self._columns = len(columns)
 
+    def _packed_choices(self, columns: Sequence[Column]) -> PackedChoices | None:
+        if all(c.choice is None for c in columns):
+            return None
+        for c in columns:
+            counts = c.choice is not None and c.choice.params.has_penalties
+            assert not counts or c.stride == 1, "penalties need a stride of 1"
+        vocab_size = self.plan.model.vocab_size
+        return pack_choices([c.choice for c in columns], [c.position for c in columns], vocab_size)
+
     def tokens(self) -> Iterator[list[int]]:
         """The launch's tokens, one list (a token for each column) a round, as they come.
+
+        A column without a finite best score has a word of `NO_TOKEN` (sampling_header.py) instead.
 
         Raises:
             KernelStuck: a wait inside the kernel lasted too long.
@@ -243,6 +311,13 @@ class Decoder:
         """`start`, then all of its tokens."""
         self.start(columns, rounds, logits=logits)
         return list(self.tokens())
+
+
+def _build(
+    plan: Plan, trace_round: int | None, ablation: int, cache: Path | None, *, samples: bool
+) -> Cubin:
+    text = header(plan, trace_round, ablation, samples=samples)
+    return load_or_build(Source("kernels/decode.cu", text), plan.gpu.arch, cache)
 
 
 def _fresh_workspace(plan: Plan) -> Tensor:

@@ -289,7 +289,8 @@ class Plan:
                 "residual": (MAX_COLUMNS, hidden_rows, 4),
                 "stats": (self.softmax_lanes, self.row_tiles * 16, 2, 4),
                 "rope": (MAX_COLUMNS, self.head_dim // 2, 2, 4),
-                "control": (1024,),
+                "sampling": (768,),
+                "control": (384,),
             },
             value_bytes=1,
         )

@@ -4,12 +4,15 @@ CUDA text is generated from soloist.sampling.constants and from the tables below
 typed twice. Pure: no torch, no device.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from soloist.megakernel.layout import ALIGNMENT
+from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.sampling import constants
 from soloist.sampling.filters import fraction_steps
 from soloist.sampling.params import SamplingParams
@@ -50,6 +53,13 @@ SAMPLE_STEP = (
 PARAMS_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_PARAMS])
 STEP_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_STEP])
 
+# Words that stand for a token where the best score is not finite, with that score. No id is one.
+NO_TOKEN = {
+    "NAN": (0xFFFFFFFF, math.nan),
+    "INFINITE": (0xFFFFFFFE, math.inf),
+    "NEGATIVE_INFINITE": (0xFFFFFFFD, -math.inf),
+}
+
 # SampleArgs.seen, one word a token: how often it is in the output, and whether it is in the prompt.
 SEEN_IN_PROMPT = 1 << 31
 
@@ -72,15 +82,25 @@ def sampling_constants() -> str:
 def sample_structs() -> str:
     """CUDA text of SampleParams, SampleStep and the bits that they use."""
     flags = [_constant(f"SAMPLE_{name}", bit) for name, bit in FLAGS.items()]
+    words = [_constant(f"NO_TOKEN_{name}", word) for name, (word, _) in NO_TOKEN.items()]
     return "\n".join(
         [
             *flags,
+            *words,
             _constant("SEEN_IN_PROMPT", SEEN_IN_PROMPT),
             _struct("SampleParams", SAMPLE_PARAMS),
             _struct("SampleStep", SAMPLE_STEP),
             "",
         ]
     )
+
+
+def sample_workspace_bytes(blocks: int) -> int:
+    """Size of the CUDA struct SampleWorkspace, which asserts that it is this."""
+    histograms, records = 5 * 1024 * 16, 2 * blocks * 16
+    ties = -(-blocks // 4) * 16
+    scratch, arrivals = MAX_COLUMNS * (histograms + records + ties), 4
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (scratch, arrivals))
 
 
 def packed_params(
@@ -117,6 +137,11 @@ def packed_params(
         "history": history,
     }
     return np.array(tuple(fields[name] for name, _ in SAMPLE_PARAMS), PARAMS_DTYPE)
+
+
+def bad_score(word: int) -> float:
+    """The best score, NaN or infinite, of a column for which the kernel emitted `word`."""
+    return dict(NO_TOKEN.values())[word]
 
 
 def packed_step(position: int, num_output: int) -> NDArray[np.void]:

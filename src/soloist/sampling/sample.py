@@ -65,6 +65,12 @@ class Sampler:
     `pick` changes nothing; `observe` appends what was taken, `rollback` takes the last tokens back,
     so a speculated continuation can be tried and undone.
 
+    Attributes:
+        params: with a seed, unless greedy.
+        stop_test: when generation ends.
+        output_ids: what was observed.
+        counts: of prompt and output.
+
     Args:
         params: a missing seed is drawn here; `params` of the sampler holds it.
         vocab_size: V.
@@ -89,8 +95,8 @@ class Sampler:
             if not 0 <= token_id < vocab_size:
                 raise BadTokenId("eos_ids", token_id, vocab_size)
         self.output_ids: list[int] = []
+        self.counts = TokenCounts(vocab_size, prompt_ids)
         self._vocab_size = vocab_size
-        self._counts = TokenCounts(vocab_size, prompt_ids)
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The token id at `position` for logits [V] of any device and floating type.
@@ -101,11 +107,11 @@ class Sampler:
         if logits.shape != (self._vocab_size,):
             raise ValueError(f"logits have shape {list(logits.shape)}, not [{self._vocab_size}]")
         host = logits.detach().to("cpu", torch.float32).numpy()
-        return sample(host, self.params, self._counts, position, self.stop_test.ending_ids)
+        return sample(host, self.params, self.counts, position, self.stop_test.ending_ids)
 
     def observe(self, token_id: int) -> None:
         """Append `token_id` to the output."""
-        self._counts.add(token_id)
+        self.counts.add(token_id)
         self.output_ids.append(token_id)
 
     def rollback(self, num_tokens: int) -> None:
@@ -113,4 +119,4 @@ class Sampler:
         if not 0 <= num_tokens <= len(self.output_ids):
             raise ValueError(f"cannot take back {num_tokens} of {len(self.output_ids)} tokens")
         for _ in range(num_tokens):
-            self._counts.remove(self.output_ids.pop())
+            self.counts.remove(self.output_ids.pop())

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from soloist.errors import BadLogits
+from soloist.megakernel.choice import pack_choices
 from soloist.megakernel.launch import Column
+from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
+from soloist.sampling import sample
+from soloist.sampling.adjust import TokenCounts
 
 VOCAB = 61
 # As in the decoder, rows of padding lie behind the vocabulary.
@@ -18,9 +23,12 @@ class Cache:
     """The token at each position of sequence 0, as the KV cache would have it."""
 
     tokens: dict[int, int] = field(default_factory=dict)
+    bad: float | None = None
 
     def logits(self, position: int) -> Tensor:
         """[ROWS] after the token at `position`; everything up to it counts, nothing behind it."""
+        if self.bad is not None:
+            return torch.full((ROWS,), self.bad)
         seen = [self.tokens[p] for p in range(position + 1)]
         return torch.cat([logits_after(seen), torch.full((ROWS - VOCAB,), torch.inf)])
 
@@ -40,6 +48,35 @@ class Launch:
     rounds: int
 
 
+class FakeSampler:
+    """Chooses a column's tokens by the definition, from what was packed when the launch started."""
+
+    def __init__(self, column: Column) -> None:
+        assert column.choice is not None
+        self.params, self._column = column.choice.params, column
+        packed = pack_choices([column.choice], [column.position], VOCAB)
+        self._position = int(packed.steps[0]["position_low"])
+        span = slice(packed.params[0]["ban_begin"], None)
+        self._banned = packed.list_ids[span][: packed.params[0]["ban_count"]].tolist()
+        self._counts = TokenCounts(VOCAB, [])
+        self._counts.num_output = int(packed.steps[0]["num_output"])
+        if 0 in packed.seen:
+            self._counts.in_prompt = packed.seen[0] >= SEEN_IN_PROMPT
+            self._counts.in_output = (packed.seen[0] & (SEEN_IN_PROMPT - 1)).astype("int32")
+
+    def choose(self, logits: Tensor, number: int) -> int:
+        position = self._position + number * self._column.stride
+        try:
+            return sample(logits.numpy(), self.params, self._counts, position, self._banned)
+        except BadLogits as error:
+            return next(
+                word for word, score in NO_TOKEN.values() if f" is {score} " in error.message
+            )
+
+    def observe(self, token_id: int) -> None:
+        self._counts.add(token_id)
+
+
 class FakeDecoder:
     """Runs a round whenever the next tokens are asked for."""
 
@@ -51,6 +88,7 @@ class FakeDecoder:
         self.is_running = self._is_asked_to_stop = False
         self.fault: Exception | None = None
         self.forced_choice: int | None = None
+        self._samplers: list[FakeSampler | None] = []
 
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         assert not self.is_running, "the last launch has ended"
@@ -58,6 +96,7 @@ class FakeDecoder:
         assert 1 <= rounds <= self.max_rounds
         assert all(len(c.stops) <= 16 and c.tokens for c in columns)
         self.launches.append(Launch(tuple(columns), rounds))
+        self._samplers = [FakeSampler(c) if c.choice else None for c in columns]
         self.is_running, self._is_asked_to_stop = True, False
 
     def tokens(self) -> Iterator[list[int]]:
@@ -75,6 +114,10 @@ class FakeDecoder:
                 else:
                     fed[n] = chosen[n]
                     is_last |= i + 1 > c.keep and chosen[n] in c.stops
+                    is_last |= self._samplers[n] is not None and chosen[n] >= VOCAB
+                sampler = self._samplers[n]
+                if sampler is not None and fed[n] < VOCAB:
+                    sampler.observe(fed[n])
             self.is_running = not is_last
             yield chosen
             if is_last:
@@ -88,7 +131,11 @@ class FakeDecoder:
             self.logits[n] = self.cache.logits(position)
         if self.forced_choice is not None:
             return [self.forced_choice] * len(fed)
-        return self.logits[: len(fed), :VOCAB].argmax(1).tolist()
+        chosen = self.logits[: len(fed), :VOCAB].argmax(1).tolist()
+        for n, sampler in enumerate(self._samplers):
+            if sampler is not None:
+                chosen[n] = sampler.choose(self.logits[n, :VOCAB], number)
+        return chosen
 
     def stop(self) -> None:
         self._is_asked_to_stop = True

@@ -1,5 +1,6 @@
 """The token loop over the decode kernel, with a decoder and a prefill that need no GPU."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.packing import gather, pack, place
 from soloist.megakernel.plan import make_plan
+from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
@@ -88,8 +90,16 @@ PARAMS = {
     "sampled": SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True),
     "penalties": SamplingParams(max_tokens=30, repetition_penalty=1.5, frequency_penalty=0.5),
     "bias": SamplingParams(max_tokens=30, logit_bias={7: 4.0}),
+    "filters": SamplingParams(
+        max_tokens=30, temperature=1.5, top_k=30, top_p=0.9, min_p=0.01, seed=6, ignore_eos=True
+    ),
+    "all": SamplingParams(
+        max_tokens=60, temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=2**63 + 5,
+        repetition_penalty=1.2, frequency_penalty=-0.4, presence_penalty=0.3,
+        logit_bias={3: 5.0, 7: -2.0}, min_tokens=25, stop_token_ids=frozenset({5, 9, 50}),
+    ),
     "min-tokens": SamplingParams(max_tokens=60, min_tokens=20, stop_token_ids=frozenset(range(30))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
@@ -140,10 +150,31 @@ def test_launches_follow_each_other(max_tokens: int) -> None:
     assert sum(x.rounds for x in p.decoder.launches) == p.decoder.num_rounds == max_tokens - 1
 
 
-def test_other_requests_run_a_round_a_launch() -> None:
-    p = parts()
-    list(p.generate(prompt_of(30), PARAMS["sampled"]))
-    assert [x.rounds for x in p.decoder.launches] == [1] * 29
+@pytest.mark.parametrize("name", ["sampled", "filters", "penalties", "bias", "all"])
+def test_the_kernel_is_told_how_to_choose(name: str) -> None:
+    p, prompt = parts(), prompt_of(30)
+    made = p.answer(prompt, PARAMS[name])
+    (launch,) = p.decoder.launches
+    choice = launch.columns[0].choice
+    assert choice is not None
+    assert choice.params == PARAMS[name]
+    assert p.decoder.num_rounds == len(made) - 1
+
+
+@pytest.mark.parametrize("name", ["sampled", "penalties", "bias", "min-tokens", "all"])
+def test_a_choice_goes_on_in_the_next_launch(name: str) -> None:
+    p, prompt = parts(max_rounds=7), prompt_of(30)
+    made = p.answer(prompt, PARAMS[name])
+    assert made == expected(prompt, PARAMS[name])
+    assert len(p.decoder.launches) == -(-(len(made) - 1) // 7)
+
+
+def test_a_seed_is_drawn_once_for_all_launches() -> None:
+    p, params = parts(max_rounds=5), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
+    p.answer(prompt_of(30), params)
+    choices = [x.columns[0].choice for x in p.decoder.launches]
+    assert len({c.params.seed for c in choices if c is not None}) == 1
+    assert all(c is not None and c.params.seed is not None for c in choices)
 
 
 def test_the_kernel_ends_at_a_stop_token() -> None:
@@ -154,16 +185,19 @@ def test_the_kernel_ends_at_a_stop_token() -> None:
     assert p.decoder.num_rounds == len(made) - 1
 
 
-def test_banning_ends_where_min_tokens_do() -> None:
-    p = parts()
+def test_the_kernel_bans_while_min_tokens_say_so() -> None:
+    p = parts(max_rounds=19)
     p.answer(prompt_of(30), PARAMS["min-tokens"])
-    rounds = [x.rounds for x in p.decoder.launches]
-    assert rounds[:19] == [1] * 19
-    assert rounds[19:] in ([40], [])
+    first, *later = (x.columns[0].choice for x in p.decoder.launches)
+    assert first is not None
+    assert first.ending_ids == frozenset({*range(30), *EOS})
+    assert not any(later), "the largest logit decides"
     free = replace(PARAMS["min-tokens"], stop_token_ids=frozenset(), ignore_eos=True)
     p = parts()
     p.answer(prompt_of(30), free)
-    assert [x.rounds for x in p.decoder.launches] == [59]
+    (launch,) = p.decoder.launches
+    assert launch.rounds == 59
+    assert launch.columns[0].choice is None, "nothing to ban"
 
 
 @pytest.mark.parametrize("length", [5, 100])
@@ -174,7 +208,7 @@ def test_cancelled_before_anything(length: int) -> None:
     assert not p.prefill.chunks
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "all"])
 @pytest.mark.parametrize("after", [1, 2, 7])
 def test_cancelled_on_the_way(name: str, after: int) -> None:
     p, prompt = parts(), prompt_of(5)
@@ -212,9 +246,22 @@ def test_scores_without_a_best_one_are_refused() -> None:
     p = parts()
     source = p.generate(prompt_of(30), PARAMS["greedy"])
     next(source)
-    p.decoder.forced_choice = 2**31 - 1
-    with pytest.raises(BadLogits, match="31"):
+    p.decoder.forced_choice = NO_TOKEN["NAN"][0]
+    with pytest.raises(BadLogits, match="position 31 is nan"):
         next(source)
+    assert not p.decoder.is_running
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("name", ["sampled", "penalties"])
+def test_a_sampled_launch_ends_at_bad_logits(name: str, bad: float) -> None:
+    p = parts()
+    source = p.generate(prompt_of(30), PARAMS[name])
+    made = [next(source) for _ in range(5)]
+    p.decoder.cache.bad = bad
+    with pytest.raises(BadLogits, match=f"position 35 is {bad}"):
+        next(source)
+    assert len(made) == p.decoder.num_rounds == 5
     assert not p.decoder.is_running
 
 

@@ -5,6 +5,7 @@
 // makes exchange buffers ready for their next use (`clean`); warp 11 sees to it that no wait lasts (`watch`).
 // Order of phases only; each phase is a file in ops/.
 #include "ops/attention.cuh"
+#include "ops/choose.cuh"
 #include "ops/clean.cuh"
 #include "ops/head.cuh"
 #include "ops/mlp.cuh"
@@ -33,10 +34,11 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       if (static_cast<i32>(next) < start.forced) {
         control.token[cx.lane] = __ldg(cx.params.forced + cx.lane * control.rounds + next);
       } else {
-        control.token[cx.lane] = token;
+        control.token[cx.lane] = min(token, kVocab - 1);  // no id where no score is a number
         if (static_cast<i32>(next) > start.keep)
           for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
       }
+      if constexpr (kSamples) observe(cx.params, cx.block, cx.lane, control.token[cx.lane]);
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);
@@ -77,7 +79,12 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.begin(Phase::kHead);
     head(cx, cx.params.logits + cx.round * stride);
     cx.begin(Phase::kChoose);
-    choose(cx);
+    if constexpr (kSamples) {
+      cx.mark();
+      choose_sampled(cx.params, cx.round);
+    } else {
+      choose(cx);
+    }
     cx.mark();
     cx.begin(Phase::kConclude);
     conclude(cx, barriers);
@@ -101,7 +108,6 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ Params params) {
-  extern __shared__ __align__(128) u8 dynamic[];
   __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], barrier[6];
   __shared__ Where where;
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -125,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     control->position[thread] = start.position;
     control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
   }
+  if constexpr (kSamples) prepare_sampling(*params.launch);
   __syncthreads();
   const u32 first = shared_address(barrier);
   const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};

@@ -32,7 +32,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   scale.load(cx, cx.next_in());
   const float factor = scale.take(cx, cx.next_in());
   cx.mark();
-  Best best{-kInfinity, 0xffffffffu};
+  Best best{-kInfinity, kNoTokenNan};
   constexpr u32 kGroupUnits = 2 * Head::kTiles;
 #pragma unroll 1
   for (u32 group = 0; group < units; group += kGroupUnits) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void choose(Context& cx) {
   }
   cx.mark();
   if (cx.lane == 0 && cx.warp == 0) cx.shared.control().yield_agreed = record[0].z;
-  Best best{-kInfinity, 0xffffffffu};
+  Best best{-kInfinity, kNoTokenNan};
 #pragma unroll
   for (u32 i = 0; i < kEach; ++i)
     if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});

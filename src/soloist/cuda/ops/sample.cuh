@@ -15,6 +15,8 @@
 // Barriers over the grid, shared by all columns: 1 without filters, 2 with min_p alone; otherwise 3,
 // one for each further digit of the slowest column (mostly 0 or 1; at most 4, or 8 with both top_k
 // and top_p) and one where equal scores straddle a border.
+//
+// Loops stay rolled, or the code would be several times as large and need more registers.
 #pragma once
 #include "ptx/memory.cuh"
 #include "tile/elementary.cuh"
@@ -141,6 +143,7 @@ class TokenChoice {
   __device__ __forceinline__ void run() {
     adjust();
     bool is_filtered = false;
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       is_filtered |= has_filter(c);
       propose_best(c);
@@ -195,24 +198,30 @@ class TokenChoice {
 
   __device__ __forceinline__ void adjust() {
     bool any = false;
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) any |= is_adjusted(c);
     if (!any) return;
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c)
       if (is_adjusted(c)) penalize(c);
     grid.block_sync();
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       const SampleParams& p = args.params[c];
       float* row = args.adjusted + static_cast<u64>(c) * args.stride;
+#pragma unroll 1
       for (u32 i = t; i < p.bias_count; i += kThreads) {
         const u32 id = args.list_ids[p.bias_begin + i];
         if (is_own(id)) row[id] = exact::add(row[id], args.list_values[p.bias_begin + i]);
       }
     }
     grid.block_sync();
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       if (!is_banned(c)) continue;
       const SampleParams& p = args.params[c];
       float* row = args.adjusted + static_cast<u64>(c) * args.stride;
+#pragma unroll 1
       for (u32 i = t; i < p.ban_count; i += kThreads) {
         const u32 id = args.list_ids[p.ban_begin + i];
         if (is_own(id)) row[id] = __uint_as_float(0xFF800000u);
@@ -227,6 +236,7 @@ class TokenChoice {
     const float* from = args.logits + static_cast<u64>(c) * args.stride;
     float* to = args.adjusted + static_cast<u64>(c) * args.stride;
     const u32* history = args.seen + static_cast<u64>(p.history) * args.stride;
+#pragma unroll 1
     for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads) {
       float x = from[id];
       const u32 seen = has_penalties ? history[id] : 0;
@@ -268,11 +278,13 @@ class TokenChoice {
     u64 choice = 0;
     const float* x = scores(c);
     if (is_greedy(c)) {
+#pragma unroll 1
       for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads)
         choice = larger(choice, candidate(x[id], id));
       best = static_cast<u32>(choice >> 32);
     } else if (has_filter(c)) {
       const float temperature = args.params[c].temperature;
+#pragma unroll 1
       for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads)
         choice = larger(choice, candidate(exact::div(x[id], temperature), id));
       best = static_cast<u32>(choice >> 32);
@@ -280,6 +292,7 @@ class TokenChoice {
       // One Philox block serves four ids.
       const float temperature = args.params[c].temperature;
       const u32 num_quads = args.row_end > args.row_begin ? (args.row_end + 3) / 4 : 0;
+#pragma unroll 1
       for (u32 quad = args.row_begin / 4 + t; quad < num_quads; quad += kThreads) {
         const exact::Words words = noise_words(c, quad);
         const auto propose = [&](u32 id, u32 word) {
@@ -305,6 +318,7 @@ class TokenChoice {
     reduce.choice[c & 1][t] = choice;
     grid.block_sync();
     if (t >= SampleShared::kGroups) return;
+#pragma unroll 1
     for (u32 i = 0; i < SampleShared::kGroup; ++i) {
       // Neighbouring threads read neighbouring banks.
       const u32 from = t + i * SampleShared::kGroups;
@@ -323,6 +337,7 @@ class TokenChoice {
     if (t < args.columns) {
       u32 best = 0;
       u64 choice = 0;
+#pragma unroll 1
       for (u32 i = 0; i < SampleShared::kGroups; ++i) {
         best = best > reduce.group_best[t][i] ? best : reduce.group_best[t][i];
         choice = larger(choice, reduce.group_choice[t][i]);
@@ -335,6 +350,7 @@ class TokenChoice {
     u32 best = 0;
     u64 choice = 0;
     if (c < args.columns) {
+#pragma unroll 1
       for (u32 b = lane; b < grid.num_blocks(); b += kLanes) {
         const uint4 record = load_exchanged(&records[c][b]);
         best = best > record.x ? best : record.x;
@@ -349,6 +365,7 @@ class TokenChoice {
       // Thread t read records of another column; now it serves column t.
       best = 0;
       choice = 0;
+#pragma unroll 1
       for (u32 i = 0; i < kLanes; ++i) {
         const u32 from = t * kLanes + i;
         best = best > reduce.best[1][from] ? best : reduce.best[1][from];
@@ -399,6 +416,7 @@ class TokenChoice {
   __device__ __forceinline__ bool is_open(u32 c) const { return shared.search[c].stage != kSought; }
   __device__ __forceinline__ bool any_open() const {
     bool any = false;
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) any |= is_open(c);
     return any;
   }
@@ -426,6 +444,7 @@ class TokenChoice {
       }
       exchange_ties();
     }
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       const bool is_chosen_here = has_filter(c) && shared.results[c].status == kSampled;
       reduce_groups(c, 0, is_chosen_here ? best_survivor(c) : 0);
@@ -439,6 +458,7 @@ class TokenChoice {
   __device__ __forceinline__ void zero(SampleBin (&bins)[kMaxColumns][kSampleBins]) {
     uint4* all = reinterpret_cast<uint4*>(&bins[0][0]);
     const u32 stride = grid.num_blocks() * kThreads;
+#pragma unroll 1
     for (u32 i = grid.block() * kThreads + t; i < kMaxColumns * kSampleBins; i += stride)
       all[i] = make_uint4(0, 0, 0, 0);
   }
@@ -446,9 +466,11 @@ class TokenChoice {
   // One digit of every open column. `first` is kept for top_p, which starts over after top_k.
   __device__ __forceinline__ void pass(SampleBin (&first)[kMaxColumns][kSampleBins],
                                        SampleBin (&bins)[kMaxColumns][kSampleBins]) {
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c)
       if (is_open(c)) add_to_bins(c, bins[c]);
     grid.sync();
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       bool again = is_open(c);
       while (again) {
@@ -463,6 +485,7 @@ class TokenChoice {
   // Counts and weights by the next digit, of tokens that share the digits found so far.
   __device__ __forceinline__ void add_to_bins(u32 c, SampleBin* bins) {
     auto& own = shared.bins;
+#pragma unroll 1
     for (u32 i = t; i < kSampleBins; i += kThreads) {
       own.weight[i] = 0;
       own.count[i] = 0;
@@ -471,6 +494,7 @@ class TokenChoice {
     const float* x = scores(c);
     const u32 digits = shared.search[c].digits;
     const u64 prefix = shared.search[c].prefix;
+#pragma unroll 1
     for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads) {
       const float g = gap(c, x, id);
       const u64 key = rank_key(g);
@@ -481,6 +505,7 @@ class TokenChoice {
       if (weight) atomicAdd(&own.weight[bin], weight);
     }
     grid.block_sync();
+#pragma unroll 1
     for (u32 i = t; i < kSampleBins; i += kThreads) {
       if (!own.count[i]) continue;
       atomicAdd(&bins[i].count, own.count[i]);
@@ -503,6 +528,7 @@ class TokenChoice {
     if (t < SampleShared::kGroups) {
       u32 group_count = 0;
       u64 group_weight = 0;
+#pragma unroll 1
       for (u32 i = 0; i < kGroup; ++i) {
         group_count += scan.count[t * kGroup + i];
         group_weight += scan.weight[t * kGroup + i];
@@ -512,12 +538,14 @@ class TokenChoice {
     }
     grid.block_sync();
     Sums sums{};
+#pragma unroll 1
     for (u32 i = 0; i < SampleShared::kGroups; ++i) {
       const bool is_before = i < t / kGroup;
       sums.total_weight += scan.group_weight[i];
       sums.weight += is_before ? scan.group_weight[i] : 0;
       sums.count += is_before ? scan.group_count[i] : 0;
     }
+#pragma unroll 1
     for (u32 i = t / kGroup * kGroup; i < t; ++i) {
       sums.weight += scan.weight[i];
       sums.count += scan.count[i];
@@ -605,6 +633,7 @@ class TokenChoice {
     const float* x = scores(c);
     const SampleSearch& search = shared.search[c];
     u32 ties = 0;
+#pragma unroll 1
     for (u32 id = own_begin(); id < own_end(); ++id)
       ties += prefix_of(rank_key(gap(c, x, id)), search.digits) == search.prefix;
     return ties;
@@ -613,6 +642,7 @@ class TokenChoice {
   // Where only some of equal tokens are kept: how many of them lie in each block.
   __device__ __forceinline__ void exchange_ties() {
     bool any = false;
+#pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
       if (shared.search[c].num_ties == kAllTies) continue;
       any = true;
@@ -625,6 +655,7 @@ class TokenChoice {
   // Equal tokens at the border with lower ids than this thread's.
   __device__ __forceinline__ u32 ties_before(u32 c) {
     u64 in_lower_blocks = 0;
+#pragma unroll 1
     for (u32 b = 4 * t; b < grid.block(); b += 4 * kThreads) {
       const uint4 four = load_exchanged(&scratch.ties[c][b]);
       in_lower_blocks += four.x + (b + 1 < grid.block() ? four.y : 0) +
@@ -641,6 +672,7 @@ class TokenChoice {
     const float* x = scores(c);
     u32 tie = search.num_ties == kAllTies ? 0 : ties_before(c);
     u64 choice = 0;
+#pragma unroll 1
     for (u32 id = own_begin(); id < own_end(); ++id) {
       const float g = gap(c, x, id);
       const u64 prefix = prefix_of(rank_key(g), search.digits);

@@ -48,6 +48,16 @@ __device__ __forceinline__ void store_exchanged(void* p, uint4 v) {
                ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// A counter that blocks meet at: what this thread knows of is visible to whoever acquires the sum.
+__device__ __forceinline__ void add_release(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 // Host memory, pinned and mapped.
 __device__ __forceinline__ u32 load_host(const u32* p) {
   u32 v;

@@ -18,6 +18,17 @@ struct Launch {
   u32 rounds;
   u64 logits_round_stride;  // values; 0 overwrites the logits in every round
   ColumnStart column[kMaxColumns];
+  SampleParams sampling[kMaxColumns];  // these two for kernels that sample
+  SampleStep step[kMaxColumns];        // of the first round
+};
+
+// What kernels that sample need beside the workspace.
+struct SampleBuffers {
+  u32* seen;               // [column][kVocabRows]
+  float* adjusted;         // [column][kVocabRows]
+  u8* workspace;           // zeroed for each launch
+  const u32* list_ids;     // of all bans and biases
+  const float* list_values;
 };
 
 struct Params {
@@ -39,6 +50,7 @@ struct Params {
   u64 page_values;        // of one page over all layers
   u32 page_table_stride;
   float embedding_scale;  // 1 / root mean square of the embedding
+  SampleBuffers sample;
 };
 
 // In shared memory: facts of the round that all warps read.
@@ -54,6 +66,10 @@ struct Control {
   u32 emit[kMaxColumns];
   float factor[kMaxColumns];  // of gate_up's products
 };
+static_assert(sizeof(Control) <= kShControlBytes, "shared memory of the plan");
+
+// The block's shared memory: the ring, then what the plan lays out.
+extern __shared__ __align__(128) u8 dynamic[];
 
 // Shared memory beside the ring, as the plan lays it out.
 struct Shared {
@@ -72,6 +88,9 @@ struct Shared {
 // it is there, its block makes copy (e + 2) % 4 absent again (`ops/clean.cuh`). By then every reader of
 // turn e - 2 is done, since what it published afterwards was needed to come this far; and two more turns
 // pass before anyone reads the copy.
+
+// All consumer threads of the block.
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
 struct Context {
   const Params& params;
@@ -106,8 +125,7 @@ struct Context {
   __device__ __forceinline__ void mark() {
     if (kTrace && thread == 0 && marks) *marks++ = clock_cycles();
   }
-  // All consumer threads of the block.
-  __device__ __forceinline__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+  __device__ __forceinline__ void sync() const { sync_consumers(); }
   __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
     return params.vectors + static_cast<u64>(layer) * kLayerVectors;
   }

@@ -1,0 +1,98 @@
+"""How the columns of a launch choose their tokens, packed for the kernel. No torch, no device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.sampling_header import (
+    PARAMS_DTYPE,
+    SEEN_IN_PROMPT,
+    STEP_DTYPE,
+    ListSpan,
+    packed_params,
+    packed_step,
+)
+from soloist.sampling.adjust import TokenCounts
+from soloist.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a column's tokens are chosen where the largest logit alone does not decide.
+
+    Attributes:
+        params: what the request asks for; with a seed, unless greedy.
+        counts: prompt and output when the launch starts, the column's first input token included.
+            The kernel counts on from there by itself; this one stays as it is.
+        ending_ids: token ids that are banned while the output is shorter than min_tokens.
+    """
+
+    params: SamplingParams
+    counts: TokenCounts
+    ending_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChoices:
+    """Choices as the kernel reads them.
+
+    Attributes:
+        params: [MAX_COLUMNS] of `PARAMS_DTYPE`.
+        steps: [MAX_COLUMNS] of `STEP_DTYPE`, for the first round.
+        list_ids: token ids of all bans and biases.
+        list_values: biases at the same places, zeros beside bans.
+        seen: by column that has penalties, [V]: times in the output, and `SEEN_IN_PROMPT`.
+    """
+
+    params: NDArray[np.void]
+    steps: NDArray[np.void]
+    list_ids: NDArray[np.uint32]
+    list_values: NDArray[np.float32]
+    seen: dict[int, NDArray[np.uint32]]
+
+
+def pack_choices(
+    choices: Sequence[Choice | None], positions: Sequence[int], vocab_size: int
+) -> PackedChoices:
+    """Pack one choice a column, None for the largest logit.
+
+    Args:
+        choices: at most MAX_COLUMNS.
+        positions: of the columns' first input tokens; the first choice is for the next position.
+        vocab_size: V.
+    """
+    params, steps = np.zeros(MAX_COLUMNS, PARAMS_DTYPE), np.zeros(MAX_COLUMNS, STEP_DTYPE)
+    ids: list[int] = []
+    values: list[float] = []
+    seen: dict[int, NDArray[np.uint32]] = {}
+
+    def span(items: dict[int, float]) -> ListSpan:
+        begin = len(ids)
+        ids.extend(items)
+        values.extend(items.values())
+        return ListSpan(begin, len(items))
+
+    for column, (choice, position) in enumerate(zip(choices, positions, strict=True)):
+        asked = SamplingParams() if choice is None else choice.params
+        num_output, ban = 0, ListSpan()
+        if choice is not None:
+            assert asked.is_greedy or asked.seed is not None, "a seed, unless greedy"
+            num_output = choice.counts.num_output
+            if num_output < asked.min_tokens:
+                ban = span(dict.fromkeys(sorted(choice.ending_ids), 0.0))
+            if asked.has_penalties:
+                seen[column] = seen_words(choice.counts)
+        bias = span(dict(asked.logit_bias))
+        params[column] = packed_params(asked, vocab_size, ban, bias, history=column)
+        steps[column] = packed_step(position + 1, num_output)
+    return PackedChoices(
+        params, steps, np.array(ids, np.uint32), np.array(values, np.float32), seen
+    )
+
+
+def seen_words(counts: TokenCounts) -> NDArray[np.uint32]:
+    """[V] words of the kernel's `seen`."""
+    return counts.in_output.astype(np.uint32) | counts.in_prompt * np.uint32(SEEN_IN_PROMPT)
