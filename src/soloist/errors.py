@@ -296,10 +296,10 @@ class OutOfMemory(DeviceError):
 class DeviceMissing(DeviceError):
     """A device was asked for that this machine does not have."""
 
-    def __init__(self, given: str, available: Iterable[str]) -> None:
+    def __init__(self, given: str, available: Iterable[str], hint: str = "") -> None:
         super().__init__(
             f"device '{given}' is not available here (available: {', '.join(available)})",
-            "leave --device out to take the best one",
+            hint or "leave --device out to take the best one",
         )
 
 
@@ -367,14 +367,9 @@ class ShapeUnsupported(DeviceError):
 class KernelStuck(DeviceError):
     """A block of the decode kernel got nowhere for seconds; the GPU's context is lost."""
 
-    def __init__(
-        self, phase: str, block: int, at_round: int, layer: int, producer_round: int,
-        producer_layer: int, copies: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, where: str, needs: str, seen: str) -> None:
         super().__init__(
-            f"block {block} of the decode kernel is stuck in round {at_round}, layer {layer}, "
-            f"{phase}; its weight stream is in round {producer_round}, layer {producer_layer}, "
-            f"after {copies} copies",
+            f"the decode kernel is stuck: {where} waits for {needs}; seen: {seen}",
             "start again; please report this message, it is a fault of the kernel",
         )
 

@@ -144,6 +144,36 @@ def check_shape(
             raise SettingError(name, unused, "without --shape, which has random weights")
 
 
+def unless(default: object, value: object) -> object | None:
+    """The value, or None where it is the default."""
+    return None if value == default else value
+
+
+def check_trace(source: Path | None, given: dict[str, object | None]) -> None:
+    """Options of `trace` that exclude each other; `given` maps names to values, None where absent.
+
+    Raises:
+        SettingError: one is there that would have no effect.
+    """
+
+    def refuse(names: tuple[str, ...], allowed: str) -> None:
+        for name in names:
+            if given[name] is not None:
+                raise SettingError(name, str(given[name]), allowed, "leave one of them out")
+
+    if source is not None:
+        refuse(
+            tuple(name for name in given if name != "--picture"),
+            "not beside --from, which makes no new trace",
+        )
+    if given["--ablations"] is not None:
+        refuse(("--output", "--picture"), "not beside --ablations, which makes no trace")
+    if given["--shape"] is not None:
+        refuse(("MODEL", "--prompt"), "not beside --shape, which has random weights and tokens")
+    else:
+        refuse(("--context",), "beside --shape only")
+
+
 def parsed_bias(given: list[str] | None) -> dict[int, float]:
     """Token id → bias from words of the form ID:BIAS."""
     biases: dict[int, float] = {}
