@@ -26,7 +26,7 @@ MOST_KL = 4.9e-4
 @cache
 def model() -> tuple[Engine, KernelModel]:
     engine = Engine.load(EngineConfig("etude", device="cuda"))
-    kernel = engine._model
+    kernel = engine.model
     assert isinstance(kernel, KernelModel), engine.report.refusal
     return engine, kernel
 
