@@ -13,6 +13,8 @@
     │   └── SettingError      options and environment
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
                               CudaMissing · CompileError · BadInclude · LaunchError
+                              GpuUnsupported · ShapeUnsupported · KernelStuck
+                              RunFailed · BitsDiffer
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -371,6 +373,28 @@ class KernelStuck(DeviceError):
         super().__init__(
             f"the decode kernel is stuck: {where} waits for {needs}; seen: {seen}",
             "start again; please report this message, it is a fault of the kernel",
+        )
+
+
+class RunFailed(DeviceError):
+    """`soloist run`, started in a process of its own, ended with an error."""
+
+    def __init__(self, told: str) -> None:
+        message, _, hint = told.strip().partition("\n\nhint: ")
+        reason = message.rpartition("error: ")[2] or "it said nothing"
+        super().__init__(
+            f"soloist run failed in a process of its own: {reason}",
+            hint or "run the same model with soloist run to see more",
+        )
+
+
+class BitsDiffer(DeviceError):
+    """Two ways to make the same logits or tokens did not give the same bits."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(
+            f"{what} differ at {where}; their bits must be the same",
+            "please report this message, it is a fault of the kernel",
         )
 
 

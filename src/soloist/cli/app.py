@@ -154,10 +154,7 @@ def info(
 @app.command()
 def trace(
     model: o.OptionalModel = None,
-    shape: Annotated[
-        Path | None,
-        typer.Option(help="Instead of a model, a config.json: random weights."),
-    ] = None,
+    shape: o.Shape = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Text to run first; default: Python text.")
     ] = None,
@@ -270,9 +267,7 @@ def bench_decode(
     ] = None,
     device: o.Device = "auto",
     precision: o.Precision = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file.")
-    ] = None,
+    output: o.Output = None,
     json: o.Json = False,
 ) -> None:
     """Time to first token and decode speed of one greedy request, in this process."""
@@ -303,3 +298,72 @@ def bench_decode(
     if output is not None:
         record.write(output, rows)
     tables.show_rows(rows, as_json=json)
+
+
+@bench_app.command("startup")
+def bench_startup(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    runs: Annotated[int, typer.Option(help="Processes timed, after one to warm up.")] = 3,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    json: o.Json = False,
+) -> None:
+    """Time from starting `soloist run` to its first token, with and without compiled kernels."""
+    from soloist.bench import record, startup
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    o.check_only_one(shape, model)
+    plan = startup.Plan(model or o.DEFAULT_MODEL, shape, device, checked, runs)
+    rows = startup.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_startup(rows, as_json=json)
+
+
+@bench_app.command("accuracy")
+def bench_accuracy(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to read; default: Python's own, or random tokens with --shape."),
+    ] = None,
+    positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
+    against: Annotated[
+        str | None, typer.Option(help="Also hold a rival against fp32: transformers.")
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Also start so many equal launches of 64 tokens and compare their bits."),
+    ] = 0,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    json: o.Json = False,
+) -> None:
+    """How far 16-bit logits are from fp32 arithmetic, position by position of a given text.
+
+    On the decode kernel also that columns and launches change no bit.
+    """
+    from soloist.bench import accuracy, record
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    o.check_only_one(shape, model)
+    plan = accuracy.Plan(
+        model=model or o.DEFAULT_MODEL,
+        shape=shape,
+        text=text,
+        positions=positions,
+        against=against,
+        repeats=repeats,
+        device=device,
+        precision=checked,
+    )
+    rows = accuracy.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_accuracy(rows, as_json=json)

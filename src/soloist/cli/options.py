@@ -105,6 +105,17 @@ Json = Annotated[
     typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT),
 ]
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Write the rows to this JSON file.", rich_help_panel=_OUTPUT
+    ),
+]
+Shape = Annotated[
+    Path | None,
+    typer.Option(help="Instead of a model, a config.json: random weights.", rich_help_panel=_MODEL),
+]
+
 DEFAULT_MODEL = "etude"
 
 _PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -142,6 +153,16 @@ def check_shape(
     for name, unused in (("MODEL", model), ("--against", against)):
         if unused is not None:
             raise SettingError(name, unused, "without --shape, which has random weights")
+
+
+def check_only_one(shape: Path | None, model: str | None) -> None:
+    """A shape or a model.
+
+    Raises:
+        SettingError: both are there.
+    """
+    if shape is not None and model is not None:
+        raise SettingError("MODEL", model, "without --shape, which has random weights")
 
 
 def unless(default: object, value: object) -> object | None:
