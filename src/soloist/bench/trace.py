@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from soloist.bench import record
-from soloist.bench.bandwidth import read_bandwidth
+from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
 from soloist.bench.timeline import About, Timeline, timeline
 from soloist.engine import EngineConfig
@@ -96,8 +96,7 @@ def trace(plan: Plan) -> Timeline:
         SettingError: sizes that cannot be traced.
         UserError, DeviceError: no GPU, or a model that the kernel does not run.
     """
-    subject = _subject(plan)
-    bandwidth = read_bandwidth(subject.device)
+    subject, bandwidth = _subject(plan)
     first = _first_token(subject)
     untraced_us = _round_us(subject, [first], plan.at_round + 2)
     decoder = subject.model.decoder
@@ -128,8 +127,7 @@ def ablate(plan: Plan) -> Ablations:
     Raises:
         SettingError, UserError, DeviceError: as from `trace`.
     """
-    subject = _subject(plan)
-    bandwidth = read_bandwidth(subject.device)
+    subject, bandwidth = _subject(plan)
     rounds = plan.at_round + 2
     first = _first_token(subject)
     decoder = subject.model.decoder
@@ -150,7 +148,8 @@ def ablate(plan: Plan) -> Ablations:
     )
 
 
-def _subject(plan: Plan) -> Subject:
+def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
+    """The model, loaded after the bandwidth test, which wants some memory as well."""
     for name, value in (
         ("--prompt-tokens", plan.prompt_tokens),
         ("--context", 1 if plan.context is None else plan.context),
@@ -161,15 +160,17 @@ def _subject(plan: Plan) -> Subject:
     if plan.at_round > _MOST_ROUNDS:
         raise SettingError("--round", plan.at_round, f"at most {_MOST_ROUNDS}")
     device = require_gpu(
-        plan.device, "without one, look at a trace that was made elsewhere: soloist trace --from"
+        plan.device,
+        "without one, look at a trace that was made elsewhere: soloist trace --from FILE",
     )
-    rounds = plan.at_round + 2
-    if plan.shape is not None:
-        return shape_subject(
-            plan.shape, plan.precision, device, plan.prompt_tokens, rounds, plan.context
-        )
-    asked = EngineConfig(plan.model, str(device), plan.precision)
-    return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds)
+    bandwidth, rounds = read_bandwidth(device), plan.at_round + 2
+    if plan.shape is None:
+        asked = EngineConfig(plan.model, str(device), plan.precision)
+        return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds), bandwidth
+    subject = shape_subject(
+        plan.shape, plan.precision, device, plan.prompt_tokens, rounds, plan.context
+    )
+    return subject, bandwidth
 
 
 def _first_token(subject: Subject) -> int:

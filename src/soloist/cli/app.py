@@ -168,7 +168,8 @@ def trace(
         ),
     ] = None,
     at_round: Annotated[
-        int, typer.Option("--round", help="Which round after the prompt to trace.")
+        int,
+        typer.Option("--round", help="Which round after the prompt to trace, or how many to time."),
     ] = 32,
     ablations: Annotated[
         bool,
