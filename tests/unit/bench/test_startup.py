@@ -1,4 +1,4 @@
-"""Which processes are started with which cache, and what becomes of their times; none is started."""
+"""Which processes would be started with which cache, and what becomes of their times."""
 
 from pathlib import Path
 

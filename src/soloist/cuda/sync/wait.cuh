@@ -30,8 +30,8 @@ struct Fault {
 // The first block to report; the others keep quiet, or the host would see a mixture.
 __device__ u32 reporters;
 
-// The ring's slots that are in one state: each has taken its share of `copies`, and a barrier has passed as
-// many phases, or one less.
+// Slots whose barrier has not passed the phase of the slot's last copy; it is never further behind, since
+// the producer waits for it before it copies again. Slots take the launch's `copies` in turn.
 __device__ __forceinline__ u32 slots_behind(u32 barriers, u32 copies) {
   u32 behind = 0;
 #pragma unroll 1
