@@ -13,6 +13,8 @@
     │   └── SettingError      options and environment
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
                               CudaMissing · CompileError · BadInclude · LaunchError
+                              GpuUnsupported · ShapeUnsupported · KernelStuck
+                              RunFailed · BitsDiffer
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -296,10 +298,10 @@ class OutOfMemory(DeviceError):
 class DeviceMissing(DeviceError):
     """A device was asked for that this machine does not have."""
 
-    def __init__(self, given: str, available: Iterable[str]) -> None:
+    def __init__(self, given: str, available: Iterable[str], hint: str = "") -> None:
         super().__init__(
             f"device '{given}' is not available here (available: {', '.join(available)})",
-            "leave --device out to take the best one",
+            hint or "leave --device out to take the best one",
         )
 
 
@@ -367,15 +369,32 @@ class ShapeUnsupported(DeviceError):
 class KernelStuck(DeviceError):
     """A block of the decode kernel got nowhere for seconds; the GPU's context is lost."""
 
-    def __init__(
-        self, phase: str, block: int, at_round: int, layer: int, producer_round: int,
-        producer_layer: int, copies: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, where: str, needs: str, seen: str) -> None:
         super().__init__(
-            f"block {block} of the decode kernel is stuck in round {at_round}, layer {layer}, "
-            f"{phase}; its weight stream is in round {producer_round}, layer {producer_layer}, "
-            f"after {copies} copies",
+            f"the decode kernel is stuck: {where} waits for {needs}; seen: {seen}",
             "start again; please report this message, it is a fault of the kernel",
+        )
+
+
+class RunFailed(DeviceError):
+    """`soloist run`, started in a process of its own, ended with an error."""
+
+    def __init__(self, told: str) -> None:
+        message, _, hint = told.strip().partition("\n\nhint: ")
+        reason = message.rpartition("error: ")[2] or "it said nothing"
+        super().__init__(
+            f"soloist run failed in a process of its own: {reason}",
+            hint or "run the same model with soloist run to see more",
+        )
+
+
+class BitsDiffer(DeviceError):
+    """Two ways to make the same logits or tokens did not give the same bits."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(
+            f"{what} differ at {where}; their bits must be the same",
+            "please report this message, it is a fault of the kernel",
         )
 
 

@@ -40,6 +40,11 @@ def read_settings() -> Settings:
     )
 
 
+def environment_with_cache(cache: Path) -> dict[str, str]:
+    """This process's environment, for a child that keeps its compiled kernels in `cache`."""
+    return {**os.environ, "SOLOIST_CACHE": str(cache)}
+
+
 def _cache() -> Path | None:
     if (given := os.environ.get("SOLOIST_CACHE")) is not None:
         if not (folder := _expanded(given)).is_absolute():

@@ -245,8 +245,41 @@ def test_shapes_that_cannot_be_measured(soloist, options, named):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_a_shape_without_a_gpu(soloist):
-    assert_refused(soloist("bench", "decode", "--shape", SHAPE), "cuda", "available", status=3)
+@pytest.mark.parametrize("device", [(), ("--device", "cuda")], ids=["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("command", "otherwise"),
+    [
+        (("bench", "decode", "--shape", SHAPE), "soloist bench decode MODEL"),
+        (("trace", "--shape", SHAPE), "soloist trace --from"),
+        (("trace", "--shape", SHAPE, "--ablations"), "soloist trace --from"),
+        (("trace", "etude"), "soloist trace --from"),
+    ],
+)
+def test_what_needs_a_gpu_without_one(soloist, command, otherwise, device):
+    outcome = soloist(*command, *device)
+    assert_refused(outcome, "'cuda'", "available: cpu", "needs an NVIDIA GPU", otherwise, status=3)
+    assert "leave --device out" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--from", "a.json", "--shape", SHAPE), ("--shape", "--from")),
+        (("etude", "--from", "a.json"), ("MODEL", "--from")),
+        (("--from", "a.json", "--round", 4), ("--round", "--from")),
+        (("--from", "nowhere.json"), ("nowhere.json", "soloist trace MODEL")),
+        (("--from", SHAPE), ("config.json", "no trace")),
+        (("etude", "--shape", SHAPE), ("MODEL", "--shape")),
+        (("--context", 100), ("--context", "--shape")),
+        (("--ablations", "--picture", "x.svg"), ("--picture", "--ablations")),
+        (("--round", 0), ("--round", "at least 1")),
+        (("--round", 5000), ("--round", "4000")),
+        (("--device", "cpu"), ("--device", "cuda")),
+        (("--shape", SHAPE, "--precision", "fp8"), ("--precision", "bf16")),
+    ],
+)
+def test_traces_that_cannot_be_made(soloist, options, named):
+    assert_refused(soloist("trace", *options), *named)
 
 
 def test_unknown_precision(soloist):

@@ -9,7 +9,7 @@ import pytest
 
 from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import header
+from soloist.megakernel.header import Build, header
 from soloist.megakernel.plan import (
     MAX_COLUMNS,
     SLOT_BYTES,
@@ -18,7 +18,7 @@ from soloist.megakernel.plan import (
     Plan,
     make_plan,
 )
-from soloist.megakernel.trace import mark_names
+from soloist.megakernel.trace import num_words
 from soloist.model.dtype import Dtype
 
 GOLDEN = Path(__file__).parent / "golden" / "etude-sm_90a.cuh"
@@ -80,7 +80,7 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kBlockStride": plan.block_stride,
         "kLayerBytes": plan.layer_bytes,
         "kLayerVectors": plan.layer_vector_values,
-        "kTraceMarks": len(mark_names(plan)),
+        "kTraceWords": num_words(plan),
     }
     assert {name: seen.get(name) for name in wanted} == wanted
     assert seen["kScoreScale"] == pytest.approx(plan.head_dim**-0.5 / math.log(2), rel=1e-6)
@@ -134,7 +134,16 @@ def test_windows_and_rotations_are_listed_by_layer() -> None:
 def test_a_traced_round_is_asked_for() -> None:
     plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
     assert "constexpr bool kTrace = false;" in header(plan)
-    assert "constexpr bool kTrace = true;\nconstexpr unsigned kTraceRound = 3u;" in header(plan, 3)
+    traced = header(plan, Build(trace_round=3))
+    assert "constexpr bool kTrace = true;\nconstexpr unsigned kTraceRound = 3u;" in traced
+
+
+def test_a_build_for_tests_is_asked_for() -> None:
+    plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
+    assert "kSilentBlock = 4294967295ull;" in header(plan)
+    broken = header(plan, Build(ablation=2, silent_block=1, stuck_ns=10**6))
+    for constant in ("kAblation = 2u;", "kSilentBlock = 1u;", "kStuckNs = 1000000u;"):
+        assert constant in broken
 
 
 def test_the_golden_header() -> None:

@@ -58,6 +58,7 @@ class Row:
         start_position: of the first decode step; where it is not the end of the prompt, the KV
             cache before it holds random values.
         bandwidth_method: how the bandwidth was measured.
+        bench: 'decode'; older files lack it.
     """
 
     engine: str
@@ -83,9 +84,91 @@ class Row:
     sequences: int = 1
     start_position: int | None = None
     bandwidth_method: str = ""
+    bench: str = "decode"
 
 
-def write(file: Path, rows: Sequence[Row]) -> None:
+@dataclass(frozen=True, slots=True)
+class StartupRow:
+    """How long `soloist run` takes to its first token, in a fresh process.
+
+    Attributes:
+        bench: 'startup'.
+        shape: name of the model.
+        device: name of the processor, with cores in use.
+        executor: 'decode kernel' or 'reference'.
+        precision: of weights and KV cache.
+        kernel_cache: 'warm', with all kernels compiled before, or 'cold', with none.
+        runs: processes timed after one that was not, which read all files.
+        total_s: from starting the process to its first token.
+        weights_s: of them, reading weights.
+        kernels_s: of them, compiling kernels.
+        rest_s: of them, all else: interpreter, libraries, GPU, packing, tokenizer, prompt.
+        kernels_built: kernels compiled.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    shape: str
+    device: str
+    executor: str
+    precision: str
+    kernel_cache: str
+    runs: int
+    total_s: Spread
+    weights_s: Spread
+    kernels_s: Spread
+    rest_s: Spread
+    kernels_built: int
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyRow:
+    """How far one executor's logits are from fp32 arithmetic on the same weights.
+
+    Attributes:
+        bench: 'accuracy'.
+        engine: who was measured.
+        shape: name of the model.
+        device: name of the processor, with cores in use.
+        precision: of weights and KV cache.
+        positions: teacher-forced ones of one text.
+        text: what it is.
+        mean_kl, max_kl: KL divergence of its distributions from fp32's, in nats.
+        nll: mean negative log-likelihood of the text, in nats a token.
+        nll_difference: that minus fp32's.
+        nll_standard_error: of this difference, over positions.
+        top_1_agreement: share of positions at which both have the same best token.
+        same_bits: ways of making the logits that gave the same bits as the first.
+        repeats: launches of 64 tokens that gave the same tokens and last logits each time.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    engine: str
+    shape: str
+    device: str
+    precision: str
+    positions: int
+    text: str
+    mean_kl: float
+    max_kl: float
+    nll: float
+    nll_difference: float
+    nll_standard_error: float
+    top_1_agreement: float
+    same_bits: tuple[str, ...]
+    repeats: int
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+def write(file: Path, rows: Sequence[Row | StartupRow | AccuracyRow]) -> None:
     """Write rows to `file`, replacing it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(row) for row in rows], indent=2)

@@ -4,6 +4,7 @@ The only module of the package that imports transformers, which the `bench` extr
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from soloist.bench.decode import Contender, Run
 from soloist.engine import Engine
 from soloist.errors import SettingError
+from soloist.model.dtype import Dtype
 from soloist.model.weights import TORCH_DTYPES
 
 
@@ -66,14 +68,31 @@ def rivals(engine: Engine) -> list[Contender]:
     Raises:
         SettingError: transformers is not installed.
     """
+    resolved = engine.resolved
+    model = _loaded(engine.report.folder, resolved.dtype, torch.device(resolved.device))
+    return [TransformersGenerate(model, cache) for cache in ("dynamic", "static")]
+
+
+def forward_logits(
+    folder: Path, dtype: Dtype, device: torch.device, token_ids: list[int]
+) -> torch.Tensor:
+    """fp32 logits [T, V] of one forward pass in `dtype`.
+
+    Raises:
+        SettingError: transformers is not installed.
+    """
+    model = _loaded(folder, dtype, device)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids], device=device)).logits[0]
+    return logits.float()
+
+
+def _loaded(folder: Path, dtype: Dtype, device: torch.device) -> Any:  # noqa: ANN401 - untyped rival
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise SettingError(
             "--against", "transformers", "a library that is installed", "pip install soloist[bench]"
         ) from error
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        engine.report.folder, dtype=TORCH_DTYPES[engine.resolved.dtype]
-    )
-    model.to(engine.resolved.device).eval()
-    return [TransformersGenerate(model, cache) for cache in ("dynamic", "static")]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
+    return model.to(device).eval()

@@ -9,28 +9,31 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.decode import Run
-from soloist.engine.config import resolve_device
-from soloist.engine.engine import device_name, devices
-from soloist.engine.kernel import KernelModel, Support, find_support
-from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.bench.subject import (
+    kv_bytes_seen,
+    random_prompt,
+    require_gpu,
+    shape_dtype,
+    shape_name,
+    shape_on_gpu,
+)
+from soloist.engine.config import Precision
+from soloist.engine.engine import device_name
+from soloist.engine.kernel import KernelModel
+from soloist.errors import SettingError
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
-from soloist.megakernel.plan import Plan as KernelPlan
+from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
-from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import random_weights
+from soloist.model.tensors import streamed_values
 from soloist.sampling import Sampler, SamplingParams
-from soloist.settings import read_settings
 
 _MOST_ROUNDS = 4096
 
@@ -54,7 +57,7 @@ class Plan:
 
     file: Path
     device: str
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    precision: Precision
     prompt_tokens: int
     new_tokens: int
     runs: int
@@ -92,19 +95,13 @@ def measure(plan: Plan) -> list[record.Row]:
         raise SettingError(
             "--context", plan.start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    present = devices()
-    device = torch.device(resolve_device(plan.device, present))
-    if device.type != "cuda":
-        raise DeviceMissing("cuda", present)
-    dtype = Dtype.BF16 if plan.precision == "auto" else Dtype(plan.precision)
-    support = find_support(config, dtype, device)
-    if support.plan is None:
-        raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
+    dtype = shape_dtype(plan.precision)
+    device = require_gpu(plan.device, "without one, measure a model: soloist bench decode MODEL")
     bandwidth = read_bandwidth(device)
-    model = _built(plan, config, support, support.plan, device)
+    model = shape_on_gpu(config, dtype, plan.last, device, plan.sequences)
     if plan.context is not None:
         model.pool.tensor.normal_()
-    prompts = [_random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
+    prompts = [random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
     is_request = plan.all_columns == 1 and plan.context is None
     run = partial(_request if is_request else _launch, plan, model, prompts)
     runs = [run() for _ in range(plan.runs + 1)][1:]
@@ -128,40 +125,9 @@ def _check(plan: Plan) -> None:
         )
     if plan.new_tokens > _MOST_ROUNDS:
         raise SettingError("--new-tokens", plan.new_tokens, f"at most {_MOST_ROUNDS} with --shape")
-    if plan.precision == "fp32":
-        raise SettingError("--precision", plan.precision, "auto, bf16, fp16 with --shape")
+    shape_dtype(plan.precision)
     if plan.device == "cpu":
         raise SettingError("--device", plan.device, "auto, cuda, cuda:N with --shape")
-
-
-def _built(
-    plan: Plan, config: ModelConfig, support: Support, kernel: KernelPlan, device: torch.device
-) -> KernelModel:
-    """The model on the GPU; rows stay beside the packed weights if both fit."""
-    specs, dtype, tokens = tensors(config), kernel.dtype, plan.last
-    pooled_tokens = -(-tokens // PAGE_POSITIONS) * PAGE_POSITIONS * plan.sequences
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    needs = require_memory(
-        config, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
-    )
-    row_bytes = parameters(specs) * dtype.num_bytes
-    keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
-    home = device if keep_rows else torch.device("cpu")
-    return KernelModel(
-        kernel,
-        random_weights(specs, dtype, home),
-        tokens,
-        device,
-        read_settings().cache,
-        keep_rows=keep_rows,
-        sequences=plan.sequences,
-    )
-
-
-def _random_prompt(config: ModelConfig, num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
-    return [int(i) for i in ids]
 
 
 def _request(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
@@ -216,11 +182,11 @@ def _row(
     speed = record.Spread.of([rate * plan.all_columns for rate in steps])
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.columns * plan.new_tokens // 2
-    streamed = weights + plan.sequences * _kv_bytes(config, dtype, middle)
+    streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return record.Row(
         engine="soloist",
-        shape=plan.file.parent.name if plan.file.stem == "config" else plan.file.stem,
+        shape=shape_name(plan.file),
         device=device_name(str(device)),
         gpus=1,
         precision=dtype.value,
@@ -243,13 +209,3 @@ def _row(
         start_position=plan.start,
         bandwidth_method=bandwidth.method,
     )
-
-
-def _kv_bytes(config: ModelConfig, dtype: Dtype, position: int) -> int:
-    """Keys and values that a step at `position` sees."""
-    values = 0
-    for layer in config.layers:
-        a = layer.attention
-        seen = position if a.window is None else min(position, a.window)
-        values += 2 * a.num_kv_heads * a.head_dim * seen
-    return values * dtype.num_bytes

@@ -151,6 +151,91 @@ def info(
     information.show(model, context, revision, as_json=json)
 
 
+@app.command()
+def trace(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Text to run first; default: Python text.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Length of the prompt where no text is given.")
+    ] = 128,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Decode from this position on, over a random KV cache.", rich_help_panel=_SHAPE
+        ),
+    ] = None,
+    at_round: Annotated[
+        int,
+        typer.Option("--round", help="Which round after the prompt to trace, or how many to time."),
+    ] = 32,
+    ablations: Annotated[
+        bool,
+        typer.Option(
+            "--ablations",
+            help="Instead, time kernels that leave out waiting, the stream or the multiplies.",
+        ),
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Show a trace file that was made before; needs no GPU."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a layer of the trace to this SVG file.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Which layer to draw; default: the middle one.")
+    ] = None,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Trace file to write, for ui.perfetto.dev; default: trace.json."
+        ),
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """Show where a token's time goes in the decode kernel: a GPU's own time stamps.
+
+    Waiting for other blocks, multiplying and finishing, phase by phase, and a file that Perfetto
+    shows block by block.
+    """
+    from soloist.cli import tracing
+
+    o.check_trace(
+        source,
+        {
+            "MODEL": model, "--shape": shape, "--prompt": prompt, "--context": context,
+            "--ablations": ablations or None, "--output": output, "--picture": picture,
+            "--prompt-tokens": o.unless(128, prompt_tokens), "--round": o.unless(32, at_round),
+            "--device": o.unless("auto", device), "--precision": o.unless("auto", precision),
+        },
+    )  # fmt: skip
+    if source is not None:
+        tracing.trace_again(source, picture, layer, as_json=json)
+        return
+    from soloist.bench.trace import Plan
+
+    checked = o.checked_precision(precision)
+    plan = Plan(
+        model=model or o.DEFAULT_MODEL,
+        shape=shape,
+        prompt=prompt,
+        prompt_tokens=prompt_tokens,
+        context=context,
+        at_round=at_round,
+        device=device,
+        precision=checked,
+    )
+    if ablations:
+        tracing.ablate_now(plan, as_json=json)
+    else:
+        tracing.trace_now(plan, output or Path("trace.json"), picture, layer, as_json=json)
+
+
 @bench_app.command("decode")
 def bench_decode(
     model: o.OptionalModel = None,
@@ -183,9 +268,7 @@ def bench_decode(
     ] = None,
     device: o.Device = "auto",
     precision: o.Precision = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows to this JSON file.")
-    ] = None,
+    output: o.Output = None,
     json: o.Json = False,
 ) -> None:
     """Time to first token and decode speed of one greedy request, in this process."""
@@ -216,3 +299,72 @@ def bench_decode(
     if output is not None:
         record.write(output, rows)
     tables.show_rows(rows, as_json=json)
+
+
+@bench_app.command("startup")
+def bench_startup(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    runs: Annotated[int, typer.Option(help="Processes timed, after one to warm up.")] = 3,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    json: o.Json = False,
+) -> None:
+    """Time from starting `soloist run` to its first token, with and without compiled kernels."""
+    from soloist.bench import record, startup
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    o.check_only_one(shape, model)
+    plan = startup.Plan(model or o.DEFAULT_MODEL, shape, device, checked, runs)
+    rows = startup.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_startup(rows, as_json=json)
+
+
+@bench_app.command("accuracy")
+def bench_accuracy(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to read; default: Python's own, or random tokens with --shape."),
+    ] = None,
+    positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
+    against: Annotated[
+        str | None, typer.Option(help="Also hold a rival against fp32: transformers.")
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Also start so many equal launches of 64 tokens and compare their bits."),
+    ] = 0,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    json: o.Json = False,
+) -> None:
+    """How far 16-bit logits are from fp32 arithmetic, position by position of a given text.
+
+    On the decode kernel also that columns and launches change no bit.
+    """
+    from soloist.bench import accuracy, record
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    o.check_only_one(shape, model)
+    plan = accuracy.Plan(
+        model=model or o.DEFAULT_MODEL,
+        shape=shape,
+        text=text,
+        positions=positions,
+        against=against,
+        repeats=repeats,
+        device=device,
+        precision=checked,
+    )
+    rows = accuracy.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_accuracy(rows, as_json=json)

@@ -96,6 +96,7 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
         "timings": {**asdict(t), "decode_tokens_per_s": t.decode_tokens_per_s},
+        "load_s": engine.report.load_s,
         "model": status_line(engine),
         "device": engine.report.device_name,
         "executor": engine.report.executor,

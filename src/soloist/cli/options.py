@@ -105,6 +105,17 @@ Json = Annotated[
     typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT),
 ]
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Write the rows to this JSON file.", rich_help_panel=_OUTPUT
+    ),
+]
+Shape = Annotated[
+    Path | None,
+    typer.Option(help="Instead of a model, a config.json: random weights.", rich_help_panel=_MODEL),
+]
+
 DEFAULT_MODEL = "etude"
 
 _PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -142,6 +153,46 @@ def check_shape(
     for name, unused in (("MODEL", model), ("--against", against)):
         if unused is not None:
             raise SettingError(name, unused, "without --shape, which has random weights")
+
+
+def check_only_one(shape: Path | None, model: str | None) -> None:
+    """A shape or a model.
+
+    Raises:
+        SettingError: both are there.
+    """
+    if shape is not None and model is not None:
+        raise SettingError("MODEL", model, "without --shape, which has random weights")
+
+
+def unless(default: object, value: object) -> object | None:
+    """The value, or None where it is the default."""
+    return None if value == default else value
+
+
+def check_trace(source: Path | None, given: dict[str, object | None]) -> None:
+    """Options of `trace` that exclude each other; `given` maps names to values, None where absent.
+
+    Raises:
+        SettingError: one is there that would have no effect.
+    """
+
+    def refuse(names: tuple[str, ...], allowed: str) -> None:
+        for name in names:
+            if given[name] is not None:
+                raise SettingError(name, str(given[name]), allowed, "leave one of them out")
+
+    if source is not None:
+        refuse(
+            tuple(name for name in given if name != "--picture"),
+            "not beside --from, which makes no new trace",
+        )
+    if given["--ablations"] is not None:
+        refuse(("--output", "--picture"), "not beside --ablations, which makes no trace")
+    if given["--shape"] is not None:
+        refuse(("MODEL", "--prompt"), "not beside --shape, which has random weights and tokens")
+    else:
+        refuse(("--context",), "beside --shape only")
 
 
 def parsed_bias(given: list[str] | None) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from soloist.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from soloist.bench.record import Row
+    from soloist.bench.record import AccuracyRow, Row, Spread, StartupRow
 
 
 def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -83,3 +83,66 @@ def show_rows(rows: "Sequence[Row]", *, as_json: bool) -> None:
             for row in rows
         ],
     )
+
+
+def show_startup(rows: "Sequence[StartupRow]", *, as_json: bool) -> None:
+    """Times to the first token of a fresh process."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    first = rows[0]
+    print(
+        f"{first.shape} · {first.precision} · {first.device} · {first.executor} · from the start "
+        f"of soloist run to its first token · median of {first.runs} runs, in seconds"
+    )
+
+    def figure(spread: "Spread") -> str:
+        return f"{spread.median:.2f}"
+
+    show_table(
+        ("kernels", "total", "min – max", "weights", "compiling", "rest", "compiled"),
+        [
+            (
+                "none needed" if row.executor == "reference" else f"{row.kernel_cache} cache",
+                figure(row.total_s),
+                f"{row.total_s.min:.2f} – {row.total_s.max:.2f}",
+                figure(row.weights_s),
+                figure(row.kernels_s),
+                figure(row.rest_s),
+                str(row.kernels_built),
+            )
+            for row in rows
+        ],
+    )
+
+
+def show_accuracy(rows: "Sequence[AccuracyRow]", *, as_json: bool) -> None:
+    """Distances from fp32."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    first = rows[0]
+    print(
+        f"{first.shape} · {first.precision} · {first.device} · {first.positions} teacher-forced "
+        f"positions of {first.text} · against fp32 arithmetic on the same weights"
+    )
+    show_table(
+        ("engine", "mean KL", "largest KL", "NLL", "NLL − fp32's", "± std. error", "same top 1"),
+        [
+            (
+                row.engine,
+                f"{row.mean_kl:.1e}",
+                f"{row.max_kl:.1e}",
+                f"{row.nll:.4f}",
+                f"{row.nll_difference:+.1e}",
+                f"{row.nll_standard_error:.1e}",
+                f"{row.top_1_agreement:.1%}",
+            )
+            for row in rows
+        ],
+    )
+    for row in rows:
+        if row.same_bits:
+            print(f"{row.engine}: the same bits in {', '.join(row.same_bits)}")
+        if row.repeats:
+            print(f"{row.engine}: {row.repeats:,} launches of 64 tokens gave the same bits")

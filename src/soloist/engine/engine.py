@@ -92,8 +92,8 @@ class Engine:
         self.resolved = resolved
         self.report = report
         self.tokenizer = Tokenizer.from_folder(folder)
+        self.model = model
         self._folder = folder
-        self._model = model
 
     @classmethod
     def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
@@ -191,20 +191,25 @@ class Engine:
         """
         accepted = time.perf_counter()
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(prompt_ids, params)
+        self.check_prompt(prompt_ids, params.max_tokens)
+        params.check_vocabulary(self.config.vocab_size)
         return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
+        """Refuse a prompt that cannot be answered with so many tokens.
+
+        Raises:
+            RequestError: it is empty or too long, or a token id is outside the vocabulary.
+        """
         if not prompt_ids:
             raise EmptyPrompt
         vocab = self.config.vocab_size
         for token_id in prompt_ids:
             if not 0 <= token_id < vocab:
                 raise BadTokenId("prompt", token_id, vocab)
-        params.check_vocabulary(vocab)
         room = self.resolved.context_tokens - len(prompt_ids)
-        if params.max_tokens > room:
-            raise PromptTooLong(len(prompt_ids), params.max_tokens, self.resolved.context_tokens)
+        if new_tokens > room:
+            raise PromptTooLong(len(prompt_ids), new_tokens, self.resolved.context_tokens)
 
     def _events(
         self,
@@ -219,7 +224,7 @@ class Engine:
         made: list[int] = []
         text: list[str] = []
         first = last = accepted
-        source = self._model.generate(prompt_ids, sampler, lambda: cancel.requested)
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
         with closing(source):
             for token_id in source:
                 last = time.perf_counter()

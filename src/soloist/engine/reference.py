@@ -19,7 +19,7 @@ class ReferenceModel:
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._model = build_reference(config, weights)
+        self.reference = build_reference(config, weights)
 
     def generate(
         self,
@@ -29,5 +29,5 @@ class ReferenceModel:
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> Generator[int, None, None]:
         """Yield tokens until the caller stops asking or cancels."""
-        cache = self._model.new_cache(len(prompt_ids) + sampler.stop_test.max_tokens)
-        yield from generate(self._model, cache, prompt_ids, sampler, cancelled, chunk_tokens)
+        cache = self.reference.new_cache(len(prompt_ids) + sampler.stop_test.max_tokens)
+        yield from generate(self.reference, cache, prompt_ids, sampler, cancelled, chunk_tokens)

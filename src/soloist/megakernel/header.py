@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from soloist.megakernel.plan import (
@@ -25,7 +26,7 @@ from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
 )
-from soloist.megakernel.trace import num_marks
+from soloist.megakernel.trace import num_words
 from soloist.model.dtype import Dtype
 
 Value: TypeAlias = bool | int | float
@@ -33,12 +34,35 @@ Value: TypeAlias = bool | int | float
 MAX_STOPS = 16
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
+# No block has this number.
+_NO_BLOCK = 0xFFFFFFFF
 
 
-def header(
-    plan: Plan, trace_round: int | None = None, ablation: int = 0, *, samples: bool = False
-) -> str:
-    """The text of spec.cuh; `samples` for the kernel that does more than take the largest logit."""
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a kernel is built beside its plan; as it stands here, to run greedy requests.
+
+    Attributes:
+        samples: choose tokens by their columns' `Choice`, not only the largest logit.
+        trace_round: take time stamps in this round of a launch.
+        ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
+        silent_block: a block that never publishes its activations, so that the others get stuck.
+        stuck_ns: how long a block may get nowhere, less than 2^32.
+    """
+
+    samples: bool = False
+    trace_round: int | None = None
+    ablation: int = 0
+    silent_block: int | None = None
+    stuck_ns: int = STUCK_NS
+
+
+# What builds leave out; the order is that of the constants in cuda/sync/wait.cuh.
+ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
+
+
+def header(plan: Plan, build: Build = Build()) -> str:
+    """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
@@ -47,9 +71,10 @@ def header(
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
         "kMaxColumns": MAX_COLUMNS,
-        "kSamples": samples,
+        "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
-        "kStuckNs": STUCK_NS,
+        "kStuckNs": build.stuck_ns,
+        "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
         "kTurns": TURNS,
@@ -70,10 +95,10 @@ def header(
         "kSlotBytes": SLOT_BYTES,
         "kCopies": COPIES_IN_FLIGHT,
         "kColumnsCopies": COPIES_IN_FLIGHT_COLUMNS,
-        "kAblation": ablation,
-        "kTrace": trace_round is not None,
-        "kTraceRound": trace_round or 0,
-        "kTraceMarks": num_marks(plan),
+        "kAblation": build.ablation,
+        "kTrace": build.trace_round is not None,
+        "kTraceRound": build.trace_round or 0,
+        "kTraceWords": num_words(plan),
         "kReduceBytes": REDUCE_BYTES,
         "kSplits": plan.splits,
         "kNearPositions": plan.near_positions,

@@ -4,8 +4,8 @@ import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,13 @@ from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
-from soloist.megakernel.header import MAX_STOPS, header
+from soloist.megakernel.fault import Fault
+from soloist.megakernel.header import MAX_STOPS, Build, header
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
 from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
-from soloist.megakernel.trace import num_marks
+from soloist.megakernel.trace import num_words
 from soloist.model.weights import TORCH_DTYPES, Weights
-
-PHASES = (
-    "embed", "qkv", "attention", "attention_output", "gate_up", "down",
-    "head", "choose", "conclude",
-)  # fmt: skip
 
 
 class _Column(ctypes.Structure):
@@ -133,9 +129,7 @@ class Decoder:
         pool: KV pages [pages, layers, K, 2, 2, 32 · D].
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
-        trace_round: build a kernel that takes time stamps in this round of a launch (`trace`).
-        ablation: build one that leaves something out (1: waiting for other blocks, 2: the weight
-            stream, 3: that and the multiplies); its tokens mean nothing.
+        build: which kernel; `load` takes another one.
         keep_rows: leave `weights` as they are.
     """
 
@@ -149,8 +143,7 @@ class Decoder:
         max_rounds: int = 4096,
         max_sequences: int = MAX_COLUMNS,
         cache: Path | None = None,
-        trace_round: int | None = None,
-        ablation: int = 0,
+        build: Build = Build(),  # noqa: B008 - frozen
         keep_rows: bool = False,
     ) -> None:
         self.plan = plan
@@ -160,14 +153,12 @@ class Decoder:
         self.image, self.vectors, self._embedding = _load_image(
             plan, weights, device, keep_rows=keep_rows
         )
-        self._build = partial(_build, plan, trace_round, ablation, cache)
-        cubin = self._build(samples=False)
-        self.report = cubin.report.entries["decode"]
-        self._module = Module(cubin, "decode")
+        self._cache = cache
+        self.load(build)
         self._fresh_workspace = _fresh_workspace(plan).to(device)
         self._workspace = torch.empty_like(self._fresh_workspace)
         rows = plan.head.matrix.units * 8
-        self.trace = torch.zeros(plan.blocks, num_marks(plan), dtype=torch.int64, device=device)
+        self.trace = torch.zeros(plan.blocks, num_words(plan), dtype=torch.int64, device=device)
         self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
@@ -179,7 +170,7 @@ class Decoder:
 
         self._emitted, self._signals = pinned(max_rounds * MAX_COLUMNS), pinned(64)
         self._progress, self._stop, self._fault = (
-            self._signals[0:1], self._signals[16:17], self._signals[32:40]
+            self._signals[0:1], self._signals[16:17], self._signals[32:48]
         )  # fmt: skip
         self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_COLUMNS)
         self._signal_values = self._signals.numpy()
@@ -187,9 +178,22 @@ class Decoder:
         self._done = torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
 
+    def load(self, build: Build) -> None:
+        """Take another build of the kernel, on the same weights; no launch may be running."""
+        self._build_as = build
+        self.__dict__.pop("_sampler", None)
+        cubin = self._built(build)
+        self.report = cubin.report.entries["decode"]
+        self._module = Module(cubin, "decode")
+
+    def _built(self, build: Build) -> Cubin:
+        source = Source("kernels/decode.cu", header(self.plan, build))
+        return load_or_build(source, self.plan.gpu.arch, self._cache)
+
     @cached_property
     def _sampler(self) -> _Sampler:
-        return _Sampler(self.plan, Module(self._build(samples=True), "decode"), self._device)
+        cubin = self._built(replace(self._build_as, samples=True))
+        return _Sampler(self.plan, Module(cubin, "decode"), self._device)
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
@@ -294,11 +298,9 @@ class Decoder:
         try:
             return bool(self._done.query())
         except RuntimeError as error:
-            fault = self._signal_values[32:40]
-            if fault[0]:
-                _, block, *where = (int(x) for x in fault)
-                phase = PHASES[where.pop(2)]
-                raise KernelStuck(phase, block, *where) from error
+            fault = Fault.of_words(self._signal_values[32:48].tolist())
+            if fault is not None:
+                raise KernelStuck(fault.where, fault.needs, fault.seen) from error
             raise LaunchError("the decode kernel", str(error).splitlines()[0]) from error
 
     def stop(self) -> None:
@@ -311,13 +313,6 @@ class Decoder:
         """`start`, then all of its tokens."""
         self.start(columns, rounds, logits=logits)
         return list(self.tokens())
-
-
-def _build(
-    plan: Plan, trace_round: int | None, ablation: int, cache: Path | None, *, samples: bool
-) -> Cubin:
-    text = header(plan, trace_round, ablation, samples=samples)
-    return load_or_build(Source("kernels/decode.cu", text), plan.gpu.arch, cache)
 
 
 def _fresh_workspace(plan: Plan) -> Tensor:

@@ -19,7 +19,7 @@ from plan.shapes import SMALL
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import header
+from soloist.megakernel.header import Build, header
 from soloist.megakernel.launch import _Column, _Launch
 from soloist.megakernel.plan import MAX_COLUMNS, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
@@ -165,7 +165,7 @@ def library(tmp_path_factory):
     context = (CUDA / "sync" / "context.cuh").read_text()
     structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
     macros = "#define __constant__\n"
-    spec = header(PLAN, samples=True).replace("#pragma once", "#pragma once\n" + macros)
+    spec = header(PLAN, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs)
     (folder / "spec.cuh").write_text(spec)

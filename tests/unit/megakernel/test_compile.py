@@ -10,7 +10,7 @@ from plan.shapes import PUBLIC, etude
 from soloist.jit.compiler import Resources, compile_source
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import header
+from soloist.megakernel.header import ABLATIONS, Build, header
 from soloist.megakernel.plan import THREADS, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -64,7 +64,7 @@ def compiled(text: str, arch: str) -> tuple[Resources, tuple[str, ...]]:
 
 
 def require_sound(plan: Plan, *, samples: bool = False) -> None:
-    resources, warnings = compiled(header(plan, samples=samples), plan.gpu.arch)
+    resources, warnings = compiled(header(plan, Build(samples=samples)), plan.gpu.arch)
     assert warnings == ()
     shared = plan.shared_bytes + resources.static_shared_bytes
     assert shared <= plan.gpu.shared_bytes, f"{shared:,} bytes of shared memory"
@@ -105,6 +105,22 @@ def test_compiles_with_sampling_everywhere(name: str, arch: str, tmp_path: Path)
 )
 def test_compiles_everywhere(name: str, arch: str, tmp_path: Path) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, TYPICAL[arch]))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Build(trace_round=3),
+        Build(silent_block=3, stuck_ns=10**8),
+        *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
+    ],
+    ids=["trace", "silent", *(name for name in ABLATIONS if name != "none")],
+)
+def test_builds_for_looking_inside_compile(build: Build) -> None:
+    plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
+    resources, warnings = compiled(header(plan, build), "sm_90a")
+    assert warnings == ()
+    assert resources.registers * THREADS <= REGISTERS
 
 
 @pytest.mark.slow

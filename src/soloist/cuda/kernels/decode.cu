@@ -56,7 +56,8 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
   const u64 stride = cx.params.launch->logits_round_stride;
   for (;; ++cx.round) {
     if (cx.thread == 0) cx.where->round = cx.round;
-    cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceMarks : nullptr;
+    cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceWords : nullptr;
+    cx.mark_clocks();
     cx.mark();
     cx.begin(Phase::kEmbed);
     embed(cx);
@@ -89,6 +90,8 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.begin(Phase::kConclude);
     conclude(cx, barriers);
     cx.mark();
+    cx.mark_clocks();
+    cx.mark_sm();
     if (cx.shared.control().stop) return;
   }
 }
@@ -143,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
-      watch(&where, params.fault, first + 40);
+      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty));
     else if (warp == kConsumerWarps + 2)
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {

@@ -19,6 +19,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity, u32 n
       : "=r"(done) : "r"(barrier), "r"(parity), "r"(ns) : "memory");
   return done != 0;
 }
+// The same at once.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
 // Wait until it has; the watchdog sees to it that this ends.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(

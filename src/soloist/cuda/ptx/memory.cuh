@@ -88,6 +88,12 @@ __device__ __forceinline__ u64 clock_ns() {
   return t;
 }
 
+__device__ __forceinline__ u32 sm_id() {
+  u32 id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+
 // Registers move from the helper warps, which need few, to the consumers (in groups of four warps). Together
 // they may not exceed what the block started with: 4 · 72 + 8 · 216 = 12 · 168.
 __device__ __forceinline__ void give_registers() {

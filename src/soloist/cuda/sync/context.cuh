@@ -46,7 +46,7 @@ struct Params {
   u32* progress;          // host: rounds emitted
   const u32* yield;       // host: wish to stop at the next round
   Fault* fault;           // host
-  u64* trace;             // [block][mark] of the traced round, or null
+  u64* trace;             // [block][kTraceWords] of the traced round; trace.py knows their order
   u64 page_values;        // of one page over all layers
   u32 page_table_stride;
   float embedding_scale;  // 1 / root mean square of the embedding
@@ -125,6 +125,21 @@ struct Context {
   __device__ __forceinline__ void mark() {
     if (kTrace && thread == 0 && marks) *marks++ = clock_cycles();
   }
+  // The SM's clock, which marks are taken from, at a tick of the GPU's, which is coarse: trace.py brings
+  // the SMs to one time by two such pairs.
+  __device__ __forceinline__ void mark_clocks() {
+    if (kTrace && thread == 0 && marks) {
+      const u64 before = clock_ns();
+      u64 now = before;
+      while (now == before) now = clock_ns();
+      const u64 cycles = clock_cycles();
+      *marks++ = now;
+      *marks++ = cycles;
+    }
+  }
+  __device__ __forceinline__ void mark_sm() {
+    if (kTrace && thread == 0 && marks) *marks++ = sm_id();
+  }
   __device__ __forceinline__ void sync() const { sync_consumers(); }
   __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
     return params.vectors + static_cast<u64>(layer) * kLayerVectors;
@@ -155,6 +170,7 @@ __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
 // Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
 // lane stores two.
 __device__ __forceinline__ void publish_pair(u8* now, u32 column, u32 row, u32 lane, bool valid, float x) {
+  if (kSilentBlock != kNoBlock && blockIdx.x == kSilentBlock) return;
   const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
   if (lane % 2 == 0 && valid) store_exchanged(operand_value(now, column, row), present(pair));
 }

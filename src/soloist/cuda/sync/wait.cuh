@@ -8,7 +8,10 @@
 // the multiplies alone), no stream (weights as they lie in shared memory), no stream and no multiplies.
 constexpr u32 kNoWaits = 1, kNoStream = 2, kNoMultiply = 3;
 
-// What the consumers of a block do; the order is that of `PHASES` in launch.py.
+// A build for tests, in which block kSilentBlock never publishes its activations.
+constexpr u32 kNoBlock = 0xffffffffu;
+
+// What the consumers of a block do; the order is that of `PHASES` in fault.py.
 enum class Phase : u32 { kEmbed, kQkv, kAttention, kOutput, kGateUp, kDown, kHead, kChoose, kConclude };
 
 // Where a block is: consumers and producer write it, the watchdog reads it.
@@ -17,15 +20,31 @@ struct Where {
   u32 producer_round, producer_layer, copies;   // producer
 };
 
-// Host memory: 1 and what a stuck block was doing.
+// Host memory: 1, what a stuck block was doing, and how many of the copies that its producer issued have
+// landed and were read by all consumers. Fields as in `Fault` of fault.py.
 struct Fault {
-  u32 code, block;
+  u32 code, block, sm;
   Where where;
+  u32 landed, released;
 };
+// The first block to report; the others keep quiet, or the host would see a mixture.
+__device__ u32 reporters;
+
+// Slots whose barrier has not passed the phase of the slot's last copy; it is never further behind, since
+// the producer waits for it before it copies again. Slots take the launch's `copies` in turn.
+__device__ __forceinline__ u32 slots_behind(u32 barriers, u32 copies) {
+  u32 behind = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < kRingSlots; ++i) {
+    const u32 issued = (copies + kRingSlots - 1 - i) / kRingSlots;
+    behind += issued && !mbarrier_test(barriers + i * 8, (issued - 1) & 1);
+  }
+  return behind;
+}
 
 // A warp of its own, so that the waits cost the others nothing: if neither consumers nor producer get
 // anywhere for kStuckNs, it tells the host where they are and ends the kernel.
-__device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished) {
+__device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished, u32 full, u32 empty) {
   u32 last = ~0u;
   u64 since = clock_ns();
   while (!mbarrier_try_wait(finished, 0, 1000000)) {
@@ -34,13 +53,18 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
       last = now;
       since = clock_ns();
     } else if (clock_ns() - since > kStuckNs) {
+      if (atomicExch(&reporters, 1)) continue;
+      const u32 copies = where->copies;
       store_host(&fault->block, blockIdx.x);
+      store_host(&fault->sm, sm_id());
       store_host(&fault->where.round, where->round);
       store_host(&fault->where.layer, where->layer);
       store_host(&fault->where.phase, where->phase);
       store_host(&fault->where.producer_round, where->producer_round);
       store_host(&fault->where.producer_layer, where->producer_layer);
-      store_host(&fault->where.copies, where->copies);
+      store_host(&fault->where.copies, copies);
+      store_host(&fault->landed, copies - slots_behind(full, copies));
+      store_host(&fault->released, copies - slots_behind(empty, copies));
       store_host_release(&fault->code, 1);
       __threadfence_system();
       asm volatile("trap;");

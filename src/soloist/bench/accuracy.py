@@ -1,0 +1,277 @@
+"""`bench accuracy`: 16-bit logits of a given text against fp32 arithmetic on the same weights.
+
+Both read the weights that 16 bits hold, so what differs is arithmetic alone. One model is in memory
+at a time.
+"""
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soloist.bench import record
+from soloist.bench.agreement import agreement, forced_logits, require_same_bits
+from soloist.bench.decode import python_prompt
+from soloist.bench.folder import write_random_model
+from soloist.bench.subject import random_prompt, shape_name
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.config import Precision, resolve_device
+from soloist.engine.engine import device_name, devices
+from soloist.engine.kernel import KernelModel
+from soloist.engine.reference import ReferenceModel
+from soloist.errors import BitsDiffer, SettingError, UserError
+from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.model.checkpoint import Checkpoint, open_checkpoint
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.memory import CHUNK_TOKENS
+from soloist.model.weights import load_weights
+from soloist.reference import Reference, build_reference
+from soloist.settings import read_settings
+
+_REPEATED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        model: a folder, a hub id or a shipped model; unused with a shape.
+        shape: a config.json, for random weights and tokens instead.
+        text: a file to read; None for Python's own text.
+        positions: T, teacher-forced.
+        against: 'transformers', or None.
+        repeats: equal launches whose bits are compared; 0 for none.
+        device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+        precision: 'bf16', 'fp16', or 'auto' for the checkpoint's own, bf16 where that is fp32.
+    """
+
+    model: str
+    shape: Path | None
+    text: Path | None
+    positions: int
+    against: str | None
+    repeats: int
+    device: str
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A model's files, opened."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What one engine made of the text: logits [T, V], and in how many ways."""
+
+    engine: str
+    logits: Tensor
+    same_bits: tuple[str, ...] = ()
+
+
+def measure(plan: Plan) -> list[record.AccuracyRow]:
+    """A row for Soloist's executor and, if asked for, one for the rival.
+
+    Raises:
+        SettingError: sizes that cannot be measured, or an unknown rival.
+        UserError, DeviceError: as from loading the model.
+        BitsDiffer: columns, launches or repeats changed a bit.
+    """
+    _check(plan)
+    device = torch.device(resolve_device(plan.device, devices()))
+    with _files(plan, device) as files:
+        if plan.positions > files.config.context_tokens:
+            raise SettingError(
+                "--positions", plan.positions, f"at most {files.config.context_tokens:,}"
+            )
+        ids, ours = _ours(plan, files, device)
+        read = [ours]
+        _free(device)
+        if plan.against == "transformers":
+            from soloist.bench.rival import forward_logits
+
+            logits = forward_logits(files.folder, files.dtype, device, ids[:-1])
+            read.append(_Read("transformers forward", logits))
+            _free(device)
+        right = _reference_logits(_fp32_reference(files, device), ids[:-1])
+    return [_row(plan, files, device, r, right, torch.tensor(ids[1:])) for r in read]
+
+
+def _check(plan: Plan) -> None:
+    for name, value, least in (
+        ("--positions", plan.positions, 2),
+        ("--repeats", plan.repeats, 0),
+    ):
+        if value < least:
+            raise SettingError(name, value, f"at least {least}")
+    if plan.precision == "fp32":
+        raise SettingError("--precision", plan.precision, "auto, bf16, fp16: fp32 is the measure")
+    if plan.against not in (None, "transformers"):
+        raise SettingError("--against", plan.against, "transformers")
+    if plan.shape is not None and plan.text is not None:
+        raise SettingError("--text", str(plan.text), "without --shape, which has random tokens")
+
+
+@contextmanager
+def _files(plan: Plan, device: torch.device) -> Iterator[_Files]:
+    if plan.shape is None:
+        offline = read_settings().hub_offline
+        yield _opened(plan, find_model(plan.model, offline=offline))
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / shape_name(plan.shape)
+        folder.mkdir()
+        write_random_model(plan.shape, plan.precision, folder, device)
+        _free(device)
+        yield _opened(plan, folder)
+
+
+def _opened(plan: Plan, folder: Path) -> _Files:
+    checkpoint = open_checkpoint(folder)
+    stored = Dtype.BF16 if checkpoint.dtype is Dtype.FP32 else checkpoint.dtype
+    dtype = stored if plan.precision == "auto" else Dtype(plan.precision)
+    return _Files(folder.name, folder, read_config(folder / CONFIG_FILE), checkpoint, dtype)
+
+
+def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _Read]:
+    """The text, T + 1 tokens, and what the executor that requests use makes of it."""
+    room = max(plan.positions, 2 * _REPEATED_TOKENS)
+    engine = Engine.load(
+        EngineConfig(
+            str(files.folder),
+            str(device),
+            files.dtype.value,
+            context_tokens=min(room, files.config.context_tokens),
+        )
+    )
+    ids = _token_ids(plan, engine)
+    if isinstance(engine.model, KernelModel):
+        decoder, vocab = engine.model.decoder, engine.config.vocab_size
+        logits, same_bits = _kernel_logits(decoder, vocab, ids[:-1])
+        _require_repeats(plan.repeats, decoder, ids)
+        return ids, _Read("soloist, decode kernel", logits, same_bits)
+    if plan.repeats:
+        raise SettingError("--repeats", plan.repeats, "on the decode kernel only")
+    assert isinstance(engine.model, ReferenceModel), "the only other executor"
+    return ids, _Read("soloist, reference", _reference_logits(engine.model.reference, ids[:-1]))
+
+
+def _token_ids(plan: Plan, engine: Engine) -> list[int]:
+    count = plan.positions + 1
+    if plan.shape is not None:
+        return random_prompt(engine.config, count)
+    if plan.text is None:
+        return python_prompt(engine, count)
+    try:
+        ids = engine.tokenizer.encode(plan.text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{plan.text} cannot be read: {error}", "name a file of text") from error
+    if len(ids) < count:
+        raise SettingError(
+            "--text", str(plan.text), f"a text of at least {count:,} tokens; it has {len(ids):,}"
+        )
+    return ids[:count]
+
+
+def _kernel_logits(
+    decoder: Decoder, vocab_size: int, ids: list[int]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """One column in one launch, and the names of other ways that gave the same bits."""
+    all_of_them = len(ids)
+    first = forced_logits(decoder, vocab_size, ids, 1, all_of_them)
+    ways = {
+        f"{MAX_COLUMNS} columns": (MAX_COLUMNS, all_of_them),
+        "64 rounds a launch": (1, 64),
+        "1 round a launch": (1, 1),
+        f"{MAX_COLUMNS} columns, 1 round a launch": (MAX_COLUMNS, 1),
+    }
+    for name, (columns, rounds) in ways.items():
+        other = forced_logits(decoder, vocab_size, ids, columns, rounds)
+        require_same_bits(f"1 column in one launch and of {name}", first, other)
+    return first, ("1 column in one launch", *ways)
+
+
+def _require_repeats(repeats: int, decoder: Decoder, ids: list[int]) -> None:
+    if not repeats:
+        return
+    column = [Column(0, 0, ids[:3])]
+    tokens = decoder.run(column, _REPEATED_TOKENS)
+    logits = decoder.logits[0].clone()
+    for i in range(1, repeats):
+        if decoder.run(column, _REPEATED_TOKENS) != tokens:
+            raise BitsDiffer("the tokens of equal launches", f"launch {i}")
+        if not torch.equal(decoder.logits[0], logits):
+            raise BitsDiffer("the last logits of equal launches", f"launch {i}")
+
+
+def _fp32_reference(files: _Files, device: torch.device) -> Reference:
+    """Weights rounded to 16 bits, arithmetic in fp32."""
+    weights = load_weights(files.checkpoint, tensors(files.config), files.dtype, device)
+    for name in weights:
+        weights[name] = weights[name].float()
+    return build_reference(files.config, weights)
+
+
+def _reference_logits(reference: Reference, ids: list[int]) -> Tensor:
+    """[T, V] in fp32."""
+    cache = reference.new_cache(len(ids))
+    chunks = []
+    for start in range(0, len(ids), CHUNK_TOKENS):
+        chunk = torch.tensor(ids[start : start + CHUNK_TOKENS], device=reference.device)
+        logits = reference.forward(chunk, start, cache, "all")
+        assert logits is not None, "logits were asked for"
+        chunks.append(logits.clone())
+    return torch.cat(chunks)
+
+
+def _free(device: torch.device) -> None:
+    """Memory of a model that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _row(
+    plan: Plan, files: _Files, device: torch.device, read: _Read, right: Tensor, targets: Tensor
+) -> record.AccuracyRow:
+    a = agreement(right, read.logits, targets)
+    is_ours = read.engine.startswith("soloist")
+    packages = ["torch"] if is_ours else ["torch", "transformers"]
+    text = "Python's argparse" if plan.text is None else plan.text.name
+    return record.AccuracyRow(
+        bench="accuracy",
+        engine=read.engine,
+        shape=files.name,
+        device=device_name(str(device)),
+        precision=files.dtype.value,
+        positions=plan.positions,
+        text="random tokens" if plan.shape is not None else text,
+        mean_kl=a.mean_kl,
+        max_kl=a.max_kl,
+        nll=a.nll,
+        nll_difference=a.nll_difference,
+        nll_standard_error=a.nll_standard_error,
+        top_1_agreement=a.top_1,
+        same_bits=read.same_bits,
+        repeats=plan.repeats if is_ours else 0,
+        versions=record.versions(*packages),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )

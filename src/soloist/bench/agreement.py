@@ -1,0 +1,111 @@
+"""How far logits are from others of the same text, and the kernel's logits of a given text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soloist.errors import BitsDiffer
+from soloist.megakernel.launch import Column, Decoder
+
+# Positions compared at once: distributions are computed in fp64.
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of logits with the right ones, over T positions; in nats.
+
+    Attributes:
+        mean_kl, max_kl: KL(right ‖ these).
+        nll: mean negative log-likelihood of the text under these.
+        nll_difference: that minus the right one's.
+        nll_standard_error: of the difference, from its spread over positions.
+        top_1: share of positions with the same best token.
+    """
+
+    mean_kl: float
+    max_kl: float
+    nll: float
+    nll_difference: float
+    nll_standard_error: float
+    top_1: float
+
+
+def agreement(right: Tensor, logits: Tensor, targets: Tensor) -> Agreement:
+    """Compare two sets of logits.
+
+    Args:
+        right: [T, V] logits to hold the others against.
+        logits: [T, V], on any device.
+        targets: [T] token that the text has after each position.
+    """
+    assert right.shape == logits.shape, "the same positions and vocabulary"
+    kl, nll, differences, same = [], [], [], []
+    for start in range(0, len(right), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        a = right[chunk].double().log_softmax(-1)
+        b = logits[chunk].to(right.device).double().log_softmax(-1)
+        next_ids = targets[chunk, None].to(right.device)
+        kl.append((a.exp() * (a - b)).sum(-1))
+        nll.append(-b.gather(1, next_ids)[:, 0])
+        differences.append((a - b).gather(1, next_ids)[:, 0])
+        same.append(a.argmax(-1) == b.argmax(-1))
+    all_kl, difference = torch.cat(kl), torch.cat(differences)
+    error = difference.std() / len(difference) ** 0.5 if len(difference) > 1 else torch.tensor(0.0)
+    return Agreement(
+        mean_kl=float(all_kl.mean()),
+        max_kl=float(all_kl.max()),
+        nll=float(torch.cat(nll).mean()),
+        nll_difference=float(difference.mean()),
+        nll_standard_error=float(error),
+        top_1=float(torch.cat(same).double().mean()),
+    )
+
+
+def forced_logits(
+    decoder: Decoder, vocab_size: int, token_ids: Sequence[int], columns: int, rounds: int
+) -> Tensor:
+    """fp32 logits [T, V] after each token of a given text, from the decode kernel.
+
+    Args:
+        decoder: with room for the text in sequence 0.
+        vocab_size: V.
+        token_ids: [T].
+        columns: positions side by side in a round.
+        rounds: most of them in a launch.
+    """
+    ids, parts, position = list(token_ids), [], 0
+    rounds = min(rounds, decoder.max_rounds)
+    while position < len(ids):
+        side_by_side = min(columns, len(ids) - position)
+        here = min(rounds, (len(ids) - position) // side_by_side)
+        end = position + here * side_by_side
+        kept = torch.zeros(
+            here, side_by_side, decoder.logits.shape[1], device=decoder.logits.device
+        )
+        decoder.run(
+            [
+                Column(0, position + c, ids[position + c : end : side_by_side], stride=side_by_side)
+                for c in range(side_by_side)
+            ],
+            here,
+            logits=kept,
+        )
+        parts.append(kept.flatten(0, 1)[:, :vocab_size])
+        position = end
+    return torch.cat(parts)
+
+
+def require_same_bits(what: str, first: Tensor, second: Tensor) -> None:
+    """Two [T, V] logits are equal.
+
+    Raises:
+        BitsDiffer: they are not; the message names the first place.
+    """
+    if torch.equal(first, second):
+        return
+    position, token_id = (first != second).nonzero()[0].tolist()
+    values = f"{float(first[position, token_id])} and {float(second[position, token_id])}"
+    raise BitsDiffer(f"the logits of {what}", f"position {position}, token {token_id} ({values})")

@@ -1,0 +1,165 @@
+"""`bench startup`: from the start of `soloist run` in a fresh process to its first token.
+
+With kernels compiled before, and with an empty cache. Weights come from files that the operating
+system has read before, since a first run that is not timed reads them all.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from soloist.bench import record
+from soloist.bench.folder import write_random_model
+from soloist.bench.subject import shape_name
+from soloist.engine.config import Precision, resolve_device
+from soloist.engine.engine import devices
+from soloist.errors import RunFailed, SettingError
+from soloist.settings import environment_with_cache
+
+_PROMPT = "def fibonacci(n):\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        model: a folder, a hub id or a shipped model; unused with a shape.
+        shape: a config.json, for a folder of random weights instead.
+        device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+        precision: of weights and KV cache.
+        runs: timed, of each kind.
+    """
+
+    model: str
+    shape: Path | None
+    device: str
+    precision: Precision
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One process.
+
+    Attributes:
+        total_s: from starting it to its first token.
+        weights_s: of them, reading weights, to where they stay or are packed from.
+        kernels_s: of them, compiling kernels.
+        num_kernels: compiled; 0 where all were in the cache, or none is needed.
+        report: what `soloist run --json` printed.
+    """
+
+    total_s: float
+    weights_s: float
+    kernels_s: float
+    num_kernels: int
+    report: dict[str, Any]
+
+
+def measure(plan: Plan) -> list[record.StartupRow]:
+    """A row with kernels in the cache; with the decode kernel, also one with an empty cache.
+
+    Raises:
+        SettingError: sizes that cannot be measured.
+        RunFailed: the command failed; the message is its own.
+    """
+    if plan.runs < 1:
+        raise SettingError("--runs", plan.runs, "at least 1")
+    device = resolve_device(plan.device, devices())
+    with _model(plan, torch.device(device)) as model, tempfile.TemporaryDirectory() as kept:
+
+        def start(cache: str) -> Start:
+            return _start(model, device, plan.precision, Path(cache))
+
+        start(kept)
+        starts: dict[Literal["warm", "cold"], list[Start]] = {
+            "warm": [start(kept) for _ in range(plan.runs)]
+        }
+        if starts["warm"][0].report["executor"] == "decode kernel":
+            starts["cold"] = []
+            for _ in range(plan.runs):
+                with tempfile.TemporaryDirectory() as empty:
+                    starts["cold"].append(start(empty))
+    return [_row(plan, kind, of_kind) for kind, of_kind in starts.items()]
+
+
+@contextmanager
+def _model(plan: Plan, device: torch.device) -> Iterator[str]:
+    if plan.shape is None:
+        yield plan.model
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / shape_name(plan.shape)
+        folder.mkdir()
+        write_random_model(plan.shape, plan.precision, folder, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield str(folder)
+
+
+def _start(model: str, device: str, precision: Precision, cache: Path) -> Start:
+    command = [
+        sys.executable, "-m", "soloist", "run", model, "--prompt", _PROMPT, "--max-tokens", "1",
+        "--ignore-eos", "--device", device, "--precision", precision, "--json",
+    ]  # fmt: skip
+    before = _builds(cache)
+    start = time.perf_counter()
+    with subprocess.Popen(  # noqa: S603 - this program itself
+        command,
+        env=environment_with_cache(cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # what follows the first byte stays in the pipe
+    ) as process:
+        assert process.stdout is not None
+        # The report is printed at the only token's end.
+        first = process.stdout.read(1)
+        total_s = time.perf_counter() - start
+        rest, err = process.communicate()
+    if process.returncode:
+        raise RunFailed(err.decode(errors="replace"))
+    report = json.loads(first + rest)
+    built = _builds(cache)
+    new = [seconds for place, seconds in built.items() if place not in before]
+    return Start(total_s, report["load_s"], sum(new), len(new), report)
+
+
+def _builds(cache: Path) -> dict[str, float]:
+    """Seconds that each kernel in the cache took to compile."""
+    return {
+        file.parent.name: json.loads(file.read_text(encoding="utf-8"))["seconds"]
+        for file in cache.glob("kernels/*/build.json")
+    }
+
+
+def _row(plan: Plan, kind: Literal["warm", "cold"], starts: list[Start]) -> record.StartupRow:
+    report = starts[0].report
+    others = [s.total_s - s.weights_s - s.kernels_s for s in starts]
+    return record.StartupRow(
+        bench="startup",
+        shape=Path(plan.model).name if plan.shape is None else shape_name(plan.shape),
+        device=report["device"],
+        executor=report["executor"],
+        precision=report["precision"],
+        kernel_cache=kind,
+        runs=len(starts),
+        total_s=record.Spread.of([s.total_s for s in starts]),
+        weights_s=record.Spread.of([s.weights_s for s in starts]),
+        kernels_s=record.Spread.of([s.kernels_s for s in starts]),
+        rest_s=record.Spread.of(others),
+        kernels_built=starts[0].num_kernels,
+        versions=record.versions("torch"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )

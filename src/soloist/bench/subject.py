@@ -1,0 +1,184 @@
+"""What is measured on the decode kernel: a model, or a shape with random weights, on one GPU."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from soloist.bench.decode import python_prompt
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.config import Precision, resolve_device
+from soloist.engine.engine import device_name, devices
+from soloist.engine.kernel import KernelModel, find_support
+from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.megakernel.plan import PAGE_POSITIONS
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
+from soloist.model.tensors import parameters, streamed_values
+from soloist.model.weights import random_weights
+from soloist.settings import read_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model on the decode kernel, and a prompt.
+
+    Attributes:
+        name: of the model, for people.
+        model: ready for launches; its pool holds nothing yet, or random keys and values.
+        prompt_ids: what to run before measuring; at least one token.
+        start: position at which measuring starts.
+    """
+
+    name: str
+    model: KernelModel
+    prompt_ids: list[int]
+    start: int
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self.model.pool.device
+
+    @property
+    def device_name(self) -> str:
+        """For people."""
+        return device_name(str(self.device))
+
+    def streamed_bytes(self, position: int) -> int:
+        """Weights, keys and values that the token at `position` has to read."""
+        config, dtype = self.model.plan.model, self.model.plan.dtype
+        weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
+        return weights + kv_bytes_seen(config, dtype, position)
+
+
+def require_gpu(asked: str, otherwise: str) -> torch.device:
+    """The GPU to use.
+
+    Args:
+        asked: 'auto', 'cuda' or 'cuda:N'.
+        otherwise: what can be done where there is none.
+
+    Raises:
+        SettingError: the CPU was asked for.
+        DeviceMissing: there is no GPU, or not this one.
+    """
+    if asked == "cpu":
+        raise SettingError("--device", asked, "auto, cuda, cuda:N: this runs on a GPU only")
+    present = devices()
+    if not any(name.startswith("cuda") for name in present):
+        hint = f"this needs an NVIDIA GPU of compute capability 9.0 or later; {otherwise}"
+        raise DeviceMissing("cuda" if asked == "auto" else asked, present, hint)
+    return torch.device(resolve_device(asked, present))
+
+
+def shape_name(file: Path) -> str:
+    """A configuration's name for people."""
+    return file.parent.name if file.stem == "config" else file.stem
+
+
+def shape_dtype(precision: Precision) -> Dtype:
+    """What a shape runs in.
+
+    Raises:
+        SettingError: the kernel has no such precision.
+    """
+    if precision == "fp32":
+        raise SettingError("--precision", precision, "auto, bf16, fp16 with --shape")
+    return Dtype.BF16 if precision == "auto" else Dtype(precision)
+
+
+def shape_on_gpu(
+    config: ModelConfig,
+    dtype: Dtype,
+    context_tokens: int,
+    device: torch.device,
+    sequences: int = 1,
+) -> KernelModel:
+    """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
+
+    Raises:
+        DeviceError: the kernel does not run this shape, or it does not fit.
+    """
+    support = find_support(config, dtype, device)
+    if support.plan is None:
+        raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
+    specs = tensors(config)
+    pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    needs = require_memory(
+        config, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
+    )
+    row_bytes = parameters(specs) * dtype.num_bytes
+    keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
+    home = device if keep_rows else torch.device("cpu")
+    return KernelModel(
+        support.plan,
+        random_weights(specs, dtype, home),
+        context_tokens,
+        device,
+        read_settings().cache,
+        keep_rows=keep_rows,
+        sequences=sequences,
+    )
+
+
+def shape_subject(
+    file: Path, precision: Precision, device: torch.device, prompt_tokens: int, rounds: int,
+    context: int | None,
+) -> Subject:  # fmt: skip
+    """A shape, a random prompt and, with `context`, a random KV cache up to there.
+
+    Raises:
+        UserError, DeviceError: it cannot be measured; the message says why.
+    """
+    config, dtype = read_config(file), shape_dtype(precision)
+    start = prompt_tokens if context is None else context
+    tokens = max(prompt_tokens, start + rounds)
+    if tokens > config.context_tokens:
+        raise SettingError(
+            "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
+        )
+    model = shape_on_gpu(config, dtype, tokens, device)
+    if context is not None:
+        model.pool.tensor.normal_()
+    return Subject(shape_name(file), model, random_prompt(config, prompt_tokens), start)
+
+
+def model_subject(
+    asked: EngineConfig, prompt: str | None, prompt_tokens: int, rounds: int
+) -> Subject:
+    """A model as any request finds it; without a prompt, `prompt_tokens` of Python text.
+
+    Raises:
+        UserError, DeviceError: it cannot be measured; the message says why.
+    """
+    engine = Engine.load(asked)
+    if not isinstance(engine.model, KernelModel):
+        raise DeviceError(
+            engine.report.refusal.partition(";")[0], "this measures the decode kernel only"
+        )
+    ids = (
+        python_prompt(engine, prompt_tokens) if prompt is None else engine.tokenizer.encode(prompt)
+    )
+    engine.check_prompt(ids, rounds)
+    return Subject(engine.report.folder.name, engine.model, ids, len(ids))
+
+
+def random_prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids, the same everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
+    return [int(i) for i in ids]
+
+
+def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
+    """Keys and values that a step at `position` sees."""
+    values = 0
+    for layer in config.layers:
+        a = layer.attention
+        seen = position if a.window is None else min(position, a.window)
+        values += 2 * a.num_kv_heads * a.head_dim * seen
+    return values * dtype.num_bytes

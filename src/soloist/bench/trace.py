@@ -1,0 +1,191 @@
+"""`soloist trace`: where a token's time goes in the decode kernel, by its own time stamps.
+
+And by builds that leave something out: what the rest takes without it.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from soloist.bench import record
+from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
+from soloist.bench.timeline import About, Timeline, timeline
+from soloist.engine import EngineConfig
+from soloist.engine.config import Precision
+from soloist.errors import SettingError
+from soloist.megakernel.header import ABLATIONS, Build
+from soloist.megakernel.launch import Column
+from soloist.megakernel.trace import block_times, stretches
+from soloist.sampling import Sampler, SamplingParams
+
+# Launches that are timed, after one that is not.
+_LAUNCHES = 3
+_MOST_ROUNDS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to look at.
+
+    Attributes:
+        model: a folder, a hub id or a shipped model; unused with a shape.
+        shape: a config.json, for random weights instead.
+        prompt: text; None for `prompt_tokens` of Python text or, with a shape, random tokens.
+        prompt_tokens: length of the prompt where no text is given.
+        context: with a shape, position from which to decode, over random keys and values.
+        at_round: which of a launch's rounds to look at, or how many to time.
+        device: 'auto', 'cuda' or 'cuda:N'.
+        precision: of weights and KV cache.
+    """
+
+    model: str
+    shape: Path | None
+    prompt: str | None
+    prompt_tokens: int
+    context: int | None
+    at_round: int
+    device: str
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTime:
+    """How long a round of one build takes.
+
+    Attributes:
+        leaves_out: a name of `ABLATIONS`.
+        round_us: median over launches.
+    """
+
+    leaves_out: str
+    round_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ablations:
+    """All builds, and what memory alone would allow.
+
+    Attributes:
+        shape, device, precision: what was measured.
+        position: of the middle round.
+        streamed_bytes: of that round.
+        bandwidth_gb_per_s: measured read bandwidth of the device.
+        builds: one for each of `ABLATIONS`.
+    """
+
+    shape: str
+    device: str
+    precision: str
+    position: int
+    streamed_bytes: int
+    bandwidth_gb_per_s: float
+    builds: tuple[BuildTime, ...]
+
+    @property
+    def floor_us(self) -> float:
+        """The round's bytes at the measured bandwidth."""
+        return self.streamed_bytes / self.bandwidth_gb_per_s / 1e3
+
+
+def trace(plan: Plan) -> Timeline:
+    """Trace one round of one sequence.
+
+    Raises:
+        SettingError: sizes that cannot be traced.
+        UserError, DeviceError: no GPU, or a model that the kernel does not run.
+    """
+    subject, bandwidth = _subject(plan)
+    first = _first_token(subject)
+    untraced_us = _round_us(subject, [first], plan.at_round + 2)
+    decoder = subject.model.decoder
+    decoder.load(Build(trace_round=plan.at_round))
+    # The traced round is not the last: the stream goes on behind it, as it does in any other.
+    decoder.run([Column(0, subject.start, [first])], plan.at_round + 2)
+    position = subject.start + plan.at_round
+    kernel = subject.model.plan
+    about = About(
+        shape=subject.name,
+        device=subject.device_name,
+        precision=kernel.dtype.value,
+        position=position,
+        num_layers=kernel.model.num_layers,
+        streamed_bytes=subject.streamed_bytes(position),
+        bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
+        untraced_us=round(untraced_us, 2),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )
+    return timeline([block_times(row) for row in decoder.trace.tolist()], stretches(kernel), about)
+
+
+def ablate(plan: Plan) -> Ablations:
+    """Time a round of every build; each is given the tokens that the whole kernel chose.
+
+    Raises:
+        SettingError, UserError, DeviceError: as from `trace`.
+    """
+    subject, bandwidth = _subject(plan)
+    rounds = plan.at_round + 2
+    first = _first_token(subject)
+    decoder = subject.model.decoder
+    made = [chosen[0] for chosen in decoder.run([Column(0, subject.start, [first])], rounds)]
+    builds = []
+    for name, ablation in ABLATIONS.items():
+        decoder.load(Build(ablation=ablation))
+        builds.append(BuildTime(name, round(_round_us(subject, [first, *made[:-1]], rounds), 2)))
+    position = subject.start + rounds // 2
+    return Ablations(
+        shape=subject.name,
+        device=subject.device_name,
+        precision=subject.model.plan.dtype.value,
+        position=position,
+        streamed_bytes=subject.streamed_bytes(position),
+        bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
+        builds=tuple(builds),
+    )
+
+
+def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
+    """The model, loaded after the bandwidth test, which wants some memory as well."""
+    for name, value in (
+        ("--prompt-tokens", plan.prompt_tokens),
+        ("--context", 1 if plan.context is None else plan.context),
+        ("--round", plan.at_round),
+    ):
+        if value < 1:
+            raise SettingError(name, value, "at least 1")
+    if plan.at_round > _MOST_ROUNDS:
+        raise SettingError("--round", plan.at_round, f"at most {_MOST_ROUNDS}")
+    device = require_gpu(
+        plan.device,
+        "without one, look at a trace that was made elsewhere: soloist trace --from FILE",
+    )
+    bandwidth, rounds = read_bandwidth(device), plan.at_round + 2
+    if plan.shape is None:
+        asked = EngineConfig(plan.model, str(device), plan.precision)
+        return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds), bandwidth
+    subject = shape_subject(
+        plan.shape, plan.precision, device, plan.prompt_tokens, rounds, plan.context
+    )
+    return subject, bandwidth
+
+
+def _first_token(subject: Subject) -> int:
+    """Run the prompt; what follows it."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    sampler = Sampler(params, subject.model.plan.model.vocab_size, subject.prompt_ids)
+    (token_id,) = subject.model.generate(subject.prompt_ids, sampler, lambda: False)
+    return token_id
+
+
+def _round_us(subject: Subject, tokens: list[int], rounds: int) -> float:
+    """Time of a round as the host sees tokens come, median over launches."""
+    results = []
+    for _ in range(_LAUNCHES + 1):
+        subject.model.decoder.start([Column(0, subject.start, tokens)], rounds)
+        times = [time.perf_counter() for _ in subject.model.decoder.tokens()]
+        results.append((times[-1] - times[0]) / (rounds - 1) * 1e6)
+    return median(results[1:])

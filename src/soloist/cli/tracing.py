@@ -1,0 +1,128 @@
+"""`soloist trace`: a traced round, or builds that leave something out, in words and tables."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from soloist.bench.picture import picture
+from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, write
+from soloist.cli.tables import show_table
+from soloist.cli.terminal import print_json, status
+from soloist.errors import SettingError, gigabytes
+
+if TYPE_CHECKING:
+    from soloist.bench.trace import Ablations, Plan
+
+_ABLATION_WORDS = {
+    "none": "nothing: the whole kernel",
+    "waits": "waiting for other blocks: stream and multiplies alone",
+    "stream": "the stream: exchanges and multiplies of weights that are there",
+    "multiply": "the stream and the multiplies: exchanges and attention alone",
+}
+
+
+def trace_again(source: Path, drawing: Path | None, layer: int | None, *, as_json: bool) -> None:
+    """Show, and draw, what a trace file holds."""
+    _show(read(source), drawing, layer, as_json=as_json)
+
+
+def trace_now(
+    plan: "Plan", output: Path, drawing: Path | None, layer: int | None, *, as_json: bool
+) -> None:
+    """Trace a round, keep it and show it."""
+    from soloist.bench.trace import trace
+
+    made = trace(plan)
+    write(output, made)
+    status(f"{output}: open it in ui.perfetto.dev, or draw a layer with soloist trace --from")
+    _show(made, drawing, layer, as_json=as_json)
+
+
+def ablate_now(plan: "Plan", *, as_json: bool) -> None:
+    """Time all builds and show them."""
+    from soloist.bench.trace import ablate
+
+    made = ablate(plan)
+    if as_json:
+        print_json({**asdict(made), "floor_us": made.floor_us})
+    else:
+        _show_ablations(made)
+
+
+def _show(made: Timeline, drawing: Path | None, layer: int | None, *, as_json: bool) -> None:
+    if layer is not None and drawing is None:
+        raise SettingError("--layer", layer, "beside --picture only")
+    phases = times_by_phase(made.slices, len(made.sms))
+    if drawing is not None:
+        chosen = made.about.num_layers // 2 if layer is None else layer
+        drawing.parent.mkdir(parents=True, exist_ok=True)
+        drawing.write_text(picture(made, chosen), encoding="utf-8")
+        status(f"{drawing}: layer {chosen} of {made.about.num_layers}")
+    if as_json:
+        print_json(
+            {
+                **asdict(made.about),
+                "blocks": len(made.sms),
+                "round_us": made.round_us,
+                "mbu": made.mbu,
+                "phases": [asdict(phase) for phase in phases],
+            }
+        )
+        return
+    for line in words(made, phases):
+        print(line)
+    _show_phases(phases, made.round_us)
+
+
+def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
+    """The trace in sentences."""
+    a, total = made.about, made.round_us
+    waiting, multiplying, finishing = (
+        sum(getattr(phase, f"{activity}_us") for phase in phases)
+        for activity in ("waiting", "multiplying", "finishing")
+    )
+    longest = max(phases, key=lambda phase: phase.waiting_us)
+    return [
+        f"{a.shape} · {a.precision} · {a.device} · {len(made.sms)} blocks · the token at position "
+        f"{a.position:,} · reads {gigabytes(a.streamed_bytes)} · bandwidth "
+        f"{a.bandwidth_gb_per_s} GB/s",
+        f"The traced round took {total:.1f} µs, MBU {made.mbu:.0%}; without time stamps a round "
+        f"takes {a.untraced_us:.1f} µs.",
+        f"A block multiplies, or waits for memory to deliver, in {multiplying / total:.0%} of the "
+        f"time, waits for other blocks in {waiting / total:.0%}, and finishes results in "
+        f"{finishing / total:.0%}.",
+        f"It waits longest in {longest.phase}: {longest.waiting_us:.1f} µs a round.",
+    ]
+
+
+def _show_phases(phases: list[PhaseTime], total_us: float) -> None:
+    everything = PhaseTime(
+        "all",
+        sum(p.waiting_us for p in phases),
+        sum(p.multiplying_us for p in phases),
+        sum(p.finishing_us for p in phases),
+    )
+    show_table(
+        ("phase", "waiting µs", "multiplying µs", "finishing µs", "together µs", "of the round"),
+        [
+            (
+                phase.phase,
+                f"{phase.waiting_us:.1f}",
+                f"{phase.multiplying_us:.1f}",
+                f"{phase.finishing_us:.1f}",
+                f"{phase.total_us:.1f}",
+                f"{phase.total_us / total_us:.1%}",
+            )
+            for phase in [*phases, everything]
+        ],
+    )
+
+
+def _show_ablations(made: "Ablations") -> None:
+    print(
+        f"{made.shape} · {made.precision} · {made.device} · around position {made.position:,} · "
+        f"reads {gigabytes(made.streamed_bytes)} a token"
+    )
+    rows = [(_ABLATION_WORDS[b.leaves_out], f"{b.round_us:.1f}") for b in made.builds]
+    floor = f"everything but reading, at the measured {made.bandwidth_gb_per_s} GB/s (computed)"
+    show_table(("left out", "µs a token"), [*rows, (floor, f"{made.floor_us:.1f}")])

@@ -1,0 +1,79 @@
+"""What the watchdog tells the host of a stuck block, in words. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+# What consumers do, in the order of `Phase` in cuda/sync/wait.cuh, and what each waits for.
+PHASES = {
+    "embed": "nothing of other blocks",
+    "qkv": "the residual stream of all blocks, from down of the layer before or from embed",
+    "attention": "q, k and v from the blocks that own rows of its KV head, and at long context "
+    "for partial results of the head's other splits",
+    "attention_output": "partial results of attention from the blocks of all KV heads",
+    "gate_up": "the residual stream of all blocks, from attention_output",
+    "down": "silu(gate) · up of all blocks",
+    "head": "the residual stream of all blocks, from down of the last layer",
+    "choose": "the best token of every block",
+    "conclude": "its own cleaner warp and, in block 0, the host to take the last round's tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A block's report, in the order of `Fault` and `Where` in cuda/sync/wait.cuh.
+
+    Attributes:
+        block, sm: which block, and on which SM it runs.
+        at_round, layer, phase: where its consumers are; `phase` counts `PHASES`.
+        producer_round, producer_layer: where its producer is.
+        copies: slots of the ring that the producer has asked memory for, in this launch.
+        landed: of them, those that memory has delivered.
+        released: of them, those that all consumer warps have read.
+    """
+
+    block: int
+    sm: int
+    at_round: int
+    layer: int
+    phase: int
+    producer_round: int
+    producer_layer: int
+    copies: int
+    landed: int
+    released: int
+
+    @classmethod
+    def of_words(cls, words: Sequence[int]) -> "Fault | None":
+        """From the host's copy of the report; None where no block has reported."""
+        code, *values = (word & 0xFFFFFFFF for word in words)
+        return cls(*values[: len(fields(cls))]) if code else None
+
+    @property
+    def where(self) -> str:
+        """Block, SM, round, layer and phase."""
+        return (
+            f"block {self.block} on SM {self.sm} in round {self.at_round}, layer {self.layer}, "
+            f"phase {list(PHASES)[self.phase]}"
+        )
+
+    @property
+    def needs(self) -> str:
+        """What the phase waits for."""
+        return list(PHASES.values())[self.phase]
+
+    @property
+    def seen(self) -> str:
+        """How far the stream is, and so which side is behind."""
+        ready, in_flight = self.landed - self.released, self.copies - self.landed
+        if ready:
+            verdict = f"{ready} slots of its ring are ready and unread, so other blocks are behind"
+        elif in_flight:
+            verdict = f"nothing in its ring is ready and {in_flight} copies are under way, so "
+            verdict += "memory is behind"
+        else:
+            verdict = "its ring is empty and no copy is under way, so its own producer is behind"
+        return (
+            f"its stream is in round {self.producer_round}, layer {self.producer_layer}, after "
+            f"{self.copies} copies, of which {self.landed} landed and {self.released} were read; "
+            f"{verdict}"
+        )
