@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   Control* control = reinterpret_cast<Control*>(fixed + kShControl);
   if (thread == 0) {
     for (u32 i = 0; i < kRingSlots; ++i) {
-      mbarrier_init(shared_address(full + i), 1);
+      mbarrier_init(shared_address(full + i), kStagingLanes);
       mbarrier_init(shared_address(empty + i), kConsumerWarps);
     }
     for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), 1);

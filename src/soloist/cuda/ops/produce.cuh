@@ -16,7 +16,7 @@ struct Producer {
   u32 lane, slot, parity, issued;
 
   // `cap`: copies in flight, this one included. Many fill the queues in front of the L2, and what blocks
-  // exchange waits in the same queues; few leave bandwidth unused.
+  // exchange waits in the same queues; few leave bandwidth unused. Called by the staging lanes.
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 cap) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
@@ -26,8 +26,7 @@ struct Producer {
       const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
-    mbarrier_expect(slots.full + slot * 8, bytes);
-    bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy);
+    stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
     if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
@@ -43,7 +42,7 @@ struct Producer {
   // each tile of 16 rows, and half a slot for 8 rows left over.
   template <class Op>
   __device__ __forceinline__ void weights(u32 layer, u32 begin = 0, u32 count = ~0u) {
-    if (lane == 0) {
+    if (lane < kStagingLanes) {
       const u32 units = num_units<Op>(blockIdx.x), bytes = units * Op::kUnitBytes;
       const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
       if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
@@ -75,7 +74,7 @@ struct Producer {
         const i32 id = mine <= walk.last ? table[mine] : 0;
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
-          if (lane == 0) {
+          if (lane < kStagingLanes) {
             const auto granule = [&](u32 i) {
               return reinterpret_cast<const u8*>(
                   params.pool + granule_offset(params.page_values, page, layer, head, i));
@@ -96,7 +95,7 @@ struct Producer {
 
   // Copies that no one will consume must land before the block ends.
   __device__ __forceinline__ void drain(u32 count) {
-    if (lane != 0 || kAblation >= kNoStream) return;
+    if (lane >= kStagingLanes || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
         slot = kRingSlots;

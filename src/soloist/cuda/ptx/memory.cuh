@@ -61,12 +61,6 @@ __device__ __forceinline__ void store_host_release(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Orders ordinary stores before later accesses by the copy engine: all of them, or those to shared memory.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_proxy_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 __device__ __forceinline__ u64 clock_cycles() {
   u64 t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
