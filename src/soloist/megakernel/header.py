@@ -40,6 +40,7 @@ def header(plan: Plan, trace_round: int | None = None, ablation: int = 0) -> str
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
+        "kConsumerRegisters": 216 if plan.gpu.arch.endswith("a") else 168,
         "kMaxColumns": MAX_COLUMNS,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": STUCK_NS,

@@ -51,7 +51,6 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 }
 
 __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
-  const u64 stride = cx.params.launch->logits_round_stride;
   for (;; ++cx.round) {
     if (cx.thread == 0) cx.where->round = cx.round;
     cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceMarks : nullptr;
@@ -75,7 +74,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
       down(cx, layer);
     }
     cx.begin(Phase::kHead);
-    head(cx, cx.params.logits + cx.round * stride);
+    head(cx, cx.params.logits + cx.round * cx.params.launch->logits_round_stride);
     cx.begin(Phase::kChoose);
     choose(cx);
     cx.mark();
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
                         control};
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
     Context cx{params, shared, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0, 0, 0,
-               &where, barriers.cleanable, barriers.cleaned, 0, 0, 1.0f};
+               &where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(first + 40);  // the watchdog may go
   }

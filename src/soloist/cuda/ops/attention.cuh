@@ -164,9 +164,10 @@ __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 
 
 // Keys and values of this round's columns join a granule: in the ring's slot, or in the pool.
 __device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, i32 start, u8* keys, u8* values) {
-  const bool value_part = cx.thread >= kConsumerThreads / 2;
-  const u32 d = cx.thread % (kConsumerThreads / 2);
-  for (u32 c = g.begin; c < g.end; ++c) {
+  const u32 thread = recomputed(cx.thread);
+  const bool value_part = thread >= kConsumerThreads / 2;
+  const u32 d = thread % (kConsumerThreads / 2);
+  for (u32 c = recomputed(g.begin); c < g.end; ++c) {
     const i32 row = cx.shared.control->position[c] - start;
     if (row < 0 || row >= kGranulePositions || d >= kHeadDim) continue;
     const u16 x = reinterpret_cast<const u16*>(cx.shared.new_kv)[(c * 2 + value_part) * kHeadDim + d];
@@ -175,6 +176,27 @@ __device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, 
     *reinterpret_cast<u16*>((value_part ? values : keys) + offset) = x;
   }
 }
+
+// Fragments of 16 rows of queries: this lane's rows g and g + 8. In registers where there are enough of them, else
+// read from shared memory for each granule.
+struct Queries {
+  static constexpr bool kKept = kConsumerRegisters > 168;
+  u32 row[2];  // shared addresses
+  uint4 kept[2][kKept ? kHeadDim / 32 : 1];
+
+  __device__ __forceinline__ void set(u32 i, u32 address) {
+    row[i] = recomputed(address);
+    if constexpr (kKept)
+#pragma unroll
+      for (u32 k = 0; k < kHeadDim / 32; ++k) kept[i][k] = load_shared(address + k * 64);
+  }
+  __device__ __forceinline__ uint4 get(u32 i, u32 k) const {
+    if constexpr (kKept)
+      return kept[i][k];
+    else
+      return load_shared(row[i] + k * 64);
+  }
+};
 
 // A running softmax over 16 rows (column, query head): sums of values, maxima, sums of weights.
 struct Softmax {
@@ -191,14 +213,16 @@ struct Softmax {
   }
 
   // Lane (g, q) holds rows g and g + 8 and positions 8q … 8q + 7 of the granule.
-  __device__ __forceinline__ void add(const uint4 (&query)[2][kHeadDim / 32], u32 keys, u32 values, i32 start,
+  __device__ __forceinline__ void add(const Queries& queries, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[2], i32 window, u32 lane) {
+    if constexpr (!Queries::kKept) lane = recomputed(lane);
     const u32 g = lane / 4, q = lane % 4;
     float score[4][4];
 #pragma unroll
     for (u32 t = 0; t < 4; ++t) score[t][0] = score[t][1] = score[t][2] = score[t][3] = 0.0f;
 #pragma unroll
     for (u32 k = 0; k < kHeadDim / 32; ++k) {
+      const uint4 low = queries.get(0, k), high = queries.get(1, k);
       uint4 x[4];
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) {
@@ -207,10 +231,10 @@ struct Softmax {
       }
 #pragma unroll
       for (u32 t = 0; t < 4; ++t)
-        mma(score[t], query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y, x[t].x, x[t].y);
+        mma(score[t], low.x, high.x, low.y, high.y, x[t].x, x[t].y);
 #pragma unroll
       for (u32 t = 0; t < 4; ++t)
-        mma(score[t], query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w, x[t].z, x[t].w);
+        mma(score[t], low.z, high.z, low.w, high.w, x[t].z, x[t].w);
     }
 #pragma unroll
     for (u32 r = 0; r < 2; ++r) {
@@ -280,8 +304,10 @@ __device__ __forceinline__ float2* partial_stats(const Context& cx, u32 epoch, u
 // The lanes' running softmaxes of one group become this split's partial result.
 __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 head,
                                             u32 split) {
-  const u32 rows = (g.end - g.begin) * kGroup, tile = cx.warp % kRowTiles, mine = cx.warp / kRowTiles;
-  const u32 r = cx.lane / 4, q = cx.lane % 4;
+  head = recomputed(head), split = recomputed(split);
+  const u32 warp = recomputed(cx.warp), lane = recomputed(cx.lane);
+  const u32 rows = (g.end - g.begin) * kGroup, tile = warp % kRowTiles, mine = warp / kRowTiles;
+  const u32 r = lane / 4, q = lane % 4;
   float* gather = reinterpret_cast<float*>(cx.shared.reduce);
   const u32 width = kSoftmaxLanes * rows * kHeadDim * 4 <= kReduceBytes ? kHeadDim : 32;
   const auto row_of = [&](u32 i) { return tile * 16 + r + 8 * i; };
@@ -333,15 +359,13 @@ __device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, 
   if (!walk.any()) return;
   const u32 rows = (g.end - g.begin) * kGroup, tile = cx.warp % kRowTiles, mine = cx.warp / kRowTiles;
   const bool working = tile * 16 < rows;
-  uint4 query[2][kHeadDim / 32];
+  Queries queries;
   i32 last[2];
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const u32 row = min(tile * 16 + cx.lane / 4 + 8 * i, rows - 1);
     last[i] = cx.shared.control->position[g.begin + row / kGroup];
-    const u32 at = shared_address(cx.shared.attended) + ((g.begin * kGroup + row) * kQueryStride + cx.lane % 4 * 8) * 2;
-#pragma unroll
-    for (u32 k = 0; k < kHeadDim / 32; ++k) query[i][k] = load_shared(at + k * 64);
+    queries.set(i, shared_address(cx.shared.attended) + ((g.begin * kGroup + row) * kQueryStride + cx.lane % 4 * 8) * 2);
   }
   const i32 window = kWindow[layer];
   Softmax softmax;
@@ -366,7 +390,7 @@ __device__ __forceinline__ void attend_group(Context& cx, const ColumnGroup& g, 
         cx.sync();
       }
       const u32 index = static_cast<u32>(walk.page) / kSplits * 2 + granule;
-      if (working && index % kSoftmaxLanes == mine) softmax.add(query, keys, values, start, last, window, cx.lane);
+      if (working && index % kSoftmaxLanes == mine) softmax.add(queries, keys, values, start, last, window, cx.lane);
       if (!kPageSlot || granule == walk.last_granule()) cx.ring.release(cx.lane, slot, 1);
     }
   }
@@ -534,7 +558,7 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
     multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   }
   cx.mark();
-  ++cx.hidden_mid;
+  cx.hidden_mid = cx.layers_done;
   add_to_stream<MidStream>(cx, sums, cx.hidden_mid, vectors);
   cx.mark();
 }

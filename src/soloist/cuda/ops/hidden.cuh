@@ -37,7 +37,7 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
 template <class Stream>
 struct Scale {
   static constexpr u32 kEach = (kNumBlocks + 31) / 32;
-  float2 part[kEach];
+  float2 part[kEach] = {};
 
   __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return;
@@ -98,7 +98,7 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
 
 // Rows of the embedding enter the residual. Warp c serves column c.
 __device__ __forceinline__ void embed(Context& cx) {
-  ++cx.hidden_in;
+  cx.hidden_in = cx.layers_done + cx.round + 1;
   if (cx.warp >= cx.columns) return;
   cx.scale = cx.params.embedding_scale;
   const u32 first = first_unit<Down>(cx.block) * 8, rows = num_units<Down>(cx.block) * 8;

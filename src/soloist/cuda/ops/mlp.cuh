@@ -56,7 +56,7 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
   cx.mark();
-  ++cx.hidden_in;
+  cx.hidden_in = cx.layers_done + cx.round + 1;
   add_to_stream<InStream>(cx, sums, cx.hidden_in, vectors);
   cx.mark();
 }

@@ -69,6 +69,12 @@ struct Shared {
 // turn e - 2 is done, since what it published afterwards was needed to come this far; and two more turns
 // pass before anyone reads the copy.
 
+// x, but what follows from it is computed after this point and not kept in registers from before a loop.
+__device__ __forceinline__ u32 recomputed(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 struct Context {
   const Params& params;
   Shared shared;
@@ -76,25 +82,23 @@ struct Context {
   u32 round;
   u32 block, warp, lane, thread, columns;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
-  u32 hidden_in, hidden_mid, layers_done;  // exchanges so far
+  u32 hidden_in, hidden_mid, layers_done;  // exchanges so far; the first two follow from the third and the round
   volatile Where* where;
   u32 cleanable, cleaned;  // barriers: to the cleaner, and back
-  u32 cleanings;
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
 
   // Addresses that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {
-    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread));
+    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(columns));
   }
   // The cleaner may go on to the next copies. Pairs with its wait in `clean`.
-  __device__ __forceinline__ void let_clean() {
-    if (thread == 0) {
-      // It has long been done with the last ones.
-      if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
-      mbarrier_arrive(cleanable);
-    }
-    ++cleanings;
+  __device__ __forceinline__ void let_clean() const {
+    if (thread != 0) return;
+    const u32 cleanings = hidden_in - 1;  // one for each hidden state that came before
+    // It has long been done with the last ones.
+    if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
+    mbarrier_arrive(cleanable);
   }
   __device__ __forceinline__ void begin(Phase phase) {
     if (thread == 0) where->phase = static_cast<u32>(phase);
