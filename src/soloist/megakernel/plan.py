@@ -12,7 +12,13 @@ from functools import cached_property
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, stack
-from soloist.megakernel.partition import SLOT_VALUES, STEP_COLUMNS, Matrix, RowOrder
+from soloist.megakernel.partition import (
+    SLOT_VALUES,
+    STEP_COLUMNS,
+    TILE_ROWS,
+    Matrix,
+    RowOrder,
+)
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -36,6 +42,11 @@ COPIES = 1
 UNROLLED_TILE_STEPS = 16
 MAX_DEPTH = 8
 HEAD_GROUP_TILES = 8
+# Of a consumer thread, for all but a multiply's sums, and for those of a tile.
+MULTIPLY_REGISTERS = 120
+TILE_REGISTERS = 4
+# A consumer warp takes two slots of the ring before it gives one back.
+LEAST_RING_SLOTS = 2
 # Values between rows of queries in shared memory, so that fragments load without bank conflicts.
 QUERY_PADDING = 8
 REDUCE_BYTES = 16 * 1024
@@ -45,7 +56,12 @@ DIRECT_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One multiply of the round and how its loop is unrolled."""
+    """One multiply of the round and how its loop is unrolled.
+
+    Attributes:
+        matrix: what is multiplied.
+        group_tiles: tiles whose sums a warp keeps at once. A block's further tiles come after them.
+    """
 
     matrix: Matrix
     group_tiles: int
@@ -108,10 +124,11 @@ class Plan:
 
     @cached_property
     def gate_up(self) -> Operation:
-        """Gate and up rows in pairs."""
-        return self._operation(
-            "gate_up", 2 * self.intermediate, self.model.hidden_size, RowOrder.PAIRED
-        )
+        """Gate and up rows in pairs, in as few groups of tiles as registers allow."""
+        rows, hidden = 2 * self.intermediate, self.model.hidden_size
+        matrix = Matrix("gate_up", rows, hidden, RowOrder.PAIRED, self.blocks)
+        groups = -(-matrix.max_tiles // self.most_tiles)
+        return Operation(matrix, -(-matrix.max_tiles // groups))
 
     @cached_property
     def down(self) -> Operation:
@@ -137,6 +154,11 @@ class Plan:
         return Operation(matrix, matrix.max_tiles)
 
     @property
+    def most_tiles(self) -> int:
+        """Tiles whose sums fit the registers of a thread."""
+        return (self.gpu.consumer_registers - MULTIPLY_REGISTERS) // TILE_REGISTERS
+
+    @property
     def layer_operations(self) -> tuple[Operation, ...]:
         """The four multiplies of a layer, in order."""
         return (self.qkv, self.attention_output, self.gate_up, self.down)
@@ -158,6 +180,11 @@ class Plan:
     def softmax_lanes(self) -> int:
         """Independent running softmaxes in a block; fixed, so that a column's bits are."""
         return CONSUMER_WARPS // self.row_tiles
+
+    @property
+    def kept_queries(self) -> bool:
+        """Queries stay in registers over all pages, or else are read again for each granule."""
+        return self.gpu.moves_registers
 
     @property
     def granule_bytes(self) -> int:
@@ -292,7 +319,7 @@ class Plan:
     def ring_slots(self) -> int:
         """16 KB slots of the ring: all the shared memory that is left."""
         used = sum(b.num_bytes for b in self.shared.values()) + 1024  # 1 KB for static variables
-        return (self.gpu.shared_bytes - used) // SLOT_BYTES
+        return max(0, self.gpu.shared_bytes - used) // SLOT_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -337,7 +364,24 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
     # A tenth fewer SMs still draw the memory's full bandwidth.
     candidates = range(max(kv_heads, math.ceil(0.9 * most)), most + 1)
     plans = [Plan(model, dtype, gpu, blocks) for blocks in candidates]
-    return min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
+    plan = min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
+    _require_fits(plan)
+    return plan
+
+
+def _require_fits(plan: Plan) -> None:
+    """Shared memory has room for a ring, and registers for the sums of every multiply."""
+    if plan.ring_slots < LEAST_RING_SLOTS:
+        other = plan.shared_bytes - plan.ring_slots * SLOT_BYTES
+        raise ShapeUnsupported(
+            f"this model with {plan.gpu.shared_bytes:,} bytes of shared memory a block",
+            f"{other + 1024 + LEAST_RING_SLOTS * SLOT_BYTES:,} and more",
+        )
+    for op in plan.layer_operations:
+        rows, most = op.group_tiles * TILE_ROWS, plan.most_tiles * TILE_ROWS
+        if rows > most:
+            given = f"{rows} rows of {op.matrix.name} in one of {plan.blocks} blocks"
+            raise ShapeUnsupported(given, f"at most {most}")
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:

@@ -9,6 +9,7 @@
 #include "ops/head.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
+#include "ptx/registers.cuh"
 
 struct Barriers {
   u32 round;     // consumers -> producer: the round's outcome is known
@@ -19,7 +20,10 @@ struct Barriers {
 
 // The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
 __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
-  fence_async_proxy();  // the producer copies the pages that this round's keys and values went to
+  // The producer copies the pages that this round's keys and values went to, by the same block's threads: they
+  // are ordered by the barrier below, by the arrival at `round` and the producer's wait for it, and, where
+  // copies go through a proxy of their own, by this fence and the producer's.
+  fence_async_proxy();
   cx.sync();
   Control& control = *cx.shared.control;
   if (cx.warp == 0) {
@@ -40,6 +44,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);
+    __syncwarp();  // what other lanes wrote belongs to the arrivals of lane 0
     if (cx.lane == 0) {
       control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
       mbarrier_arrive(barriers.round);

@@ -180,18 +180,17 @@ __device__ __forceinline__ void append(const Context& cx, const ColumnGroup& g, 
 // Fragments of 16 rows of queries: this lane's rows g and g + 8. In registers where there are enough of them, else
 // read from shared memory for each granule.
 struct Queries {
-  static constexpr bool kKept = kConsumerRegisters > 168;
   u32 row[2];  // shared addresses
-  uint4 kept[2][kKept ? kHeadDim / 32 : 1];
+  uint4 kept[2][kKeptQueries ? kHeadDim / 32 : 1];
 
   __device__ __forceinline__ void set(u32 i, u32 address) {
     row[i] = recomputed(address);
-    if constexpr (kKept)
+    if constexpr (kKeptQueries)
 #pragma unroll
       for (u32 k = 0; k < kHeadDim / 32; ++k) kept[i][k] = load_shared(address + k * 64);
   }
   __device__ __forceinline__ uint4 get(u32 i, u32 k) const {
-    if constexpr (kKept)
+    if constexpr (kKeptQueries)
       return kept[i][k];
     else
       return load_shared(row[i] + k * 64);
@@ -215,7 +214,7 @@ struct Softmax {
   // Lane (g, q) holds rows g and g + 8 and positions 8q … 8q + 7 of the granule.
   __device__ __forceinline__ void add(const Queries& queries, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[2], i32 window, u32 lane) {
-    if constexpr (!Queries::kKept) lane = recomputed(lane);
+    if constexpr (!kKeptQueries) lane = recomputed(lane);
     const u32 g = lane / 4, q = lane % 4;
     float score[4][4];
 #pragma unroll

@@ -47,10 +47,12 @@ struct Producer {
       const u8* source = weights_of<Op>(params.image, blockIdx.x, layer);
       if (Op::kGrouped || (Op::kEven && Op::kMaxUnits * Op::kUnitHalves % 2 == 0)) {
         const u32 end = min(bytes / kSlotBytes - begin, count) + begin;
+#pragma unroll 1
         for (u32 i = begin; i < end; ++i) copy(source + i * kSlotBytes, kSlotBytes, in_flight(i));
       } else {
         const u32 halves = units * Op::kUnitHalves, slots = (halves + 1) / 2;
         const u32 end = min(Op::kSteps * slots - begin, count) + begin;
+#pragma unroll 1
         for (u32 i = begin; i < end; ++i) {
           const u32 in_step = i % slots, size = in_step + 1 == slots && halves % 2 ? kSlotBytes / 2 : kSlotBytes;
           copy(source + i / slots * halves * (kSlotBytes / 2) + in_step * kSlotBytes, size, in_flight(i));

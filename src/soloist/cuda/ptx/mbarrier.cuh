@@ -28,7 +28,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
       "@!p bra wait_%=;\n"
       "}" ::"r"(barrier), "r"(parity) : "memory");
 }
-#else  // no try_wait: the same by asking, and by sleeping where there is time
+#else  // no try_wait: the same by asking again and again
 __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -36,8 +36,11 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   return done != 0;
 }
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity, u32 ns) {
-  if (mbarrier_test(barrier, parity)) return true;
-  asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory");
+  constexpr u32 kNap = 1000;  // ns, or up to twice as many
+  for (u32 slept = 0; slept < ns; slept += kNap) {
+    if (mbarrier_test(barrier, parity)) return true;
+    asm volatile("nanosleep.u32 %0;" ::"n"(kNap) : "memory");
+  }
   return mbarrier_test(barrier, parity);
 }
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {

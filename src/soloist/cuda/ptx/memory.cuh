@@ -71,16 +71,3 @@ __device__ __forceinline__ u64 clock_ns() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
 }
-
-// Registers move from the helper warps, which need few, to the consumers (in groups of four warps). Together
-// they may not exceed what the block started with: 4 · 72 + 8 · 216 = 12 · 168.
-__device__ __forceinline__ void give_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(72));
-#endif
-}
-__device__ __forceinline__ void take_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(216));
-#endif
-}
