@@ -61,17 +61,20 @@ class Operation:
     Attributes:
         matrix: what is multiplied.
         group_tiles: tiles whose sums a warp keeps at once. A block's further tiles come after them.
+        spare_registers: there are enough to leave out some of the unrolled steps at the end.
     """
 
     matrix: Matrix
     group_tiles: int
+    spare_registers: bool
 
     @property
     def depth(self) -> int:
-        """Steps of activations in flight; a divisor of all steps where one is near."""
+        """Steps of activations in flight; a divisor of all steps where one is near enough."""
         steps = self.matrix.steps
         most = min(steps, MAX_DEPTH, max(2, UNROLLED_TILE_STEPS // self.group_tiles))
-        return next((d for d in range(most, most // 2, -1) if steps % d == 0), most)
+        near = most // 2 if self.spare_registers else 1
+        return next((d for d in range(most, near, -1) if steps % d == 0), most)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Plan:
         rows, hidden = 2 * self.intermediate, self.model.hidden_size
         matrix = Matrix("gate_up", rows, hidden, RowOrder.PAIRED, self.blocks)
         groups = -(-matrix.max_tiles // self.most_tiles)
-        return Operation(matrix, -(-matrix.max_tiles // groups))
+        return self._in_groups(matrix, -(-matrix.max_tiles // groups))
 
     @cached_property
     def down(self) -> Operation:
@@ -147,11 +150,14 @@ class Plan:
             key=lambda choice: choice[1] * (1 + 0.01 * HEAD_GROUP_TILES / choice[0]),
         )
         matrix = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks, units * self.blocks)
-        return Operation(matrix, tiles)
+        return self._in_groups(matrix, tiles)
 
     def _operation(self, name: str, rows: int, columns: int, order: RowOrder) -> Operation:
         matrix = Matrix(name, rows, columns, order, self.blocks)
-        return Operation(matrix, matrix.max_tiles)
+        return self._in_groups(matrix, matrix.max_tiles)
+
+    def _in_groups(self, matrix: Matrix, group_tiles: int) -> Operation:
+        return Operation(matrix, group_tiles, self.gpu.moves_registers)
 
     @property
     def most_tiles(self) -> int:

@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
     for (u32 i = 0; i < kSlots; i += kBatch) {
       const u32 taken = ring.slot;
       u32 count = 0;
-      uint4 x[kBatch][2], y[kBatch][2];
+      uint4 x[kBatch][2] = {}, y[kBatch][2] = {};
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {
         const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots;
