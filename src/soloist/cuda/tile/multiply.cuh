@@ -87,6 +87,7 @@ struct Sums {
 
 // Slots that a warp takes together, so that their loads and multiplies overlap.
 inline constexpr u32 kBatch = 2;
+static_assert(kBatch <= kRingSlots, "a warp takes that many before it releases one");
 
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
 // the instruction cache, so loops are unrolled only as far as registers need constant indices.
