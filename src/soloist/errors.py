@@ -351,7 +351,8 @@ class GpuUnsupported(DeviceError):
 
     def __init__(self, capability: str) -> None:
         super().__init__(
-            f"this GPU has compute capability {capability} (allowed: 9.0 and later)",
+            f"the decode kernel does not support compute capability {capability} "
+            "(allowed: 8.0 and later)",
             "use --device cpu",
         )
 

@@ -1,12 +1,13 @@
 """Tiny models of every dense family, and what runs them: the interpreter and the reference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
@@ -84,16 +85,16 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def gpu(num_sms: int) -> Gpu:
-    """A small one with the shared memory of a large one."""
-    return Gpu("sm_90a", num_sms, 227 * 1024)
+def gpu(num_sms: int, like: str = "sm_90a") -> Gpu:
+    """A small one with the shared memory and registers of a typical one."""
+    return replace(TYPICAL[like], num_sms=num_sms)
 
 
-def configured(name: str, folder: Path) -> tuple[ModelConfig, Plan]:
+def configured(name: str, folder: Path, like: str = "sm_90a") -> tuple[ModelConfig, Plan]:
     """The model as its family reads it, and its plan."""
     values, num_sms = CASES[name]
     config = read_config(written(folder, values))
-    return config, make_plan(config, Dtype.BF16, gpu(num_sms))
+    return config, make_plan(config, Dtype.BF16, gpu(num_sms, like))
 
 
 def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:

@@ -108,6 +108,22 @@ def test_rounding_stays_near(name: str, dtype: torch.dtype, tmp_path: Path) -> N
     assert 1e-5 < error < (0.02 if dtype is torch.bfloat16 else 0.003)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_few_registers_and_little_shared_memory(name: str, tmp_path: Path) -> None:
+    config, plan = configured(name, tmp_path, like="sm_86")
+    weights, ids = random_weights(config), prompt(config, 70)
+    wanted = reference_logits(config, weights, ids)
+    require_close(Bench(config, plan, weights).feed(ids, 8), wanted)
+    assert plan.ring_slots <= 4
+
+
+def test_groups_of_tiles_that_blocks_do_not_fill(tmp_path: Path) -> None:
+    plan = configured("llama-one-kv-head-128", tmp_path, like="sm_86")[1]
+    matrix, group = plan.gate_up.matrix, plan.gate_up.group_tiles
+    counts = {matrix.first_unit(b + 1) - matrix.first_unit(b) for b in range(plan.blocks)}
+    assert len({count % group for count in counts} - {0}) == 2, "as tested above"
+
+
 def test_etude() -> None:
     folder = find_model("etude")
     config = read_config(folder / "config.json")

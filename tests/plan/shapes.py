@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
+from soloist.megakernel.partition import TILE_ROWS
 from soloist.megakernel.plan import Plan
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.families import read_config
@@ -34,6 +36,10 @@ PUBLIC = {
     "laneformer-2b-as-llama": shaped((3072, 12288, 15, 32, 16, 96, 32000)),
     "llama-3.1-8b": shaped((4096, 14336, 32, 32, 8, 128, 128256)),
 }
+# Shapes that are measured, as their families' configurations.
+SHAPES = {
+    p.stem: p for p in sorted((Path(__file__).parents[2] / "benchmarks/shapes").glob("*.json"))
+}
 SMALL = shaped((64, 96, 2, 4, 2, 32, 203))
 
 
@@ -48,18 +54,22 @@ def everything() -> dict[str, ModelConfig]:
 
 
 @st.composite
-def models(draw: st.DrawFn, most: int = 40) -> ModelConfig:
-    """Small models of any shape that the kernel supports; sizes count units of 8."""
+def models(draw: st.DrawFn, most: int = 40, num_sms: int = 40) -> ModelConfig:
+    """Small models of any shape that the kernel supports on `num_sms`; sizes count units of 8."""
     kv = draw(st.integers(1, 5))
     units = st.integers(kv, most)  # each KV head needs a block, each block a unit
     attention = Attention(
         kv * draw(st.integers(1, 8)), kv, draw(st.sampled_from(HEAD_DIMS)),
         qkv_bias=draw(st.booleans()), output_bias=draw(st.booleans()), qk_norm=draw(st.booleans()),
     )  # fmt: skip
-    layer = Layer(attention, Mlp(8 * draw(units), bias=draw(st.booleans())))
+    hidden, ffn = draw(units), draw(units)
+    # A block's part of q, k and v has to fit its registers on every GPU.
+    blocks = -(-9 * min(hidden, ffn, num_sms) // 10)
+    assume(attention.qkv_rows <= max(kv, blocks) * 12 * TILE_ROWS)
+    layer = Layer(attention, Mlp(8 * ffn, bias=draw(st.booleans())))
     windows = draw(st.lists(st.sampled_from([None, 1, 63, 64, 500]), min_size=1, max_size=3))
     return ModelConfig(
-        family="llama", hidden_size=8 * draw(units),
+        family="llama", hidden_size=8 * hidden,
         vocab_size=draw(st.integers(1, 5000)), context_tokens=4096, norm_epsilon=1e-5,
         layers=tuple(replace(layer, attention=replace(attention, window=w)) for w in windows),
         rope=Rope(10_000.0), tied_head=draw(st.booleans()),

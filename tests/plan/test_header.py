@@ -125,7 +125,7 @@ def test_windows_and_rotations_are_listed_by_layer() -> None:
     layer = SMALL.layers[0]
     other = replace(layer, attention=replace(layer.attention, window=77, rope=False))
     model = replace(SMALL, layers=(layer, other, layer))
-    text = header(make_plan(model, Dtype.FP16, TYPICAL["sm_120"]))
+    text = header(make_plan(model, Dtype.FP16, TYPICAL["sm_120a"]))
     assert "kWindow[kLayers] = {0, 77, 0};" in text
     assert "kRotated[kLayers] = {1, 0, 1};" in text
     assert "constexpr bool kBf16 = false;" in text

@@ -24,7 +24,7 @@ def numbered(rows: int, columns: int) -> torch.Tensor:
 
 
 @settings(max_examples=25, deadline=None)
-@given(models(most=20), st.integers(6, 13))
+@given(models(most=20, num_sms=6), st.integers(6, 13))
 def test_round_trips(model: ModelConfig, num_sms: int) -> None:
     plan = small_plan(model, num_sms)
     for op in all_operations(plan):
@@ -37,7 +37,7 @@ def test_round_trips(model: ModelConfig, num_sms: int) -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(models(most=12), st.integers(6, 9))
+@given(models(most=12, num_sms=6), st.integers(6, 9))
 def test_places_in_the_image(model: ModelConfig, num_sms: int) -> None:
     """Layers and matrices side by side, in no one's gap, each block's part in its row."""
     plan = small_plan(model, num_sms)

@@ -7,21 +7,34 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything, gpus, models, shaped
-from soloist.errors import ShapeUnsupported
-from soloist.megakernel.gpu import TYPICAL, Gpu, gpu_from_capability
+from plan.shapes import (
+    PUBLIC,
+    SHAPES,
+    SMALL,
+    all_operations,
+    etude,
+    everything,
+    gpus,
+    models,
+    shaped,
+)
+from soloist.errors import GpuUnsupported, ShapeUnsupported
+from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
 from soloist.megakernel.plan import (
     CONSUMER_WARPS,
+    LEAST_RING_SLOTS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
     REDUCE_BYTES,
     SLOT_BYTES,
+    THREADS,
     Plan,
     make_plan,
 )
 from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 
 
 def require_sound(plan: Plan) -> None:
@@ -65,7 +78,7 @@ def require_head_groups_full(plan: Plan) -> None:
 
 
 def require_shared_memory(plan: Plan) -> None:
-    assert plan.ring_slots >= 2
+    assert plan.ring_slots >= LEAST_RING_SLOTS
     # 1 KB is left for the barriers and what else the kernel declares.
     assert plan.shared_bytes <= plan.gpu.shared_bytes - 1024
     assert plan.shared_bytes + SLOT_BYTES > plan.gpu.shared_bytes - 1024, "the ring takes the rest"
@@ -128,6 +141,50 @@ def test_blocks_are_chosen_to_waste_least() -> None:
 @pytest.mark.parametrize("num_sms", [2, 3, 7, 12])
 def test_few_sms(num_sms: int) -> None:
     require_sound(make_plan(SMALL, Dtype.FP16, replace(TYPICAL["sm_90a"], num_sms=num_sms)))
+
+
+@pytest.mark.parametrize("gpu", TYPICAL.values(), ids=TYPICAL)
+@pytest.mark.parametrize("name", [*SHAPES, *PUBLIC])
+def test_sums_fit_the_registers(name: str, gpu: Gpu) -> None:
+    model = read_config(SHAPES[name]) if name in SHAPES else PUBLIC[name]
+    plan = make_plan(model, Dtype.BF16, gpu)
+    for op in plan.layer_operations:
+        assert op.group_tiles <= plan.most_tiles
+        if op is not plan.gate_up:
+            assert op.group_tiles == op.matrix.max_tiles, "one group"
+    groups = -(-plan.gate_up.matrix.max_tiles // plan.gate_up.group_tiles)
+    assert (groups - 1) * plan.most_tiles < plan.gate_up.matrix.max_tiles, "no group too many"
+
+
+def test_registers_are_moved_where_they_can_be() -> None:
+    movable, plain = TYPICAL["sm_90a"], TYPICAL["sm_80"]
+    assert movable.moves_registers
+    assert not plain.moves_registers
+    for gpu in (movable, plain):
+        helpers = THREADS // 32 - CONSUMER_WARPS
+        warps = CONSUMER_WARPS * gpu.consumer_registers + helpers * gpu.helper_registers
+        assert warps == THREADS // 32 * plain.consumer_registers
+        assert warps * 32 <= 64 * 1024
+        assert gpu.consumer_registers % 8 == gpu.helper_registers % 8 == 0, "as setmaxnreg wants"
+
+
+def test_the_smallest_ring() -> None:
+    plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_86"])
+    rest = plan.shared_bytes - plan.ring_slots * SLOT_BYTES + 1024
+    least = replace(plan.gpu, shared_bytes=rest + LEAST_RING_SLOTS * SLOT_BYTES)
+    assert make_plan(SMALL, Dtype.BF16, least).ring_slots == LEAST_RING_SLOTS
+    short = replace(least, shared_bytes=least.shared_bytes - 1)
+    with pytest.raises(ShapeUnsupported) as refused:
+        make_plan(SMALL, Dtype.BF16, short)
+    assert f"{short.shared_bytes:,} bytes of shared memory a block" in refused.value.message
+    assert f"(allowed: {least.shared_bytes:,} and more)" in refused.value.message
+
+
+def test_more_rows_than_registers_are_refused() -> None:
+    many_heads = shaped((64, 96, 1, 8, 1, 128, 99))  # 1,280 rows of q, k and v on 8 blocks at most
+    make_plan(many_heads, Dtype.BF16, TYPICAL["sm_86"])
+    with pytest.raises(ShapeUnsupported, match="640 rows of qkv in one of 2 blocks"):
+        make_plan(many_heads, Dtype.BF16, replace(TYPICAL["sm_86"], num_sms=2))
 
 
 LANES = Lanes(
@@ -210,3 +267,17 @@ def test_gpus_are_named_as_the_compiler_names_them(arch: str) -> None:
     digits = arch.removeprefix("sm_").removesuffix("a")
     capability = (int(digits[:-1]), int(digits[-1]))
     assert gpu_from_capability(*capability, gpu.num_sms, gpu.shared_bytes) == gpu
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 7), "sm_87"), ((9, 0), "sm_90a"), ((10, 3), "sm_103a"), ((12, 1), "sm_121a")],
+)
+def test_other_chips_of_a_generation(capability: tuple[int, int], arch: str) -> None:
+    assert arch_from_capability(*capability) == arch
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+def test_older_gpus_are_refused(capability: tuple[int, int]) -> None:
+    with pytest.raises(GpuUnsupported, match=r"8\.0 and later"):
+        gpu_from_capability(*capability, 68, 64 * 1024)

@@ -9,11 +9,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from soloist.megakernel.gpu import LEAST_CAPABILITY, arch_from_capability
+
 # Far larger than any cache, small enough for a small machine.
 _HOST_BYTES = 512 * 2**20
 _GPU_BYTES = 4 * 2**30
 _REPEATS = 9
-# In flight on each SM: 96 KB fit every chip with bulk copies.
+# In flight on each SM: 96 KB fit every chip from compute capability 8.0 on.
 _SLOT_BYTES = 8 * 1024
 _SLOTS = 12
 
@@ -43,12 +45,13 @@ def _read_by_gpu(device: torch.device) -> Bandwidth:
     """By the GPU's own clock, of random bits, since memory may read equal ones faster.
 
     A kernel that copies into shared memory reads faster than any sum in torch; it needs compute
-    capability 9.0.
+    capability 8.0.
     """
     with torch.cuda.device(device):
         buffer = torch.empty(_GPU_BYTES // 4, dtype=torch.int32, device=device).random_()
-        if torch.cuda.get_device_capability(device) >= (9, 0):
-            read, method = _bulk_reader(buffer)
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= LEAST_CAPABILITY:
+            read, method = _staging_reader(buffer, capability)
         else:
             floats = buffer.view(torch.float16)
             read, method = floats.sum, _method(floats)
@@ -66,20 +69,17 @@ def _read_by_gpu(device: torch.device) -> Bandwidth:
     return Bandwidth(median(rates[1:]), method)
 
 
-def _bulk_reader(buffer: Tensor) -> tuple[Callable[[], object], str]:
+def _staging_reader(
+    buffer: Tensor, capability: tuple[int, int]
+) -> tuple[Callable[[], object], str]:
     """A launch of `cuda/kernels/read.cu` over the buffer, and its description."""
     from soloist.jit.cache import load_or_build
     from soloist.jit.module import Module
     from soloist.jit.source import Source
     from soloist.settings import read_settings
 
-    header = (
-        "#pragma once\n"
-        f"constexpr unsigned kSlotBytes = {_SLOT_BYTES}u;\nconstexpr unsigned kSlots = {_SLOTS}u;\n"
-    )
-    major, minor = torch.cuda.get_device_capability(buffer.device)
-    arch = f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
-    cubin = load_or_build(Source("kernels/read.cu", header), arch, read_settings().cache)
+    arch = arch_from_capability(*capability)
+    cubin = load_or_build(Source("kernels/read.cu", header()), arch, read_settings().cache)
     module = Module(cubin, "read")
     slots = _GPU_BYTES // _SLOT_BYTES // module.num_sms
     arguments = (ctypes.c_void_p(buffer.data_ptr()), ctypes.c_uint32(slots))
@@ -88,7 +88,16 @@ def _bulk_reader(buffer: Tensor) -> tuple[Callable[[], object], str]:
         stream = torch.cuda.current_stream().cuda_stream
         module.launch(module.num_sms, 32, _SLOTS * _SLOT_BYTES, arguments, stream)
 
-    return read, f"bulk copies of {_GPU_BYTES / 1e9:.1f} GB of random bits to shared memory"
+    copies = "bulk copies" if capability >= (9, 0) else "16-byte copies"
+    return read, f"{copies} of {_GPU_BYTES / 1e9:.1f} GB of random bits to shared memory"
+
+
+def header() -> str:
+    """The text of spec.cuh for `cuda/kernels/read.cu`."""
+    return (
+        "#pragma once\n"
+        f"constexpr unsigned kSlotBytes = {_SLOT_BYTES}u;\nconstexpr unsigned kSlots = {_SLOTS}u;\n"
+    )
 
 
 def _method(buffer: Tensor) -> str:

@@ -40,10 +40,6 @@ RIDING_TOKENS = 24
 # First chunks of up to so many tokens run as captured graphs where weights stay at one address.
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
-_LEAST_CAPABILITY = (9, 0)
-# Keys and values of one page at least.
-_LEAST_SLOTS = 2
-
 
 class Launches(Protocol):
     """What generating needs of a `Decoder`."""
@@ -334,26 +330,12 @@ def support_on(
 ) -> Support:
     """The same for a GPU in figures."""
     try:
-        _require_capability(capability)
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
         plan = make_plan(config, dtype, gpu)
         require_prefill(config)
-        _require_ring(plan)
         return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference")
-
-
-def _require_ring(plan: Plan) -> None:
-    if plan.ring_slots < _LEAST_SLOTS:
-        given = f"this model with {plan.gpu.shared_bytes:,} bytes of shared memory a block"
-        raise ShapeUnsupported(given, "smaller models, or GPUs with more of it")
-
-
-def _require_capability(capability: tuple[int, int]) -> None:
-    if capability < _LEAST_CAPABILITY:
-        given, least = (".".join(map(str, v)) for v in (capability, _LEAST_CAPABILITY))
-        raise ShapeUnsupported(f"compute capability {given}", f"{least} and later")
 
 
 def _num_pages(context_tokens: int) -> int:

@@ -12,7 +12,13 @@ from functools import cached_property
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, stack
-from soloist.megakernel.partition import SLOT_VALUES, STEP_COLUMNS, Matrix, RowOrder
+from soloist.megakernel.partition import (
+    SLOT_VALUES,
+    STEP_COLUMNS,
+    TILE_ROWS,
+    Matrix,
+    RowOrder,
+)
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -35,6 +41,11 @@ TURNS = 4
 UNROLLED_TILE_STEPS = 16
 MAX_DEPTH = 8
 HEAD_GROUP_TILES = 8
+# Of a consumer thread, for all but a multiply's sums, and for those of a tile.
+MULTIPLY_REGISTERS = 120
+TILE_REGISTERS = 4
+# A consumer warp takes two slots of the ring before it gives one back.
+LEAST_RING_SLOTS = 2
 REDUCE_BYTES = 16 * 1024
 # Keys and values up to which one block serves a column of one KV head: it saves merging partial
 # results, and they stream while the block waits for others anyway.
@@ -47,17 +58,25 @@ EARLY_SLOTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One multiply of the round and how its loop is unrolled."""
+    """One multiply of the round and how its loop is unrolled.
+
+    Attributes:
+        matrix: what is multiplied.
+        group_tiles: tiles whose sums a warp keeps at once. A block's further tiles come after them.
+        spare_registers: there are enough to leave out some of the unrolled steps at the end.
+    """
 
     matrix: Matrix
     group_tiles: int
+    spare_registers: bool
 
     @property
     def depth(self) -> int:
-        """Steps of activations in flight; a divisor of all steps where one is near."""
+        """Steps of activations in flight; a divisor of all steps where one is near enough."""
         steps = self.matrix.steps
         most = min(steps, MAX_DEPTH, max(2, UNROLLED_TILE_STEPS // self.group_tiles))
-        return next((d for d in range(most, most // 2, -1) if steps % d == 0), most)
+        near = most // 2 if self.spare_registers else 1
+        return next((d for d in range(most, near, -1) if steps % d == 0), most)
 
 
 @dataclass(frozen=True)
@@ -110,10 +129,11 @@ class Plan:
 
     @cached_property
     def gate_up(self) -> Operation:
-        """Gate and up rows in pairs."""
-        return self._operation(
-            "gate_up", 2 * self.intermediate, self.model.hidden_size, RowOrder.PAIRED
-        )
+        """Gate and up rows in pairs, in as few groups of tiles as registers allow."""
+        rows, hidden = 2 * self.intermediate, self.model.hidden_size
+        matrix = Matrix("gate_up", rows, hidden, RowOrder.PAIRED, self.blocks)
+        groups = -(-matrix.max_tiles // self.most_tiles)
+        return self._in_groups(matrix, -(-matrix.max_tiles // groups))
 
     @cached_property
     def down(self) -> Operation:
@@ -132,11 +152,19 @@ class Plan:
             key=lambda choice: choice[1] * (1 + 0.01 * HEAD_GROUP_TILES / choice[0]),
         )
         matrix = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks, units * self.blocks)
-        return Operation(matrix, tiles)
+        return self._in_groups(matrix, tiles)
 
     def _operation(self, name: str, rows: int, columns: int, order: RowOrder) -> Operation:
         matrix = Matrix(name, rows, columns, order, self.blocks)
-        return Operation(matrix, matrix.max_tiles)
+        return self._in_groups(matrix, matrix.max_tiles)
+
+    def _in_groups(self, matrix: Matrix, group_tiles: int) -> Operation:
+        return Operation(matrix, group_tiles, self.gpu.moves_registers)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles whose sums fit the registers of a thread."""
+        return (self.gpu.consumer_registers - MULTIPLY_REGISTERS) // TILE_REGISTERS
 
     @property
     def layer_operations(self) -> tuple[Operation, ...]:
@@ -158,8 +186,8 @@ class Plan:
 
     @property
     def warp_tiles(self) -> int:
-        """Tiles of rows that one warp takes, as many as its registers hold; a power of 2."""
-        return min(self.row_tiles, 1 << (128 // self.head_dim).bit_length() - 1)
+        """Tiles of rows that one warp takes: as many as its registers hold."""
+        return min(self.row_tiles, 2 if self.head_dim <= 64 and self.gpu.moves_registers else 1)
 
     @property
     def softmax_lanes(self) -> int:
@@ -170,6 +198,11 @@ class Plan:
     def near_positions(self) -> int:
         """Positions below this are served by one block of a KV head, others by all."""
         return NEAR_BYTES // (4 * self.head_dim * PAGE_POSITIONS) * PAGE_POSITIONS
+
+    @property
+    def early_slots(self) -> int:
+        """Slots whose weights wait in registers, where there are enough."""
+        return EARLY_SLOTS if self.gpu.moves_registers else 0
 
     @property
     def granule_bytes(self) -> int:
@@ -299,7 +332,7 @@ class Plan:
     def ring_slots(self) -> int:
         """16 KB slots of the ring: all the shared memory that is left."""
         used = sum(b.num_bytes for b in self.shared.values()) + 1024  # 1 KB for static variables
-        return (self.gpu.shared_bytes - used) // SLOT_BYTES
+        return max(0, self.gpu.shared_bytes - used) // SLOT_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -344,7 +377,24 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
     # A tenth fewer SMs still draw the memory's full bandwidth.
     candidates = range(max(kv_heads, math.ceil(0.9 * most)), most + 1)
     plans = [Plan(model, dtype, gpu, blocks) for blocks in candidates]
-    return min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
+    plan = min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
+    _require_fits(plan)
+    return plan
+
+
+def _require_fits(plan: Plan) -> None:
+    """Shared memory has room for a ring, and registers for the sums of every multiply."""
+    if plan.ring_slots < LEAST_RING_SLOTS:
+        other = plan.shared_bytes - plan.ring_slots * SLOT_BYTES
+        raise ShapeUnsupported(
+            f"this model with {plan.gpu.shared_bytes:,} bytes of shared memory a block",
+            f"{other + 1024 + LEAST_RING_SLOTS * SLOT_BYTES:,} and more",
+        )
+    for op in plan.layer_operations:
+        rows, most = op.group_tiles * TILE_ROWS, plan.most_tiles * TILE_ROWS
+        if rows > most:
+            given = f"{rows} rows of {op.matrix.name} in one of {plan.blocks} blocks"
+            raise ShapeUnsupported(given, f"at most {most}")
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:

@@ -270,8 +270,14 @@ def test_a_sampled_launch_ends_at_bad_logits(name: str, bad: float) -> None:
 DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
 
 
-def test_supported() -> None:
-    found = support_on(*H200, DENSE, Dtype.BF16)
+RTX_3090 = ((8, 6), 82, 99 * 1024)
+
+
+@pytest.mark.parametrize(
+    "gpu", [H200, RTX_3090, ((8, 0), 108, 163 * 1024), ((8, 9), 128, 99 * 1024)]
+)
+def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
+    found = support_on(*gpu, DENSE, Dtype.BF16)
     assert found.plan is not None
     assert not found.refusal
     assert found.memory is not None
@@ -281,8 +287,8 @@ def test_supported() -> None:
 @pytest.mark.parametrize(
     ("capability", "config", "dtype", "named"),
     [
-        ((8, 9), DENSE, Dtype.BF16, "capability 8.9"),
-        ((7, 5), DENSE, Dtype.BF16, "capability 7.5"),
+        ((7, 5), DENSE, Dtype.BF16, "capability 7.5 (allowed: 8.0 and later)"),
+        ((6, 1), DENSE, Dtype.BF16, "capability 6.1"),
         ((9, 0), DENSE, Dtype.FP32, "fp32"),
         ((9, 0), model(Attention(4, 2, 40)), Dtype.BF16, "head_dim 40"),
         ((9, 0), replace(DENSE, rope=Rope(1e4, interleaved=True)), Dtype.BF16, "neighbours"),

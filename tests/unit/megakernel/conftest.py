@@ -1,4 +1,4 @@
-"""The full matrix of compilations takes two minutes: it runs with `-m slow` only."""
+"""Large shapes on all architectures take many minutes: it runs with `-m slow` only."""
 
 from pathlib import Path
 
@@ -11,4 +11,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent
     for item in items:
         if item.path.parent == here and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="takes two minutes; run with -m slow"))
+            item.add_marker(pytest.mark.skip(reason="takes many minutes; run with -m slow"))

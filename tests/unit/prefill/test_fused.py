@@ -13,6 +13,7 @@ from soloist.errors import CudaMissing, ShapeUnsupported
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.source import Source
+from soloist.megakernel.gpu import TYPICAL
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import Chunk, Elementwise, Heads, TorchElementwise
@@ -29,7 +30,7 @@ TABLE = [5, 0, 3, 1]
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", TYPICAL)
 @pytest.mark.parametrize("name", ["qwen3", "head-128", "mha"])
 def test_kernels_compile_without_spills(name: str, arch: str, dtype: Dtype) -> None:
     try:

@@ -10,6 +10,7 @@
 #include "ops/head.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
+#include "ptx/registers.cuh"
 
 struct Barriers {
   u32 round;     // consumers -> producer: the round's outcome is known
@@ -20,7 +21,10 @@ struct Barriers {
 
 // The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
 __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
-  fence_async_proxy();  // the producer copies the pages that this round's keys and values went to
+  // The producer copies the pages that this round's keys and values went to, by the same block's threads: they
+  // are ordered by the barrier below, by the arrival at `round` and the producer's wait for it, and, where
+  // copies go through a proxy of their own, by this fence and the producer's.
+  fence_async_proxy();
   cx.sync();
   Control& control = cx.shared.control();
   if (cx.warp == 0) {
@@ -42,6 +46,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);
+    __syncwarp();  // what other lanes wrote belongs to the arrivals of lane 0
     if (cx.lane == 0) {
       control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
       mbarrier_arrive(barriers.round);
@@ -53,7 +58,6 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 }
 
 __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
-  const u64 stride = cx.params.launch->logits_round_stride;
   for (;; ++cx.round) {
     if (cx.thread == 0) cx.where->round = cx.round;
     cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceWords : nullptr;
@@ -78,7 +82,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
       down(cx, layer);
     }
     cx.begin(Phase::kHead);
-    head(cx, cx.params.logits + cx.round * stride);
+    head(cx, cx.params.logits + cx.round * cx.params.launch->logits_round_stride);
     cx.begin(Phase::kChoose);
     if constexpr (kSamples) {
       cx.mark();
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   Control* control = reinterpret_cast<Control*>(fixed + kShControl);
   if (thread == 0) {
     for (u32 i = 0; i < kRingSlots; ++i) {
-      mbarrier_init(shared_address(full + i), 1);
+      mbarrier_init(shared_address(full + i), kStagingLanes);
       mbarrier_init(shared_address(empty + i), kConsumerWarps);
     }
     for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), 1);

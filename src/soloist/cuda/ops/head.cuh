@@ -69,7 +69,7 @@ __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
   const uint4* records = best_records(cx, cx.warp);
   constexpr u32 kEach = (kNumBlocks + 31) / 32;
-  uint4 record[kEach];
+  uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1
   for (;;) {
     bool ready = true;

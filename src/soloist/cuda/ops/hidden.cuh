@@ -35,7 +35,7 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
 template <class Stream>
 struct Scale {
   static constexpr u32 kEach = (kNumBlocks + 31) / 32;
-  float2 part[kEach];
+  float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
 
   __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return;

@@ -8,29 +8,34 @@ __device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
   return turn(cx.params, kWsGated, kWsGatedBytes, epoch);
 }
 
-__device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
-  cx.let_clean(cx.layers_done + cx.round - 1);
-  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
-  GlobalOperand operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
-  Scale<MidStream> scale;
-  Sums<GateUp> sums;
-  multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
-    scale.load(cx, cx.layers_done);
-    cx.mark();
-  });
-  const float own_factor = scale.take(cx, cx.layers_done);
-  Control& control = cx.shared.control();
-  if (cx.warp < cx.columns && cx.lane == 0) control.factor[cx.warp] = own_factor;
-  cx.mark();
-  Reduction reduction(cx, GateUp::kTiles * 16);
+// One of several groups: kTiles tiles, or what the last group of a block has.
+template <class Op, class Operand>
+__device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u32 tiles, const Operand& operand,
+                                               Ahead<Op>& ahead, Sums<Op>& sums) {
+  constexpr u32 kLast = (Op::kMaxUnits - 1) % Op::kTiles + 1, kFewer = kLast - 1;
+  constexpr bool kSomeFewer = !Op::kEven && kFewer > 0;
+  const auto arrived = [] {};
+  if (tiles == Op::kTiles || (kLast == Op::kTiles && !kSomeFewer)) {
+    multiply<2 * Op::kTiles, true>(ring, warp, lane, operand, ahead, sums, arrived);
+  } else if (kLast < Op::kTiles && (tiles == kLast || !kSomeFewer)) {
+    multiply<2 * kLast, false>(ring, warp, lane, operand, ahead, sums, arrived);
+  } else if constexpr (kSomeFewer) {
+    multiply<2 * kFewer, false>(ring, warp, lane, operand, ahead, sums, arrived);
+  }
+}
+
+// `tiles` units from `first_neuron` on, which this block owns.
+__device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& sums, u32 tiles, u32 first_neuron,
+                                              const float* bias) {
+  const Control& control = cx.shared.control();
   u8* now = gated_operand(cx, cx.layers_done);
-  const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
+  Reduction reduction(cx, GateUp::kTiles * 16);
   // Neurons go to all warps, 32 of a column at a time.
-  reduction.for_each_part(cx, sums, units * 2, units * 16, [&](u32 start, u32 end) {
+  reduction.for_each_part(cx, sums, tiles * 2, tiles * 16, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.columns;
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
-      const u32 column = job % cx.columns, n = start / 2 + job / cx.columns * 32 + cx.lane;
+      const u32 column = job % cx.columns, n = start / 2 + job / cx.columns * 32 + cx.lane, neuron = first_neuron + n;
       const bool valid = n < end / 2;
       float gate = 0.0f, up = 0.0f;
       if (valid) {
@@ -39,13 +44,51 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
         gate = reduction.get(column, row) * factor;
         up = reduction.get(column, row + 8) * factor;
         if (bias) {
-          gate += __ldg(bias + (first + n) / 8 * 16 + n % 8);
-          up += __ldg(bias + (first + n) / 8 * 16 + n % 8 + 8);
+          gate += __ldg(bias + neuron / 8 * 16 + neuron % 8);
+          up += __ldg(bias + neuron / 8 * 16 + neuron % 8 + 8);
         }
       }
-      publish_pair(now, column, first + n, cx.lane, valid, silu(gate) * up);
+      publish_pair(now, column, neuron, cx.lane, valid, silu(gate) * up);
     }
   });
+}
+
+__device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
+  cx.let_clean(cx.layers_done + cx.round - 1);
+  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
+  const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
+  GlobalOperand operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  Scale<MidStream> scale;
+  const auto arrived = [&] {
+    scale.load(cx, cx.layers_done);
+    cx.mark();
+  };
+  const auto settle = [&] {
+    const float factor = scale.take(cx, cx.layers_done);
+    if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
+  };
+  if constexpr (GateUp::kMaxUnits <= GateUp::kTiles) {
+    Sums<GateUp> sums;
+    multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
+    settle();
+    cx.mark();
+    publish_gated(cx, sums, units, first, bias);
+  } else {
+    // Groups of tiles, since the sums of all do not fit the registers: a unit is a tile.
+    Ahead<GateUp> ahead;
+    ahead.fill(operand);
+    arrived();
+#pragma unroll 1
+    for (u32 group = 0; group < units; group += GateUp::kTiles) {
+      const u32 tiles = min(GateUp::kTiles, units - group);
+      if (GateUp::kSteps % GateUp::kDepth != 0 && group) ahead.fill(operand);
+      Sums<GateUp> sums;
+      multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
+      if (group == 0) settle();
+      if (group + GateUp::kTiles >= units) cx.mark();
+      publish_gated(cx, sums, tiles, first + group * 8, bias);
+    }
+  }
   cx.mark();
 }
 

@@ -29,6 +29,7 @@ struct Producer {
   u32 cap;  // copies in flight
   u32 slot, parity, issued;
 
+  // Called by the staging lanes.
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
@@ -38,8 +39,7 @@ struct Producer {
       const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
-    mbarrier_expect(slots.full + slot * 8, bytes);
-    bulk_copy(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy);
+    stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
     if (++slot == kRingSlots) {
       slot = 0;
       parity ^= 1;
@@ -50,7 +50,7 @@ struct Producer {
   // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
   // 16 rows, and half a slot for 8 rows left over.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
-    if (lane == 0) {
+    if (lane < kStagingLanes) {
       const u32 in_step = (part.halves + 1) / 2, step_bytes = part.halves * (kSlotBytes / 2);
       end = min(end, part.steps * in_step);
       u32 i = begin % in_step;  // within the step
@@ -84,7 +84,7 @@ struct Producer {
 #pragma unroll 1
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
-          if (lane != 0) continue;
+          if (lane >= kStagingLanes) continue;
           // One copy for a page that fits a slot, else one for each granule.
           const u32 first = walk.first_granule(), last = walk.last_granule();
 #pragma unroll 1
@@ -102,7 +102,7 @@ struct Producer {
 
   // Copies that no one will consume must land before the block ends.
   __device__ __forceinline__ void drain(u32 count) {
-    if (lane != 0 || kAblation >= kNoStream) return;
+    if (lane >= kStagingLanes || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
         slot = kRingSlots;

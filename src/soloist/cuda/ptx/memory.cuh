@@ -71,12 +71,6 @@ __device__ __forceinline__ void store_host_release(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// Orders ordinary stores before later accesses by the copy engine: all of them, or those to shared memory.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_proxy_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 __device__ __forceinline__ u64 clock_cycles() {
   u64 t;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
@@ -92,17 +86,4 @@ __device__ __forceinline__ u32 sm_id() {
   u32 id;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
   return id;
-}
-
-// Registers move from the helper warps, which need few, to the consumers (in groups of four warps). Together
-// they may not exceed what the block started with: 4 · 72 + 8 · 216 = 12 · 168.
-__device__ __forceinline__ void give_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(72));
-#endif
-}
-__device__ __forceinline__ void take_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(216));
-#endif
 }

@@ -105,9 +105,9 @@ struct Context {
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
 
-  // Addresses that follow from these are computed in each phase, not kept over all of them in registers.
+  // Addresses and sizes that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {
-    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread));
+    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(columns));
   }
   // Which turn the residual stream takes before the next layer's qkv, or before the head.
   __device__ __forceinline__ u32 next_in() const { return layers_done + round + 1; }

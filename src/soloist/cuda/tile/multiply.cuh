@@ -71,6 +71,7 @@ struct Sums {
 
 // Slots that a warp takes together, so that their loads and multiplies overlap.
 inline constexpr u32 kBatch = 2;
+static_assert(kBatch <= kRingSlots, "a warp takes that many before it releases one");
 
 // A warp's weights of one slot: 16 rows, or 8, of 64 columns of K.
 struct Fragments {

@@ -1,10 +1,11 @@
 // The consumers' side of the weight ring: slots in shared memory that the producer warp fills in order.
 #pragma once
+#include "ptx/stage.cuh"
 #include "sync/wait.cuh"
 
 struct Ring {
   u32 base;   // shared address of slot 0
-  u32 full;   // barriers: one arrival and the slot's bytes
+  u32 full;   // barriers: kStagingLanes arrivals, which wait for the slot's bytes
   u32 empty;  // barriers: one arrival from every consumer warp
   u32 slot;
   u32 parity;
