@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def model() -> tuple[Engine, KernelModel]:
 
 @cache
 def text_ids() -> tuple[int, ...]:
-    source = open(torch.nn.functional.__file__).read()  # noqa: PTH123, SIM115 - any Python text
+    source = Path(torch.nn.functional.__file__).read_text(encoding="utf-8")  # any Python text
     return tuple(model()[0].tokenizer.encode(source[:40_000])[:NUM_TOKENS])
 
 

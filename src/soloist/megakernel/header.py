@@ -7,9 +7,10 @@ from typing import TypeAlias
 
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
+    COLUMNS_COPIES,
+    COLUMNS_WAITING_COPIES,
     CONSUMER_WARPS,
     COPIES_IN_FLIGHT,
-    COPIES_IN_FLIGHT_COLUMNS,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
@@ -96,7 +97,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
         "kCopies": COPIES_IN_FLIGHT,
-        "kColumnsCopies": COPIES_IN_FLIGHT_COLUMNS,
+        "kColumnsWaitingCopies": COLUMNS_WAITING_COPIES,
+        "kColumnsCopies": COLUMNS_COPIES,
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,

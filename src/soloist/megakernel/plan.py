@@ -32,9 +32,12 @@ SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
 # Copies of 16 KB that a block has in flight. 32 KB reach 93 % of the bandwidth and leave the L2 as
 # fast as if it had nothing to do, 48 KB 98 % and twice the time; more only wait, and what blocks
-# exchange waits with them. Many columns exchange more. Measured: see docs/experiments.md.
+# exchange waits with them. Measured: see docs/experiments.md.
 COPIES_IN_FLIGHT = 3
-COPIES_IN_FLIGHT_COLUMNS = 2
+# Of more than two columns, which exchange more: while warps wait for other blocks, and while they
+# multiply.
+COLUMNS_WAITING_COPIES = 2
+COLUMNS_COPIES = 5
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -201,8 +204,9 @@ class Plan:
 
     @property
     def early_slots(self) -> int:
-        """Slots whose weights wait in registers, where there are enough."""
-        return EARLY_SLOTS if self.gpu.moves_registers else 0
+        """Slots whose weights wait in registers, where there are enough of both."""
+        enough = self.gpu.moves_registers and self.ring_slots >= 2 * EARLY_SLOTS
+        return EARLY_SLOTS if enough else 0
 
     @property
     def granule_bytes(self) -> int:

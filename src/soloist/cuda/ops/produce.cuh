@@ -26,15 +26,15 @@ struct Producer {
   volatile Where* where;
   u64 policy;
   u32 lane;
-  u32 cap;  // copies in flight
+  bool many;  // columns
   u32 slot, parity, issued;
 
-  // Called by the staging lanes.
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
+  // `cap`: copies in flight, this one included. Called by the staging lanes.
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 cap) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (issued >= cap) {
+    if (cap < kRingSlots && issued >= cap) {
       const bool wraps = slot < cap;
       const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
@@ -45,6 +45,12 @@ struct Producer {
       parity ^= 1;
     }
     where->copies = ++issued;
+  }
+
+  // Of slot n of a matrix or of the pages. Many columns exchange more: then fewer copies are in flight while
+  // the first slots come, when warps wait for other blocks, and more later, when they multiply.
+  __device__ __forceinline__ u32 in_flight(u32 n) const {
+    return !many ? kCopies : n < kRingSlots ? kColumnsWaitingCopies : kColumnsCopies;
   }
 
   // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
@@ -58,7 +64,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) {
         const u32 at = i * kSlotBytes;
-        copy(step + at, min(kSlotBytes, step_bytes - at));
+        copy(step + at, min(kSlotBytes, step_bytes - at), in_flight(n));
         if (++i == in_step) {
           i = 0;
           step += step_bytes;
@@ -72,6 +78,7 @@ struct Producer {
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
     if (head >= kKvHeads) return;
+    u32 count = 0;
 #pragma unroll 1
     for (u32 c = 0; c < control.columns;) {
       const ColumnGroup g = column_group(control, c, control.columns);
@@ -91,7 +98,7 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
+            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, in_flight(count++));
           }
         }
       }
@@ -116,8 +123,7 @@ struct Producer {
 
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  const u32 cap = min(kRingSlots, control->columns > 2 ? kColumnsCopies : kCopies);
-  Producer p{params, slots, where, read_once_policy(), lane, cap, 0, 0, 0};
+  Producer p{params, slots, where, read_once_policy(), lane, control->columns > 2, 0, 0, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
