@@ -9,7 +9,7 @@ PHASES = {
     "qkv": "the residual stream of all blocks, from down of the layer before or from embed",
     "attention": "q, k and v from the blocks that own rows of its KV head, and at long context "
     "for partial results of the head's other splits",
-    "attention_output": "partial results of attention from the blocks of all KV heads",
+    "attention_output": "attention of all heads, from the blocks that finish it",
     "gate_up": "the residual stream of all blocks, from attention_output",
     "down": "silu(gate) · up of all blocks",
     "head": "the residual stream of all blocks, from down of the last layer",
