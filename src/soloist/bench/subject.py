@@ -114,7 +114,7 @@ def shape_on_gpu(
     row_bytes = parameters(specs) * dtype.num_bytes
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
     home = device if keep_rows else torch.device("cpu")
-    return KernelModel(
+    model = KernelModel(
         support.plan,
         random_weights(specs, dtype, home),
         context_tokens,
@@ -123,6 +123,8 @@ def shape_on_gpu(
         keep_rows=keep_rows,
         sequences=sequences,
     )
+    model.prepare()
+    return model
 
 
 def shape_subject(

@@ -97,7 +97,9 @@ def run(
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
     )
-    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
+    checked = o.checked_precision(precision)
+    # One request: what others would need is not worth waiting for.
+    asked = EngineConfig(model, device, checked, context, revision, prepare=False)
     generation.run(asked, text, suffix, params, as_json=json)
 
 

@@ -30,6 +30,9 @@ class EngineConfig:
             checkpoint's own elsewhere.
         context_tokens: room for prompt and answer; None takes the model's own, as far as it fits.
         revision: branch, tag or commit on the hub.
+        prepare: build and record while loading what later requests may need: the kernel that
+            samples, graphs for prompts of several lengths. Without, a process that answers one
+            request starts sooner, and a first sampled request may wait for a compiler.
     """
 
     model: str = "etude"
@@ -37,6 +40,7 @@ class EngineConfig:
     precision: Precision = "auto"
     context_tokens: int | None = None
     revision: str | None = None
+    prepare: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,9 +142,11 @@ class Engine:
             model = ReferenceModel(config, weights)
         else:
             context = resolved.context_tokens
-            model = KernelModel(
+            model = kernel_model = KernelModel(
                 support.plan, weights, context, device, settings.cache, keep_rows=not is_staged
             )
+            if asked.prepare:
+                kernel_model.prepare()
         streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,

@@ -208,6 +208,7 @@ class KernelModel(KernelGenerator):
         config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
         pages = _num_pages(context_tokens)
         self.plan = plan
+        self._device, self._keeps_rows = device, keep_rows
         self.page_tables = [list(range(s * pages, (s + 1) * pages)) for s in range(sequences)]
         with torch.cuda.device(device):
             self.pool = PagePool(
@@ -227,7 +228,6 @@ class KernelModel(KernelGenerator):
                 cache=cache_root,
                 keep_rows=keep_rows,
             )
-            self.decoder.prepare_sampling()
             self.decoder.page_tables.copy_(torch.tensor(self.page_tables, dtype=torch.int32))
             matrices: Matrices = (
                 weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
@@ -240,10 +240,19 @@ class KernelModel(KernelGenerator):
                 partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
                 most_tokens=min(CHUNK_TOKENS, context_tokens),
             )
-            if keep_rows:
-                self.prefill.capture(n for n in CAPTURED_TOKENS if n <= self.prefill.most_tokens)
             torch.cuda.synchronize(device)
         super().__init__(self.decoder, self.prefill, self.page_tables[0], config.vocab_size)
+
+    def prepare(self) -> None:
+        """Build and record now what first requests would wait for.
+
+        That is the kernel that samples and graphs of short prompts. Raises DeviceError.
+        """
+        with torch.cuda.device(self._device):
+            self.decoder.prepare_sampling()
+            if self._keeps_rows:
+                self.prefill.capture(n for n in CAPTURED_TOKENS if n <= self.prefill.most_tokens)
+            torch.cuda.synchronize(self._device)
 
     @property
     def streamed_bytes(self) -> int:

@@ -184,7 +184,8 @@ class Decoder:
         self.__dict__.pop("_sampler", None)
         cubin = self._built(build)
         self.report = cubin.report.entries["decode"]
-        self._module = Module(cubin, "decode")
+        with torch.cuda.device(self._device):
+            self._module = Module(cubin, "decode")
 
     def _built(self, build: Build) -> Cubin:
         source = Source("kernels/decode.cu", header(self.plan, build))
@@ -193,7 +194,8 @@ class Decoder:
     @cached_property
     def _sampler(self) -> _Sampler:
         cubin = self._built(replace(self._build_as, samples=True))
-        return _Sampler(self.plan, Module(cubin, "decode"), self._device)
+        with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
+            return _Sampler(self.plan, Module(cubin, "decode"), self._device)
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
