@@ -156,10 +156,8 @@ def _operation(plan: Plan, op: Operation) -> str:
     values = {
         "kUnits": matrix.units,
         "kMaxUnits": matrix.max_units,
-        "kUnitBytes": matrix.unit_slots * matrix.steps * SLOT_BYTES // 2,
         "kSteps": matrix.steps,
         "kTiles": op.group_tiles,
-        "kGrouped": matrix.name == "head",
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_rows // 8,
         "kDepth": op.depth,
