@@ -35,6 +35,10 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   return w ? max(0, position - w + 1) : 0;
 }
 
+// What the block serves: a split of a KV head. The last blocks may have none.
+__device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
+__device__ __forceinline__ u32 own_split(const Context& cx) { return cx.block % kSplits; }
+
 // Which split comes first moves on with the layer and the sequence, so that all have as much to do.
 __device__ __forceinline__ u32 split_of(u32 chunk, u32 layer, i32 sequence) {
   return (chunk + layer + static_cast<u32>(sequence)) % kSplits;
@@ -493,9 +497,40 @@ struct GroupWork {
   }
 };
 
-__device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work, const ColumnGroup& g, u32 layer, u32 head,
-                                             u32 split) {
+// Where threads have few registers, what a warp does not need while it walks through the cache is parked in shared
+// memory. All its lanes write and read the same.
+struct Parked {
+  u32 round, layer, layers_done, columns, reductions;
+  float scale;
+  ColumnGroup group;
+};
+__device__ __forceinline__ Parked& parked(const Context& cx) {
+  __shared__ Parked of_warp[kConsumerWarps];
+  return of_warp[cx.warp];
+}
+__device__ __forceinline__ void park(const Context& cx, u32 layer, const ColumnGroup& g) {
+  if constexpr (!kMovesRegisters) {
+    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, cx.scale, g};
+    __syncwarp();
+  }
+}
+__device__ __forceinline__ void unpark(Context& cx, u32& layer, ColumnGroup& g) {
+  if constexpr (!kMovesRegisters) {
+    const Parked& p = parked(cx);
+    cx.round = p.round;
+    layer = p.layer;
+    cx.layers_done = p.layers_done;
+    cx.columns = p.columns;
+    cx.reductions = p.reductions;
+    cx.scale = p.scale;
+    g = p.group;
+    cx.forget_addresses();
+  }
+}
+
+__device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work, ColumnGroup& g, u32& layer) {
   if (work.end == 0) return;
+  park(cx, layer, g);
   const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
@@ -520,7 +555,8 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
       if (behind > g.first_fresh) {
         // All warps that share the granule write the same.
         u8* slot = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
-        append(cx, g.fresh, g.end, start, slot, slot + kGranuleBytes);
+        const ColumnGroup& known = kMovesRegisters ? g : parked(cx).group;
+        append(cx, known.fresh, known.end, start, slot, slot + kGranuleBytes);
         fence_async_proxy_shared();  // the slot is copied to again
         __syncwarp();
       }
@@ -532,7 +568,8 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
     cx.ring.advance(slots);
     begin = stop;
   }
-  merge_lanes(cx, softmax, g, head, split);
+  unpark(cx, layer, g);
+  merge_lanes(cx, softmax, g, own_head(cx), own_split(cx));
 }
 
 // The splits that hold something a far column sees: `count` of them from `first` on, in turn.
@@ -627,8 +664,8 @@ __device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 he
 
 inline constexpr u32 kAttentionMarks = 4;
 
-__device__ __forceinline__ void attention(Context& cx, u32 layer) {
-  const u32 head = cx.block / kSplits, split = cx.block % kSplits;
+__device__ __forceinline__ void attention(Context& cx, u32& layer) {
+  const u32 head = own_head(cx), split = own_split(cx);
   if (head >= kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
@@ -648,18 +685,18 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
     cx.mark();
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, work, g, layer, head, split);
+      attend_group(cx, work, g, layer);
       if (g.end == cx.columns) break;
       g = column_group(control, g.end, cx.columns);
-      work = GroupWork(cx, g, layer, split);
+      work = GroupWork(cx, g, layer, own_split(cx));
     }
     cx.mark();
-    store_fresh(cx, layer, head, split);
+    store_fresh(cx, layer, own_head(cx), own_split(cx));
     cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
   }
-  merge_far(cx, layer, head, split);
+  merge_far(cx, layer, own_head(cx), own_split(cx));
   cx.mark();
 }
 
