@@ -467,22 +467,32 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   }
 }
 
-// What a warp has to know of a group, computed while the queries are on their way.
+// What a warp has to know of a group, computed while the queries are on their way: of the cache, the same in all
+// lanes …
 struct GroupWork {
   PageWalk walk;
   u32 skipped, end;  // granules, counted from the first page's first one
   u32 own;           // the first that may be this warp's, modulo kSoftmaxLanes
-  u32 tiles;         // bits: which of the warp's tiles hold rows of the group
-  i32 last[kWarpTiles][2];
 
   __device__ __forceinline__ GroupWork(const Context& cx, const ColumnGroup& g, u32 layer, u32 split)
-      : walk(g, layer, split), skipped(0), end(0), tiles(0) {
+      : walk(g, layer, split), skipped(0), end(0) {
     const u32 pages = walk.count();
     if (pages > 0) {
       skipped = walk.first_granule();
       end = 2 * pages - (walk.has(walk.ahead(pages - 1), 1) ? 0 : 1);
     }
     own = cx.warp / kTileSets - walk.ordinal() * 2;
+  }
+  __device__ __forceinline__ i32 start(u32 granule) const {
+    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
+  }
+};
+// … and of the rows.
+struct GroupRows {
+  u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
+  i32 last[kWarpTiles][2];
+
+  __device__ __forceinline__ GroupRows(const Context& cx, const ColumnGroup& g) {
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m) {
       const u32 row = (cx.warp % kTileSets * kWarpTiles + m) * 16;
@@ -492,25 +502,23 @@ struct GroupWork {
         last[m][i] = cx.shared.control().position[min((row + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
     }
   }
-  __device__ __forceinline__ i32 start(u32 granule) const {
-    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
-  }
 };
 
-// Where threads have few registers, what a warp does not need while it walks through the cache is parked in shared
-// memory. All its lanes write and read the same.
+// Where threads have few registers, what a warp need not have at hand while it walks through the cache is parked in
+// shared memory. All its lanes write and read the same.
 struct Parked {
   u32 round, layer, layers_done, columns, reductions;
   float scale;
   ColumnGroup group;
+  GroupWork work;
 };
 __device__ __forceinline__ Parked& parked(const Context& cx) {
-  __shared__ Parked of_warp[kConsumerWarps];
-  return of_warp[cx.warp];
+  __shared__ u32 of_warp[kConsumerWarps][sizeof(Parked) / 4];
+  return *reinterpret_cast<Parked*>(of_warp[cx.warp]);
 }
-__device__ __forceinline__ void park(const Context& cx, u32 layer, const ColumnGroup& g) {
+__device__ __forceinline__ void park(const Context& cx, u32 layer, const ColumnGroup& g, const GroupWork& work) {
   if constexpr (!kMovesRegisters) {
-    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, cx.scale, g};
+    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, cx.scale, g, work};
     __syncwarp();
   }
 }
@@ -528,9 +536,12 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, ColumnGroup& g) 
   }
 }
 
-__device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work, ColumnGroup& g, u32& layer) {
-  if (work.end == 0) return;
-  park(cx, layer, g);
+__device__ __forceinline__ void attend_group(Context& cx, u32& layer, ColumnGroup& group, const GroupWork& known,
+                                             const GroupRows& rows) {
+  if (known.end == 0) return;
+  park(cx, layer, group, known);
+  const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
+  const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
   const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
@@ -549,18 +560,17 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
     };
 #pragma unroll 1
     for (u32 granule = begin + (work.own - begin) % kSoftmaxLanes; granule < stop; granule += kSoftmaxLanes) {
-      if (!work.tiles) break;
+      if (!rows.tiles) break;
       const i32 start = work.start(granule), behind = start + static_cast<i32>(kGranulePositions);
       const u32 keys = keys_of(granule);
       if (behind > g.first_fresh) {
         // All warps that share the granule write the same.
         u8* slot = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
-        const ColumnGroup& known = kMovesRegisters ? g : parked(cx).group;
-        append(cx, known.fresh, known.end, start, slot, slot + kGranuleBytes);
+        append(cx, g.fresh, g.end, start, slot, slot + kGranuleBytes);
         fence_async_proxy_shared();  // the slot is copied to again
         __syncwarp();
       }
-      softmax.add(queries, work.tiles, keys, keys + kGranuleBytes, start, work.last, window,
+      softmax.add(queries, rows.tiles, keys, keys + kGranuleBytes, start, rows.last, window,
                   window || behind > g.first_position, cx.lane);
     }
     cx.ring.wait(slots - 1);
@@ -568,8 +578,8 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
     cx.ring.advance(slots);
     begin = stop;
   }
-  unpark(cx, layer, g);
-  merge_lanes(cx, softmax, g, own_head(cx), own_split(cx));
+  unpark(cx, layer, group);
+  merge_lanes(cx, softmax, group, own_head(cx), own_split(cx));
 }
 
 // The splits that hold something a far column sees: `count` of them from `first` on, in turn.
@@ -681,14 +691,16 @@ __device__ __forceinline__ void attention(Context& cx, u32& layer) {
   if (any) {
     ColumnGroup g = column_group(control, 0, cx.columns);
     GroupWork work(cx, g, layer, split);
+    GroupRows rows(cx, g);
     prepare_heads(cx, layer, head);
     cx.mark();
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, work, g, layer);
+      attend_group(cx, layer, g, work, rows);
       if (g.end == cx.columns) break;
       g = column_group(control, g.end, cx.columns);
       work = GroupWork(cx, g, layer, own_split(cx));
+      rows = GroupRows(cx, g);
     }
     cx.mark();
     store_fresh(cx, layer, own_head(cx), own_split(cx));
