@@ -40,6 +40,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
       } else {
         control.token[cx.lane] = min(token, kVocab - 1);  // no id where no score is a number
         if (static_cast<i32>(next) > start.keep)
+#pragma unroll(kMovesRegisters ? kMaxStops : 1)  // or few registers would spill
           for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
       }
       if constexpr (kSamples) observe(cx.params, cx.block, cx.lane, control.token[cx.lane]);

@@ -35,6 +35,10 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   return w ? max(0, position - w + 1) : 0;
 }
 
+// What the block serves: a split of a KV head. The last blocks may have none.
+__device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
+__device__ __forceinline__ u32 own_split(const Context& cx) { return cx.block % kSplits; }
+
 // Which split comes first moves on with the layer and the sequence, so that all have as much to do.
 __device__ __forceinline__ u32 split_of(u32 chunk, u32 layer, i32 sequence) {
   return (chunk + layer + static_cast<u32>(sequence)) % kSplits;
@@ -463,22 +467,32 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   }
 }
 
-// What a warp has to know of a group, computed while the queries are on their way.
+// What a warp has to know of a group, computed while the queries are on their way: of the cache, the same in all
+// lanes …
 struct GroupWork {
   PageWalk walk;
   u32 skipped, end;  // granules, counted from the first page's first one
   u32 own;           // the first that may be this warp's, modulo kSoftmaxLanes
-  u32 tiles;         // bits: which of the warp's tiles hold rows of the group
-  i32 last[kWarpTiles][2];
 
   __device__ __forceinline__ GroupWork(const Context& cx, const ColumnGroup& g, u32 layer, u32 split)
-      : walk(g, layer, split), skipped(0), end(0), tiles(0) {
+      : walk(g, layer, split), skipped(0), end(0) {
     const u32 pages = walk.count();
     if (pages > 0) {
       skipped = walk.first_granule();
       end = 2 * pages - (walk.has(walk.ahead(pages - 1), 1) ? 0 : 1);
     }
     own = cx.warp / kTileSets - walk.ordinal() * 2;
+  }
+  __device__ __forceinline__ i32 start(u32 granule) const {
+    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
+  }
+};
+// … and of the rows.
+struct GroupRows {
+  u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
+  i32 last[kWarpTiles][2];
+
+  __device__ __forceinline__ GroupRows(const Context& cx, const ColumnGroup& g) {
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m) {
       const u32 row = (cx.warp % kTileSets * kWarpTiles + m) * 16;
@@ -488,14 +502,46 @@ struct GroupWork {
         last[m][i] = cx.shared.control().position[min((row + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
     }
   }
-  __device__ __forceinline__ i32 start(u32 granule) const {
-    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
-  }
 };
 
-__device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work, const ColumnGroup& g, u32 layer, u32 head,
-                                             u32 split) {
-  if (work.end == 0) return;
+// Where threads have few registers, what a warp need not have at hand while it walks through the cache is parked in
+// shared memory. All its lanes write and read the same.
+struct Parked {
+  u32 round, layer, layers_done, columns, reductions;
+  float scale;
+  ColumnGroup group;
+  GroupWork work;
+};
+__device__ __forceinline__ Parked& parked(const Context& cx) {
+  __shared__ u32 of_warp[kConsumerWarps][sizeof(Parked) / 4];
+  return *reinterpret_cast<Parked*>(of_warp[cx.warp]);
+}
+__device__ __forceinline__ void park(const Context& cx, u32 layer, const ColumnGroup& g, const GroupWork& work) {
+  if constexpr (!kMovesRegisters) {
+    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, cx.scale, g, work};
+    __syncwarp();
+  }
+}
+__device__ __forceinline__ void unpark(Context& cx, u32& layer, ColumnGroup& g) {
+  if constexpr (!kMovesRegisters) {
+    const Parked& p = parked(cx);
+    cx.round = p.round;
+    layer = p.layer;
+    cx.layers_done = p.layers_done;
+    cx.columns = p.columns;
+    cx.reductions = p.reductions;
+    cx.scale = p.scale;
+    g = p.group;
+    cx.forget_addresses();
+  }
+}
+
+__device__ __forceinline__ void attend_group(Context& cx, u32& layer, ColumnGroup& group, const GroupWork& known,
+                                             const GroupRows& rows) {
+  if (known.end == 0) return;
+  park(cx, layer, group, known);
+  const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
+  const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
   const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
@@ -514,7 +560,7 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
     };
 #pragma unroll 1
     for (u32 granule = begin + (work.own - begin) % kSoftmaxLanes; granule < stop; granule += kSoftmaxLanes) {
-      if (!work.tiles) break;
+      if (!rows.tiles) break;
       const i32 start = work.start(granule), behind = start + static_cast<i32>(kGranulePositions);
       const u32 keys = keys_of(granule);
       if (behind > g.first_fresh) {
@@ -524,7 +570,7 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
         fence_async_proxy_shared();  // the slot is copied to again
         __syncwarp();
       }
-      softmax.add(queries, work.tiles, keys, keys + kGranuleBytes, start, work.last, window,
+      softmax.add(queries, rows.tiles, keys, keys + kGranuleBytes, start, rows.last, window,
                   window || behind > g.first_position, cx.lane);
     }
     cx.ring.wait(slots - 1);
@@ -532,7 +578,8 @@ __device__ __forceinline__ void attend_group(Context& cx, const GroupWork& work,
     cx.ring.advance(slots);
     begin = stop;
   }
-  merge_lanes(cx, softmax, g, head, split);
+  unpark(cx, layer, group);
+  merge_lanes(cx, softmax, group, own_head(cx), own_split(cx));
 }
 
 // The splits that hold something a far column sees: `count` of them from `first` on, in turn.
@@ -627,8 +674,8 @@ __device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 he
 
 inline constexpr u32 kAttentionMarks = 4;
 
-__device__ __forceinline__ void attention(Context& cx, u32 layer) {
-  const u32 head = cx.block / kSplits, split = cx.block % kSplits;
+__device__ __forceinline__ void attention(Context& cx, u32& layer) {
+  const u32 head = own_head(cx), split = own_split(cx);
   if (head >= kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
@@ -644,22 +691,24 @@ __device__ __forceinline__ void attention(Context& cx, u32 layer) {
   if (any) {
     ColumnGroup g = column_group(control, 0, cx.columns);
     GroupWork work(cx, g, layer, split);
+    GroupRows rows(cx, g);
     prepare_heads(cx, layer, head);
     cx.mark();
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, work, g, layer, head, split);
+      attend_group(cx, layer, g, work, rows);
       if (g.end == cx.columns) break;
       g = column_group(control, g.end, cx.columns);
-      work = GroupWork(cx, g, layer, split);
+      work = GroupWork(cx, g, layer, own_split(cx));
+      rows = GroupRows(cx, g);
     }
     cx.mark();
-    store_fresh(cx, layer, head, split);
+    store_fresh(cx, layer, own_head(cx), own_split(cx));
     cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
   }
-  merge_far(cx, layer, head, split);
+  merge_far(cx, layer, own_head(cx), own_split(cx));
   cx.mark();
 }
 

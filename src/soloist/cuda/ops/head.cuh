@@ -39,6 +39,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
     if (Head::kSteps % Head::kDepth != 0 && group) ahead.fill(operand);
     Sums<Head> sums;
     multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
+    if constexpr (!kMovesRegisters) cx.forget_addresses();  // or predicates that follow from them would be spilled
     Reduction reduction(cx, Head::kTiles * 16);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
       if (cx.warp >= cx.columns) return;
