@@ -14,7 +14,14 @@ from soloist.model.tensors import parameters
 from soloist.planning.expectation import FORMULA, MEASURED, READ_SHARE, Wall
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
 from soloist.planning.precision import PRECISIONS, find_precision
-from soloist.planning.reach import GPU_COUNTS, Reach, Subject, reaches, what_fits
+from soloist.planning.reach import (
+    GPU_COUNTS,
+    Reach,
+    Subject,
+    find_shape_obstacle,
+    reaches,
+    what_fits,
+)
 from soloist.settings import read_settings
 
 # Positions in sight where nothing else is asked for; a shorter model has its own.
@@ -147,6 +154,9 @@ def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
             lines.append(f"{wall.value} first: {where} ({_REASONS[wall]})")
     if any(not row.fits for row in rows):
         lines.append(what_fits(subject))
+    shape = find_shape_obstacle(subject)
+    if shape:
+        lines.append(f"reference only: {shape}")
     lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
     return [*lines, f"expected: {FORMULA}", *_basis(subject.hardware, rows)]
 

@@ -99,9 +99,14 @@ def reaches(
         SettingError: it can be stored in none of these precisions.
         DoesNotFit: none of them fits; the hint says what would.
     """
-    kernel_obstacle = find_kernel_obstacle(subject)
+    shape_fits = not find_shape_obstacle(subject)
     rows = [
-        reach(subject, precision, gpus, find_obstacle(kernel_obstacle, precision, gpus))
+        reach(
+            subject,
+            precision,
+            gpus,
+            find_obstacle(subject.hardware, precision, gpus, shape_fits=shape_fits),
+        )
         for precision in precisions
         if can_store(subject.specs, precision)
         for gpus in gpu_counts
@@ -168,25 +173,31 @@ def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     return max(0, min(subject.config.context_tokens, room // kv_bytes_held(subject.config, 1)))
 
 
-def find_kernel_obstacle(subject: Subject) -> str:
-    """Why the decode kernel cannot run this model on one such GPU; empty where it can."""
-    arch = subject.hardware.arch
-    if arch is None:
-        return f"no kernel for {subject.hardware.name}"
+def find_shape_obstacle(subject: Subject) -> str:
+    """Why the decode kernel cannot run a model of this shape; empty where it can or there is none.
+
+    Such a model runs on the reference.
+    """
+    if subject.hardware.arch is None:
+        return ""
     try:
-        make_plan(subject.config, Dtype.BF16, TYPICAL[arch])
+        make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch])
     except ShapeUnsupported as error:
         return error.message
     return ""
 
 
-def find_obstacle(kernel_obstacle: str, precision: Precision, gpus: int) -> str:
-    """Why Soloist cannot run a combination yet; empty where it can."""
-    if kernel_obstacle:
-        return kernel_obstacle
+def find_obstacle(
+    hardware: Hardware, precision: Precision, gpus: int, *, shape_fits: bool = True
+) -> str:
+    """Why Soloist's decode kernel cannot run a combination yet; empty where it can."""
+    if hardware.arch is None:
+        return f"no kernel for {hardware.name}"
     if not precision.runs:
         return f"no {precision.name} weights"
-    return "" if gpus == 1 else "one GPU only"
+    if gpus > 1:
+        return "one GPU only"
+    return "" if shape_fits else "reference only"
 
 
 def count(gpus: int) -> str:
