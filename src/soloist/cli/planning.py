@@ -110,9 +110,10 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach]) -> None:
         f"{h.name}{' (announced)' if h.announced else ''} · {gigabytes(h.memory_bytes)} · "
         f"{h.bandwidth / 1e12:.4g} TB/s · {flops} · {link} · {h.source}"
     )
+    print("bytes over all GPUs, speeds in tokens/s of one request")
     show_table(
-        ("weights", "GPUs", "weights' size", "read a token", "fits", "at most tokens/s",
-         "expected tokens/s", "first wall", "Soloist"),
+        ("weights", "GPUs", "held", "read a token", "fits", "at most", "expected", "first wall",
+         "runs today"),
         [_cells(row) for row in rows],
     )  # fmt: skip
     for line in _remarks(subject, rows):
@@ -134,7 +135,7 @@ def _cells(row: Reach) -> tuple[str, ...]:
         limit,
         expected,
         row.wall.value,
-        f"not yet: {row.obstacle}" if row.obstacle else "runs it" if row.fits else "–",
+        f"no: {row.obstacle}" if row.obstacle else "yes" if row.fits else "–",
     )
 
 

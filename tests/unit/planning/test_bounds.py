@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
 from soloist.errors import SettingError
 from soloist.model.families import read_config, tensors
@@ -25,8 +24,9 @@ from soloist.planning.precision import (
     streamed_bytes,
     weights_bytes,
 )
+from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
-# Llama 3.1 8B by hand: hidden 4,096, FFN 14,336, 32 layers, 32 / 8 heads of 128, vocabulary 128,256.
+# Llama 3.1 8B by hand: hidden 4,096, FFN 14,336, 32 layers, 32 / 8 heads of 128, 128,256 tokens.
 LAYER_MATRICES = 4096 * (6144 + 4096) + 3 * 4096 * 14336
 EMBEDDING = 128_256 * 4096
 NORMS = 65 * 4096
@@ -68,7 +68,7 @@ def test_stored_bytes_round_up():
 
 
 def test_sizes_of_llama_8b_in_16_bits(llama):
-    config, specs = llama
+    _, specs = llama
     fp16 = find_precision("fp16")
     every = 32 * LAYER_MATRICES + 2 * EMBEDDING + NORMS
     assert weights_bytes(specs, fp16) == 2 * every == 16_060_522_496
@@ -127,5 +127,5 @@ def test_rows_must_divide_into_groups(llama):
 
 
 def test_unknown_precision():
-    with pytest.raises(SettingError, match="int2.*fp16, bf16, fp8, int4, fp4"):
+    with pytest.raises(SettingError, match=r"int2.*fp16, bf16, fp8, int4, fp4"):
         find_precision("int2")

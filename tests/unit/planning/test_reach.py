@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
 from soloist.errors import DoesNotFit, SettingError
 from soloist.model.families import read_config, tensors
@@ -20,6 +19,7 @@ from soloist.planning.reach import (
     reaches,
     what_fits,
 )
+from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
 FP16, FP8, INT4 = (find_precision(name) for name in ("fp16", "fp8", "int4"))
 WEIGHTS, KV_A_TOKEN = 16_060_522_496, 131_072  # Llama 3.1 8B in 16 bits
