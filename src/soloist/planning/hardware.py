@@ -2,7 +2,8 @@
 
 Gigabytes and terabytes are decimal, as datasheets write them; where a chip has more (the 24 GB of
 an RTX 4090 are 24 GiB), the difference is reserve. FLOP/s are dense, of 16-bit inputs summed in
-fp32. A figure that the maker does not state in these terms is None.
+fp32: where a source states sparse or 8-bit rates, what follows for these. Links stated for both
+directions together count half. A figure that does not follow from what the maker states is None.
 """
 
 import re
@@ -19,7 +20,7 @@ class Link:
 
     Attributes:
         name: such as 'NVLink 4'.
-        bytes_per_s: out of one GPU, in one direction, to all others together; None: not stated.
+        bytes_per_s: out of one GPU, in one direction, to all others together; None: not known.
     """
 
     name: str
@@ -107,7 +108,7 @@ HARDWARE = (
         announced=True,
     ),
     Hardware(
-        "MI450", 432 * GB, 19.6 * TB, None, Link("Infinity Fabric", None),
+        "MI450", 432 * GB, 19.6 * TB, None, Link("scale-up link", None),
         "https://hothardware.com/news/instinct-mi400-challenge-vera-rubin",
         announced=True,
     ),
