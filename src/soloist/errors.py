@@ -10,11 +10,13 @@
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits
-    │   └── SettingError      options and environment
+    │   ├── SettingError      options and environment
+    │   └── UnknownHardware   hardware without figures
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
                               CudaMissing · CompileError · BadInclude · LaunchError
                               GpuUnsupported · ShapeUnsupported · KernelStuck
-                              RunFailed · BitsDiffer
+                              RunFailed · BitsDiffer · HardwareNotDetected
+                              DoesNotFit
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -279,6 +281,16 @@ class SettingError(UserError):
         )
 
 
+class UnknownHardware(UserError):
+    """A GPU was named for which there are no figures, or that is not clear."""
+
+    def __init__(self, given: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"no figures for hardware '{given}' (known: {', '.join(known)})",
+            "name one of these with --hardware",
+        )
+
+
 # --- the machine ---------------------------------------------------------------------------------
 
 
@@ -293,6 +305,30 @@ class OutOfMemory(DeviceError):
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class DoesNotFit(DeviceError):
+    """No way to store the model that was asked for fits the hardware."""
+
+    def __init__(
+        self, what: str, where: str, needed_bytes: int, memory_bytes: int, fits: str
+    ) -> None:
+        super().__init__(
+            f"{what} does not fit: it needs {gigabytes(needed_bytes)} on {where}, "
+            f"{gigabytes(needed_bytes - memory_bytes)} more than the {gigabytes(memory_bytes)} "
+            "there are",
+            fits,
+        )
+
+
+class HardwareNotDetected(DeviceError):
+    """This machine's GPU is not one with figures to plan with."""
+
+    def __init__(self, reason: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"{reason} (known hardware: {', '.join(known)})",
+            "name one of these with --hardware",
+        )
 
 
 class DeviceMissing(DeviceError):

@@ -7,6 +7,7 @@ import typer
 
 from soloist import __version__
 from soloist.cli import options as o
+from soloist.errors import SettingError
 
 app = typer.Typer(
     name="soloist",
@@ -151,6 +152,42 @@ def info(
     from soloist.cli import information
 
     information.show(model, context, revision, as_json=json)
+
+
+@app.command()
+def plan(
+    model: o.OptionalModel = None,
+    config: Annotated[Path | None, typer.Option(help="Instead of a model, a config.json.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="A GPU, such as H200 or 'RTX 4090'; default: this machine's."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in sight of every step; default: 8192, or the model's own."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="1, 2, 4 or 8; default: one row for each.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Of weights: fp16, bf16, fp8, int4 or fp4; default: one row for each."),
+    ] = None,
+    revision: o.Revision = None,
+    json: o.Json = False,
+) -> None:
+    """Say what a machine can reach for a model: memory, limits, expected speed, first wall.
+
+    One request, one token a step. Nothing is loaded, and the machine may be another one.
+    """
+    from soloist.cli import planning
+
+    if config is not None and model is not None:
+        raise SettingError("MODEL", model, "without --config", "leave one of them out")
+    planning.show(
+        model or o.DEFAULT_MODEL, config, hardware, context, gpus, precision, revision,
+        as_json=json,
+    )  # fmt: skip
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """From what a user types to a folder of files: a path, a shipped model or a hub id."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
@@ -15,13 +16,20 @@ _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "to
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
 
 
-def find_model(given: str, *, revision: str | None = None, offline: bool = False) -> Path:
+def find_model(
+    given: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    wanted: Sequence[str] = _WANTED,
+) -> Path:
     """The folder of a model, fetched from the hub if `given` is a hub id.
 
     Args:
         given: a folder, the name of a shipped model, or 'owner/name' on the hub.
         revision: branch, tag or commit on the hub.
         offline: use only what the local hub cache holds.
+        wanted: patterns of the files to fetch from the hub.
 
     Raises:
         CheckpointError: nothing of that name, an empty folder, or a failed download.
@@ -41,7 +49,7 @@ def find_model(given: str, *, revision: str | None = None, offline: bool = False
     if given in SHIPPED:
         return _checked(shipped_folder(given))
     if _HUB_ID.fullmatch(given):
-        return _checked(_download(given, revision, offline=offline))
+        return _checked(_download(given, revision, wanted, offline=offline))
     raise ModelNotFound(given, SHIPPED)
 
 
@@ -57,7 +65,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _download(hub_id: str, revision: str | None, *, offline: bool) -> Path:
+def _download(hub_id: str, revision: str | None, wanted: Sequence[str], *, offline: bool) -> Path:
     # Slow to import, and most models are folders.
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -71,7 +79,7 @@ def _download(hub_id: str, revision: str | None, *, offline: bool) -> Path:
             huggingface_hub.snapshot_download(
                 hub_id,
                 revision=revision,
-                allow_patterns=list(_WANTED),
+                allow_patterns=list(wanted),
                 ignore_patterns=list(_UNWANTED),
                 local_files_only=offline,
             )

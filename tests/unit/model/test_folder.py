@@ -141,3 +141,18 @@ def test_a_failed_download_says_why(
     with pytest.raises(DownloadFailed, match=f"owner/name.*{reason}") as caught:
         find_model("owner/name")
     assert "\nat some line" not in caught.value.message
+
+
+def test_only_the_wanted_files_of_a_hub_model_are_fetched(monkeypatch, tmp_path):
+    asked = {}
+
+    def fetch(hub_id, **options):
+        asked[hub_id] = options["allow_patterns"]
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert find_model("some/model", wanted=("config.json",)) == tmp_path
+    assert asked["some/model"] == ["config.json"]
+    find_model("some/model")
+    assert "*.safetensors" in asked["some/model"]

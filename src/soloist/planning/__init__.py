@@ -1,0 +1,1 @@
+"""What a machine can reach for a model: sizes, limits and expected speeds. Pure arithmetic."""

@@ -1,0 +1,80 @@
+"""How weights could be stored, and what that makes of a model's size.
+
+Quantised are the matrices of the layers, as published checkpoints do it; embedding, head, norms and
+biases stay 16-bit, and so does the KV cache.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from soloist.errors import SettingError
+from soloist.model.tensors import TensorSpec
+
+_MATRICES = (".qkv", ".attention_output", ".gate_up", ".down")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One way to store weights.
+
+    Attributes:
+        name: for people and for `--precision`.
+        bits: of a weight in a layer's matrix, with its share of a scale.
+        group: weights along a row that share a scale; a row's length must be a multiple of it.
+        runs: Soloist's decode kernel can run it.
+    """
+
+    name: str
+    bits: float
+    group: int = 1
+    runs: bool = False
+
+
+SIXTEEN_BIT = Precision("fp16/bf16", 16, runs=True)
+PRECISIONS = (
+    SIXTEEN_BIT,
+    Precision("fp8", 8 + 32 / (128 * 128)),  # one fp32 scale for each block of 128 × 128
+    Precision("int4", 4 + 16 / 128, group=128),  # one 16-bit scale for 128 weights
+    Precision("fp4", 4 + 8 / 32, group=32),  # MXFP4: one 8-bit exponent for 32 weights
+)
+
+
+def find_precision(given: str) -> Precision:
+    """The precision of this name; bf16 and fp16 are one, since they weigh the same.
+
+    Raises:
+        SettingError: there is none.
+    """
+    for precision in PRECISIONS:
+        if given == precision.name or given in precision.name.split("/"):
+            return precision
+    raise SettingError("--precision", given, "fp16, bf16, fp8, int4, fp4")
+
+
+def stored_bytes(values: int, bits: float) -> int:
+    """Bytes of `values` numbers of `bits` bits each."""
+    return math.ceil(values * bits / 8)
+
+
+def weights_bytes(specs: Iterable[TensorSpec], precision: Precision) -> int:
+    """Bytes of all these tensors."""
+    return sum(
+        stored_bytes(spec.num_values, precision.bits if is_quantised(spec) else SIXTEEN_BIT.bits)
+        for spec in specs
+    )
+
+
+def streamed_bytes(specs: Iterable[TensorSpec], precision: Precision, *, tied_head: bool) -> int:
+    """Bytes of weights that one decode step reads: all but an untied embedding."""
+    return weights_bytes((s for s in specs if tied_head or s.name != "embedding"), precision)
+
+
+def can_store(specs: Iterable[TensorSpec], precision: Precision) -> bool:
+    """Every row of the layers' matrices divides into groups."""
+    return all(s.shape[-1] % precision.group == 0 for s in specs if is_quantised(s))
+
+
+def is_quantised(spec: TensorSpec) -> bool:
+    """A matrix of a layer, which precisions below 16 bits shrink."""
+    return spec.name.endswith(_MATRICES)

@@ -1,0 +1,205 @@
+"""A model on a machine: whether it fits, and how fast, by precision and number of GPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported, gigabytes
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import make_plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.memory import HEADROOM_BYTES
+from soloist.model.tensors import TensorSpec
+from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
+from soloist.planning.expectation import MEASURED, Expectation, Wall, expect
+from soloist.planning.hardware import Hardware
+from soloist.planning.precision import PRECISIONS, Precision, can_store, weights_bytes
+
+GPU_COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned for.
+
+    Attributes:
+        config, specs: the model and its tensors.
+        hardware: one kind of GPU.
+        context_tokens: positions in memory and in sight of every step.
+    """
+
+    config: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    hardware: Hardware
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """One precision on one number of GPUs.
+
+    Attributes:
+        weights_bytes, kv_bytes: held, over all GPUs.
+        bytes_per_token: read for a token, over all GPUs.
+        missing_bytes: what each GPU lacks; 0 where the model fits.
+        limit_tokens_per_s: at peak bandwidth.
+        expected: parts of a token's time.
+        measured: all costs in it were measured on this hardware; otherwise it is an assumption.
+        obstacle: why Soloist cannot run it yet; empty where it can.
+    """
+
+    precision: Precision
+    gpus: int
+    weights_bytes: int
+    kv_bytes: int
+    bytes_per_token: int
+    missing_bytes: int
+    limit_tokens_per_s: float
+    expected: Expectation
+    measured: bool
+    obstacle: str
+
+    @property
+    def fits(self) -> bool:
+        """Weights, KV cache and reserve find room."""
+        return self.missing_bytes == 0
+
+    @property
+    def wall(self) -> Wall:
+        """What comes first."""
+        return self.expected.wall if self.fits else Wall.CAPACITY
+
+
+def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "") -> Reach:
+    """Sizes and speeds; weights and KV cache are shared out evenly over the GPUs."""
+    hardware = subject.hardware
+    cost = step_cost(subject.config, subject.specs, precision, subject.context_tokens)
+    expected = expect(cost, hardware, gpus)
+    return Reach(
+        precision=precision,
+        gpus=gpus,
+        weights_bytes=weights_bytes(subject.specs, precision),
+        kv_bytes=kv_bytes_held(subject.config, subject.context_tokens),
+        bytes_per_token=cost.num_bytes,
+        missing_bytes=max(0, bytes_per_gpu(subject, precision, gpus) - hardware.memory_bytes),
+        limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
+        expected=expected,
+        # What unpacking small weights costs has not been measured.
+        measured=hardware.name in MEASURED and expected.wait_s is not None and precision.runs,
+        obstacle=obstacle,
+    )
+
+
+def reaches(
+    subject: Subject, precisions: Sequence[Precision], gpu_counts: Sequence[int]
+) -> list[Reach]:
+    """Every combination in which the model can be stored.
+
+    Raises:
+        SettingError: it can be stored in none of these precisions.
+        DoesNotFit: none of them fits; the hint says what would.
+    """
+    shape_fits = not find_shape_obstacle(subject)
+    rows = [
+        reach(
+            subject,
+            precision,
+            gpus,
+            find_obstacle(subject.hardware, precision, gpus, shape_fits=shape_fits),
+        )
+        for precision in precisions
+        if can_store(subject.specs, precision)
+        for gpus in gpu_counts
+    ]
+    if not rows:
+        names = ", ".join(p.name for p in PRECISIONS if can_store(subject.specs, p))
+        given = ", ".join(p.name for p in precisions)
+        raise SettingError("--precision", given, f"{names} for rows of this model's lengths")
+    if not any(row.fits for row in rows):
+        nearest = min(rows, key=lambda row: row.missing_bytes)
+        needed = bytes_per_gpu(subject, nearest.precision, nearest.gpus)
+        raise DoesNotFit(
+            f"this model in {nearest.precision.name} with a context of "
+            f"{subject.context_tokens:,} tokens",
+            f"each of {nearest.gpus} GPUs" if nearest.gpus > 1 else "one GPU",
+            needed,
+            subject.hardware.memory_bytes,
+            _hint(subject, nearest),
+        )
+    return rows
+
+
+def _hint(subject: Subject, nearest: Reach) -> str:
+    shorter = longest_context(subject, nearest.precision, nearest.gpus)
+    fits = what_fits(subject)
+    return f"{fits}; or ask for --context {shorter}" if shorter else fits
+
+
+def bytes_per_gpu(subject: Subject, precision: Precision, gpus: int) -> int:
+    """What each GPU must hold: its share of weights and KV cache, and a reserve."""
+    held = weights_bytes(subject.specs, precision)
+    held += kv_bytes_held(subject.config, subject.context_tokens)
+    return -(-held // gpus) + HEADROOM_BYTES
+
+
+def what_fits(subject: Subject) -> str:
+    """The fewest GPUs for each precision, or the longest context, or a smaller model."""
+    memory = subject.hardware.memory_bytes
+    precisions = [p for p in PRECISIONS if can_store(subject.specs, p)]
+    fewest = [
+        (p, next((n for n in GPU_COUNTS if bytes_per_gpu(subject, p, n) <= memory), None))
+        for p in precisions
+    ]
+    found = [f"{p.name} on {count(n)}" for p, n in fewest if n is not None]
+    name = subject.hardware.name
+    if found:
+        return f"what fits on {name}: {', '.join(found)}"
+    smallest = min(precisions, key=lambda p: weights_bytes(subject.specs, p))
+    most = max(GPU_COUNTS)
+    tokens = longest_context(subject, smallest, most)
+    if tokens:
+        return (
+            f"what fits on {name}: {smallest.name} on {count(most)} with a context of {tokens:,} "
+            "tokens"
+        )
+    room = gigabytes(most * (memory - HEADROOM_BYTES))
+    return f"{count(most)} hold up to {room} of weights; take a smaller model or larger GPUs"
+
+
+def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
+    """Positions that fit, at most the model's own; 0 where the weights alone do not fit."""
+    room = gpus * (subject.hardware.memory_bytes - HEADROOM_BYTES)
+    room -= weights_bytes(subject.specs, precision)
+    return max(0, min(subject.config.context_tokens, room // kv_bytes_held(subject.config, 1)))
+
+
+def find_shape_obstacle(subject: Subject) -> str:
+    """Why the decode kernel cannot run a model of this shape; empty where it can or there is none.
+
+    Such a model runs on the reference.
+    """
+    if subject.hardware.arch is None:
+        return ""
+    try:
+        make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch])
+    except ShapeUnsupported as error:
+        return error.message
+    return ""
+
+
+def find_obstacle(
+    hardware: Hardware, precision: Precision, gpus: int, *, shape_fits: bool = True
+) -> str:
+    """Why Soloist's decode kernel cannot run a combination yet; empty where it can."""
+    if hardware.arch is None:
+        return f"no kernel for {hardware.name}"
+    if not precision.runs:
+        return f"no {precision.name} weights"
+    if gpus > 1:
+        return "one GPU only"
+    return "" if shape_fits else "reference only"
+
+
+def count(gpus: int) -> str:
+    """'1 GPU', '8 GPUs'."""
+    return f"{gpus} GPU{'s' * (gpus > 1)}"

@@ -1,0 +1,62 @@
+"""Expected times against what was measured, and against sums by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from soloist.model.families import read_config, tensors
+from soloist.planning.bounds import StepCost, step_cost
+from soloist.planning.expectation import Wall, expect
+from soloist.planning.hardware import find_hardware
+from soloist.planning.precision import SIXTEEN_BIT
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+H200, MI300X, RUBIN = (find_hardware(name) for name in ("H200", "MI300X", "Rubin"))
+
+
+def test_recorded_speeds_of_one_gpu_are_met_within_6_percent():
+    rows = json.loads((BENCHMARKS / "results/h200.json").read_text())
+    rows = [r for r in rows if r.get("bench") == "decode" and r["columns"] == 1]
+    assert rows
+    for row in rows:
+        config = read_config(BENCHMARKS / "shapes" / f"{row['shape']}.json")
+        seen = row["start_position"] + row["new_tokens"] // 2
+        cost = step_cost(config, tensors(config), SIXTEEN_BIT, seen)
+        assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.01)
+        speed = 1 / expect(cost, H200, 1).token_s
+        assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.06), row["shape"]
+
+
+@pytest.mark.parametrize(("gpus", "measured_us"), [(2, 574), (4, 402), (8, 339)])
+def test_the_chain_on_several_gpus_is_met_within_3_percent(gpus, measured_us):
+    chain = StepCost(3_730_000_000, 0, 2 * 1.865e9, exchanging_layers=28)
+    assert expect(chain, H200, gpus).token_s * 1e6 == pytest.approx(measured_us, rel=0.03)
+
+
+def test_stream_and_waiting_add_up():
+    expected = expect(StepCost(4_000_000_000, 440_000_000, 4e9, 10), H200, 1)
+    assert expected.stream_s == pytest.approx(1e-3)
+    assert expected.wait_s == pytest.approx(28e-6)
+    assert expected.compute_s == pytest.approx(4e9 / 989e12)
+    assert expected.token_s == pytest.approx(1.028e-3)
+    assert expected.wall is Wall.BANDWIDTH
+
+
+def test_without_measurements_only_the_share_of_bandwidth_is_assumed():
+    expected = expect(StepCost(4_440_000_000, 0, 4e9, 10), MI300X, 1)
+    assert expected.stream_s == pytest.approx(4.44e9 / (5.3e12 * 0.925))
+    assert expected.wait_s is None
+    assert expected.token_s == expected.stream_s
+    assert expect(StepCost(1, 0, 1, 10), RUBIN, 1).compute_s is None
+
+
+def test_exchanges_of_lanes_are_not_guessed():
+    assert expect(StepCost(10**9, 0, 1e9, None), H200, 8).wait_s is None
+
+
+def test_each_wall():
+    assert expect(StepCost(10**7, 0, 1e7, 28), H200, 8).wall is Wall.EXCHANGES
+    busy = expect(StepCost(10**9, 0, 1e15, 28), H200, 1)
+    assert busy.wall is Wall.COMPUTE
+    assert busy.token_s == pytest.approx(1e15 / 989e12 + 28 * 2.8e-6)

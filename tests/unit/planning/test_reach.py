@@ -1,0 +1,110 @@
+"""Whether a model fits, by how much it does not, and what would."""
+
+from pathlib import Path
+
+import pytest
+
+from soloist.errors import DoesNotFit, SettingError
+from soloist.model.families import read_config, tensors
+from soloist.model.memory import HEADROOM_BYTES
+from soloist.planning.expectation import Wall
+from soloist.planning.hardware import find_hardware
+from soloist.planning.precision import PRECISIONS, find_precision
+from soloist.planning.reach import (
+    GPU_COUNTS,
+    Subject,
+    find_shape_obstacle,
+    longest_context,
+    reach,
+    reaches,
+    what_fits,
+)
+from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
+
+FP16, FP8, INT4 = (find_precision(name) for name in ("fp16", "fp8", "int4"))
+WEIGHTS, KV_A_TOKEN = 16_060_522_496, 131_072  # Llama 3.1 8B in 16 bits
+
+
+def subject_of(folder: Path, hardware: str, context: int, **changes: object) -> Subject:
+    config = read_config(written(folder, {**LLAMA_31_8B, **changes}))
+    return Subject(config, tensors(config), find_hardware(hardware), context)
+
+
+def test_a_model_that_fits(tmp_path):
+    row = reach(subject_of(tmp_path, "RTX 4090", 8192), FP16, 1)
+    assert row.weights_bytes == WEIGHTS
+    assert row.kv_bytes == 8192 * KV_A_TOKEN
+    assert row.fits
+    assert row.limit_tokens_per_s == pytest.approx(1.008e12 / row.bytes_per_token)
+    assert row.wall is Wall.BANDWIDTH
+    assert not row.measured
+
+
+def test_a_model_that_does_not_fit_lacks_so_much(tmp_path):
+    subject = subject_of(tmp_path, "RTX 4090", 131_072)
+    row = reach(subject, FP16, 1)
+    needed = WEIGHTS + 131_072 * KV_A_TOKEN + HEADROOM_BYTES
+    assert row.missing_bytes == needed - 24 * 10**9
+    assert row.wall is Wall.CAPACITY
+    assert reach(subject, FP16, 2).fits  # each holds half of weights and cache
+    fits = what_fits(subject)
+    assert "fp16/bf16 on 2 GPUs, fp8 on 2 GPUs, int4 on 1 GPU" in fits
+
+
+def test_longest_context_is_exact(tmp_path):
+    subject = subject_of(tmp_path, "RTX 4090", 131_072)
+    longest = longest_context(subject, FP16, 1)
+    assert longest == (24 * 10**9 - HEADROOM_BYTES - WEIGHTS) // KV_A_TOKEN
+    assert reach(subject_of(tmp_path, "RTX 4090", longest), FP16, 1).fits
+    assert not reach(subject_of(tmp_path, "RTX 4090", longest + 1), FP16, 1).fits
+    assert longest_context(subject, FP16, 8) == 131_072  # no more than the model's own
+
+
+def test_refusal_says_what_would_fit(tmp_path):
+    subject = subject_of(tmp_path, "RTX 4090", 131_072)
+    with pytest.raises(DoesNotFit) as refusal:
+        reaches(subject, [FP16], [1])
+    assert "needs 33.5 GB on one GPU, 9.54 GB more than the 24 GB" in refusal.value.message
+    assert "fp16/bf16 on 2 GPUs" in refusal.value.hint
+    assert f"--context {longest_context(subject, FP16, 1)}" in refusal.value.hint
+
+
+def test_refusal_where_only_less_context_fits(tmp_path):
+    subject = subject_of(tmp_path, "RTX 3090", 131_072, num_hidden_layers=300)
+    with pytest.raises(DoesNotFit) as refusal:
+        reaches(subject, PRECISIONS, GPU_COUNTS)
+    longest = longest_context(subject, INT4, 8)
+    assert f"int4 on 8 GPUs with a context of {longest:,} tokens" in refusal.value.hint
+    with_less = Subject(subject.config, subject.specs, subject.hardware, longest)
+    assert any(row.fits for row in reaches(with_less, PRECISIONS, GPU_COUNTS))
+
+
+def test_refusal_where_nothing_fits(tmp_path):
+    subject = subject_of(tmp_path, "RTX 3090", 1, num_hidden_layers=2000)
+    with pytest.raises(DoesNotFit) as refusal:
+        reaches(subject, PRECISIONS, GPU_COUNTS)
+    assert "8 GPUs hold up to 190 GB of weights" in refusal.value.hint
+
+
+def test_what_runs_and_what_does_not_yet(tmp_path):
+    rows = reaches(subject_of(tmp_path, "H200", 8192), PRECISIONS, GPU_COUNTS)
+    assert len(rows) == 16
+    assert [(r.precision, r.gpus) for r in rows if not r.obstacle] == [(FP16, 1)]
+    assert [r.gpus for r in rows if r.measured] == [1, 2, 4, 8]  # in 16 bits only
+    amd = reaches(subject_of(tmp_path, "MI300X", 8192), [FP16], [1])
+    assert amd[0].obstacle == "no kernel for MI300X"
+
+
+def test_a_model_that_the_kernel_cannot_run(tmp_path):
+    config = read_config(written(tmp_path, LANEFORMER_2B))
+    subject = Subject(config, tensors(config), find_hardware("H200"), 1024)
+    (row,) = reaches(subject, [FP16], [1])
+    assert row.obstacle == "reference only"
+    assert "the decode kernel does not support" in find_shape_obstacle(subject)
+    assert not row.measured
+
+
+def test_a_precision_in_which_rows_do_not_divide(tmp_path):
+    subject = subject_of(tmp_path, "H200", 1024, hidden_size=4096 + 64)
+    with pytest.raises(SettingError, match="fp16/bf16, fp8, fp4"):
+        reaches(subject, [INT4], [1])
