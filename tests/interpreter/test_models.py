@@ -36,9 +36,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, plan, weights, ids, reference_logits(config, weights, ids)
 
 
-@pytest.fixture(params=[0, 64, None], ids=["far", "near and far", "near"])
+@pytest.fixture(params=[64, None], ids=["near and far", "near"])
 def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to which position one block of a KV head serves a column: nowhere, a page, everywhere."""
+    """Up to which position one block of a KV head serves a column: a page, or everywhere."""
     if request.param is not None:
         monkeypatch.setattr(Plan, "near_positions", property(lambda _: request.param))
 

@@ -81,7 +81,7 @@ def test_etude_compiles_cleanly(arch: str) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_etude_compiles_with_sampling(arch: str) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(samples=True))
 
@@ -100,12 +100,12 @@ def test_builds_for_looking_inside_compile(build: Build) -> None:
     assert compiled(plan, build).report.warnings == ()
 
 
-@pytest.mark.parametrize("arch", TYPICAL)
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
 def test_fp16_compiles_cleanly(arch: str) -> None:
     require_sound(make_plan(etude(), Dtype.FP16, TYPICAL[arch]))
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path) -> None:
     config = configured("llama-one-kv-head-128", tmp_path)
     plan = make_plan(config, Dtype.BF16, replace(GPUS[arch], num_sms=8))
@@ -113,10 +113,9 @@ def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path) -> None:
     require_sound(plan)
 
 
-@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_shapes_compile_cleanly(name: str, samples: bool) -> None:
-    require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]), Build(samples=samples))
+def test_public_shapes_compile_cleanly(name: str) -> None:
+    require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]))
 
 
 @pytest.mark.slow
