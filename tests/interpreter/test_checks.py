@@ -62,8 +62,8 @@ def test_pages_that_no_split_owns_are_missed(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(case)
-    monkeypatch.setattr(module.Interpreter, "_split_of", lambda *_: -1)
-    with pytest.raises((AssertionError, IndexError)):
+    monkeypatch.setattr(module.Interpreter, "_pages", lambda *_: [])
+    with pytest.raises(AssertionError, match="a position counts once"):
         made.feed(prompt(case[0], 3))
 
 

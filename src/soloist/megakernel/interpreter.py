@@ -16,6 +16,7 @@ from torch import Tensor
 from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
+    FAR_SPLIT_BITS,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
@@ -25,6 +26,8 @@ from soloist.megakernel.plan import (
 )
 
 _PIECE = 8
+# Partial results: as many lanes merge those of a column, as many at once.
+_MERGE_LANES = 4
 _MERGE_BATCH = 4
 
 
@@ -111,12 +114,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns side by side of one sequence, at rising positions, all near or all far.
+    """Columns side by side of one sequence, at rising positions, whose cache is split alike.
 
     Attributes:
         columns: of the group.
         sequence: whose they are.
         positions: of the columns.
+        splits: blocks of a KV head that share the cache.
+        first_place: which of the head's blocks serves the first of them; the next ones follow.
         fresh: the group's columns and those of the sequence before them, whose keys and values come
             with this round too.
         fresh_positions: of these.
@@ -125,6 +130,8 @@ class Group:
     columns: range
     sequence: int
     positions: tuple[int, ...]
+    splits: int
+    first_place: int
     fresh: range
     fresh_positions: tuple[int, ...]
 
@@ -261,7 +268,6 @@ class Interpreter:
         """(logits [columns, V], chosen tokens) of one round; columns of a sequence side by side."""
         columns = len(tokens)
         assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
-        groups = list(_groups(self.plan, sequences, positions))
         self._hidden_in += 1
         for block in self._blocks():
             rows = self._rows(self.plan.down, block)
@@ -270,7 +276,7 @@ class Interpreter:
             self._scale[block, :columns] = self._embedding_scale
             self._publish(self._in, self._hidden_in, block, columns, 0, "attention_norm")
         for layer in range(self.plan.model.num_layers):
-            self._layer(layer, groups, positions)
+            self._layer(layer, sequences, positions)
         logits = self._head(columns)
         chosen = self._choose(columns)
         self._in.operand.clear(self._hidden_in + 2)
@@ -281,7 +287,7 @@ class Interpreter:
     def _blocks(self) -> range:
         return range(self.plan.blocks)
 
-    def _layer(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
+    def _layer(self, layer: int, sequences: Sequence[int], positions: Sequence[int]) -> None:
         plan, columns = self.plan, len(positions)
         self._layers_done += 1
         done = self._layers_done
@@ -292,7 +298,7 @@ class Interpreter:
             factor = self._factor(self._in, self._hidden_in, block, columns)
             y = y[:, :columns] * factor + self._vector(layer, "qkv_bias", rows)[:, None]
             self._projected.write(done, (slice(columns), slice(rows.start, rows.stop), 0), y.T)
-        self._attention(layer, groups, positions)
+        self._attention(layer, sequences, positions)
         self._hidden_mid += 1
         for block in self._blocks():
             x = self._attended.all_of(done, columns)
@@ -364,46 +370,71 @@ class Interpreter:
         window = self.plan.model.layers[layer].attention.window
         return max(0, position - window + 1) if window else 0
 
-    def _is_near(self, position: int) -> bool:
-        return position < self.plan.near_positions
+    def _splits_of(self, layer: int, position: int) -> int:
+        """Blocks of a KV head that share the cache of a column: a power of 2 up to all of them."""
+        times = (position - self._window_start(layer, position)) // self.plan.near_positions
+        return min(self.plan.splits, 1 << times.bit_length() + FAR_SPLIT_BITS) if times else 1
 
-    def _split_of(self, chunk: int, layer: int, sequence: int) -> int:
-        return (chunk + layer + sequence) % self.plan.splits
+    def _groups(
+        self, layer: int, sequences: Sequence[int], positions: Sequence[int]
+    ) -> Iterator[Group]:
+        """All columns of a round; splits are dealt to the blocks of a head in turn."""
+        columns, dealt = len(positions), layer
+        splits = [self._splits_of(layer, p) for p in positions]
+        kinds = list(zip(sequences, splits, strict=True))
+        begin = fresh = 0
+        for end in range(1, columns + 1):
+            # No more columns in a group than it takes to give each block of the head a split.
+            power = 1 << (columns - 1).bit_length()
+            most = max(1, power * splits[begin] // self.plan.splits)
+            if end < columns and kinds[end] == kinds[begin] and end - begin < most:
+                continue
+            own, of_sequence = range(begin, end), range(fresh, end)
+            ours, others = (tuple(positions[c] for c in r) for r in (own, of_sequence))
+            yield Group(
+                own, sequences[begin], ours, splits[begin], dealt % self.plan.splits, of_sequence,
+                others,
+            )  # fmt: skip
+            dealt += splits[begin]
+            begin = end
+            if end < columns and sequences[end] != sequences[fresh]:
+                fresh = end
 
-    def _splits(self, layer: int, sequence: int, position: int) -> list[int]:
-        """The splits that hold something that a far position sees, in the order of merging."""
-        chunk_positions = CHUNK_PAGES * PAGE_POSITIONS
+    def _splits(self, layer: int, position: int) -> list[int]:
+        """The splits that hold something that a position sees, in the order of merging."""
+        chunk_positions, splits = CHUNK_PAGES * PAGE_POSITIONS, self._splits_of(layer, position)
         first = self._window_start(layer, position) // chunk_positions
-        count = min(self.plan.splits, position // chunk_positions - first + 1)
-        return [self._split_of(first + i, layer, sequence) for i in range(count)]
+        count = min(splits, position // chunk_positions - first + 1)
+        return [(first + i) % splits for i in range(count)]
 
-    def _attention(self, layer: int, groups: list[Group], positions: Sequence[int]) -> None:
+    def _attention(self, layer: int, sequences: Sequence[int], positions: Sequence[int]) -> None:
         plan = self.plan
         seen = torch.zeros(plan.kv_heads, len(positions), max(positions) + 1, dtype=torch.int32)
         for block in self._blocks():
-            head, split = divmod(block, plan.splits)
+            head, place = divmod(block, plan.splits)
             if head >= plan.kv_heads:
                 continue
-            for group in groups:
-                self._attend(layer, head, split, group, seen[head])
+            for group in self._groups(layer, sequences, positions):
+                split = (place - group.first_place) % plan.splits
+                if split < group.splits:
+                    self._attend(layer, head, split, group, seen[head])
         for c, position in enumerate(positions):
             first = self._window_start(layer, position)
             assert not seen[:, c, :first].any(), "positions before the window"
             assert (seen[:, c, first : position + 1] == 1).all(), "a position counts once"
-        sequences = [group.sequence for group in groups for _ in group.columns]
         pieces = plan.group * plan.head_dim // _PIECE
         for block in self._blocks():
-            head, split = divmod(block, plan.splits)
+            head, place = divmod(block, plan.splits)
             if head >= plan.kv_heads:
                 continue
             heads = range(head * plan.group, (head + 1) * plan.group)
             for c, position in enumerate(positions):
-                if self._is_near(position):
+                if self._splits_of(layer, position) == 1:
                     continue
-                splits = self._splits(layer, sequences[c], position)
+                splits = self._splits(layer, position)
                 merged = self._merged(c, splits, heads).view(pieces, _PIECE)
                 own = torch.arange(pieces)
-                own = own[(c * pieces + own) % plan.splits == split]
+                own = own[(c * pieces + own) % plan.splits == place]
                 k = (heads.start * plan.head_dim + own[:, None] * _PIECE) + torch.arange(_PIECE)
                 self._attended.publish(
                     self._layers_done, range(c, c + 1), k.flatten(), merged[own].view(1, -1)
@@ -434,31 +465,23 @@ class Interpreter:
         start = ((layer * self.plan.kv_heads + head) * 2 + granule) * 2 * size
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
-    def _pages(
-        self, layer: int, sequence: int, split: int, first_seen: int, last_seen: int
-    ) -> list[int]:
+    def _pages(self, split: int, splits: int, first_seen: int, last_seen: int) -> list[int]:
         """The pages of one group that a split owns."""
         pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
-        near = self._is_near(last_seen)
-        chunks = [0 if near else page // CHUNK_PAGES for page in pages]
-        return [
-            page
-            for page, chunk in zip(pages, chunks, strict=True)
-            if self._split_of(chunk, layer, sequence) == split
-        ]
+        return [page for page in pages if page // CHUNK_PAGES % splits == split]
 
-    def _ordinal(self, page: int, last_seen: int) -> int:
+    @staticmethod
+    def _ordinal(page: int, splits: int) -> int:
         """Which of its split's pages of the whole sequence a page is."""
         chunk, in_chunk = divmod(page, CHUNK_PAGES)
-        near = self._is_near(last_seen)
-        return page if near else chunk // self.plan.splits * CHUNK_PAGES + in_chunk
+        return chunk // splits * CHUNK_PAGES + in_chunk
 
     def _attend(self, layer: int, head: int, split: int, group: Group, seen: Tensor) -> None:
         """One group's queries against the pages of one split, into its partial results."""
         plan, d = self.plan, self.plan.head_dim
         first_seen = self._window_start(layer, group.positions[0])
         last_seen = group.positions[-1]
-        pages = self._pages(layer, group.sequence, split, first_seen, last_seen)
+        pages = self._pages(split, group.splits, first_seen, last_seen)
         if not pages:
             return
         fresh = [
@@ -488,7 +511,7 @@ class Interpreter:
                 count = min(GRANULE_POSITIONS, seen.shape[1] - start)
                 own_seen = seen[group.columns.start : group.columns.stop, start : start + count]
                 own_seen += visible[:: plan.group, :count]
-                lane = lanes[(self._ordinal(page, last_seen) * 2 + half) % plan.softmax_lanes]
+                lane = lanes[(self._ordinal(page, group.splits) * 2 + half) % plan.softmax_lanes]
                 scores = scores.masked_fill(~visible, -math.inf)
                 lane.add(scores, by_position.float(), self._to_half)
         self._publish_attention(head, split, group, _merge_lanes(lanes))
@@ -499,7 +522,7 @@ class Interpreter:
         """A near group's attention, or a far one's partial results."""
         plan = self.plan
         top, total, out = merged
-        if self._is_near(group.positions[-1]):
+        if group.splits == 1:
             finished = self._to_half(out / total[:, None]).view(len(group.columns), -1)
             k = _places(range(finished.shape[1])) + head * plan.group * plan.head_dim
             self._attended.publish(self._layers_done, group.columns, k, finished)
@@ -512,19 +535,36 @@ class Interpreter:
         self._stats.write(self._layers_done, where, stats.view(by_column))
 
     def _merged(self, column: int, splits: list[int], heads: range) -> Tensor:
-        """[heads, D] of a column: partial results of its splits, four at a time, rounded."""
-        own = slice(heads.start, heads.stop)
-        total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.head_dim)
-        top = torch.full((len(heads),), -math.inf)
-        for i in range(0, len(splits), _MERGE_BATCH):
-            part = splits[i : i + _MERGE_BATCH]
-            best, parts = self._stats.read(self._layers_done, (column, own, part)).unbind(2)
-            values = self._partial.read(self._layers_done, (column, own, part, slice(None), 0))
-            before, top = top, torch.maximum(top, best.amax(1))
-            shrink, weight = (before - top).exp2(), (best - top[:, None]).exp2()
-            total = total * shrink + (parts * weight).sum(1)
-            sums = sums * shrink[:, None] + (values * weight[:, :, None]).sum(1)
+        """[heads, D] of a column: partial results of its splits merged and rounded."""
+        own, parts = slice(heads.start, heads.stop), []
+        for q in range(_MERGE_LANES):
+            total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.head_dim)
+            top = torch.full((len(heads),), -math.inf)
+            for i in range(q * _MERGE_BATCH, len(splits), _MERGE_LANES * _MERGE_BATCH):
+                part = splits[i : i + _MERGE_BATCH]
+                best, totals = self._stats.read(self._layers_done, (column, own, part)).unbind(2)
+                values = self._partial.read(self._layers_done, (column, own, part, slice(None), 0))
+                before, top = top, torch.maximum(top, best.amax(1))
+                shrink, weight = (before - top).exp2(), (best - top[:, None]).exp2()
+                total = total * shrink + (totals * weight).sum(1)
+                sums = sums * shrink[:, None] + (values * weight[:, :, None]).sum(1)
+            parts.append((top, total, sums))
+        while len(parts) > 1:  # neighbours first
+            parts = [_joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        _, total, sums = parts[0]
         return self._to_half(sums / total[:, None])
+
+
+_Partial = tuple[Tensor, Tensor, Tensor]
+
+
+def _joined(a: _Partial, b: _Partial) -> _Partial:
+    """Two running softmaxes as one: maximum, sum of weights, sums of values."""
+    top = torch.maximum(a[0], b[0])
+    weights = [(x[0] - top.nan_to_num(neginf=0.0)).exp2() for x in (a, b)]
+    total = sum(x[1] * w for x, w in zip((a, b), weights, strict=True))
+    sums = sum(x[2] * w[:, None] for x, w in zip((a, b), weights, strict=True))
+    return top, torch.as_tensor(total), torch.as_tensor(sums)
 
 
 class _Softmax:
@@ -550,19 +590,6 @@ def _merge_lanes(lanes: list[_Softmax]) -> tuple[Tensor, Tensor, Tensor]:
     weights = (tops - top.nan_to_num(neginf=0.0)).exp2()
     total = (torch.stack([x.total for x in lanes]) * weights).sum(0)
     return top, total, (torch.stack([x.out for x in lanes]) * weights[:, :, None]).sum(0)
-
-
-def _groups(plan: Plan, sequences: Sequence[int], positions: Sequence[int]) -> Iterator[Group]:
-    kinds = [(s, p < plan.near_positions) for s, p in zip(sequences, positions, strict=True)]
-    begin = fresh = 0
-    for end in range(1, len(kinds) + 1):
-        if end == len(kinds) or kinds[end] != kinds[begin]:
-            columns, of_sequence = range(begin, end), range(fresh, end)
-            own, others = (tuple(positions[c] for c in r) for r in (columns, of_sequence))
-            yield Group(columns, sequences[begin], own, of_sequence, others)
-            begin = end
-            if end < len(kinds) and sequences[end] != sequences[fresh]:
-                fresh = end
 
 
 def _places(rows: range) -> Tensor:

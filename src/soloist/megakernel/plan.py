@@ -38,6 +38,7 @@ COPIES_IN_FLIGHT = 3
 # multiply.
 COLUMNS_WAITING_COPIES = 2
 COLUMNS_COPIES = 5
+PAGE_COPIES = 3
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -53,6 +54,7 @@ REDUCE_BYTES = 16 * 1024
 # Keys and values up to which one block serves a column of one KV head: it saves merging partial
 # results, and they stream while the block waits for others anyway.
 NEAR_BYTES = 192 * 1024
+FAR_SPLIT_BITS = 0
 # Pages that go to the same split: fewer partial results to merge.
 CHUNK_PAGES = 2
 # Slots whose weights wait in registers while the activations are on their way.
@@ -178,8 +180,8 @@ class Plan:
 
     @property
     def splits(self) -> int:
-        """Blocks that share one KV head's cache: block = head · splits + split."""
-        return min(MAX_SPLITS, self.blocks // self.kv_heads)
+        """Blocks of one KV head, a power of 2: block = head · splits + place."""
+        return 1 << (min(MAX_SPLITS, self.blocks // self.kv_heads).bit_length() - 1)
 
     @property
     def row_tiles(self) -> int:

@@ -21,9 +21,9 @@ struct Barriers {
 
 // The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
 __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) {
-  // The producer copies the pages that this round's keys and values went to, by the same block's threads: they
-  // are ordered by the barrier below, by the arrival at `round` and the producer's wait for it, and, where
-  // copies go through a proxy of their own, by this fence and the producer's.
+  // The producer copies pages that this round's keys and values went to, by this block or by others, whose records
+  // of the best tokens came after them: ordered by the barrier below, by the arrival at `round` and the
+  // producer's wait for it, and, where copies go through a proxy of their own, by this fence and the producer's.
   fence_async_proxy();
   cx.sync();
   Control& control = cx.shared.control();

@@ -1,83 +1,136 @@
 // qkv, attention over the paged KV cache, and the projection after it.
 //
-// Every KV head has kSplits blocks. A near column (position below kNearPositions) is served by one of
-// them, which publishes finished attention. A far one is served by all: chunks of kChunkPages pages (of 64
-// positions) go round, and the splits' partial results are merged. The cache streams through the weight
-// ring. Inside a block kSoftmaxLanes running softmaxes take the granules (32 positions) in turn. Which
-// split and lane a granule belongs to depends on the column's position only, and every merge has a fixed
-// order: so a column's bits do not depend on the other columns.
+// Every KV head has kSplits blocks. How many of them share the cache of a column, its splits, follows from
+// how many positions it sees: chunks of kChunkPages pages (of 64 positions) go round over them. A column of one
+// split is near: its block publishes finished attention. Of a far one the splits' partial results are merged.
+// The cache streams through the weight ring. Inside a block kSoftmaxLanes running softmaxes take the
+// granules (32 positions) in turn. Which split and lane a granule belongs to depends on the column's position
+// only, and every merge has a fixed order: so a column's bits do not depend on the other columns. Which
+// block serves a split does depend on them: splits of all columns are dealt to the head's blocks in turn.
 #pragma once
 #include "ops/hidden.cuh"
 
 inline constexpr u32 kHeadRows = (kGroup + 2) * kHeadDim;  // rows of q, k, v of one KV head
 inline constexpr u32 kTileSets = kRowTiles / kWarpTiles;  // warps that share a granule, for different rows
 
-__device__ __forceinline__ bool is_near(i32 position) { return position < static_cast<i32>(kNearPositions); }
-
-// Consecutive columns of one sequence at consecutive positions, all near or all far.
-struct ColumnGroup {
-  u32 begin, end;
-  u32 fresh;  // from this column on, the sequence's keys and values come with this round
-  i32 sequence, first_fresh, first_position, last_position;
-};
-__device__ __forceinline__ ColumnGroup column_group(const Control& c, u32 begin, u32 columns) {
-  const i32 sequence = c.sequence[begin], position = c.position[begin];
-  ColumnGroup g{begin, begin + 1, begin, sequence, position, position, position};
-#pragma unroll 1
-  while (g.fresh > 0 && c.sequence[g.fresh - 1] == sequence) g.first_fresh = c.position[--g.fresh];
-#pragma unroll 1
-  while (g.end < columns && c.sequence[g.end] == sequence && is_near(c.position[g.end]) == is_near(position))
-    g.last_position = c.position[g.end++];
-  return g;
-}
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   const i32 w = kWindow[layer];
   return w ? max(0, position - w + 1) : 0;
 }
-
-// What the block serves: a split of a KV head. The last blocks may have none.
-__device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
-__device__ __forceinline__ u32 own_split(const Context& cx) { return cx.block % kSplits; }
-
-// Which split comes first moves on with the layer and the sequence, so that all have as much to do.
-__device__ __forceinline__ u32 split_of(u32 chunk, u32 layer, i32 sequence) {
-  return (chunk + layer + static_cast<u32>(sequence)) % kSplits;
+// Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
+__device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
+  const u32 times = static_cast<u32>(position - window_start(layer, position)) / kNearPositions;
+  return times == 0 ? 0 : min(kSplitBits, 32 - __clz(times) + kFarSplitBits);
 }
+
+// What the block serves: a KV head, as one of its blocks. The last blocks may have none.
+__device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
+__device__ __forceinline__ u32 own_place(const Context& cx) { return cx.block % kSplits; }
+
+// Consecutive columns of one sequence at rising positions, which have as many splits.
+struct ColumnGroup {
+  u32 begin, end;
+  u32 fresh;  // from this column on, the sequence's keys and values come with this round
+  u32 split_bits, split;  // how many splits, and which one is the block's
+  i32 sequence, first_fresh, first_position, last_position;
+};
+
+__device__ __forceinline__ u32 highest(u32 bits) { return 31 - __clz(bits); }
+__device__ __forceinline__ u32 up_to(u32 bit) { return (2u << bit) - 1; }
+
+// The groups of a layer and those whose cache the block has a split of: bits of their first columns. Executed by
+// whole warps; what has no set of bits, lane c knows of column c.
+struct ColumnGroups {
+  u32 begins, own, sequences;
+  u32 columns, split_bits, split;
+
+  __device__ __forceinline__ ColumnGroups(const Control& c, u32 layer, u32 place, u32 columns, u32 lane)
+      : columns(columns) {
+    if (columns == 1) {  // what follows comes to this as well
+      begins = sequences = 1;
+      split_bits = split_bits_of(layer, c.position[0]);
+      split = (place - layer) % kSplits;
+      own = split >> split_bits == 0;
+      return;
+    }
+    const u32 mine = min(lane, columns - 1), all = (1u << columns) - 1;
+    const i32 sequence = c.sequence[mine];
+    split_bits = split_bits_of(layer, c.position[mine]);
+    const i32 sequence_before = __shfl_up_sync(~0u, sequence, 1);
+    const u32 bits_before = __shfl_up_sync(~0u, split_bits, 1);
+    const bool first = lane == 0 || sequence != sequence_before;
+    sequences = __ballot_sync(~0u, first) & all;
+    const u32 alike = __ballot_sync(~0u, first || split_bits != bits_before) & all;
+    // No more columns in a group than it takes to give each block of the head a split: a power of 2.
+    const u32 size_bits = max(32 - __clz(columns - 1) + split_bits, kSplitBits) - kSplitBits;
+    const bool begin = lane < columns && ((mine - highest(alike & up_to(mine))) & ((1u << size_bits) - 1)) == 0;
+    begins = __ballot_sync(~0u, begin);
+    u32 before = begin ? 1u << split_bits : 0;  // splits of earlier groups
+#pragma unroll
+    for (u32 o = 1; o < kMaxColumns; o *= 2) {
+      const u32 x = __shfl_up_sync(~0u, before, o);
+      if (lane >= o) before += x;
+    }
+    before -= begin ? 1u << split_bits : 0;
+    // Whose turn it is moves on with the layer, so that all blocks have as much to do.
+    split = (place - before - layer) % kSplits;
+    own = __ballot_sync(~0u, begin && split >> split_bits == 0);
+  }
+  __device__ __forceinline__ ColumnGroup at(const Control& c, u32 begin) const {
+    const u32 later = begins & ~up_to(begin), end = later ? __ffs(later) - 1 : columns;
+    const u32 fresh = highest(sequences & up_to(begin));
+    return ColumnGroup{begin, end, fresh, __shfl_sync(~0u, split_bits, begin), __shfl_sync(~0u, split, begin),
+                       c.sequence[begin], c.position[fresh], c.position[begin], c.position[end - 1]};
+  }
+  // Columns whose queries the block needs.
+  __device__ __forceinline__ u32 queried(u32 lane) const {
+    return __ballot_sync(~0u, lane < columns && (own >> highest(begins & up_to(lane)) & 1));
+  }
+  // Columns whose new keys and values it needs: all of a sequence before the end of an own group.
+  __device__ __forceinline__ u32 needed(u32 lane) const {
+    const u32 later = sequences & ~up_to(lane), end = later ? __ffs(later) - 1 : columns;
+    const u32 from = lane < columns ? highest(begins & up_to(lane)) : 0;
+    return __ballot_sync(~0u, lane < columns && (own >> from & ((1u << (end - from)) - 1)) != 0);
+  }
+  // Columns whose new keys and values it stores.
+  __device__ __forceinline__ u32 stored(const Control& c, u32 lane) const {
+    if (columns == 1 && split_bits == 0) return 1;
+    const u32 mine = min(lane, columns - 1), begin = highest(begins & up_to(mine));
+    const u32 serving = __shfl_sync(~0u, split, begin), chunk = c.position[mine] / (kChunkPages * kPagePositions);
+    return __ballot_sync(~0u, lane < columns && (own >> begin & 1) && (chunk & ((1u << split_bits) - 1)) == serving);
+  }
+};
 
 // The pages of a group that one split owns in one layer; the producer and the consumers walk them alike.
 struct PageWalk {
   i32 page, last, first_seen, last_seen;
-  bool near;
+  u32 split_bits;
 
-  __device__ __forceinline__ PageWalk(const ColumnGroup& g, u32 layer, u32 split) {
+  __device__ __forceinline__ PageWalk(const ColumnGroup& g, u32 layer) : split_bits(g.split_bits) {
     first_seen = window_start(layer, g.first_position);
     last_seen = g.last_position;
-    near = is_near(last_seen);
     page = first_seen / kPagePositions;
     last = last_seen / kPagePositions;
-    const u32 chunk = near ? 0 : page / kChunkPages;
-    const u32 behind = (split + kSplits - split_of(chunk, layer, g.sequence)) % kSplits;
-    if (behind > 0) page = near ? last + 1 : (chunk + behind) * kChunkPages;
+    const u32 chunk = page / kChunkPages, behind = (g.split - chunk) & ((1u << split_bits) - 1);
+    if (behind > 0) page = (chunk + behind) * kChunkPages;
   }
   __device__ __forceinline__ bool any() const { return page <= last; }
   // The page that comes `steps` after this one.
   __device__ __forceinline__ i32 ahead(u32 steps) const {
-    if (near) return page + steps;
     const u32 in_chunk = page % kChunkPages + steps;
-    return page - page % kChunkPages + in_chunk / kChunkPages * (kSplits * kChunkPages) + in_chunk % kChunkPages;
+    return page - page % kChunkPages + (in_chunk / kChunkPages << split_bits) * kChunkPages + in_chunk % kChunkPages;
   }
   __device__ __forceinline__ void next() { page = ahead(1); }
   // Pages from this one on.
   __device__ __forceinline__ u32 count() const {
     if (!any()) return 0;
-    if (near) return last - page + 1;
-    const u32 in_chunk = page % kChunkPages, span = last - page + in_chunk;
-    constexpr u32 kTurn = kSplits * kChunkPages;
-    return span / kTurn * kChunkPages + min(span % kTurn + 1, kChunkPages) - in_chunk;
+    const u32 in_chunk = page % kChunkPages, span = last - page + in_chunk, chunks = span / kChunkPages;
+    const u32 others = chunks & ((1u << split_bits) - 1);  // since the split's last one
+    return ((chunks >> split_bits) + 1) * kChunkPages - in_chunk - (others ? 0 : kChunkPages - 1 - span % kChunkPages);
   }
   // Which of the split's pages of the whole sequence this one is.
   __device__ __forceinline__ u32 ordinal() const {
-    return near ? page : page / kChunkPages / kSplits * kChunkPages + page % kChunkPages;
+    return (page / kChunkPages >> split_bits) * kChunkPages + page % kChunkPages;
   }
   __device__ __forceinline__ bool has(i32 of_page, u32 granule) const {
     const i32 start = of_page * kPagePositions + granule * kGranulePositions;
@@ -130,6 +183,7 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
 __device__ __forceinline__ void load_rope(const Context& cx) {
   if (cx.warp >= cx.columns) return;
   const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control().position[cx.warp]) * (kHeadDim / 2);
+#pragma unroll 1
   for (u32 p = cx.lane; p < kHeadDim / 2; p += 32) cx.shared.rope()[cx.warp * (kHeadDim / 2) + p] = __ldg(from + p);
 }
 
@@ -160,17 +214,12 @@ struct HeadVector {
     }
   }
   // `turned` is null for what is not rotated; a query has a row, others lie as they come.
-  __device__ __forceinline__ void finish(const float* raw, u8* to, u32 row, bool is_key, bool is_value,
-                                         const float2* turned, u32 lane) const {
-    float low[kPairs], high[kPairs], squares = 0.0f;
-#pragma unroll
-    for (u32 j = 0; j < kPairs; ++j) {
-      const u32 p = lane + 32 * j;
-      low[j] = p < kHalf ? raw[p] : 0.0f;
-      high[j] = p < kHalf ? raw[p + kHalf] : 0.0f;
-      squares += low[j] * low[j] + high[j] * high[j];
-    }
+  __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
+                                         bool is_value, const float2* turned, u32 lane) const {
     if (kQkNorm && !is_value) {
+      float squares = 0.0f;
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) squares += low[j] * low[j] + high[j] * high[j];
       const float scale = __frsqrt_rn(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
@@ -196,50 +245,74 @@ struct HeadVector {
   }
 };
 
-// Queries of all columns to shared memory, keys and values of all columns beside them. All threads fetch raw
-// vectors at once, so that many columns cost one trip.
-__device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 head) {
-  constexpr u32 kPieces = kHeadRows / 4;  // 16 bytes of a column
-  constexpr u32 kFitting = kReduceBytes / (kHeadRows * 4), kAtOnce = kFitting < kMaxColumns ? kFitting : kMaxColumns;
-  constexpr u32 kEach = (kAtOnce * kPieces + kConsumerThreads - 1) / kConsumerThreads;
+// The place of the n-th bit.
+__device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
+  return __ffs(__ballot_sync(~0u, (bits >> lane & 1) && __popc(bits & ((1u << lane) - 1)) == n)) - 1;
+}
+
+// Queries, keys and values that the block needs come to shared memory: `vectors` in all, of every warp's the next
+// kAtOnce from `first` on. The trip to the L2 is long, so that they are asked for together.
+template <u32 kAtOnce>
+__device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVector& vector, u32 layer, u32 head,
+                                                u32 queried, u32 needed, u32 first, u32 vectors) {
+  constexpr u32 kPairs = HeadVector::kPairs, kHalf = HeadVector::kHalf;
+  const u32 queries = __popc(queried) * kGroup;
+  const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
+  float low[kAtOnce][kPairs], high[kAtOnce][kPairs];
+  u32 column[kAtOnce], member[kAtOnce];
+#pragma unroll
+  for (u32 v = 0; v < kAtOnce; ++v) {
+    const u32 i = min(first + v * kConsumerWarps, vectors - 1);
+    const bool query = i < queries;
+    column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : (i - queries) / 2, cx.lane);
+    member[v] = query ? i % kGroup : kGroup + (i - queries) % 2;
+  }
+#pragma unroll 1
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (u32 v = 0; v < kAtOnce; ++v) {
+      const float* raw = source + column[v] * (Qkv::kUnits * 8) + member[v] * kHeadDim;
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        const u32 p = cx.lane + 32 * j;
+        low[v][j] = high[v][j] = 0.0f;
+        if (p >= kHalf || first + v * kConsumerWarps >= vectors) continue;
+        low[v][j] = load_exchanged(raw + p);
+        high[v][j] = load_exchanged(raw + p + kHalf);
+      }
+    }
+#pragma unroll
+    for (u32 v = 0; v < kAtOnce; ++v)
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
+    if (__all_sync(~0u, ready)) break;
+  }
+#pragma unroll
+  for (u32 v = 0; v < kAtOnce; ++v) {
+    if (first + v * kConsumerWarps >= vectors) continue;
+    const u32 c = column[v], m = member[v];
+    const bool query = m < kGroup;
+    u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv()) + (c * 2 + m - kGroup) * kHeadDim;
+    vector.finish(low[v], high[v], query ? cx.shared.queries() : reinterpret_cast<u8*>(fresh),
+                  query ? c * kGroup + m : kNoRow, m == kGroup, m > kGroup,
+                  kRotated[layer] ? cx.shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane);
+  }
+}
+__device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 head, const ColumnGroups& groups) {
+  constexpr u32 kAtOnce = 3;
   HeadVector vector;
   vector.load_norms(cx.layer_vectors(layer), cx.lane);
-  const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
-  float4* raw = reinterpret_cast<float4*>(cx.shared.reduce());
+  if (cx.columns == 1) {
 #pragma unroll 1
-  for (u32 first = 0; first < cx.columns; first += kAtOnce) {
-    const u32 columns = min(kAtOnce, cx.columns - first), pieces = columns * kPieces;
-    float4 x[kEach];
+    for (u32 first = cx.warp; first < kGroup + 2; first += kConsumerWarps)
+      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, kGroup + 2);
+  } else {
+    const u32 queried = groups.queried(cx.lane), needed = groups.needed(cx.lane);
+    const u32 vectors = __popc(queried) * kGroup + __popc(needed) * 2;
 #pragma unroll 1
-    for (;;) {
-      bool ready = true;
-#pragma unroll
-      for (u32 j = 0; j < kEach; ++j) {
-        const u32 i = cx.thread + j * kConsumerThreads;
-        x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i < pieces) x[j] = load_exchanged4(source + (first + i / kPieces) * (Qkv::kUnits * 8) + i % kPieces * 4);
-      }
-#pragma unroll
-      for (u32 j = 0; j < kEach; ++j) ready = ready && is_present(x[j]);
-      if (__all_sync(~0u, ready)) break;
-    }
-    cx.sync();  // what lay in the buffer has been read
-#pragma unroll
-    for (u32 j = 0; j < kEach; ++j) {
-      const u32 i = cx.thread + j * kConsumerThreads;
-      if (i < pieces) raw[i] = x[j];
-    }
-    cx.sync();
-#pragma unroll 1
-    for (u32 i = cx.warp; i < columns * (kGroup + 2); i += kConsumerWarps) {
-      const u32 column = first + i / (kGroup + 2), member = i % (kGroup + 2);
-      u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv()) + column * 2 * kHeadDim;
-      const u32 row = column * kGroup + member;
-      vector.finish(reinterpret_cast<const float*>(raw) + i * kHeadDim,
-                    member < kGroup ? cx.shared.queries() : reinterpret_cast<u8*>(fresh + (member - kGroup) * kHeadDim),
-                    member < kGroup ? row : kNoRow, member == kGroup, member > kGroup,
-                    kRotated[layer] ? cx.shared.rope() + column * (kHeadDim / 2) : nullptr, cx.lane);
-    }
+    for (u32 first = cx.warp; first < vectors; first += kAtOnce * kConsumerWarps)
+      prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors);
   }
   cx.sync();
 }
@@ -247,16 +320,28 @@ __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 
 // Keys and values of columns `begin` … `end - 1` join a granule that starts at position `start`: in the
 // ring's slot, or in the pool. Executed by a warp.
 __device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
+  constexpr u32 kAtOnce = 2, kValues = kHeadDim / 32;
 #pragma unroll 1
-  for (u32 c = begin; c < end; ++c) {
-    const i32 row = cx.shared.control().position[c] - start;
-    if (row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
-    const u16* key = reinterpret_cast<const u16*>(cx.shared.new_kv()) + c * 2 * kHeadDim;
-    if (cx.lane < kHeadDim / 8)
-      reinterpret_cast<uint4*>(keys + row * (kHeadDim * 2))[key_chunk(row, cx.lane)] = reinterpret_cast<const uint4*>(key)[cx.lane];
+  for (u32 c = begin; c < end; c += kAtOnce) {
+    uint4 key[kAtOnce];
+    u16 value[kAtOnce][kValues];
 #pragma unroll
-    for (u32 d = 0; d < kHeadDim; d += 32)
-      reinterpret_cast<u16*>(values)[(d + cx.lane) * kGranulePositions + row] = key[kHeadDim + d + cx.lane];
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u16* fresh = reinterpret_cast<const u16*>(cx.shared.new_kv()) + min(c + i, end - 1) * 2 * kHeadDim;
+      key[i] = reinterpret_cast<const uint4*>(fresh)[min(cx.lane, kHeadDim / 8 - 1)];
+#pragma unroll
+      for (u32 d = 0; d < kValues; ++d) value[i][d] = fresh[kHeadDim + d * 32 + cx.lane];
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const i32 row = cx.shared.control().position[min(c + i, end - 1)] - start;
+      if (c + i >= end || row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
+      if (cx.lane < kHeadDim / 8)
+        reinterpret_cast<uint4*>(keys + row * (kHeadDim * 2))[key_chunk(row, cx.lane)] = key[i];
+#pragma unroll
+      for (u32 d = 0; d < kValues; ++d)
+        reinterpret_cast<u16*>(values)[(d * 32 + cx.lane) * kGranulePositions + row] = value[i][d];
+    }
   }
 }
 
@@ -393,8 +478,7 @@ __device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
 }
 
 // The lanes' running softmaxes of one group become its attention (near), or this split's part of it (far).
-__device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 head,
-                                            u32 split) {
+__device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 head) {
   // Columns that fit the buffer at once.
   constexpr u32 kColumnBytes = kSoftmaxLanes * kGroup * kHeadDim * 4, kFitting = kReduceBytes / kColumnBytes;
   static_assert(kFitting > 0, "one column at least");
@@ -403,7 +487,7 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
   constexpr u32 kSwap = kHeadDim % 64 == 0 ? 7 : 3;
   const u32 set = cx.warp % kTileSets, mine = cx.warp / kTileSets, r = cx.lane / 4, q = cx.lane % 4;
-  const bool near = is_near(g.last_position);
+  const bool near = g.split_bits == 0;
   float* gather = reinterpret_cast<float*>(cx.shared.reduce());  // [lane][row][D]
   float2* stats = cx.shared.stats();                             // [lane][row]
   u8* attended = attended_operand(cx, cx.layers_done);
@@ -459,9 +543,9 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
         store_exchanged(operand_value(attended, column, query_head * kHeadDim + d), present(pack_pair(x * scale, y * scale)));
         continue;
       }
-      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + split * kHeadDim + d, present(x), present(y));
+      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + g.split * kHeadDim + d, present(x), present(y));
       if (d == 0)
-        store_exchanged(partial_stats(cx, cx.layers_done, column, query_head) + split, present(top), present(total));
+        store_exchanged(partial_stats(cx, cx.layers_done, column, query_head) + g.split, present(top), present(total));
     }
     cx.sync();
   }
@@ -474,8 +558,8 @@ struct GroupWork {
   u32 skipped, end;  // granules, counted from the first page's first one
   u32 own;           // the first that may be this warp's, modulo kSoftmaxLanes
 
-  __device__ __forceinline__ GroupWork(const Context& cx, const ColumnGroup& g, u32 layer, u32 split)
-      : walk(g, layer, split), skipped(0), end(0) {
+  __device__ __forceinline__ GroupWork(const Context& cx, const ColumnGroup& g, u32 layer)
+      : walk(g, layer), skipped(0), end(0) {
     const u32 pages = walk.count();
     if (pages > 0) {
       skipped = walk.first_granule();
@@ -507,7 +591,7 @@ struct GroupRows {
 // Where threads have few registers, what a warp need not have at hand while it walks through the cache is parked in
 // shared memory. All its lanes write and read the same.
 struct Parked {
-  u32 round, layer, layers_done, columns, reductions;
+  u32 round, layer, layers_done, columns, reductions, own, stored;
   float scale;
   ColumnGroup group;
   GroupWork work;
@@ -516,13 +600,14 @@ __device__ __forceinline__ Parked& parked(const Context& cx) {
   __shared__ u32 of_warp[kConsumerWarps][sizeof(Parked) / 4];
   return *reinterpret_cast<Parked*>(of_warp[cx.warp]);
 }
-__device__ __forceinline__ void park(const Context& cx, u32 layer, const ColumnGroup& g, const GroupWork& work) {
+__device__ __forceinline__ void park(const Context& cx, u32 layer, u32 own, u32 stored, const ColumnGroup& g,
+                                     const GroupWork& work) {
   if constexpr (!kMovesRegisters) {
-    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, cx.scale, g, work};
+    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, own, stored, cx.scale, g, work};
     __syncwarp();
   }
 }
-__device__ __forceinline__ void unpark(Context& cx, u32& layer, ColumnGroup& g) {
+__device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& stored, ColumnGroup& g) {
   if constexpr (!kMovesRegisters) {
     const Parked& p = parked(cx);
     cx.round = p.round;
@@ -530,16 +615,18 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, ColumnGroup& g) 
     cx.layers_done = p.layers_done;
     cx.columns = p.columns;
     cx.reductions = p.reductions;
+    own = p.own;
+    stored = p.stored;
     cx.scale = p.scale;
     g = p.group;
     cx.forget_addresses();
   }
 }
 
-__device__ __forceinline__ void attend_group(Context& cx, u32& layer, ColumnGroup& group, const GroupWork& known,
-                                             const GroupRows& rows) {
+__device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, u32& stored, ColumnGroup& group,
+                                             const GroupWork& known, const GroupRows& rows) {
   if (known.end == 0) return;
-  park(cx, layer, group, known);
+  park(cx, layer, own, stored, group, known);
   const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
   const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
@@ -578,95 +665,119 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, ColumnGrou
     cx.ring.advance(slots);
     begin = stop;
   }
-  unpark(cx, layer, group);
-  merge_lanes(cx, softmax, group, own_head(cx), own_split(cx));
+  unpark(cx, layer, own, stored, group);
+  merge_lanes(cx, softmax, group, own_head(cx));
 }
 
-// The splits that hold something a far column sees: `count` of them from `first` on, in turn.
+// The splits that hold something a column sees: `count` of them from `first` on, in turn.
 struct Splits {
-  u32 first, count;
+  u32 first, count, mask;
 
   __device__ __forceinline__ Splits(const Control& control, u32 layer, u32 column) {
     constexpr u32 kChunkPositions = kChunkPages * kPagePositions;
     const i32 position = control.position[column];
-    const u32 from = window_start(layer, position) / kChunkPositions, to = position / kChunkPositions;
-    first = split_of(from, layer, control.sequence[column]);
-    count = min(kSplits, to - from + 1);
+    const u32 to = position / kChunkPositions;
+    first = window_start(layer, position) / kChunkPositions;
+    mask = (1u << split_bits_of(layer, position)) - 1;
+    count = min(mask, to - first) + 1;
   }
-  __device__ __forceinline__ u32 at(u32 i) const { return (first + i) % kSplits; }
+  __device__ __forceinline__ u32 at(u32 i) const { return first + i & mask; }
 };
 
-// Eight consecutive values of one head's attention, merged over splits in order and packed.
-__device__ __forceinline__ uint4 merge_splits(const Context& cx, const Splits& splits, u32 column, u32 k) {
-  const u32 query_head = k / kHeadDim, d = k % kHeadDim;
-  const float2* stats = partial_stats(cx, cx.layers_done, column, query_head);
-  const float* values = partial_values(cx, cx.layers_done, column, query_head) + d;
-  constexpr u32 kBatch = 4;
-  float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, total = 0.0f, top = -kInfinity;
-#pragma unroll 1
-  for (u32 i = 0; i < splits.count; i += kBatch) {
-    float2 s[kBatch];
-    float4 low[kBatch], high[kBatch];
-#pragma unroll 1
-    for (;;) {
-      bool ready = true;
+// Partial results of several splits: eight values, and what they are scaled by.
+inline constexpr u32 kMergeSplits = 4;  // asked for at once
+struct Merging {
+  float top = -kInfinity, total = 0.0f, sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+
+  __device__ __forceinline__ void scale(float weight) {
+    total *= weight;
 #pragma unroll
-      for (u32 j = 0; j < kBatch; ++j) {
-        s[j] = make_float2(-kInfinity, 0.0f);
-        low[j] = high[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i + j >= splits.count) continue;
-        const u32 split = splits.at(i + j);
-        s[j] = load_exchanged2(&stats[split].x);
-        low[j] = load_exchanged4(values + split * kHeadDim);
-        high[j] = load_exchanged4(values + split * kHeadDim + 4);
+    for (u32 n = 0; n < 8; ++n) sum[n] *= weight;
+  }
+  // Splits `begin`, … four at a time, and on by `step`.
+  __device__ __forceinline__ void add(const Splits& splits, u32 begin, u32 step, const float2* stats, const float* values) {
+#pragma unroll 1
+    for (u32 i = begin; i < splits.count; i += step) {
+      float2 s[kMergeSplits];
+      float4 low[kMergeSplits], high[kMergeSplits];
+#pragma unroll 1
+      for (;;) {
+        bool ready = true;
+#pragma unroll
+        for (u32 j = 0; j < kMergeSplits; ++j) {
+          s[j] = make_float2(-kInfinity, 0.0f);
+          low[j] = high[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (i + j >= splits.count) continue;
+          const u32 split = splits.at(i + j);
+          s[j] = load_exchanged2(&stats[split].x);
+          low[j] = load_exchanged4(values + split * kHeadDim);
+          high[j] = load_exchanged4(values + split * kHeadDim + 4);
+        }
+#pragma unroll
+        for (u32 j = 0; j < kMergeSplits; ++j) ready = ready && is_present(s[j]) && is_present(low[j]) && is_present(high[j]);
+        if (ready) break;
       }
+      float best = top;
 #pragma unroll
-      for (u32 j = 0; j < kBatch; ++j) ready = ready && is_present(s[j]) && is_present(low[j]) && is_present(high[j]);
-      if (ready) break;
+      for (u32 j = 0; j < kMergeSplits; ++j) best = fmaxf(best, s[j].x);
+      scale(exp2_fast(top - best));
+      top = best;
+#pragma unroll
+      for (u32 j = 0; j < kMergeSplits; ++j) {
+        const float w = exp2_fast(s[j].x - top);
+        total += s[j].y * w;
+        sum[0] += low[j].x * w, sum[1] += low[j].y * w, sum[2] += low[j].z * w, sum[3] += low[j].w * w;
+        sum[4] += high[j].x * w, sum[5] += high[j].y * w, sum[6] += high[j].z * w, sum[7] += high[j].w * w;
+      }
     }
-    float best = top;
-#pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) best = fmaxf(best, s[j].x);
-    const float shrink = exp2_fast(top - best);
+  }
+  // With the lane `apart`: both come to the same.
+  __device__ __forceinline__ void join(u32 apart) {
+    const float best = fmaxf(top, __shfl_xor_sync(~0u, top, apart));
+    scale(best == -kInfinity ? 0.0f : exp2_fast(top - best));
     top = best;
-    total *= shrink;
+    total += __shfl_xor_sync(~0u, total, apart);
 #pragma unroll
-    for (u32 n = 0; n < 8; ++n) sum[n] *= shrink;
-#pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) {
-      const float w = exp2_fast(s[j].x - top);
-      total += s[j].y * w;
-      sum[0] += low[j].x * w, sum[1] += low[j].y * w, sum[2] += low[j].z * w, sum[3] += low[j].w * w;
-      sum[4] += high[j].x * w, sum[5] += high[j].y * w, sum[6] += high[j].z * w, sum[7] += high[j].w * w;
-    }
+    for (u32 n = 0; n < 8; ++n) sum[n] += __shfl_xor_sync(~0u, sum[n], apart);
   }
-  const float scale = 1.0f / total;
-  return make_uint4(pack_pair(sum[0] * scale, sum[1] * scale), pack_pair(sum[2] * scale, sum[3] * scale),
-                    pack_pair(sum[4] * scale, sum[5] * scale), pack_pair(sum[6] * scale, sum[7] * scale));
-}
+};
 
-// Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome.
-__device__ __forceinline__ void merge_far(const Context& cx, u32 layer, u32 head, u32 split) {
-  constexpr u32 kPieces = kGroup * kHeadDim / 8;
+// Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome. Four
+// lanes merge eight values.
+__device__ __forceinline__ void merge_far(const Context& cx, u32 layer, u32 head, u32 place) {
+  constexpr u32 kPieces = kGroup * kHeadDim / 8, kQuads = kConsumerThreads / 4;
   const Control& control = cx.shared.control();
+  const u32 far = __ballot_sync(~0u, split_bits_of(layer, control.position[min(cx.lane, cx.columns - 1)]) > 0);
+  if (!far) return;
   u8* now = attended_operand(cx, cx.layers_done);
+  const u32 pieces = cx.columns * kPieces, q = cx.lane % 4;
 #pragma unroll 1
-  for (u32 i = cx.thread * kSplits + split; i < cx.columns * kPieces; i += kConsumerThreads * kSplits) {
-    const u32 column = i / kPieces, k = head * kGroup * kHeadDim + i % kPieces * 8;
-    if (is_near(control.position[column])) continue;
-    const uint4 merged = merge_splits(cx, Splits(control, layer, column), column, k);
-    store_exchanged(operand_value(now, column, k),
-                    make_uint4(present(merged.x), present(merged.y), present(merged.z), present(merged.w)));
+  for (u32 i = cx.thread / 4 * kSplits + place; __any_sync(~0u, i < pieces); i += kQuads * kSplits) {
+    const u32 column = min(i / kPieces, cx.columns - 1), k = i % kPieces * 8;
+    const bool valid = i < pieces && (far >> column & 1);
+    Merging merging;
+    if (valid)
+      merging.add(Splits(control, layer, column), q * kMergeSplits, 4 * kMergeSplits,
+                  partial_stats(cx, cx.layers_done, column, head * kGroup + k / kHeadDim),
+                  partial_values(cx, cx.layers_done, column, head * kGroup + k / kHeadDim) + k % kHeadDim);
+    __syncwarp();
+    merging.join(1);
+    merging.join(2);
+    if (!valid || q != 0) continue;
+    const float scale = 1.0f / merging.total;
+    const float(&x)[8] = merging.sum;
+    store_exchanged(operand_value(now, column, head * kGroup * kHeadDim + k),
+                    make_uint4(present(pack_pair(x[0] * scale, x[1] * scale)), present(pack_pair(x[2] * scale, x[3] * scale)),
+                               present(pack_pair(x[4] * scale, x[5] * scale)), present(pack_pair(x[6] * scale, x[7] * scale))));
   }
 }
 
-// New keys and values go to the pool, where later rounds find them. A column to each warp.
-__device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 head, u32 split) {
-  if (cx.warp >= cx.columns) return;
+// New keys and values of the columns in `stored` go to the pool, where later rounds find them. A column to each warp.
+__device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 head, u32 stored) {
+  if (!(stored >> cx.warp & 1)) return;
   const Control& control = cx.shared.control();
   const i32 sequence = control.sequence[cx.warp], position = control.position[cx.warp];
   const u32 page = position / kPagePositions, granule = position % kPagePositions / kGranulePositions;
-  if (split_of(is_near(position) ? 0 : page / kChunkPages, layer, sequence) != split) return;
   const i32 id = cx.params.page_tables[sequence * cx.params.page_table_stride + page];
   u8* pool = reinterpret_cast<u8*>(cx.params.pool + granule_offset(cx.params.page_values, id, layer, head, granule));
   append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kGranulePositions - 1), pool, pool + kGranuleBytes);
@@ -675,40 +786,38 @@ __device__ __forceinline__ void store_fresh(const Context& cx, u32 layer, u32 he
 inline constexpr u32 kAttentionMarks = 4;
 
 __device__ __forceinline__ void attention(Context& cx, u32& layer) {
-  const u32 head = own_head(cx), split = own_split(cx);
-  if (head >= kKvHeads) {
+  if (own_head(cx) >= kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
   }
-  const Control& control = cx.shared.control();
-  bool any = false;
-#pragma unroll 1
-  for (u32 c = 0; c < cx.columns;) {
-    const ColumnGroup g = column_group(control, c, cx.columns);
-    any |= PageWalk(g, layer, split).any();
-    c = g.end;
-  }
-  if (any) {
-    ColumnGroup g = column_group(control, 0, cx.columns);
-    GroupWork work(cx, g, layer, split);
+  u32 own = 0, stored = 0;  // groups to attend to, and columns to store
+  const auto grouped = [&] { return ColumnGroups(cx.shared.control(), layer, own_place(cx), cx.columns, cx.lane); };
+  ColumnGroups groups = grouped();
+  if (groups.own) {
+    own = groups.own;
+    stored = groups.stored(cx.shared.control(), cx.lane);
+    ColumnGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
+    GroupWork work(cx, g, layer);
     GroupRows rows(cx, g);
-    prepare_heads(cx, layer, head);
+    prepare_heads(cx, layer, own_head(cx), groups);
     cx.mark();
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, layer, g, work, rows);
-      if (g.end == cx.columns) break;
-      g = column_group(control, g.end, cx.columns);
-      work = GroupWork(cx, g, layer, own_split(cx));
+      attend_group(cx, layer, own, stored, g, work, rows);
+      own &= own - 1;
+      if (!own) break;
+      if constexpr (!kMovesRegisters) groups = grouped();
+      g = groups.at(cx.shared.control(), __ffs(own) - 1);
+      work = GroupWork(cx, g, layer);
       rows = GroupRows(cx, g);
     }
     cx.mark();
-    store_fresh(cx, layer, own_head(cx), own_split(cx));
+    store_fresh(cx, layer, own_head(cx), stored);
     cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
   }
-  merge_far(cx, layer, own_head(cx), own_split(cx));
+  merge_far(cx, layer, own_head(cx), own_place(cx));
   cx.mark();
 }
 

@@ -32,6 +32,12 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   scale.load(cx, cx.next_in());
   const float factor = scale.take(cx, cx.next_in());
   cx.mark();
+  // Other blocks may read the keys and values that this one stored in the round: its record, which they wait for,
+  // comes after them. The consumers have met since, and the stream hides what the fence takes.
+  if (cx.lane == 0) {
+    fence_async_proxy();
+    __threadfence();
+  }
   Best best{-kInfinity, kNoTokenNan};
   constexpr u32 kGroupUnits = 2 * Head::kTiles;
 #pragma unroll 1
@@ -83,6 +89,7 @@ __device__ __forceinline__ void choose(Context& cx) {
     }
     if (__all_sync(~0u, ready)) break;
   }
+  __threadfence();  // pairs with that of `head`
   cx.mark();
   if (cx.lane == 0 && cx.warp == 0) cx.shared.control().yield_agreed = record[0].z;
   Best best{-kInfinity, kNoTokenNan};

@@ -47,7 +47,7 @@ struct Producer {
     where->copies = ++issued;
   }
 
-  // Of slot n of a matrix or of the pages. Many columns exchange more: then fewer copies are in flight while
+  // Of slot n of a matrix. Many columns exchange more: then fewer copies are in flight while
   // the first slots come, when warps wait for other blocks, and more later, when they multiply.
   __device__ __forceinline__ u32 in_flight(u32 n) const {
     return !many ? kCopies : n < kRingSlots ? kColumnsWaitingCopies : kColumnsCopies;
@@ -76,14 +76,14 @@ struct Producer {
 
   // The pages of all columns that this block attends to; page ids are read 32 at a time.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
-    const u32 head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+    const u32 head = blockIdx.x / kSplits;
     if (head >= kKvHeads) return;
-    u32 count = 0;
+    const ColumnGroups groups(control, layer, blockIdx.x % kSplits, control.columns, lane);
 #pragma unroll 1
-    for (u32 c = 0; c < control.columns;) {
-      const ColumnGroup g = column_group(control, c, control.columns);
+    for (u32 own = groups.own; own; own &= own - 1) {
+      const ColumnGroup g = groups.at(control, __ffs(own) - 1);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
-      PageWalk walk(g, layer, split);
+      PageWalk walk(g, layer);
 #pragma unroll 1
       while (walk.any()) {
         const i32 mine = walk.ahead(lane);
@@ -98,11 +98,10 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, in_flight(count++));
+            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, kPageCopies);
           }
         }
       }
-      c = g.end;
     }
     __syncwarp();
   }
