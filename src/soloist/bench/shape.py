@@ -49,7 +49,8 @@ class Plan:
         prompt_tokens: length of each sequence's prompt, random tokens.
         new_tokens: made after it; of several columns, steps.
         runs: timed, after one that is not.
-        columns: positions of one sequence in a step.
+        columns: positions of one sequence in a step; the next step starts one position further, so
+            that any number of columns sees the same contexts.
         sequences: side by side.
         context: position at which decoding starts, over random keys and values; None: after the
             prompt. Time to first token is the prompt's in any case.
@@ -78,7 +79,7 @@ class Plan:
     @property
     def last(self) -> int:
         """Positions that a sequence needs."""
-        return max(self.start + self.columns * self.new_tokens, self.prompt_tokens)
+        return max(self.start + self.columns - 1 + self.new_tokens, self.prompt_tokens)
 
 
 def measure(plan: Plan) -> list[record.Row]:
@@ -157,7 +158,7 @@ def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
         if i == 0:
             ttft_s = time.perf_counter() - start
     columns = [
-        Column(s, plan.start + c, [token_id], stride=plan.columns)
+        Column(s, plan.start + c, [token_id])
         for s, token_id in enumerate(first)
         for c in range(plan.columns)
     ]
@@ -181,7 +182,7 @@ def _row(
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = record.Spread.of([rate * plan.all_columns for rate in steps])
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
-    middle = plan.start + plan.columns * plan.new_tokens // 2
+    middle = plan.start + plan.new_tokens // 2
     streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return record.Row(

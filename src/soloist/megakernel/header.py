@@ -107,6 +107,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kTraceRound": build.trace_round or 0,
         "kTraceWords": num_words(plan),
         "kReduceBytes": REDUCE_BYTES,
+        "kWideReduceBytes": plan.wide_reduce_bytes,
         "kSplits": plan.splits,
         "kSplitBits": plan.splits.bit_length() - 1,
         "kFarSplitBits": FAR_SPLIT_BITS,

@@ -334,6 +334,11 @@ class Plan:
             value_bytes=1,
         )
 
+    @property
+    def wide_reduce_bytes(self) -> int:
+        """What reductions may use outside of attention: the buffer and what lies behind it."""
+        return self.shared["residual"].offset
+
     @cached_property
     def ring_slots(self) -> int:
         """16 KB slots of the ring: all the shared memory that is left."""

@@ -216,27 +216,28 @@ struct HeadVector {
   // `turned` is null for what is not rotated; a query has a row, others lie as they come.
   __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
                                          bool is_value, const float2* turned, u32 lane) const {
-    if (kQkNorm && !is_value) {
+    // No branches, so that several vectors overlap: values go through it unchanged.
+    if constexpr (kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) squares += low[j] * low[j] + high[j] * high[j];
-      const float scale = __frsqrt_rn(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
+      const float scale = rsqrtf(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
-        low[j] *= scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
-        high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
+        low[j] *= is_value ? 1.0f : scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
+        high[j] *= is_value ? 1.0f : scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
       }
     }
+    const bool turns = turned && !is_value;
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       const u32 p = lane + 32 * j;
       if (p >= kHalf) continue;
-      if (turned && !is_value) {
-        const float2 cs = turned[p];
-        const float x = low[j], y = high[j];
-        low[j] = x * cs.x - y * cs.y;
-        high[j] = y * cs.x + x * cs.y;
-      }
+      float2 cs = make_float2(1.0f, 0.0f);
+      if (turns) cs = turned[p];
+      const float x = low[j], y = high[j];
+      low[j] = turns ? x * cs.x - y * cs.y : x;
+      high[j] = turns ? y * cs.x + x * cs.y : y;
       const u32 at = row == kNoRow ? p * 2 : query_offset(row, p);
       const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset(row, p + kHalf);
       *reinterpret_cast<u16*>(to + at) = to_half(low[j]);
@@ -262,7 +263,7 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
   u32 column[kAtOnce], member[kAtOnce];
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
-    const u32 i = min(first + v * kConsumerWarps, vectors - 1);
+    const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // the last one more than once, to the same result
     const bool query = i < queries;
     column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : (i - queries) / 2, cx.lane);
     member[v] = query ? i % kGroup : kGroup + (i - queries) % 2;
@@ -277,7 +278,7 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
       for (u32 j = 0; j < kPairs; ++j) {
         const u32 p = cx.lane + 32 * j;
         low[v][j] = high[v][j] = 0.0f;
-        if (p >= kHalf || first + v * kConsumerWarps >= vectors) continue;
+        if (p >= kHalf) continue;
         low[v][j] = load_exchanged(raw + p);
         high[v][j] = load_exchanged(raw + p + kHalf);
       }
@@ -290,7 +291,6 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
   }
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
-    if (first + v * kConsumerWarps >= vectors) continue;
     const u32 c = column[v], m = member[v];
     const bool query = m < kGroup;
     u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv()) + (c * 2 + m - kGroup) * kHeadDim;

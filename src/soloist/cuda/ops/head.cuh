@@ -46,7 +46,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
     Sums<Head> sums;
     multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
     if constexpr (!kMovesRegisters) cx.forget_addresses();  // or predicates that follow from them would be spilled
-    Reduction reduction(cx, Head::kTiles * 16);
+    Reduction reduction(cx, Head::kTiles * 16, true);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
       if (cx.warp >= cx.columns) return;
 #pragma unroll 1

@@ -57,16 +57,11 @@ struct Scale {
       if (__all_sync(~0u, ready)) break;
       load(cx, epoch);
     }
-    float sum = 0.0f, assumed = 0.0f;
+    const float assumed = __shfl_sync(~0u, part[0].y, 0);  // the same in all blocks
+    float sum = 0.0f;
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-      sum += part[i].x;
-      assumed = fmaxf(assumed, part[i].y);  // the same in all blocks
-    }
-    sum = warp_sum(sum);
-#pragma unroll
-    for (u32 o = 16; o; o >>= 1) assumed = fmaxf(assumed, __shfl_xor_sync(~0u, assumed, o));
-    cx.scale = __frsqrt_rn(sum * (1.0f / kHidden) + kEpsilon);
+    for (u32 i = 0; i < kEach; ++i) sum += part[i].x;
+    cx.scale = rsqrtf(warp_sum(sum) * (1.0f / kHidden) + kEpsilon);
     return __fdividef(cx.scale, assumed);
   }
 };

@@ -2,7 +2,9 @@
 #pragma once
 #include "ops/hidden.cuh"
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + exp2_fast(-1.4426950408889634f * x)); }
+__device__ __forceinline__ float silu(float x) {
+  return __fdividef(x, 1.0f + exp2_fast(-1.4426950408889634f * x));
+}
 
 __device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
   return turn(cx.params, kWsGated, kWsGatedBytes, epoch);
@@ -29,7 +31,7 @@ __device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& s
                                               const float* bias) {
   const Control& control = cx.shared.control();
   u8* now = gated_operand(cx, cx.layers_done);
-  Reduction reduction(cx, GateUp::kTiles * 16);
+  Reduction reduction(cx, GateUp::kTiles * 16, true);
   // Neurons go to all warps, 32 of a column at a time.
   reduction.for_each_part(cx, sums, tiles * 2, tiles * 16, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.columns;

@@ -12,11 +12,12 @@ struct Reduction {
   u32 stride;
   bool alone;
 
-  __device__ __forceinline__ Reduction(Context& cx, u32 all_rows) {
+  // `wide`: far from attention, so that its queries, keys and values may be overwritten.
+  __device__ __forceinline__ Reduction(Context& cx, u32 all_rows, bool wide = false) {
     alone = cx.columns > 2;
     columns = alone ? (cx.columns <= 4 ? 4 : 8) : cx.columns;
-    const u32 bytes = alone ? kReduceBytes : kReduceBytes / 2;
-    const u32 most = bytes / 4 / kConsumerWarps / columns;  // a multiple of 32
+    const u32 bytes = !alone ? kReduceBytes / 2 : wide ? kWideReduceBytes : kReduceBytes;
+    const u32 most = bytes / 4 / kConsumerWarps / columns & ~31u;
     rows = min(most, all_rows);
     stride = (rows + 31) & ~31u;
     buffer = reinterpret_cast<float*>(cx.shared.reduce() + (alone ? 0 : ++cx.reductions % 2 * bytes));
