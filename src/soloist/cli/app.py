@@ -77,6 +77,9 @@ def run(
 
     The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
     """
+    from soloist.jit.wake import wake
+
+    wake(device)
     from soloist.cli import generation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -124,6 +127,9 @@ def chat(
 
     Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
     """
+    from soloist.jit.wake import wake
+
+    wake(device)
     from soloist.cli import conversation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams

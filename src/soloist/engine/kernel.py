@@ -37,7 +37,8 @@ from soloist.sampling import Sampler
 # time than the launches of one pass of prefill.
 RIDING_TOKENS = 24
 
-# First chunks of up to so many tokens run as captured graphs where weights stay at one address.
+# First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
+# full ones.
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
@@ -117,31 +118,42 @@ class KernelGenerator:
             BadLogits: the best score is NaN or infinite.
             KernelStuck, LaunchError: the kernel failed.
         """
-        logits = self._prompt_logits(prompt_ids, cancelled, chunk_tokens)
-        if logits is None:
+        token_id = self._first_token(prompt_ids, sampler, cancelled, chunk_tokens)
+        if token_id is None:
             return
-        token_id = sampler.pick(logits, len(prompt_ids))
         yield token_id
         if cancelled():
             return
         sampler.observe(token_id)
         yield from self._decode(token_id, len(prompt_ids), sampler, cancelled)
 
-    def _prompt_logits(
-        self, prompt_ids: Sequence[int], cancelled: Callable[[], bool], chunk_tokens: int
-    ) -> Tensor | None:
-        """[V] of the last token; None where cancelled."""
-        if len(prompt_ids) > RIDING_TOKENS:
+    def _first_token(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool],
+        chunk_tokens: int,
+    ) -> int | None:
+        """What follows the prompt; None where cancelled."""
+        position = len(prompt_ids)
+        if position > RIDING_TOKENS:
             chunk = min(chunk_tokens, self._prompt_pass.most_tokens)
-            return self._prompt_pass.run_prompt(prompt_ids, self._page_table, chunk, cancelled)
+            logits = self._prompt_pass.run_prompt(prompt_ids, self._page_table, chunk, cancelled)
+            return None if logits is None else sampler.pick(logits, position)
         if cancelled():
             return None
         # Columns side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
-        width = min(len(prompt_ids), MAX_COLUMNS)
+        width = min(position, MAX_COLUMNS)
         columns = [Column(0, c, prompt_ids[c::width], stride=width) for c in range(width)]
-        self._launches.run(columns, -(-len(prompt_ids) // width))
-        return self._launches.logits[(len(prompt_ids) - 1) % width, : self._vocab_size]
+        last = (position - 1) % width
+        # The kernel's choice is the request's where that is simply the best.
+        token_id = self._launches.run(columns, -(-position // width))[-1][last]
+        if _choice(sampler) is not None:
+            return sampler.pick(self._launches.logits[last, : self._vocab_size], position)
+        if token_id >= self._vocab_size:
+            raise BadLogits(position, bad_score(token_id))
+        return token_id
 
     def _decode(
         self, last: int, position: int, sampler: Sampler, cancelled: Callable[[], bool]
@@ -251,7 +263,8 @@ class KernelModel(KernelGenerator):
         with torch.cuda.device(self._device):
             self.decoder.prepare_sampling()
             if self._keeps_rows:
-                self.prefill.capture(n for n in CAPTURED_TOKENS if n <= self.prefill.most_tokens)
+                most = self.prefill.most_tokens
+                self.prefill.capture([n for n in CAPTURED_TOKENS if n < most] + [most])
             torch.cuda.synchronize(self._device)
 
     @property

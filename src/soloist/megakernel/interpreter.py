@@ -16,7 +16,6 @@ from torch import Tensor
 from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
-    FAR_SPLIT_BITS,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
@@ -373,7 +372,7 @@ class Interpreter:
     def _splits_of(self, layer: int, position: int) -> int:
         """Blocks of a KV head that share the cache of a column: a power of 2 up to all of them."""
         times = (position - self._window_start(layer, position)) // self.plan.near_positions
-        return min(self.plan.splits, 1 << times.bit_length() + FAR_SPLIT_BITS) if times else 1
+        return min(self.plan.splits, 1 << times.bit_length())
 
     def _groups(
         self, layer: int, sequences: Sequence[int], positions: Sequence[int]

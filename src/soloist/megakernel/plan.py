@@ -34,11 +34,6 @@ MAX_SPLITS = 64
 # fast as if it had nothing to do, 48 KB 98 % and twice the time; more only wait, and what blocks
 # exchange waits with them. Measured: see docs/experiments.md.
 COPIES_IN_FLIGHT = 3
-# Of more than two columns, which exchange more: while warps wait for other blocks, and while they
-# multiply.
-COLUMNS_WAITING_COPIES = 2
-COLUMNS_COPIES = 5
-PAGE_COPIES = 3
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -54,7 +49,6 @@ REDUCE_BYTES = 16 * 1024
 # Keys and values up to which one block serves a column of one KV head: it saves merging partial
 # results, and they stream while the block waits for others anyway.
 NEAR_BYTES = 192 * 1024
-FAR_SPLIT_BITS = 0
 # Pages that go to the same split: fewer partial results to merge.
 CHUNK_PAGES = 2
 # Slots whose weights wait in registers while the activations are on their way.

@@ -7,6 +7,31 @@ from torch import Tensor
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
+def attend_whole(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The same for a chunk that begins its sequence, by cuDNN; no windows.
+
+    Half the time of `attend` at 2,048 tokens, but for each new number of tokens cuDNN thinks for
+    tens of milliseconds, and longer the first time: for captured graphs.
+
+    Args:
+        queries: [T, Q, D], 16-bit on CUDA.
+        keys: [T, K, D].
+        values: [T, K, D].
+
+    Returns:
+        [T, Q · D].
+
+    Raises:
+        RuntimeError: cuDNN is not there, or not able to.
+    """
+    heads_first = [x.transpose(0, 1)[None] for x in (queries, keys, values)]
+    tokens = queries.shape[0]
+    mixed: Tensor = torch.ops.aten._cudnn_attention_forward(  # noqa: SLF001
+        *heads_first, None, None, None, tokens, tokens, False, 0.0, True, False
+    )[0]
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """softmax(q kᵀ / √D) v where the last query sees the last key, and each one before a key less.
 

@@ -1,7 +1,8 @@
 """A prompt through the model in chunks: library products, attention, and keys into the pool.
 
-On CUDA a layer is nine launches (four products, attention, four kernels of ours). Short first
-chunks may run as captured graphs: at 128 tokens launching takes longer than computing.
+On CUDA a layer is nine launches (four products, attention, four kernels of ours). First chunks may
+run as captured graphs: at 128 tokens launching takes longer than computing, and a full chunk has
+the faster attention that is slow to set up.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
-from soloist.prefill.attention import attend
+from soloist.prefill.attention import attend, attend_whole
 from soloist.prefill.elementwise import Chunk, Elementwise, Heads, TorchElementwise, Vectors
 from soloist.prefill.pages import PagePool
 
@@ -95,6 +96,7 @@ class Prefill:
             _UPLOAD_HEAD + self._most_pages + most_tokens, dtype=torch.int32, device=pool.device
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._attends_whole = False  # while a full chunk is captured
 
     @torch.inference_mode()
     def run(
@@ -122,10 +124,11 @@ class Prefill:
         stop = position + len(ids)
         assert stop <= min(len(pages) * PAGE_POSITIONS, self.config.context_tokens), "no room"
         rows = len(ids)
-        if position == 0 and want_logits:
-            rows = min((size for size in self._graphs if size >= rows), default=rows)
+        if position == 0 and want_logits and rows < self.most_tokens:
+            short = (size for size in self._graphs if rows <= size < self.most_tokens)
+            rows = min(short, default=rows)
         chunk = self._uploaded(ids, position, pages[: -(-stop // PAGE_POSITIONS)], rows)
-        if position == 0 and want_logits and rows in self._graphs:
+        if position == 0 and rows in self._graphs:
             self._graphs[rows].replay()
         else:
             self._forward(chunk, want_logits=want_logits)
@@ -164,12 +167,14 @@ class Prefill:
         """Record CUDA graphs for first chunks of up to each of `sizes` tokens.
 
         Shorter chunks are padded to the next size, so sizes are best a factor of two or less
-        apart, and the smallest one small. `matrices` has to return the same addresses each time,
-        and whatever it launches is recorded too.
+        apart, and the smallest one small; but only full chunks take the graph of `most_tokens`.
+        `matrices` has to return the same addresses each time, and whatever it launches is recorded
+        too.
         """
         assert self._elementwise.capturable, "kernels read the place from the device"
         for size in sorted(set(sizes), reverse=True):  # the largest first: its memory serves others
             assert 0 < size <= self.most_tokens, "buffers are large enough"
+            self._attends_whole = size == self.most_tokens and self._can_attend_whole()
             # No token is stored: the pool stays as it is.
             chunk = self._uploaded(
                 torch.zeros(0, dtype=torch.int32), 0, torch.zeros(0, dtype=torch.int32), size
@@ -181,6 +186,15 @@ class Prefill:
             with torch.cuda.device(self.pool.device), torch.cuda.graph(graph, pool=memory):
                 self._forward(chunk, want_logits=True)
             self._graphs[size] = graph
+            self._attends_whole = False
+
+    def _can_attend_whole(self) -> bool:
+        b = self._buffers
+        try:
+            attend_whole(b.queries, b.keys, b.values)
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def num_bytes(self) -> int:
@@ -215,6 +229,8 @@ class Prefill:
         """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
         window = self.config.layers[layer].attention.window
         if chunk.position == 0:
+            if window is None and self._attends_whole:
+                return attend_whole(heads.queries, heads.keys, heads.values)
             return attend(heads.queries, heads.keys, heads.values, window)
         start = 0 if window is None else max(0, chunk.position + 1 - window)
         keys, values = self.pool.read(

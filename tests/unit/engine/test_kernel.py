@@ -252,6 +252,13 @@ def test_scores_without_a_best_one_are_refused() -> None:
     assert not p.decoder.is_running
 
 
+def test_a_short_prompt_without_a_best_score_is_refused() -> None:
+    p = parts()
+    p.decoder.forced_choice = NO_TOKEN["NAN"][0]
+    with pytest.raises(BadLogits, match="position 5 is nan"):
+        next(p.generate(prompt_of(5), PARAMS["greedy"]))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("name", ["sampled", "penalties"])
 def test_a_sampled_launch_ends_at_bad_logits(name: str, bad: float) -> None:

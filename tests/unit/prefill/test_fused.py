@@ -152,13 +152,13 @@ def prompt_case(request: pytest.FixtureRequest) -> tuple[ModelConfig, Tensor, Te
     return config, ids, logits
 
 
-def cuda_prefill(config: ModelConfig, dtype: torch.dtype, cache_root: Path) -> Prefill:
+def cuda_prefill(
+    config: ModelConfig, dtype: torch.dtype, cache_root: Path, most_tokens: int = 256
+) -> Prefill:
     weights = on_cuda(random_weights(config))
     held = matrices(weights, dtype)
     pool = cuda_pool(config, dtype)
-    return Prefill(
-        config, held.__getitem__, vectors(weights), pool, fused(cache_root), most_tokens=256
-    )
+    return Prefill(config, held.__getitem__, vectors(weights), pool, fused(cache_root), most_tokens)
 
 
 def near(logits: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -201,3 +201,19 @@ def test_captured_graphs_do_what_the_launches_do(
         assert torch.equal(captured.pool.tensor != 0, stored), "padding is not stored"
     near(captured.run(ids[:100], 0, TABLE), wanted[99], torch.bfloat16)
     near(captured.run(ids[100:], 100, TABLE), wanted[199], torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_captured_full_chunk_does_what_the_launches_do(
+    prompt_case: tuple[ModelConfig, Tensor, Tensor], tmp_path: Path
+) -> None:
+    """It has an attention of its own, and shorter chunks do not take it."""
+    config, ids, wanted = prompt_case
+    captured = cuda_prefill(config, torch.bfloat16, tmp_path, most_tokens=128)
+    captured.capture([32, 128])
+    assert not captured.pool.tensor.any(), "capturing stores nothing"
+    for cuts in ([0, 128, 200], [0, 100, 200], [0, 20, 148]):
+        for start, stop in pairwise(cuts):
+            near(captured.run(ids[start:stop], start, TABLE), wanted[stop - 1], torch.bfloat16)
+    assert captured.run(ids[:128], 0, TABLE, want_logits=False) is None
+    near(captured.run(ids[128:200], 128, TABLE), wanted[199], torch.bfloat16)

@@ -20,7 +20,7 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
 // Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
 __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
   const u32 times = static_cast<u32>(position - window_start(layer, position)) / kNearPositions;
-  return times == 0 ? 0 : min(kSplitBits, 32 - __clz(times) + kFarSplitBits);
+  return min(kSplitBits, 32 - __clz(times));
 }
 
 // What the block serves: a KV head, as one of its blocks. The last blocks may have none.
@@ -213,10 +213,10 @@ struct HeadVector {
         }
     }
   }
-  // `turned` is null for what is not rotated; a query has a row, others lie as they come.
+  // `turned` is null where nothing is rotated; a query has a row, a key lies as it comes. No branches, so that several
+  // vectors overlap.
   __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
-                                         bool is_value, const float2* turned, u32 lane) const {
-    // No branches, so that several vectors overlap: values go through it unchanged.
+                                         const float2* turned, u32 lane) const {
     if constexpr (kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
@@ -224,24 +224,20 @@ struct HeadVector {
       const float scale = rsqrtf(warp_sum(squares) * (1.0f / kHeadDim) + kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
-        low[j] *= is_value ? 1.0f : scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
-        high[j] *= is_value ? 1.0f : scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
+        low[j] *= scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
+        high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
       }
     }
-    const bool turns = turned && !is_value;
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       const u32 p = lane + 32 * j;
       if (p >= kHalf) continue;
-      float2 cs = make_float2(1.0f, 0.0f);
-      if (turns) cs = turned[p];
-      const float x = low[j], y = high[j];
-      low[j] = turns ? x * cs.x - y * cs.y : x;
-      high[j] = turns ? y * cs.x + x * cs.y : y;
+      const float2 cs = turned ? turned[p] : make_float2(1.0f, 0.0f);
+      const float x = low[j] * cs.x - high[j] * cs.y, y = high[j] * cs.x + low[j] * cs.y;
       const u32 at = row == kNoRow ? p * 2 : query_offset(row, p);
       const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset(row, p + kHalf);
-      *reinterpret_cast<u16*>(to + at) = to_half(low[j]);
-      *reinterpret_cast<u16*>(to + then) = to_half(high[j]);
+      *reinterpret_cast<u16*>(to + at) = to_half(x);
+      *reinterpret_cast<u16*>(to + then) = to_half(y);
     }
   }
 };
@@ -251,68 +247,81 @@ __device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
   return __ffs(__ballot_sync(~0u, (bits >> lane & 1) && __popc(bits & ((1u << lane) - 1)) == n)) - 1;
 }
 
-// Queries, keys and values that the block needs come to shared memory: `vectors` in all, of every warp's the next
-// kAtOnce from `first` on. The trip to the L2 is long, so that they are asked for together.
+// Queries and keys that the block needs come to shared memory: `vectors` in all, of every warp's the next kAtOnce
+// from `first` on; and with them values, one to each of the last warps. The trip to the L2 is long, so that all
+// are asked for together.
 template <u32 kAtOnce>
 __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVector& vector, u32 layer, u32 head,
-                                                u32 queried, u32 needed, u32 first, u32 vectors) {
+                                                u32 queried, u32 needed, u32 first, u32 vectors, bool has_value) {
   constexpr u32 kPairs = HeadVector::kPairs, kHalf = HeadVector::kHalf;
-  const u32 queries = __popc(queried) * kGroup;
+  const u32 queries = vectors - __popc(needed);
   const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
-  float low[kAtOnce][kPairs], high[kAtOnce][kPairs];
-  u32 column[kAtOnce], member[kAtOnce];
+  // The last ones are those of values.
+  float low[kAtOnce + 1][kPairs], high[kAtOnce + 1][kPairs];
+  u32 column[kAtOnce + 1], member[kAtOnce + 1];
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
     const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // the last one more than once, to the same result
     const bool query = i < queries;
-    column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : (i - queries) / 2, cx.lane);
-    member[v] = query ? i % kGroup : kGroup + (i - queries) % 2;
+    column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : i - queries, cx.lane);
+    member[v] = query ? i % kGroup : kGroup;
   }
+  column[kAtOnce] = cx.columns == 1 ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
+  member[kAtOnce] = kGroup + 1;
 #pragma unroll 1
   for (;;) {
     bool ready = true;
 #pragma unroll
-    for (u32 v = 0; v < kAtOnce; ++v) {
+    for (u32 v = 0; v <= kAtOnce; ++v) {
       const float* raw = source + column[v] * (Qkv::kUnits * 8) + member[v] * kHeadDim;
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
         const u32 p = cx.lane + 32 * j;
         low[v][j] = high[v][j] = 0.0f;
-        if (p >= kHalf) continue;
+        if (p >= kHalf || (v == kAtOnce && !has_value)) continue;
         low[v][j] = load_exchanged(raw + p);
         high[v][j] = load_exchanged(raw + p + kHalf);
       }
     }
 #pragma unroll
-    for (u32 v = 0; v < kAtOnce; ++v)
+    for (u32 v = 0; v <= kAtOnce; ++v)
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
     if (__all_sync(~0u, ready)) break;
   }
+  u8* fresh = cx.shared.new_kv();
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
     const u32 c = column[v], m = member[v];
-    const bool query = m < kGroup;
-    u16* fresh = reinterpret_cast<u16*>(cx.shared.new_kv()) + (c * 2 + m - kGroup) * kHeadDim;
-    vector.finish(low[v], high[v], query ? cx.shared.queries() : reinterpret_cast<u8*>(fresh),
-                  query ? c * kGroup + m : kNoRow, m == kGroup, m > kGroup,
+    vector.finish(low[v], high[v], m < kGroup ? cx.shared.queries() : fresh + c * (4 * kHeadDim),
+                  m < kGroup ? c * kGroup + m : kNoRow, m == kGroup,
                   kRotated[layer] ? cx.shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane);
+  }
+  if (!has_value) return;
+  u16* value = reinterpret_cast<u16*>(fresh) + (column[kAtOnce] * 2 + 1) * kHeadDim + cx.lane;
+#pragma unroll
+  for (u32 j = 0; j < kPairs; ++j) {
+    if (cx.lane + 32 * j >= kHalf) continue;
+    value[32 * j] = to_half(low[kAtOnce][j]);
+    value[32 * j + kHalf] = to_half(high[kAtOnce][j]);
   }
 }
 __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 head, const ColumnGroups& groups) {
-  constexpr u32 kAtOnce = 3;
+  static_assert(kMaxColumns <= kConsumerWarps, "a value to each warp");
+  constexpr u32 kAtOnce = 2;
   HeadVector vector;
   vector.load_norms(cx.layer_vectors(layer), cx.lane);
   if (cx.columns == 1) {
 #pragma unroll 1
-    for (u32 first = cx.warp; first < kGroup + 2; first += kConsumerWarps)
-      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, kGroup + 2);
+    for (u32 first = cx.warp; first < kGroup + 1 || first == kConsumerWarps - 1; first += kConsumerWarps)
+      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, kGroup + 1, first == kConsumerWarps - 1);
   } else {
     const u32 queried = groups.queried(cx.lane), needed = groups.needed(cx.lane);
-    const u32 vectors = __popc(queried) * kGroup + __popc(needed) * 2;
+    const u32 vectors = __popc(queried) * kGroup + __popc(needed);
 #pragma unroll 1
-    for (u32 first = cx.warp; first < vectors; first += kAtOnce * kConsumerWarps)
-      prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors);
+    for (u32 first = cx.warp; first < vectors || first == cx.warp; first += kAtOnce * kConsumerWarps)
+      prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors,
+                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed));
   }
   cx.sync();
 }

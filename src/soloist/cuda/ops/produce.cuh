@@ -26,17 +26,16 @@ struct Producer {
   volatile Where* where;
   u64 policy;
   u32 lane;
-  bool many;  // columns
   u32 slot, parity, issued;
 
-  // `cap`: copies in flight, this one included. Called by the staging lanes.
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 cap) {
+  // With kCopies in flight, this one included. Called by the staging lanes.
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (cap < kRingSlots && issued >= cap) {
-      const bool wraps = slot < cap;
-      const u32 earlier = wraps ? slot + kRingSlots - cap : slot - cap;
+    if (kCopies < kRingSlots && issued >= kCopies) {
+      const bool wraps = slot < kCopies;
+      const u32 earlier = wraps ? slot + kRingSlots - kCopies : slot - kCopies;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
@@ -45,12 +44,6 @@ struct Producer {
       parity ^= 1;
     }
     where->copies = ++issued;
-  }
-
-  // Of slot n of a matrix. Many columns exchange more: then fewer copies are in flight while
-  // the first slots come, when warps wait for other blocks, and more later, when they multiply.
-  __device__ __forceinline__ u32 in_flight(u32 n) const {
-    return !many ? kCopies : n < kRingSlots ? kColumnsWaitingCopies : kColumnsCopies;
   }
 
   // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
@@ -64,7 +57,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) {
         const u32 at = i * kSlotBytes;
-        copy(step + at, min(kSlotBytes, step_bytes - at), in_flight(n));
+        copy(step + at, min(kSlotBytes, step_bytes - at));
         if (++i == in_step) {
           i = 0;
           step += step_bytes;
@@ -98,7 +91,7 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, kPageCopies);
+            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
           }
         }
       }
@@ -122,7 +115,7 @@ struct Producer {
 
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, where, read_once_policy(), lane, control->columns > 2, 0, 0, 0};
+  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
