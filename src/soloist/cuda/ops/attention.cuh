@@ -213,10 +213,10 @@ struct HeadVector {
         }
     }
   }
-  // `turned` is null where nothing is rotated; a query has a row, a key lies as it comes. No branches, so that several
-  // vectors overlap.
+  // `turned` is null where nothing is rotated; a query has a row, a key lies as it comes. No branches before the
+  // stores, so that several vectors overlap.
   __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
-                                         const float2* turned, u32 lane) const {
+                                         const float2* turned, u32 lane, bool stores) const {
     if constexpr (kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
@@ -236,6 +236,7 @@ struct HeadVector {
       const float x = low[j] * cs.x - high[j] * cs.y, y = high[j] * cs.x + low[j] * cs.y;
       const u32 at = row == kNoRow ? p * 2 : query_offset(row, p);
       const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset(row, p + kHalf);
+      if (!stores) continue;
       *reinterpret_cast<u16*>(to + at) = to_half(x);
       *reinterpret_cast<u16*>(to + then) = to_half(y);
     }
@@ -261,7 +262,7 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
   u32 column[kAtOnce + 1], member[kAtOnce + 1];
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
-    const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // the last one more than once, to the same result
+    const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // what there is none of is not stored
     const bool query = i < queries;
     column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : i - queries, cx.lane);
     member[v] = query ? i % kGroup : kGroup;
@@ -295,7 +296,8 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
     const u32 c = column[v], m = member[v];
     vector.finish(low[v], high[v], m < kGroup ? cx.shared.queries() : fresh + c * (4 * kHeadDim),
                   m < kGroup ? c * kGroup + m : kNoRow, m == kGroup,
-                  kRotated[layer] ? cx.shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane);
+                  kRotated[layer] ? cx.shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane,
+                  first + v * kConsumerWarps < vectors);
   }
   if (!has_value) return;
   u16* value = reinterpret_cast<u16*>(fresh) + (column[kAtOnce] * 2 + 1) * kHeadDim + cx.lane;
