@@ -90,6 +90,7 @@ class Prefill:
         # Only CUDA multiplies 16-bit matrices into fp32.
         self._product_dtype = torch.float32 if pool.device.type == "cuda" else pool.dtype
         self._buffers = self._allocate(most_tokens)
+        self._last_row = self._allocate(1)
         self._logits = self._empty(1, config.vocab_size, dtype=self._product_dtype)
         self._most_pages = pool.num_pages
         self._upload = torch.zeros(
@@ -199,12 +200,19 @@ class Prefill:
     @property
     def num_bytes(self) -> int:
         """Size of the buffers, without graphs and what attention allocates."""
-        held = (*self._buffers, self._logits, self._upload, self._elementwise.rope_table)
+        held = (
+            *self._buffers,
+            *self._last_row,
+            self._logits,
+            self._upload,
+            self._elementwise.rope_table,
+        )
         return sum(x.numel() * x.element_size() for x in held)
 
     def _forward(self, chunk: Chunk, *, want_logits: bool) -> None:
         """Queue one pass; logits go to `_logits`."""
         e, b = self._elementwise, self._buffers.rows(chunk.num_rows)
+        residual = b.residual
         heads = Heads(b.queries, b.keys, b.values)
         e.start()
         e.embed(self._matrices("embedding"), chunk, b.residual)
@@ -213,17 +221,22 @@ class Prefill:
             e.add_norm(b.residual, delta, bias, own.attention_norm, b.normed)
             self._multiply(b.normed, names.qkv, b.qkv)
             e.qkv_rope_store(b.qkv, i, chunk, heads)
-            if not want_logits and i + 1 == len(self._names):
+            is_last = i + 1 == len(self._names)
+            if is_last and not want_logits:
                 return
-            self._multiply(self._attend(i, chunk, heads), names.attention_output, b.delta)
+            attended = self._attend(i, chunk, heads)
+            if is_last:  # nobody asks for more than the last token from here on
+                attended = attended.index_select(0, chunk.last)
+                b = self._last_row
+                torch.index_select(residual, 0, chunk.last, out=b.residual)
+            self._multiply(attended, names.attention_output, b.delta)
             e.add_norm(b.residual, b.delta, own.attention_output_bias, own.mlp_norm, b.normed)
             self._multiply(b.normed, names.gate_up, b.gate_up)
             e.silu_mul(b.gate_up, own.gate_up_bias, b.activated)
             self._multiply(b.activated, names.down, b.delta)
             delta, bias = b.delta, own.down_bias
         e.add_norm(b.residual, delta, bias, e.final_norm, b.normed)
-        last = b.normed.index_select(0, chunk.last)
-        self._multiply(last, "embedding" if self.config.tied_head else "head", self._logits)
+        self._multiply(b.normed, "embedding" if self.config.tied_head else "head", self._logits)
 
     def _attend(self, layer: int, chunk: Chunk, heads: Heads) -> Tensor:
         """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
