@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def near_positions(self) -> int:
-        """Positions below this are served by one block of a KV head, others by all."""
+        """Seen positions that make one split; twice as many and more make 2, 4 and so on."""
         return NEAR_BYTES // (4 * self.head_dim * PAGE_POSITIONS) * PAGE_POSITIONS
 
     @property
@@ -352,7 +352,7 @@ class Plan:
             f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
             f"block (mean {self.streamed_bytes / self.blocks / 1e6:.2f})",
             f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB of {self.shared_bytes:,} bytes; "
-            f"attention: {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
+            f"attention: up to {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
         ]
         for op in (*self.layer_operations, self.head):
             m = op.matrix

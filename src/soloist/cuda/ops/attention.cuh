@@ -823,6 +823,7 @@ __device__ __forceinline__ void attention(Context& cx, u32& layer) {
       rows = GroupRows(cx, g);
     }
     cx.mark();
+    if constexpr (!kMovesRegisters) cx.forget_addresses();
     store_fresh(cx, layer, own_head(cx), stored);
     cx.mark();
   } else {
