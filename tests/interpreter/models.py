@@ -1,6 +1,7 @@
 """Tiny models of every dense family, and what runs them: the interpreter and the reference."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
-from soloist.megakernel.interpreter import Interpreter, Memory
+from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
+from soloist.megakernel.sharding import shard
+from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -90,11 +93,13 @@ def gpu(num_sms: int, like: str = "sm_90a") -> Gpu:
     return replace(TYPICAL[like], num_sms=num_sms)
 
 
-def configured(name: str, folder: Path, like: str = "sm_90a") -> tuple[ModelConfig, Plan]:
+def configured(
+    name: str, folder: Path, like: str = "sm_90a", ranks: int = 1
+) -> tuple[ModelConfig, Plan]:
     """The model as its family reads it, and its plan."""
     values, num_sms = CASES[name]
     config = read_config(written(folder, values))
-    return config, make_plan(config, Dtype.BF16, gpu(num_sms, like))
+    return config, make_plan(config, Dtype.BF16, gpu(num_sms, like), ranks)
 
 
 def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
@@ -118,9 +123,12 @@ def rope_table(config: ModelConfig, positions: int) -> Tensor:
     return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], dim=-1)
 
 
-def load(plan: Plan, weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def load(
+    plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
-    model = plan.model
+    model, share = plan.model, Share(plan.model, plan.ranks, rank)
+    weights = {name: shard(share, name, values) for name, values in weights.items()}
     image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
     vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
     matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
@@ -133,10 +141,23 @@ def load(plan: Plan, weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tens
             values = ordered(plan, matrices[name], values) if name in matrices else values
             start = plan.layer_vector_values * layer + buffer.offset // 4
             vectors[start : start + values.numel()] = values
-    head = weights["embedding" if model.tied_head else "head"].to(dtype)
-    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
-    table = None if model.tied_head else weights["embedding"].to(dtype)
+    head = shard(share, "head", weights["embedding"]) if model.tied_head else weights["head"]
+    place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
+    table = None if plan.share.tied_head else weights["embedding"].to(dtype)
     return image, torch.cat([vectors, weights["final_norm"].float()]), table
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All ranks of a launch."""
+
+    ranks: list[Interpreter]
+
+    def round(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """(logits [columns, V], chosen tokens)."""
+        return round_of_ranks(self.ranks, tokens, sequences, positions)
 
 
 class Bench:
@@ -150,24 +171,34 @@ class Bench:
     ) -> None:
         self.plan, self._dtype = plan, dtype
         stored = torch.float32 if dtype is None else dtype
-        attention = config.layers[0].attention
         per_sequence = CONTEXT // PAGE_POSITIONS
         pages = 3 * per_sequence + 2
-        self.pool = PagePool(
-            config.num_layers, attention.num_kv_heads, attention.head_dim, pages, stored,
-            torch.device("cpu"),
-        )  # fmt: skip
+        pools = [
+            PagePool(
+                config.num_layers, plan.kv_heads, plan.head_dim, pages, stored, torch.device("cpu")
+            )
+            for _ in range(plan.ranks)
+        ]
+        self.pool = pools[0]
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         self.unused = order[3 * per_sequence :]
-        self.pool.tensor[self.unused] = torch.nan
+        for pool in pools:
+            pool.tensor[self.unused] = torch.nan
         tables = order[: 3 * per_sequence].view(3, -1).int()
-        image, vectors, table = load(plan, weights, stored)
         rope = rope_table(config, CONTEXT)
-        self.memory = Memory(image, vectors, table, rope, self.pool.tensor, tables)
+        self._memories = [
+            Memory(*load(plan, weights, stored, rank), rope, pool.tensor, tables)
+            for rank, pool in enumerate(pools)
+        ]
+        self.memory = self._memories[0]
 
-    def launch(self) -> Interpreter:
+    def launch(self) -> "Launch":
         """A new launch over the same memory."""
-        return Interpreter(self.plan, self.memory, self._dtype)
+        ranks = [
+            Interpreter(self.plan, memory, self._dtype, rank)
+            for rank, memory in enumerate(self._memories)
+        ]
+        return Launch(ranks)
 
     def feed(self, ids: list[int], columns: int = 1, sequence: int = 0) -> Tensor:
         """Logits [T, V] of forced tokens, so many positions of a sequence side by side."""

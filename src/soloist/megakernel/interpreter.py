@@ -3,11 +3,12 @@
 Every block takes its turn in every phase and touches what the kernel's block would: its slots of
 the image, its rows of the residual, its pages of the KV pool, and exchange buffers laid out as the
 plan says. On the way it is checked that each value of an exchange is written once and before it is
-read. What it cannot show is anything about time: waits, the ring, memory order.
+read. Several ranks run side by side, from one exchange between them to the next. What it cannot
+show is anything about time: waits, the ring, memory order.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from soloist.megakernel.plan import (
     Operation,
     Plan,
 )
+from soloist.megakernel.share import Share
 
 _PIECE = 8
 # Partial results: as many lanes merge those of a column, as many at once.
@@ -136,16 +138,24 @@ class Group:
 
 
 class Interpreter:
-    """Runs rounds of a plan. One object is one launch.
+    """Runs rounds of a plan, as one rank. One object is one launch.
 
     Args:
         plan: what to run.
-        memory: weights and KV pool; the pool changes.
+        memory: weights and KV pool of the rank; the pool changes.
         dtype: what the kernel rounds exchanged values to; None for no rounding.
+        rank: whose memory it is.
     """
 
-    def __init__(self, plan: Plan, memory: Memory, dtype: torch.dtype | None = None) -> None:
-        self.plan, self.memory, self._dtype = plan, memory, dtype
+    def __init__(
+        self, plan: Plan, memory: Memory, dtype: torch.dtype | None = None, rank: int = 0
+    ) -> None:
+        self.plan, self.memory, self._dtype, self.rank = plan, memory, dtype, rank
+        self._vocabulary = Share(plan.model, plan.ranks, rank).vocabulary
+        self.peers: Sequence[Interpreter] = [self]  # of all ranks
+        self._sums = {
+            name: Exchange(plan, name, 4) for name in plan.workspace if name.startswith("sums")
+        }
         self._matrices: dict[tuple[str, int, int], Tensor] = {}
         self._in = Stream(Operand(plan, "hidden_in", plan.qkv), Exchange(plan, "squares_in", 4))
         self._mid = Stream(
@@ -160,6 +170,7 @@ class Interpreter:
         rows = plan.shared["residual"].shape[1]
         self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
+        assert plan.share.tied_head == (memory.embedding is None), "ranks have a table"
         tied = memory.image[:, plan.matrix_offset(plan.head) // 2 :]
         table = tied if memory.embedding is None else memory.embedding
         self._embedding_scale = float(table.float().square().nanmean()) ** -0.5
@@ -260,11 +271,20 @@ class Interpreter:
 
     # Phases --------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def round(
         self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
         """(logits [columns, V], chosen tokens) of one round; columns of a sequence side by side."""
+        return round_of_ranks([self], tokens, sequences, positions)
+
+    @torch.inference_mode()
+    def stages(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> Generator[None, None, tuple[Tensor, list[int]]]:
+        """The round of one rank; stops where others have to come as far.
+
+        Returns logits of its part of the vocabulary, and the chosen tokens.
+        """
         columns = len(tokens)
         assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
         self._hidden_in += 1
@@ -275,8 +295,9 @@ class Interpreter:
             self._scale[block, :columns] = self._embedding_scale
             self._publish(self._in, self._hidden_in, block, columns, 0, "attention_norm")
         for layer in range(self.plan.model.num_layers):
-            self._layer(layer, sequences, positions)
+            yield from self._layer(layer, sequences, positions)
         logits = self._head(columns)
+        yield
         chosen = self._choose(columns)
         self._in.operand.clear(self._hidden_in + 2)
         self._in.squares.clear(self._hidden_in + 2)
@@ -286,7 +307,9 @@ class Interpreter:
     def _blocks(self) -> range:
         return range(self.plan.blocks)
 
-    def _layer(self, layer: int, sequences: Sequence[int], positions: Sequence[int]) -> None:
+    def _layer(
+        self, layer: int, sequences: Sequence[int], positions: Sequence[int]
+    ) -> Iterator[None]:
         plan, columns = self.plan, len(positions)
         self._layers_done += 1
         done = self._layers_done
@@ -299,13 +322,42 @@ class Interpreter:
             self._projected.write(done, (slice(columns), slice(rows.start, rows.stop), 0), y.T)
         self._attention(layer, sequences, positions)
         self._hidden_mid += 1
+        yield from self._join(plan.attention_output, self._attended, "sums_mid", layer, columns)
         for block in self._blocks():
-            x = self._attended.all_of(done, columns)
-            y = self._weights(plan.attention_output, layer, block) @ x
-            self._add(plan.attention_output, y, layer, block, columns)
             self._publish(self._mid, self._hidden_mid, block, columns, layer, "mlp_norm")
         self._clean_layer()
-        self._mlp(layer, columns)
+        yield from self._mlp(layer, columns)
+
+    def _join(
+        self, op: Operation, operand: Operand, sums: str, layer: int, columns: int
+    ) -> Iterator[None]:
+        """The product of attention_output or down joins the residual, ranks summed in order."""
+        done = self._layers_done
+        for block in self._blocks():
+            y = self._weights(op, layer, block) @ operand.all_of(done, columns)
+            if self.plan.ranks == 1:
+                self._add(op, y, layer, block, columns)
+                continue
+            rows = self._rows(op, block)
+            for peer in self.peers:
+                peer.accept_sums(sums, done, self.rank, rows, y[:, :columns].T)
+        if self.plan.ranks == 1:
+            return
+        yield
+        for block in self._blocks():
+            rows = self._rows(op, block)
+            own = (slice(None), slice(columns), slice(rows.start, rows.stop), 0)
+            first, *others = self._sums[sums].read(done, own)
+            self._add(op, sum(others, first).T, layer, block, columns)
+
+    def accept_sums(self, name: str, epoch: int, rank: int, rows: range, values: Tensor) -> None:
+        """What a block of `rank` stores here: its partial sums [columns, rows]."""
+        where = (rank, slice(len(values)), slice(rows.start, rows.stop), 0)
+        self._sums[name].write(epoch, where, values)
+
+    def accept_best(self, column: int, rank: int, block: int, record: Tensor) -> None:
+        """What a block of `rank` stores here: its best score, that token, and the round."""
+        self._best[self._round % 2, column, rank * self.plan.blocks + block] = record
 
     def _clean_layer(self) -> None:
         """The cleaner's work at the start of gate_up."""
@@ -317,8 +369,11 @@ class Interpreter:
         for kept in (self._projected, self._partial, self._stats, self._attended):
             kept.clear(done + 2)
         self._gated.clear(done + 1)
+        if self._sums:
+            self._sums["sums_mid"].clear(done + 2)
+            self._sums["sums_in"].clear(done + 1)
 
-    def _mlp(self, layer: int, columns: int) -> None:
+    def _mlp(self, layer: int, columns: int) -> Iterator[None]:
         plan = self.plan
         for block in self._blocks():
             rows = self._rows(plan.gate_up, block)
@@ -332,15 +387,13 @@ class Interpreter:
             self._gated.publish(self._layers_done, range(columns), neurons, gated.T)
         self._hidden_in += 1
         last = layer + 1 == plan.model.num_layers
+        yield from self._join(plan.down, self._gated, "sums_in", layer, columns)
         for block in self._blocks():
-            x = self._gated.all_of(self._layers_done, columns)
-            y = self._weights(plan.down, layer, block) @ x
-            self._add(plan.down, y, layer, block, columns)
             norm = "final_norm" if last else "attention_norm"
             self._publish(self._in, self._hidden_in, block, columns, layer + 1, norm)
 
     def _head(self, columns: int) -> Tensor:
-        vocab = self.plan.model.vocab_size
+        vocab = len(self._vocabulary)
         logits = torch.full((columns, vocab), torch.nan)
         for block in self._blocks():
             rows = self._rows(self.plan.head, block)
@@ -352,9 +405,11 @@ class Interpreter:
             for c in range(columns):
                 top = float(y[:, c].max()) if len(y) else -math.inf
                 ids = (y[:, c] == top).nonzero()
-                lowest = rows.start + int(ids[0]) if len(ids) else 2**32 - 1
+                first = self._vocabulary.start + rows.start
+                lowest = first + int(ids[0]) if len(ids) else 2**32 - 1
                 record = torch.tensor([top, lowest, 0, self._round + 1], dtype=torch.float64)
-                self._best[self._round % 2, c, block] = record
+                for peer in self.peers:
+                    peer.accept_best(c, self.rank, block, record)
         assert not logits.isnan().any(), "a logit is nobody's"
         return logits
 
@@ -564,6 +619,29 @@ def _joined(a: _Partial, b: _Partial) -> _Partial:
     total = sum(x[1] * w for x, w in zip((a, b), weights, strict=True))
     sums = sum(x[2] * w[:, None] for x, w in zip((a, b), weights, strict=True))
     return top, torch.as_tensor(total), torch.as_tensor(sums)
+
+
+def round_of_ranks(
+    ranks: Sequence[Interpreter],
+    tokens: Sequence[int],
+    sequences: Sequence[int],
+    positions: Sequence[int],
+) -> tuple[Tensor, list[int]]:
+    """(logits [columns, V], chosen tokens) of one round, run by all ranks side by side."""
+    for rank in ranks:
+        rank.peers = ranks
+    running = [rank.stages(tokens, sequences, positions) for rank in ranks]
+    outcomes: list[tuple[Tensor, list[int]]] = []
+    while not outcomes:
+        for stages in running:
+            try:
+                next(stages)
+            except StopIteration as end:
+                outcomes.append(end.value)
+    assert len(outcomes) == len(ranks), "ranks stop together"
+    logits, chosen = zip(*outcomes, strict=True)
+    assert all(c == chosen[0] for c in chosen), "ranks choose alike"
+    return torch.cat(logits, dim=1), chosen[0]
 
 
 class _Softmax:

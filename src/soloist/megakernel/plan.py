@@ -19,6 +19,7 @@ from soloist.megakernel.partition import (
     Matrix,
     RowOrder,
 )
+from soloist.megakernel.share import share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -80,22 +81,36 @@ class Operation:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decode kernel for one model on one GPU."""
+    """The decode kernel of every rank for one model.
+
+    Attributes:
+        model: the whole.
+        dtype: of weights and keys and values.
+        gpu: each rank's, or its part of one.
+        blocks: of each rank.
+        ranks: over how many the model is spread.
+    """
 
     model: ModelConfig
     dtype: Dtype
     gpu: Gpu
     blocks: int
+    ranks: int = 1
+
+    @cached_property
+    def share(self) -> ModelConfig:
+        """Sizes of what one rank has: the model's own where there is one."""
+        return share_of(self.model, self.ranks)
 
     @property
     def query_heads(self) -> int:
         """Q."""
-        return self.model.layers[0].attention.num_query_heads
+        return self.share.layers[0].attention.num_query_heads
 
     @property
     def kv_heads(self) -> int:
         """K."""
-        return self.model.layers[0].attention.num_kv_heads
+        return self.share.layers[0].attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
@@ -110,12 +125,12 @@ class Plan:
     @property
     def intermediate(self) -> int:
         """F."""
-        return self.model.layers[0].mlp.intermediate_size
+        return self.share.layers[0].mlp.intermediate_size
 
     @cached_property
     def qkv(self) -> Operation:
         """Rows of q, k and v, by KV head."""
-        rows = self.model.layers[0].attention.qkv_rows
+        rows = self.share.layers[0].attention.qkv_rows
         return self._operation("qkv", rows, self.model.hidden_size, RowOrder.HEADS)
 
     @cached_property
@@ -142,7 +157,7 @@ class Plan:
     @cached_property
     def head(self) -> Operation:
         """The LM head, in groups of tiles since its accumulators do not fit registers at once."""
-        vocab, hidden = self.model.vocab_size, self.model.hidden_size
+        vocab, hidden = self.share.vocab_size, self.model.hidden_size
         least = Matrix("head", vocab, hidden, RowOrder.NATURAL, self.blocks).max_units
         # All groups full in all blocks, few rows of padding, and large groups: they read
         # activations less often.
@@ -260,7 +275,7 @@ class Plan:
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
         """fp32 norm weights and biases of one layer, in values from the layer's start."""
-        attention, mlp = self.model.layers[0].attention, self.model.layers[0].mlp
+        attention, mlp = self.share.layers[0].attention, self.share.layers[0].mlp
         h, d = self.model.hidden_size, self.head_dim
         sizes = {"attention_norm": h, "mlp_norm": h}
         if attention.qk_norm:
@@ -288,21 +303,23 @@ class Plan:
             # [32 columns of the matrix][column of the round][32] 16-bit values
             return (TURNS, op.matrix.steps * STEP_COLUMNS // 32, columns, 32 * 2)
 
-        return stack(
-            {
-                "hidden_in": operand(self.qkv),
-                "hidden_mid": operand(self.gate_up),
-                "attended": operand(self.attention_output),
-                "gated": operand(self.down),
-                "squares_in": (TURNS, columns, blocks, 2 * 4),
-                "squares_mid": (TURNS, columns, blocks, 2 * 4),
-                "projected": (TURNS, columns, rows, 4),
-                "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
-                "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),
-                "best": (2, columns, blocks, 16),
-            },
-            value_bytes=1,
-        )
+        buffers = {
+            "hidden_in": operand(self.qkv),
+            "hidden_mid": operand(self.gate_up),
+            "attended": operand(self.attention_output),
+            "gated": operand(self.down),
+            "squares_in": (TURNS, columns, blocks, 2 * 4),
+            "squares_mid": (TURNS, columns, blocks, 2 * 4),
+            "projected": (TURNS, columns, rows, 4),
+            "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
+            "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),
+            "best": (2, columns, self.ranks * blocks, 16),
+        }
+        if self.ranks > 1:
+            # Partial sums of the rows that a block owns, from every rank.
+            sums = (TURNS, self.ranks, columns, self.down.matrix.units * 8, 4)
+            buffers |= {"sums_mid": sums, "sums_in": sums}
+        return stack(buffers, value_bytes=1)
 
     @property
     def workspace_bytes(self) -> int:
@@ -364,24 +381,30 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu) -> Plan:
+def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Plan:
     """The plan that wastes least: its busiest block's bytes times the number of blocks.
 
     All blocks share the memory's bandwidth, so what counts is how even the shares are.
+
+    Args:
+        model: the whole.
+        dtype: of weights and keys and values.
+        gpu: each rank's, or its part of one.
+        ranks: over how many the model is spread.
 
     Raises:
         ShapeUnsupported: the kernel cannot run this model; the message says why.
     """
     _require_supported(model, dtype)
-    kv_heads = model.layers[0].attention.num_kv_heads
-    first = Plan(model, dtype, gpu, 1)
+    first = Plan(model, dtype, gpu, 1, ranks)
+    kv_heads = first.kv_heads
     # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
     most = min(gpu.num_sms, *(op.matrix.units for op in first.layer_operations))
     if most < kv_heads:
         raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {most}, one for each block")
     # A tenth fewer SMs still draw the memory's full bandwidth.
     candidates = range(max(kv_heads, math.ceil(0.9 * most)), most + 1)
-    plans = [Plan(model, dtype, gpu, blocks) for blocks in candidates]
+    plans = [Plan(model, dtype, gpu, blocks, ranks) for blocks in candidates]
     plan = min(plans, key=lambda p: p.blocks * max(map(p.block_bytes, range(p.blocks))))
     _require_fits(plan)
     return plan

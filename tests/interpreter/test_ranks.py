@@ -1,0 +1,106 @@
+"""Several ranks give the reference's logits, however heads, neurons and vocabulary divide."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interpreter.models import CASES, Bench, configured, gpu, prompt, reference_logits
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.sharding import shard
+from soloist.megakernel.share import Share, share_of
+from soloist.model.config import Attention, ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import tensors
+from unit.prefill.models import model, random_weights
+
+ATOL = 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_give_the_references_logits(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight columns, near and far, then one."""
+    monkeypatch.setattr(Plan, "near_positions", property(lambda _: 64))
+    config, plan = configured(name, tmp_path, ranks=ranks)
+    weights, ids = random_weights(config), prompt(config, 74)
+    wanted = reference_logits(config, weights, ids)
+    bench = Bench(config, plan, weights)
+    torch.testing.assert_close(bench.feed(ids[:72], 8), wanted[:72], rtol=0, atol=ATOL)
+    launch = bench.launch()
+    for position in (72, 73):
+        logits, chosen = launch.round([ids[position]], [0], [position])
+        torch.testing.assert_close(logits[0], wanted[position], rtol=0, atol=ATOL)
+        assert chosen == [int(wanted[position].argmax())]
+
+
+def test_all_ranks_hold_the_same_residual(tmp_path: Path) -> None:
+    """Sums over ranks are in one order, so that no exchange is needed to agree on a token."""
+    config, plan = configured("qwen3-norms-128", tmp_path, ranks=4)
+    launch = Bench(config, plan, random_weights(config), torch.bfloat16).launch()
+    launch.round(prompt(config, 8), [0] * 8, range(8))
+    first, *others = (rank._residual for rank in launch.ranks)
+    for other in others:
+        assert torch.equal(first.nan_to_num(), other.nan_to_num())
+
+
+def sized(queries: int, kv_heads: int, ffn: int = 200, vocab: int = 203) -> ModelConfig:
+    attention = Attention(queries, kv_heads, 32, qkv_bias=True, output_bias=True)
+    return model(*[attention] * 2, hidden_size=64, ffn=ffn, vocab_size=vocab, mlp_bias=True)
+
+
+HEADS = [(8, 8), (16, 2), (14, 2), (6, 3), (15, 5), (7, 1), (4, 4), (24, 8), (9, 3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("queries", "kv_heads"), HEADS)
+def test_every_head_neuron_and_row_is_somebodys(queries: int, kv_heads: int, ranks: int) -> None:
+    whole = sized(queries, kv_heads)
+    sizes = share_of(whole, ranks)
+    shares = [Share(whole, ranks, rank) for rank in range(ranks)]
+    served = [h for s in shares for h in s.query_heads if h is not None]
+    assert sorted(served) == list(range(queries)), "each query head once"
+    assert {h for s in shares for h in s.kv_heads if h is not None} == set(range(kv_heads))
+    group, own = queries // kv_heads, sizes.layers[0].attention.queries_per_kv_head
+    for share in shares:
+        assert len(share.kv_heads) == sizes.layers[0].attention.num_kv_heads
+        assert len(share.query_heads) == sizes.layers[0].attention.num_query_heads
+        for i, head in enumerate(share.query_heads):
+            assert head is None or head // group == share.kv_heads[i // own]
+    for name, count in (("neurons", 200), ("vocabulary", 203)):
+        parts = [getattr(s, name) for s in shares]
+        assert [i for part in parts for i in part] == list(range(count))
+    assert sizes.layers[0].mlp.intermediate_size * ranks < 200 + 8 * ranks
+
+
+def test_heads_that_ranks_share_are_not_padded() -> None:
+    attention = share_of(sized(16, 2), 8).layers[0].attention
+    assert (attention.num_query_heads, attention.num_kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 5, 16])
+def test_other_numbers_of_ranks_are_refused(ranks: int) -> None:
+    with pytest.raises(ShapeUnsupported, match=rf"{ranks} ranks.*1, 2, 4, 8"):
+        make_plan(sized(8, 8), Dtype.BF16, gpu(8), ranks)
+
+
+EVERYBODYS = ("norm", "attention_output_bias", "down_bias", "embedding")
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_shards_hold_every_weight_once(ranks: int) -> None:
+    """But for keys and values that ranks share, what all ranks have is the tensor and zeros."""
+    whole = sized(15, 5)
+    for spec in tensors(whole):
+        values = torch.randn(spec.shape).abs() + 1
+        parts: list[Any] = [shard(Share(whole, ranks, r), spec.name, values) for r in range(ranks)]
+        if spec.name.endswith(EVERYBODYS):
+            assert all(torch.equal(part, values) for part in parts)
+            continue
+        total = sum(part.sum(dtype=torch.float64) for part in parts)
+        torch.testing.assert_close(total, values.sum(dtype=torch.float64))
+        assert len({part.shape for part in parts}) == 1
