@@ -393,6 +393,17 @@ class GpuUnsupported(DeviceError):
         )
 
 
+class NoPeerAccess(DeviceError):
+    """GPUs that are to run one model cannot reach each other's memory."""
+
+    def __init__(self, given: list[int], group: list[int]) -> None:
+        super().__init__(
+            f"GPUs {given} do not all have access to each other's memory "
+            f"(the largest group that has: {group})",
+            f"use {len(group)} of them; nvidia-smi topo -p2p r shows who reaches whom",
+        )
+
+
 class ShapeUnsupported(DeviceError):
     """The decode kernel cannot run a model of this shape."""
 

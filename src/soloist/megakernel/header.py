@@ -81,11 +81,13 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.head.matrix.units * 8,
+        "kRanks": plan.ranks,
+        "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": plan.query_heads,
         "kKvHeads": plan.kv_heads,
         "kGroup": plan.group,
         "kHeadDim": plan.head_dim,
-        "kTiedHead": model.tied_head,
+        "kTiedHead": plan.share.tied_head,
         "kQkNorm": attention.qk_norm,
         "kQkvBias": attention.qkv_bias,
         "kOutputBias": attention.output_bias,
@@ -120,6 +122,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
     for name in _VECTORS:
         buffer = plan.vectors.get(name)
         constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
+    for name in ("sums_mid", "sums_in"):  # of several ranks only
+        constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in plan.workspace.items():
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes

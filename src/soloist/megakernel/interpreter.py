@@ -369,9 +369,8 @@ class Interpreter:
         for kept in (self._projected, self._partial, self._stats, self._attended):
             kept.clear(done + 2)
         self._gated.clear(done + 1)
-        if self._sums:
-            self._sums["sums_mid"].clear(done + 2)
-            self._sums["sums_in"].clear(done + 1)
+        for kept in self._sums.values():
+            kept.clear(done + 2)
 
     def _mlp(self, layer: int, columns: int) -> Iterator[None]:
         plan = self.plan

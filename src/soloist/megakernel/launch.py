@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,8 @@ from soloist.megakernel.header import MAX_STOPS, Build, header
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
 from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
+from soloist.megakernel.sharding import shard
+from soloist.megakernel.share import Share
 from soloist.megakernel.trace import num_words
 from soloist.model.weights import TORCH_DTYPES, Weights
 
@@ -57,14 +59,20 @@ _POINTERS = (
 _SAMPLE_POINTERS = ("seen", "adjusted", "sample_workspace", "list_ids", "list_values")
 
 
-class _Params(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("page_values", ctypes.c_uint64),
-        ("page_table_stride", ctypes.c_uint32),
-        ("embedding_scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _SAMPLE_POINTERS),
-    )
+@cache
+def _params_type(ranks: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            *((name, ctypes.c_void_p) for name in _POINTERS),
+            ("page_values", ctypes.c_uint64),
+            ("page_table_stride", ctypes.c_uint32),
+            ("embedding_scale", ctypes.c_float),
+            *((name, ctypes.c_void_p) for name in _SAMPLE_POINTERS),
+            ("rank", ctypes.c_uint32),
+            ("peers", ctypes.c_void_p * ranks),
+        )
+
+    return Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +127,15 @@ class _Sampler:
 
 
 class Decoder:
-    """A model's weights in the kernel's order, its KV pool, and the kernel.
+    """A model's weights in the kernel's order, its KV pool, and the kernel, of one rank.
 
     Args:
         plan: what to build.
         weights: row-major tensors on the GPU; entries are taken out as they are packed, so that not
             all of them lie in memory twice (unless `keep_rows`).
         rope: [positions, D / 2, 2] cosine and sine, fp32.
-        pool: KV pages [pages, layers, K, 2, 2, 32 · D].
+        pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads.
+        rank: which of the plan's ranks this is; see `Ranks` for launches of several.
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
         build: which kernel; `load` takes another one.
@@ -140,6 +149,7 @@ class Decoder:
         rope: Tensor,
         pool: Tensor,
         *,
+        rank: int = 0,
         max_rounds: int = 4096,
         max_sequences: int = MAX_COLUMNS,
         cache: Path | None = None,
@@ -150,13 +160,15 @@ class Decoder:
         device = pool.device
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
+        self.rank = rank
         self.image, self.vectors, self._embedding = _load_image(
-            plan, weights, device, keep_rows=keep_rows
+            plan, weights, device, rank, keep_rows=keep_rows
         )
         self._cache = cache
         self.load(build)
         self._fresh_workspace = _fresh_workspace(plan).to(device)
         self._workspace = torch.empty_like(self._fresh_workspace)
+        self.peers = [self]  # decoders of all ranks
         rows = plan.head.matrix.units * 8
         self.trace = torch.zeros(plan.blocks, num_words(plan), dtype=torch.int64, device=device)
         self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
@@ -175,7 +187,7 @@ class Decoder:
         self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_COLUMNS)
         self._signal_values = self._signals.numpy()
         self._stream = torch.cuda.Stream(device)
-        self._done = torch.cuda.Event()
+        self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
 
     def load(self, build: Build) -> None:
@@ -214,13 +226,24 @@ class Decoder:
     ) -> None:
         """Start a launch of at most `rounds` rounds; it ends early when a column stops.
 
-        Where a column has a `Choice`, the kernel that samples runs, and its launch also ends where
-        a column's best score is not finite.
+        For a plan of one rank. Where a column has a `Choice`, the kernel that samples runs, and its
+        launch also ends where a column's best score is not finite.
 
         Args:
             columns: 1 … 8; columns of one sequence lie side by side with rising positions.
             rounds: 1 … max_rounds.
             logits: [rounds, columns, rows] fp32 to keep the logits of every round.
+        """
+        assert self.plan.ranks == 1, "ranks start together"
+        self.prepare(columns, rounds, logits=logits)
+        self.go()
+
+    def prepare(
+        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
+    ) -> None:
+        """Put what a launch reads into the GPU's memory; arguments as of `start`.
+
+        No rank may start before all are prepared: ranks write to each other.
         """
         assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
@@ -246,12 +269,14 @@ class Decoder:
             self._launch.copy_(torch.frombuffer(bytearray(launch), dtype=torch.uint8))
             self._forced[: forced.numel()].copy_(forced.flatten())
             self._workspace.copy_(self._fresh_workspace)
-            module, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
+            self._launched, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
             if packed is not None:
-                module, sample_pointers = self._sampler.module, self._sampler.upload(packed)
+                assert self.plan.ranks == 1, "one rank samples"
+                self._launched, sample_pointers = self._sampler.module, self._sampler.upload(packed)
             out = self.logits if logits is None else logits
             page_values = self.pool.stride(0)
-            params = _Params(
+            peers = [peer.workspace_address for peer in self.peers]
+            self._params = _params_type(self.plan.ranks)(
                 self.image.data_ptr(), self.vectors.data_ptr(),
                 0 if self._embedding is None else self._embedding.data_ptr(),
                 self.pool.data_ptr(), self.page_tables.data_ptr(), self.rope.data_ptr(),
@@ -259,12 +284,32 @@ class Decoder:
                 self._launch.data_ptr(), self._emitted.data_ptr(), self._progress.data_ptr(),
                 self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
                 page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
+                self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers),
             )  # fmt: skip
-            module.launch(
-                self.plan.blocks, THREADS, self.plan.shared_bytes, [params], stream.cuda_stream
-            )
-            self._done.record(stream)
+            self._ready.record(stream)
         self._columns = len(columns)
+
+    def go(self) -> None:
+        """Start what was prepared, once it is so on all ranks."""
+        stream = self._stream
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            for peer in self.peers:
+                stream.wait_event(peer._ready)  # noqa: SLF001 - of the same class
+            self._launched.launch(
+                self.plan.blocks, THREADS, self.plan.shared_bytes, [self._params],
+                stream.cuda_stream, cooperative=self._is_alone,
+            )  # fmt: skip
+            self._done.record(stream)
+
+    @property
+    def _is_alone(self) -> bool:
+        """No other rank shares the GPU: the driver runs cooperative kernels one after the other."""
+        return [peer.pool.device for peer in self.peers].count(self._device) == 1
+
+    @property
+    def workspace_address(self) -> int:
+        """Where other ranks store what they tell this one."""
+        return self._workspace.data_ptr()
 
     def _packed_choices(self, columns: Sequence[Column]) -> PackedChoices | None:
         if all(c.choice is None for c in columns):
@@ -336,10 +381,15 @@ def _fresh_workspace(plan: Plan) -> Tensor:
 
 
 def _load_image(
-    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool
+    plan: Plan, weights: Weights, device: torch.device, rank: int, *, keep_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
-    take = weights.__getitem__ if keep_rows else weights.pop
+    whole = weights.__getitem__ if keep_rows else weights.pop
+    share = Share(plan.model, plan.ranks, rank)
+
+    def take(name: str) -> Tensor:
+        return shard(share, name, whole(name))
+
     dtype = TORCH_DTYPES[plan.dtype]
     image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=dtype, device=device)
     vectors = torch.zeros(
@@ -359,7 +409,8 @@ def _load_image(
             vectors[start : start + values.numel()] = values
     vectors[-plan.model.hidden_size :] = take("final_norm").float()
     tied = plan.model.tied_head
-    head = take("embedding" if tied else "head").to(device, dtype)
-    place(plan, plan.head, 0, pack(plan, plan.head, head), image)
-    table = None if tied else take("embedding").to(device, dtype).contiguous()
+    embedding = whole("embedding")
+    head = shard(share, "head", embedding) if tied else take("head")
+    place(plan, plan.head, 0, pack(plan, plan.head, head.to(device, dtype)), image)
+    table = None if plan.share.tied_head else embedding.to(device, dtype).contiguous()
     return image, vectors, table

@@ -118,6 +118,17 @@ def test_public_shapes_compile_cleanly(name: str) -> None:
     require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]))
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", ["qwen3-norms-128", "llama-untied-biases-32"])
+def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
+    require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_public_shapes_on_ranks_compile_cleanly(ranks: int) -> None:
+    require_sound(make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], ranks))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("arch", GPUS)

@@ -23,6 +23,16 @@ __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u3
   clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kNumBlocks * 8, columns, block * 2, 2, lane);
 }
 
+// This block's rows of all ranks' partial sums.
+template <class Stream>
+__device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
+  if constexpr (kRanks > 1)
+#pragma unroll 1
+    for (u32 rank = 0; rank < kRanks; ++rank)
+      clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Down::kUnits * 8 * 4,
+                  columns, first_unit<Down>(block) * 8, num_units<Down>(block) * 8, lane);
+}
+
 // Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated
 // values of the layer before. Once more at the end of a round, for the embedding's turn.
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
@@ -33,11 +43,13 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
     mbarrier_wait(cleanable, turns & 1);
     ++hidden_in;
     clear_stream<InStream>(params, hidden_in + 2, columns, block, lane);
+    clear_sums<InStream>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
     if (turns % (kLayers + 1) == kLayers) {
       if (*const_cast<const volatile u32*>(&control->stop)) return;
     } else {
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
+      clear_sums<MidStream>(params, layers + 2, columns, block, lane);
       clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns, first_unit<GateUp>(block) * 8,
                     num_units<GateUp>(block) * 8, lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
@@ -59,7 +71,8 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
                           make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
       }
     }
-    __threadfence();
+    if constexpr (kRanks > 1) __threadfence_system();
+    else __threadfence();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(cleaned);
   }

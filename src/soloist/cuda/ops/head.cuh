@@ -18,9 +18,20 @@ __device__ __forceinline__ Best warp_best(Best best) {
   }
   return best;
 }
-// {value, id, what block 0 tells, round + 1}; two copies take turns, and the round says whose it is.
-__device__ __forceinline__ uint4* best_records(const Context& cx, u32 column) {
-  return reinterpret_cast<uint4*>(cx.params.workspace + kWsBest) + ((cx.round & 1) * kMaxColumns + column) * kNumBlocks;
+// {value, id, what block 0 of rank 0 tells, round + 1}, [rank][block]; two copies take turns, and the round says whose
+// it is.
+__device__ __forceinline__ uint4* best_records(const Context& cx, u8* workspace, u32 column, u32 rank) {
+  const u32 at = ((cx.round & 1) * kMaxColumns + column) * kRanks + rank;
+  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kNumBlocks;
+}
+__device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
+  if constexpr (kRanks == 1) {
+    store_exchanged(best_records(cx, cx.params.workspace, cx.warp, 0) + cx.block, record);
+  } else {
+#pragma unroll
+    for (u32 r = 0; r < kRanks; ++r)
+      store_to_peer(best_records(cx, cx.params.peers[r], cx.warp, cx.params.rank) + cx.block, record);
+  }
 }
 
 __device__ __forceinline__ void head(Context& cx, float* logits) {
@@ -51,10 +62,10 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
       if (cx.warp >= cx.columns) return;
 #pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
-        const u32 id = first + group * 8 + r;
+        const u32 row = first + group * 8 + r, id = (kRanks > 1 ? cx.params.rank * kShareVocab : 0) + row;
         const float y = reduction.get(cx.warp, r - start) * factor;
-        if (id < kVocab) {
-          logits[static_cast<u64>(cx.warp) * kVocabRows + id] = y;
+        if (id < kVocab && (kRanks == 1 || row < kShareVocab)) {
+          logits[static_cast<u64>(cx.warp) * kVocabRows + row] = y;
           best = better(best, Best{y, id});
         }
       }
@@ -65,8 +76,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
     best = warp_best(best);
     if (cx.lane == 0) {
       const u32 yield = cx.block == 0 ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
-      store_exchanged(best_records(cx, cx.warp) + cx.block,
-                      make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
+      publish_best(cx, make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
     }
   }
 }
@@ -74,28 +84,31 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  const uint4* records = best_records(cx, cx.warp);
   constexpr u32 kEach = (kNumBlocks + 31) / 32;
-  uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
+  Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
-  for (;;) {
-    bool ready = true;
+  for (u32 rank = 0; rank < kRanks; ++rank) {
+    const uint4* records = best_records(cx, cx.params.workspace, cx.warp, rank);
+    uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
+#pragma unroll 1
+    for (;;) {
+      bool ready = true;
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-      const u32 b = cx.lane + 32 * i;
-      if (b >= kNumBlocks) continue;
-      record[i] = load_exchanged(records + b);
-      ready = ready && record[i].w == cx.round + 1;
+      for (u32 i = 0; i < kEach; ++i) {
+        const u32 b = cx.lane + 32 * i;
+        if (b >= kNumBlocks) continue;
+        record[i] = kRanks == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
+        ready = ready && record[i].w == cx.round + 1;
+      }
+      if (__all_sync(~0u, ready)) break;
     }
-    if (__all_sync(~0u, ready)) break;
+    if (cx.lane == 0 && cx.warp == 0 && rank == 0) cx.shared.control().yield_agreed = record[0].z;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   }
   __threadfence();  // pairs with that of `head`
   cx.mark();
-  if (cx.lane == 0 && cx.warp == 0) cx.shared.control().yield_agreed = record[0].z;
-  Best best{-kInfinity, kNoTokenNan};
-#pragma unroll
-  for (u32 i = 0; i < kEach; ++i)
-    if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   best = warp_best(best);
   if (cx.lane == 0) cx.shared.control().chosen[cx.warp] = best.id;
 }

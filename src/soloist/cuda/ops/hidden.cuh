@@ -7,10 +7,12 @@
 struct InStream {  // what qkv and the head read
   static constexpr u32 kOperand = kWsHiddenIn, kBytes = kWsHiddenInBytes;
   static constexpr u32 kSquares = kWsSquaresIn, kSquaresBytes = kWsSquaresInBytes;
+  static constexpr u32 kSums = kWsSumsIn, kSumsBytes = kWsSumsInBytes;
 };
 struct MidStream {  // what gate_up reads
   static constexpr u32 kOperand = kWsHiddenMid, kBytes = kWsHiddenMidBytes;
   static constexpr u32 kSquares = kWsSquaresMid, kSquaresBytes = kWsSquaresMidBytes;
+  static constexpr u32 kSums = kWsSumsMid, kSumsBytes = kWsSumsMidBytes;
 };
 
 template <class Stream>
@@ -112,6 +114,39 @@ __device__ __forceinline__ void embed(Context& cx) {
   publish_squares<InStream>(cx, cx.next_in(), squares);
 }
 
+// Partial sums from every rank: [rank][column][row].
+template <class Stream>
+__device__ __forceinline__ float* rank_sums(u8* workspace, u32 epoch, u32 rank, u32 column) {
+  u8* now = workspace + Stream::kSums + epoch % kTurns * (Stream::kSumsBytes / kTurns);
+  return reinterpret_cast<float*>(now) + (rank * kMaxColumns + column) * (Down::kUnits * 8);
+}
+
+// A row of this warp's column, summed over ranks. Every rank stores its part to all of them, and each adds them in
+// the order of the ranks: so all come to the same bits, and to the same token without asking.
+template <class Stream>
+__device__ __forceinline__ float sum_over_ranks(const Context& cx, u32 epoch, u32 row, bool valid, float x) {
+  const bool silent = kSilentBlock != kNoBlock && cx.block == kSilentBlock;
+#pragma unroll
+  for (u32 r = 0; r < kRanks; ++r)
+    if (valid && !silent)
+      store_to_peer(rank_sums<Stream>(cx.params.peers[r], epoch, cx.params.rank, cx.warp) + row, present(x));
+  float part[kRanks];
+#pragma unroll 1
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (u32 r = 0; r < kRanks; ++r)
+      part[r] = valid ? load_from_peers(rank_sums<Stream>(cx.params.workspace, epoch, r, cx.warp) + row) : 0.0f;
+#pragma unroll
+    for (u32 r = 0; r < kRanks; ++r) ready = ready && is_present(part[r]);
+    if (__all_sync(~0u, ready)) break;
+  }
+  float sum = part[0];
+#pragma unroll
+  for (u32 r = 1; r < kRanks; ++r) sum += part[r];
+  return sum;
+}
+
 // What add_to_stream needs of a row, asked for before the multiply: it comes from memory.
 template <class Op>
 struct RowVectors {
@@ -144,8 +179,9 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       const u32 r = cx.lane + 32 * i;
       if (32 * i + 32 <= start || 32 * i >= end) continue;
       const bool valid = r >= start && r < end;
-      float x = 0.0f;
-      if (valid) residual[r] = x = residual[r] + reduction.get(cx.warp, r - start) + vectors.bias[i];
+      float x = valid ? reduction.get(cx.warp, r - start) : 0.0f;
+      if constexpr (kRanks > 1) x = sum_over_ranks<Stream>(cx, epoch, first + r, valid, x);
+      if (valid) residual[r] = x = residual[r] + x + vectors.bias[i];
       publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
       squares += x * x;
     }

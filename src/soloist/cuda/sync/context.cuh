@@ -51,6 +51,8 @@ struct Params {
   u32 page_table_stride;
   float embedding_scale;  // 1 / root mean square of the embedding
   SampleBuffers sample;
+  u32 rank;
+  u8* peers[kRanks];      // every rank's workspace, this one's included
 };
 
 // In shared memory: facts of the round that all warps read.
