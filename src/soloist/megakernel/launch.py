@@ -52,6 +52,8 @@ class _Launch(ctypes.Structure):
     )
 
 
+_LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
+
 _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
     "forced", "launch", "emitted", "progress", "stop", "fault", "trace",
@@ -174,11 +176,13 @@ class Decoder:
         self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
-        self._forced = torch.zeros(MAX_COLUMNS * max_rounds, dtype=torch.int32, device=device)
-        self._launch = torch.zeros(ctypes.sizeof(_Launch), dtype=torch.uint8, device=device)
 
         def pinned(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+        # What a launch is given: a _Launch, then input tokens [column][round].
+        self._given_on_host = pinned(_LAUNCH_WORDS + MAX_COLUMNS * max_rounds)
+        self._given = torch.zeros_like(self._given_on_host, device=device)
 
         self._emitted, self._signals = pinned(max_rounds * MAX_COLUMNS), pinned(64)
         self._progress, self._stop, self._fault = (
@@ -254,20 +258,24 @@ class Decoder:
             launch.step[:] = packed.steps.tobytes()
         if logits is not None:
             launch.logits_round_stride = len(columns) * logits.shape[2]
-        forced = torch.zeros(len(columns), rounds, dtype=torch.int32)
+        forced = np.zeros((len(columns), rounds), np.int32)
         for i, c in enumerate(columns):
             given = list(c.tokens)[:rounds]
-            forced[i, : len(given)] = torch.tensor(given, dtype=torch.int32)
+            forced[i, : len(given)] = given
             launch.column[i] = _Column(
                 c.sequence, c.position, c.stride, len(given), len(c.stops), c.keep,
                 (ctypes.c_uint32 * MAX_STOPS)(*c.stops),
             )  # fmt: skip
         self._signal_values[:] = 0
+        # The last launch has ended, and with it the copy of what it was given.
+        words = self._given_on_host.numpy()
+        words[: ctypes.sizeof(launch) // 4] = np.frombuffer(bytes(launch), np.int32)
+        count = _LAUNCH_WORDS + forced.size
+        words[_LAUNCH_WORDS:count] = forced.ravel()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._launch.copy_(torch.frombuffer(bytearray(launch), dtype=torch.uint8))
-            self._forced[: forced.numel()].copy_(forced.flatten())
+            self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
             self._workspace.copy_(self._fresh_workspace)
             self._launched, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
             if packed is not None:
@@ -280,8 +288,9 @@ class Decoder:
                 self.image.data_ptr(), self.vectors.data_ptr(),
                 0 if self._embedding is None else self._embedding.data_ptr(),
                 self.pool.data_ptr(), self.page_tables.data_ptr(), self.rope.data_ptr(),
-                self._workspace.data_ptr(), out.data_ptr(), self._forced.data_ptr(),
-                self._launch.data_ptr(), self._emitted.data_ptr(), self._progress.data_ptr(),
+                self._workspace.data_ptr(), out.data_ptr(),
+                self._given[_LAUNCH_WORDS:].data_ptr(), self._given.data_ptr(),
+                self._emitted.data_ptr(), self._progress.data_ptr(),
                 self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
                 page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
                 self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers),
