@@ -398,8 +398,10 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Pla
     _require_supported(model, dtype)
     first = Plan(model, dtype, gpu, 1, ranks)
     kv_heads = first.kv_heads
-    # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
-    most = min(gpu.num_sms, *(op.matrix.units for op in first.layer_operations))
+    # Every block publishes something in each half of a layer that all others need, or it could run
+    # ahead of exchanges that it skips. Of q, k and v it may have none.
+    owned = (first.attention_output, first.gate_up, first.down)
+    most = min(gpu.num_sms, *(op.matrix.units for op in owned))
     if most < kv_heads:
         raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {most}, one for each block")
     # A tenth fewer SMs still draw the memory's full bandwidth.

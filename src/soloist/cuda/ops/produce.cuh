@@ -49,7 +49,7 @@ struct Producer {
   // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
   // 16 rows, and half a slot for 8 rows left over.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
-    if (lane < kStagingLanes) {
+    if (lane < kStagingLanes && part.halves > 0) {
       const u32 in_step = (part.halves + 1) / 2, step_bytes = part.halves * (kSlotBytes / 2);
       end = min(end, part.steps * in_step);
       u32 i = begin % in_step;  // within the step

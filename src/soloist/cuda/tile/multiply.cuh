@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
   }
 }
 
-// The multiply of a block that owns `units` units: all blocks own as many, or some own one less.
+// The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.
 template <class Op, class Operand, class Arrived>
 __device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const Operand& operand,
                                                Sums<Op>& sums, const Arrived& arrived) {
@@ -188,5 +188,7 @@ __device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u
     multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill);
   } else if constexpr (kFewer > 0) {
     multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums, fill);
+  } else {
+    arrived();
   }
 }
