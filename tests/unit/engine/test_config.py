@@ -15,25 +15,25 @@ DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1
 TOKEN_BYTES = 2 * 2 * 2 * 64 * 4
 
 
-def resolved(available_bytes: int, sequences: int, context: int = 1000) -> Resolved:
+def resolved(available_bytes: int, sequences: int, context: int = 500) -> Resolved:
     asked = EngineConfig(context_tokens=context, sequences=sequences)
     return resolve(asked, DENSE, decoder_tensors(DENSE), Dtype.FP32, "cpu", available_bytes)
 
 
 def test_every_sequence_gets_a_context_where_there_is_memory() -> None:
     one, eight = resolved(10**11, 1), resolved(10**11, 8)
-    assert one.kv_tokens == 1000
-    assert one.memory.kv_bytes == 1000 * TOKEN_BYTES
-    assert 8000 - PAGE_POSITIONS < eight.kv_tokens <= 8000
-    assert (eight.kv_tokens - 1000) % PAGE_POSITIONS == 0
+    assert one.kv_tokens == 500
+    assert one.memory.kv_bytes == 500 * TOKEN_BYTES
+    assert 4000 - PAGE_POSITIONS < eight.kv_tokens <= 4000
+    assert (eight.kv_tokens - 500) % PAGE_POSITIONS == 0
     assert eight.memory.kv_bytes == eight.kv_tokens * TOKEN_BYTES
 
 
 def test_further_contexts_take_half_of_what_is_left() -> None:
     needed = resolved(10**11, 1).memory.total_bytes + HEADROOM_BYTES
-    for left in (0, TOKEN_BYTES, 2 * PAGE_POSITIONS * TOKEN_BYTES, 4000 * TOKEN_BYTES):
+    for left in (0, TOKEN_BYTES, 2 * PAGE_POSITIONS * TOKEN_BYTES, 3000 * TOKEN_BYTES):
         found = resolved(needed + left, 8)
-        further = found.kv_tokens - 1000
+        further = found.kv_tokens - 500
         assert further * TOKEN_BYTES <= left / 2 < (further + PAGE_POSITIONS) * TOKEN_BYTES
         assert found.memory.total_bytes + HEADROOM_BYTES <= needed + left
 
