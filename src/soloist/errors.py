@@ -264,6 +264,7 @@ class BadTokenId(RequestError):
             f"{field}: token id {token_id} is outside the vocabulary (0 … {vocab_size - 1})",
             "token ids belong to one tokenizer; check that these come from this model's",
         )
+        self.field = field
 
 
 class BadLogits(RequestError):

@@ -7,7 +7,7 @@ so that `--help` is quick.
 import sys
 from typing import NoReturn
 
-from soloist.errors import DeviceError, SoloistError
+from soloist.errors import DeviceError, SoloistError, Unavailable
 from soloist.settings import read_settings
 
 _EXIT_USER, _EXIT_DEVICE, _EXIT_INTERNAL, _EXIT_INTERRUPTED = 2, 3, 1, 130
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError) else _EXIT_USER)
+        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError | Unavailable) else _EXIT_USER)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:

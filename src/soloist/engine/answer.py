@@ -46,13 +46,14 @@ class Answer:
             self._first = now
         self._made.append(token_id)
         reason = self._sampler.stop_test.finish_reason(token_id, len(self._made))
-        piece = "" if reason in ("eos", "stop") else self._stream.push([token_id])
+        is_shown = reason not in ("eos", "stop")
+        piece = self._stream.push([token_id]) if is_shown else ""
         if self._stream.stopped is not None:
             reason = "stop"
         self.finish_reason = reason
         if piece:
             self._text.append(piece)
-        return Chunk(piece, (token_id,), () if logprobs is None else (logprobs,))
+        return Chunk(piece, (token_id,), (logprobs,) if logprobs is not None and is_shown else ())
 
     def finish(self, now: float) -> tuple[Chunk | None, Completion]:
         """Text that was held back, if any, and the end; cancelled if nothing else ended it."""

@@ -17,7 +17,7 @@ class Chunk:
     Attributes:
         text: may lag behind the tokens by what is not certain yet.
         token_ids: of the tokens made.
-        logprobs: one for each token, where they were asked for.
+        logprobs: where they were asked for, one for each token but the one that ends the request.
     """
 
     text: str

@@ -52,6 +52,10 @@ class ReferenceModel(Executor):
         self._is_asked_to_stop = False
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
 
+    def bind(self) -> None:
+        """See Executor; the number of threads is partly a thread's own."""
+        torch.set_num_threads(torch.get_num_threads())
+
     def open(
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> Running | None:
