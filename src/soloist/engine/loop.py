@@ -241,6 +241,7 @@ class EngineLoop:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
+        job.ticket.num_cached = job.running.num_cached
         job.answer.start(time.perf_counter(), job.running.num_cached)
 
     def _read(self, job: _Job) -> None:

@@ -16,6 +16,7 @@ class Ticket:
         prompt_ids: of the request.
         top_logprobs: see `EngineLoop.submit`.
         is_cancelled: whether the request shall end at its next token.
+        num_cached: prompt tokens that need not be read; known when the first token is.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Ticket:
     ) -> None:
         self.prompt_ids, self.top_logprobs = prompt_ids, top_logprobs
         self.is_cancelled = False
+        self.num_cached = 0
         self._listen, self._flush_s, self._on_cancel = listen, flush_s, on_cancel
         self._events: deque[Event] = deque()
         self._told_at = float("-inf")

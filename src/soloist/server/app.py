@@ -18,6 +18,7 @@ from soloist.server.access import Gate, Keys
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
 from soloist.server.host import Host
+from soloist.server.messages import count_tokens, messages, problem_body
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import json_reply
 
@@ -34,6 +35,8 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
 )
@@ -77,18 +80,20 @@ def make_app(host: Host) -> Starlette:
     return app
 
 
-def _reply(problem: Problem) -> Response:
-    return json_reply(problem.body(), problem.status, problem.headers)
+def _reply(request: Request, problem: Problem) -> Response:
+    is_anthropics = request.url.path.startswith("/v1/messages")
+    body = problem_body(problem) if is_anthropics else problem.body()
+    return json_reply(body, problem.status, problem.headers)
 
 
-async def _problem(_: Request, error: Exception) -> Response:
+async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, Problem), "registered for it"
-    return _reply(error)
+    return _reply(request, error)
 
 
-async def _engine_error(_: Request, error: Exception) -> Response:
+async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SoloistError), "registered for it"
-    return _reply(problem_of(error))
+    return _reply(request, problem_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -96,13 +101,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     told = f"{request.method} {request.url.path}: {error.detail.lower()}"
     if error.status_code == 404:
         told += f" (there are: {', '.join(route.path for route in ROUTES)})"
-    return _reply(Problem(error.status_code, told, headers=error.headers))
+    return _reply(request, Problem(error.status_code, told, headers=error.headers))
 
 
-async def _gone(_: Request, __: Exception) -> Response:
-    return _reply(Problem(499, "the client went away"))
+async def _gone(request: Request, _: Exception) -> Response:
+    return _reply(request, Problem(499, "the client went away"))
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     # The server's log has the traceback.
-    return _reply(Problem(500, f"a mistake in Soloist: {type(error).__name__}", code="internal"))
+    told = f"a mistake in Soloist: {type(error).__name__}"
+    return _reply(request, Problem(500, told, code="internal"))

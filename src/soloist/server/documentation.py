@@ -15,11 +15,14 @@ from soloist.server.fields import (
     Fields,
     TokenizeRequest,
 )
+from soloist.server.messages import CountRequest, MessagesRequest
 from soloist.server.replies import json_reply
 
 _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest),
     "/v1/completions": ("Continue texts", CompletionRequest),
+    "/v1/messages": ("Answer a conversation, as Anthropic's clients ask", MessagesRequest),
+    "/v1/messages/count_tokens": ("How long its prompt would be", CountRequest),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),
     "/detokenize": ("The text of token ids", DetokenizeRequest),
 }
@@ -53,7 +56,7 @@ def _openapi() -> dict[str, Any]:
             "post": {
                 "summary": summary,
                 "requestBody": {"required": True, "content": {"application/json": content}},
-                "responses": {"200": {"description": "As OpenAI's"}},
+                "responses": {"200": {"description": "OK"}},
             }
         }
     for path, summary in _READS.items():

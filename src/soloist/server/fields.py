@@ -42,25 +42,31 @@ Number = int | float
 class StreamOptions(Fields):
     """What a stream carries beside text."""
 
-    include_usage: bool | None = Field(None, description="Usage in a chunk of its own at the end.")
-    continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+    include_usage: bool | None = Field(
+        default=None, description="Usage in a chunk of its own at the end."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Usage so far in every chunk."
+    )
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
 class SamplingFields(Fields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
-    temperature: Number | None = Field(None, description="0 is greedy; default 1.")
+    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
     top_p: Number | None = None
-    top_k: int | None = Field(None, description="0 or -1 keeps all tokens.")
+    top_k: int | None = Field(default=None, description="0 or -1 keeps all tokens.")
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    seed: int | None = Field(None, description="Same seed, same text. Choice i takes seed + i.")
-    stop: str | list[str] | None = Field(None, max_length=64)
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
-    logit_bias: dict[str, Number] | None = Field(None, description="Token id to bias.")
+    seed: int | None = Field(
+        default=None, description="Same seed, same text. Choice i takes seed + i."
+    )
+    stop: str | list[str] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[int] | None = Field(default=None, max_length=256)
+    logit_bias: dict[str, Number] | None = Field(default=None, description="Token id to bias.")
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
@@ -98,7 +104,7 @@ class GenerationFields(SamplingFields):
     """What both ways to generate with OpenAI's clients share."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -133,10 +139,12 @@ class CompletionRequest(GenerationFields):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="Text, texts, token ids, or lists of them."
     )
-    suffix: str | None = Field(None, description="Text after the gap, for models trained on it.")
-    max_tokens: int | None = Field(None, description="Default 16.")
-    echo: bool | None = Field(None, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    suffix: str | None = Field(
+        default=None, description="Text after the gap, for models trained on it."
+    )
+    max_tokens: int | None = Field(default=None, description="Default 16.")
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: only(1) = None  # type: ignore[valid-type]
     response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
 
@@ -145,14 +153,16 @@ class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = Field(None, description="Default: what the context holds.")
-    max_tokens: int | None = Field(None, description="An older name of the same.")
+    max_completion_tokens: int | None = Field(
+        default=None, description="Default: what the context holds."
+    )
+    max_tokens: int | None = Field(default=None, description="An older name of the same.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
+        default=None, description="Variables for the chat template, such as enable_thinking."
     )
     tools: only([]) = None  # type: ignore[valid-type]
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
@@ -183,7 +193,7 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     tokens: list[int]
-    skip_special_tokens: bool | None = Field(None, description="Default false.")
+    skip_special_tokens: bool | None = Field(default=None, description="Default false.")
 
 
 def _or(value: Any, default: Any) -> Any:  # noqa: ANN401 - numbers of two kinds
