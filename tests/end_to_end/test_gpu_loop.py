@@ -24,7 +24,18 @@ PARAMS = [
 
 @cache
 def engine() -> Engine:
-    return Engine.load(EngineConfig("etude", device="cuda", context_tokens=4096, sequences=8))
+    asked = EngineConfig(
+        "etude", device="cuda", context_tokens=4096, sequences=8, keeps_prefixes=True
+    )
+    return Engine.load(asked)
+
+
+def all_of(loop: EngineLoop, ids: list[int], params: SamplingParams) -> list[object]:
+    ticket, events = loop.submit(ids, params, top_logprobs=3), []
+    while not events or not isinstance(events[-1], Completion):
+        events += ticket.take()
+        time.sleep(0.0005)
+    return events
 
 
 def end_of(ticket: Ticket) -> Completion:
@@ -57,11 +68,21 @@ def test_log_probabilities_change_no_token() -> None:
     loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
     ids = engine().tokenizer.encode(PROMPTS[1])
     plain = end_of(loop.submit(ids, PARAMS[0]))
-    ticket = loop.submit(ids, PARAMS[0], top_logprobs=3)
-    events = []
-    while not events or not isinstance(events[-1], Completion):
-        events += ticket.take()
+    *chunks, end = all_of(loop, ids, PARAMS[0])
     loop.close()
-    assert events[-1].token_ids == plain.token_ids
-    for chunk in (e for e in events if not isinstance(e, Completion) and e.token_ids):
+    assert end.token_ids == plain.token_ids
+    for chunk in (c for c in chunks if c.token_ids):
         assert chunk.logprobs[0].top[0][0] == chunk.token_ids[0], "greedy takes the likeliest"
+
+
+def test_a_kept_prompt_gives_the_bits_of_one_that_is_read() -> None:
+    loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
+    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))
+    ids = engine().tokenizer.encode(text)[:1500]
+    *first, miss = all_of(loop, ids, PARAMS[0])
+    *again, hit = all_of(loop, ids, PARAMS[0])
+    loop.close()
+    assert miss.timings.cached_tokens == 0
+    assert hit.timings.cached_tokens == 1024
+    assert again == first, "tokens and log probabilities, to the last bit"
+    assert hit.timings.ttft_s < miss.timings.ttft_s

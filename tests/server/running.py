@@ -29,7 +29,9 @@ def oracle() -> Engine:
 
 
 def load_etude() -> Engine:
-    asked = EngineConfig("etude-draft", device="cpu", context_tokens=2048, sequences=4)
+    asked = EngineConfig(
+        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True
+    )
     return Engine.load(asked)
 
 

@@ -116,3 +116,15 @@ def test_unknown_models_and_closed_streams(claude, server) -> None:
     with claude.messages.stream(**ask(max_tokens=1900, extra_body={"temperature": 1})) as stream:
         next(iter(stream))
     wait_for(lambda: is_idle(server))
+
+
+def test_what_was_cached_is_no_input(claude) -> None:
+    long = [{"role": "user", "content": "".join(f"y_{i} = {i}\n" for i in range(90))}]
+    first = claude.messages.create(**ask(messages=long)).usage
+    assert first.cache_read_input_tokens == 0
+    again = claude.messages.create(**ask(messages=long)).usage
+    assert again.cache_read_input_tokens == first.input_tokens // 256 * 256 > 0
+    assert again.input_tokens == first.input_tokens - again.cache_read_input_tokens
+    with claude.messages.stream(**ask(messages=long)) as stream:
+        start = next(iter(stream))
+        assert start.message.usage.cache_read_input_tokens == again.cache_read_input_tokens

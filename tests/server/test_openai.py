@@ -338,3 +338,18 @@ def test_health_and_documentation(http) -> None:
     page = http.get("/docs").text
     assert "/v1/chat/completions" in page
     assert "http" not in page.replace("text/html", ""), "it loads nothing from elsewhere"
+
+
+def test_a_second_turn_reads_only_what_is_new(client) -> None:
+    begun = "".join(f"x_{i} = {i}\n" for i in range(90))
+    first = {"role": "user", "content": begun}
+    ask = {"model": "gpt", "max_tokens": 8, "temperature": 0}
+    before = client.chat.completions.create(messages=[first], **ask)
+    assert before.usage.prompt_tokens_details.cached_tokens == 0
+    turn = [first, {"role": "assistant", "content": "y = 1"}, {"role": "user", "content": "more"}]
+    after = client.chat.completions.create(messages=turn, **ask)
+    cached = after.usage.prompt_tokens_details.cached_tokens
+    assert cached == before.usage.prompt_tokens // 256 * 256 > 0
+    assert after.timings["cache_n"] == cached
+    assert after.timings["prompt_n"] == after.usage.prompt_tokens - cached
+    assert after.choices[0].message.content == chat_answer(turn, max_tokens=8).text

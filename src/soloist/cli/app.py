@@ -176,7 +176,13 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM.")
     ] = 10.0,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
+    ] = True,
     logs: Annotated[bool, typer.Option(help="A line for each request, without its text.")] = True,
+    log_text: Annotated[
+        bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
+    ] = False,
     device: o.Device = "auto",
     precision: o.Precision = "auto",
     context: o.Context = None,
@@ -204,8 +210,11 @@ def serve(
         shutdown_s=shutdown_timeout,
     )
     checked = o.checked_precision(precision)
-    asked = EngineConfig(model, device, checked, context, revision, sequences=sequences)
-    serving.serve(asked, config, logs=logs)
+    asked = EngineConfig(
+        model, device, checked, context, revision,
+        sequences=sequences, keeps_prefixes=prefix_cache,
+    )  # fmt: skip
+    serving.serve(asked, config, logs=logs, shows_text=log_text)
 
 
 @app.command()

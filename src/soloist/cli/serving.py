@@ -41,10 +41,10 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     return (folder.resolve().name,) if folder.is_dir() else (model,)
 
 
-def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool) -> None:
-    """Serve until a signal; a line for each request on stderr, never with its text."""
+def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool, shows_text: bool) -> None:
+    """Serve until a signal; a line for each request on stderr, without its text unless asked."""
     if logs:
-        _log_requests()
+        _log_requests(logging.DEBUG if shows_text else logging.INFO)
 
     def load(on_progress: Callable[[LoadProgress], None]) -> Engine:
         return Engine.load(asked, on_progress)
@@ -72,11 +72,11 @@ def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool) -> None:
     status("stopped")
 
 
-def _log_requests() -> None:
+def _log_requests(level: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("soloist")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

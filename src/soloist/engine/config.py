@@ -37,6 +37,8 @@ class EngineConfig:
             samples, graphs for prompts of several lengths. Without, a process that answers one
             request starts sooner, and a first sampled request may wait for a compiler.
         sequences: requests that may run side by side, 1 … 8.
+        keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
+            room requests leave.
     """
 
     model: str = "etude"
@@ -46,6 +48,7 @@ class EngineConfig:
     revision: str | None = None
     prepare: bool = True
     sequences: int = 1
+    keeps_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,13 +132,17 @@ class Engine:
         load_s = time.perf_counter() - start
         model: Executor
         if support.plan is None:
-            model = ReferenceModel(config, weights, resolved.kv_tokens, asked.sequences)
+            model = ReferenceModel(
+                config, weights, resolved.kv_tokens, asked.sequences,
+                keeps_prefixes=asked.keeps_prefixes,
+            )  # fmt: skip
         else:
             context = resolved.context_tokens
             model = kernel_model = KernelModel(
                 support.plan, weights, context, device, settings.cache,
                 keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
                 chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
+                keeps_prefixes=asked.keeps_prefixes,
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()

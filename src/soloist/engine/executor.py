@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from soloist.engine.prefix import Divergence
 from soloist.errors import RequestError
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
@@ -38,6 +39,7 @@ class Running:
             tokens to name beside the chosen one.
         num_cached: prompt tokens whose keys and values were there already.
         num_read: prompt tokens whose keys and values are there now.
+        divergence: where the prompt leaves one that is kept, if it does.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Running:
     ) -> None:
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
         self.num_cached = self.num_read = 0
+        self.divergence: Divergence | None = None
 
     @property
     def num_wanted(self) -> int:

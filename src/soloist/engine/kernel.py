@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from soloist.engine.executor import Executor, Outcome, Picked, Running, pick, picked
+from soloist.engine.prefix import Node, PrefixTree
 from soloist.errors import BadLogits, CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.choice import Choice
@@ -88,7 +89,14 @@ class PromptPass(Protocol):
 
 
 class _Running(Running):
-    """A sequence with a row of the page tables."""
+    """A sequence with a row of the page tables.
+
+    Attributes:
+        slot: its row.
+        pages: of all its positions.
+        owned: those of them that it gives back; others belong to kept prefixes.
+        node: the last kept block of its prompt.
+    """
 
     def __init__(
         self,
@@ -99,7 +107,8 @@ class _Running(Running):
         pages: list[int],
     ) -> None:
         super().__init__(prompt_ids, sampler, top_logprobs)
-        self.slot, self.pages = slot, pages
+        self.slot, self.pages, self.owned = slot, pages, set(pages)
+        self.node: Node[list[int]] | None = None
 
 
 class KernelExecutor(Executor):
@@ -114,6 +123,8 @@ class KernelExecutor(Executor):
         num_pages: pages in the pool; at least one context's.
         vocab_size: V.
         chunk_tokens: most prompt tokens a pass.
+        keeps_prefixes: leave pages of prompts in the pool, as far as nobody else needs them, for
+            later prompts that begin alike.
     """
 
     def __init__(
@@ -123,11 +134,16 @@ class KernelExecutor(Executor):
         num_pages: int,
         vocab_size: int,
         chunk_tokens: int = CHUNK_TOKENS,
+        *,
+        keeps_prefixes: bool = False,
     ) -> None:
         self._launches, self._prompt_pass = decoder, prefill
         self._vocab_size = vocab_size
         self._chunk_tokens = min(chunk_tokens, prefill.most_tokens)
         self._pages = PageList(num_pages)
+        self._tree: PrefixTree[list[int]] | None = None
+        if keeps_prefixes and self._chunk_tokens % PAGE_POSITIONS == 0:
+            self._tree = PrefixTree(self._chunk_tokens)
         self.num_columns = min(MAX_COLUMNS, decoder.page_tables.shape[0])
         self._free_slots = list(range(self.num_columns - 1, -1, -1))
         self._rows = decoder.page_tables.tolist()
@@ -137,13 +153,48 @@ class KernelExecutor(Executor):
     ) -> Running | None:
         """See Executor."""
         wanted = _num_pages(len(prompt_ids) + sampler.stop_test.max_tokens)
-        if wanted > self._pages.num_free or not self._free_slots:
+        if not self._free_slots:
             return None
-        slot, pages = self._free_slots.pop(), self._pages.take(wanted)
+        # Of a prompt that is kept whole the last chunk is read again: it gives the logits.
+        match = None if self._tree is None else self._tree.match(prompt_ids[:-1])
+        kept = [] if match is None else [page for pages in match.values for page in pages]
+        if self._tree is not None and match is not None:
+            self._tree.use(match.node)
+            if not self._make_room(wanted - len(kept)):
+                self._tree.release(match.node)
+        if wanted - len(kept) > self._pages.num_free:
+            return None
+        own = self._pages.take(wanted - len(kept))
+        slot, pages = self._free_slots.pop(), kept + own
         if self._rows[slot][:wanted] != pages:
             self._rows[slot][:wanted] = pages
             self._launches.page_tables[slot, :wanted].copy_(torch.tensor(pages, dtype=torch.int32))
-        return _Running(prompt_ids, sampler, top_logprobs, slot, pages)
+        running = _Running(prompt_ids, sampler, top_logprobs, slot, pages)
+        running.owned = set(own)
+        if match is not None:
+            running.node, running.divergence = match.node, match.divergence
+            running.num_cached = running.num_read = len(kept) * PAGE_POSITIONS
+        return running
+
+    def _make_room(self, pages: int) -> bool:
+        """Whether so many pages are free, if need be instead of kept prefixes."""
+        if self._tree is not None and (missing := pages - self._pages.num_free) > 0:
+            for dropped in self._tree.drop(-(-missing * PAGE_POSITIONS // self._chunk_tokens)):
+                self._pages.give_back(reversed(dropped))
+        return pages <= self._pages.num_free
+
+    def _keep(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
+        """Leave the pages of a chunk that was just read to later prompts, if it is whole."""
+        if self._tree is None or running.node is None or len(chunk) < self._chunk_tokens:
+            return
+        first = start // PAGE_POSITIONS
+        pages = running.pages[first : first + self._chunk_tokens // PAGE_POSITIONS]
+        node, is_new = self._tree.insert(running.node, chunk, pages)
+        if is_new:
+            running.owned.difference_update(pages)
+        self._tree.use(node)
+        self._tree.release(running.node)
+        running.node = node
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
@@ -155,6 +206,7 @@ class KernelExecutor(Executor):
         is_last = start + len(chunk) == len(running.prompt_ids)
         logits = self._prompt_pass.run(chunk, start, running.pages, want_logits=is_last)
         running.num_read += len(chunk)
+        self._keep(running, start, chunk)
         return None if logits is None else pick(running, logits)
 
     def _ride(self, running: _Running) -> Tensor:
@@ -211,7 +263,10 @@ class KernelExecutor(Executor):
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
         # In this order: one sequence after the other gets the same pages and an unchanged row.
-        self._pages.give_back(reversed(running.pages))
+        self._pages.give_back(page for page in reversed(running.pages) if page in running.owned)
+        if self._tree is not None and running.node is not None:
+            self._tree.release(running.node)
+            running.node = None
         self._free_slots.append(running.slot)
 
 
@@ -231,6 +286,7 @@ class KernelModel(KernelExecutor):
         kv_tokens: positions in the pool, shared by all requests; None makes room for as many
             contexts as there are sequences.
         chunk_tokens: most prompt tokens a pass of prefill.
+        keeps_prefixes: see `KernelExecutor`.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
@@ -248,6 +304,7 @@ class KernelModel(KernelExecutor):
         sequences: int = 1,
         kv_tokens: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
+        keeps_prefixes: bool = False,
     ) -> None:
         config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
         pages = _num_pages(context_tokens)
@@ -291,8 +348,9 @@ class KernelModel(KernelExecutor):
             )
             torch.cuda.synchronize(device)
         super().__init__(
-            self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens
-        )
+            self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
+            keeps_prefixes=keeps_prefixes,
+        )  # fmt: skip
 
     def bind(self) -> None:
         """See Executor; the driver launches into the context of the calling thread."""

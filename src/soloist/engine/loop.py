@@ -4,6 +4,7 @@ Everything public may be called from any thread. Requests join, leave and are ca
 rounds; the executor is only touched here.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +15,19 @@ from dataclasses import dataclass, field
 from soloist.engine.answer import Answer
 from soloist.engine.events import Event, Failure
 from soloist.engine.executor import Executor, Outcome, Running
+from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
 from soloist.text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Prompts that differ earlier have little in common but their template.
+_LONG_PREFIX = 256
+# On either side of where they differ.
+_SHOWN_TOKENS = 12
 
 # How much of the mean duration of requests the latest one decides.
 _NEWEST_SHARE = 0.2
@@ -241,8 +250,22 @@ class EngineLoop:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
+        if job.running.divergence is not None:
+            self._tell(job.ticket, job.running.divergence)
         job.ticket.num_cached = job.running.num_cached
         job.answer.start(time.perf_counter(), job.running.num_cached)
+
+    def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
+        """Say where a prompt could have been cached for longer; text only where it is asked for."""
+        ids, at = ticket.prompt_ids, divergence.position
+        if at < _LONG_PREFIX:
+            return
+        log.info("a prompt of %d tokens leaves a kept one at token %d", len(ids), at)
+        if log.isEnabledFor(logging.DEBUG):
+            before, kept = ids[max(0, at - _SHOWN_TOKENS) : at], divergence.kept[:_SHOWN_TOKENS]
+            ours = ids[at : at + _SHOWN_TOKENS]
+            log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
+            log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
 
     def _read(self, job: _Job) -> None:
         assert job.running is not None, "it joined"

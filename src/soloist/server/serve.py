@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,6 +16,8 @@ from soloist.server.host import Host, Load
 
 # Beyond the time that requests have to end by themselves: for replies that say they were cut.
 _LAST_WORDS_S = 2.0
+
+_SWITCH_S = 0.0005
 
 
 class Server(uvicorn.Server):
@@ -102,6 +105,9 @@ def serve(
     Raises:
         SoloistError: the engine could not be loaded, or stopped.
     """
+    # Between two kernels or tokens the engine's thread needs Python for microseconds; a thread that
+    # reads a long prompt would make it wait for five milliseconds each time.
+    sys.setswitchinterval(_SWITCH_S)
     server = Server(load, config, on_ready)
     on_listening(server.url)
     server.serve_forever()

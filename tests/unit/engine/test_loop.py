@@ -101,6 +101,20 @@ def ended(ticket: Ticket) -> tuple[str, list[int], Completion | Failure]:
     raise AssertionError("the request does not end")
 
 
+def all_of(ticket: Ticket) -> tuple[Completion, list[Chunk]]:
+    """The end and all that came before."""
+    events: list[Chunk | Completion | Failure] = []
+
+    def has_ended() -> bool:
+        events.extend(ticket.take())
+        return bool(events) and not isinstance(events[-1], Chunk)
+
+    wait_for(has_ended)
+    end = events.pop()
+    assert isinstance(end, Completion)
+    return end, [event for event in events if isinstance(event, Chunk)]
+
+
 def wait_for(what: Callable[[], bool]) -> None:
     until = time.monotonic() + WAIT_S
     while not what():
@@ -365,3 +379,128 @@ def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams):
     from soloist.sampling import Sampler
 
     return Sampler(params, engine.config.vocab_size, prompt, engine.tokenizer.eos_ids)
+
+
+# Kept prompts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=4), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 16, VOCAB, 64, keeps_prefixes=True)
+    loop = EngineLoop(executor, Words(), VOCAB)
+    stems = [prompt_of(n, seed=n) for n in (70, 130, 200)]
+    stems.append(stems[2][:100] + stems[0])
+    num_cached = 0
+    for _ in range(6):
+        asked = []
+        for _ in range(5):
+            stem = rng.choice(stems)
+            prompt = stem[: rng.choice([64, 65, 128, 500])] + prompt_of(rng.choice([0, 1, 30]))
+            params = SamplingParams(max_tokens=rng.choice([1, 40, 300]), ignore_eos=True)
+            asked.append((prompt, params, loop.submit(prompt, params)))
+            if rng.random() < 0.3:
+                asked[-1][2].cancel()
+        for prompt, params, ticket in asked:
+            _, ids, end = ended(ticket)
+            assert ids == expected(prompt, params)[: len(ids)]
+            assert ticket.is_cancelled or len(ids) == params.max_tokens
+            assert end.timings.cached_tokens % 64 == 0
+            assert end.timings.cached_tokens < len(prompt)
+            num_cached += end.timings.cached_tokens
+    loop.close()
+    assert num_cached > 500
+    assert executor._tree is not None
+    assert executor._pages.num_free + executor._tree.num_blocks == 16
+    executor._make_room(16)
+    assert executor._pages.num_free == 16, "nothing is in use any more"
+
+
+def test_a_kept_prompt_is_not_read_again() -> None:
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
+    loop = EngineLoop(executor, Words(), VOCAB)
+    prompt, params = prompt_of(200), SamplingParams(max_tokens=3, ignore_eos=True)
+    ended(loop.submit(prompt, params))
+    assert prefill.chunks == [64, 64, 64, 8]
+    longer = prompt + prompt_of(70, seed=1)
+    assert ended(loop.submit(longer, params))[1] == expected(longer, params)
+    assert prefill.chunks[4:] == [64, 14]
+    assert ended(loop.submit(longer[:128], params))[1] == expected(longer[:128], params)
+    assert prefill.chunks[6:] == [64], "the last chunk is read again for its logits"
+    loop.close()
+
+
+def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
+    tokenizer = Words()
+    tokenizer.decode = lambda ids: "".join(map(tokenizer.token, ids))
+    loop = EngineLoop(executor, tokenizer, VOCAB)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompt = prompt_of(400)
+    other = [*prompt[:290], (prompt[290] + 1) % VOCAB, *prompt[291:]]
+    ended(loop.submit(prompt, params))
+    with caplog.at_level("INFO"):
+        ended(loop.submit(other, params))
+        assert "400 tokens leaves a kept one at token 290" in caplog.text
+        assert tokenizer.decode(other[285:295]) not in caplog.text
+    with caplog.at_level("DEBUG"):
+        ended(loop.submit(other[:291] + other[200:300], params))
+        ended(loop.submit([*prompt[:350], 1, 2, 3, *prompt[354:]], params))
+        assert tokenizer.decode(prompt[345:355]) in caplog.text
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Engine:
+    asked = EngineConfig(
+        "etude-draft", device="cpu", context_tokens=4400, sequences=2, keeps_prefixes=True
+    )
+    return Engine.load(asked)
+
+
+def answered(loop: EngineLoop, ids: list[int], **changed) -> tuple[Completion, list[Chunk]]:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **changed)
+    return all_of(loop.submit(ids, params, top_logprobs=4))
+
+
+def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> None:
+    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(400))
+    shared = keeping.tokenizer.encode(text)[:4000]
+    turn = shared + keeping.tokenizer.encode("print(f_1(2))\n")
+    answered(loop, shared[:300])  # warm
+    first, told = answered(loop, turn)
+    assert first.timings.cached_tokens == 256
+    for _ in range(2):
+        again, told_again = answered(loop, turn)
+        assert again.timings.cached_tokens == len(turn) // 256 * 256
+        assert told_again == told, "tokens and log probabilities, to the last bit"
+    other, _ = answered(loop, shared + keeping.tokenizer.encode("x = 3\n" * 3))
+    assert other.timings.cached_tokens == 3840
+    assert other.timings.ttft_s < first.timings.ttft_s / 10
+    loop.close()
+    assert keeping.model._tree is not None
+    kept = keeping.model._tree.num_blocks * 256
+    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+
+
+def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
+    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+    rng = random.Random(0)
+    for number in range(6):
+        ids = [rng.randrange(100) for _ in range(3000)]
+        end, _ = answered(loop, ids)
+        assert len(end.token_ids) == 6, number
+    whole = loop.submit(ids, SamplingParams(max_tokens=1400, ignore_eos=True))
+    wait_for(lambda: bool(whole.take()))
+    assert whole.num_cached == 2816, "the latest prompt was kept"
+    whole.cancel()
+    loop.close()
+    kept = keeping.model._tree.num_blocks * 256
+    assert keeping.model._room + kept == keeping.resolved.kv_tokens
