@@ -4,9 +4,11 @@ import time
 
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.running import etude, is_idle, oracle, wait_for
-from soloist.engine import Completion
+from soloist import engine
 from soloist.sampling import SamplingParams
 
 PROMPT = "def fibonacci(n):\n"
@@ -16,12 +18,12 @@ MESSAGES = [
 ]
 
 
-def answer(prompt, **params) -> Completion:
+def answer(prompt, **params) -> engine.Completion:
     *_, end = oracle().generate(prompt, SamplingParams(**params))
     return end
 
 
-def chat_answer(messages=MESSAGES, **params) -> Completion:
+def chat_answer(messages=MESSAGES, **params) -> engine.Completion:
     return answer(etude().encode_chat(messages), **params)
 
 
@@ -39,6 +41,7 @@ def test_a_completion_is_the_engines(client) -> None:
     reply = client.completions.create(
         model="gpt", prompt=PROMPT, max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
     )
+    assert Completion.model_validate(reply.model_dump()), "every required field is there"
     assert reply.model == "gpt"
     assert reply.choices[0].text == wanted.text
     assert reply.choices[0].finish_reason == "length"
@@ -59,6 +62,7 @@ def test_a_chat_is_the_engines(client) -> None:
     reply = client.chat.completions.create(
         model="etude-draft", messages=MESSAGES, max_completion_tokens=20, temperature=0
     )
+    assert ChatCompletion.model_validate(reply.model_dump()), "every required field is there"
     assert reply.choices[0].message.content == wanted.text
     assert reply.choices[0].message.role == "assistant"
     assert reply.usage.prompt_tokens == wanted.timings.prompt_tokens
@@ -83,6 +87,7 @@ def test_a_chat_streams_its_role_with_the_first_text_and_ends_with_usage(client)
         stream_options={"include_usage": True},
     )  # fmt: skip
     *chunks, last = list(stream)
+    assert all(ChatCompletionChunk.model_validate(c.model_dump()) for c in [*chunks, last])
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[0].choices[0].delta.content, "never a role alone"
     assert not any(c.choices[0].delta.role for c in chunks[1:])
@@ -304,7 +309,7 @@ def test_delete_ends_a_request_and_its_client_is_told(client, server, http) -> N
     first = next(iter(stream))
     reply = http.delete(f"/v1/chat/completions/{first.id}")
     assert reply.json()["deleted"] is True
-    with pytest.raises(openai.APIError, match="cancelled by DELETE"):
+    with pytest.raises(openai.APIError, match="cancelled on demand"):
         list(stream)
     wait_for(lambda: is_idle(server))
     assert http.delete(f"/v1/chat/completions/{first.id}").status_code == 404

@@ -21,6 +21,7 @@ from soloist.server.host import Host
 from soloist.server.messages import count_tokens, messages, problem_body
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import json_reply
+from soloist.server.responses import responses
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{request_id}/cancel", status.cancel, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/tokenize", tokens.tokenize, methods=["POST"]),

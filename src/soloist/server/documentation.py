@@ -17,10 +17,12 @@ from soloist.server.fields import (
 )
 from soloist.server.messages import CountRequest, MessagesRequest
 from soloist.server.replies import json_reply
+from soloist.server.responses import ResponsesRequest
 
 _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest),
     "/v1/completions": ("Continue texts", CompletionRequest),
+    "/v1/responses": ("Answer a conversation, in OpenAI's newer shape", ResponsesRequest),
     "/v1/messages": ("Answer a conversation, as Anthropic's clients ask", MessagesRequest),
     "/v1/messages/count_tokens": ("How long its prompt would be", CountRequest),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),

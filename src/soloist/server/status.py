@@ -72,7 +72,7 @@ async def cancel(request: Request) -> Response:
     running = host.running.get(request_id)
     if running is None:
         raise Problem(404, f"no request '{request_id}' is running", code="not_found")
-    running.cut(Problem(499, "the request was cancelled by DELETE", code="cancelled"))
+    running.cut(Problem(499, "the request was cancelled on demand", code="cancelled"))
     return json_reply({"id": request_id, "object": "request.cancelled", "deleted": True})
 
 
