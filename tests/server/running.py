@@ -11,6 +11,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.executor import Executor, Outcome, Picked, Running
 from soloist.server.config import ServerConfig
 from soloist.server.serve import Server
+from soloist.text import ChatTemplate
 
 KEY = "sk-test"
 CONFIG = ServerConfig(names=("etude-draft", "gpt"), port=0, shutdown_s=1)
@@ -42,6 +43,21 @@ def scripted(executor: "Scripted", context_tokens: int = 4096) -> Engine:
     return Engine(real.config, executor, roomy, real.report.folder, real.report)
 
 
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}<tool_call> {{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.reasoning_content }} "
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if think %}<think>\n{% endif %}"
+)
+
+
+def with_tools(executor: "Scripted") -> Engine:
+    """An engine whose template knows tools and reasoning."""
+    engine = scripted(executor)
+    engine.__dict__["chat_template"] = ChatTemplate({"default": TOOLS_TEMPLATE})
+    return engine
+
+
 class Scripted(Executor):
     """Makes the tokens of a text again and again, at a pace.
 
@@ -53,9 +69,16 @@ class Scripted(Executor):
     num_columns = 8
 
     def __init__(
-        self, text: str = "def f(x):\n    return x\n", tokens_per_s: float = 1e9, read_s: float = 0
+        self,
+        text: str = "def f(x):\n    return x\n",
+        tokens_per_s: float = 1e9,
+        read_s: float = 0,
+        *,
+        ends: bool = False,
     ):
         self.script = etude().tokenizer.encode(text)
+        if ends:
+            self.script += sorted(etude().tokenizer.eos_ids)[:1]
         self.pace_s, self.read_s = 1 / tokens_per_s, read_s
         self.num_open = 0
         self.asked = self.first = 0.0

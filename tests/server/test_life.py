@@ -212,12 +212,12 @@ def serve_in_a_process(*options: str) -> tuple[subprocess.Popen[str], str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish_or_cuts_them(number: int) -> None:
-    process, url = serve_in_a_process("--shutdown-timeout", "1", "--sequences", "2")
+    process, url = serve_in_a_process("--shutdown-timeout", "2", "--sequences", "2")
     try:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             ask = {"model": "etude-draft", "prompt": "def f", "stream": True}
             more = {"ignore_eos": True}
-            short = client.completions.create(**ask, max_tokens=40, extra_body=more)
+            short = client.completions.create(**ask, max_tokens=10, extra_body=more)
             long = client.completions.create(**ask, max_tokens=8000, extra_body=more)
             next(iter(long))
             next(iter(short))
@@ -227,7 +227,7 @@ def test_a_signal_lets_requests_finish_or_cuts_them(number: int) -> None:
                 list(long)
         start = time.monotonic()
         assert process.wait(5) == 0
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 4
     finally:
         process.kill()
         process.communicate()

@@ -14,11 +14,15 @@ from soloist.server.fields import ChatRequest, CompletionRequest
 
 CHAT = {"model": "gpt", "messages": MESSAGES}
 TEXT = {"model": "gpt", "prompt": "def f"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 REFUSED = [
     # path, body, status, param, words of the message
     ("chat/completions", {**CHAT, "colour": 3}, 400, "colour", "colour is not supported"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "no tool calls"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "x"}]}, 400, "tools[0].type", "'function'"),
+    ("chat/completions", {**CHAT, "tools": [{"a": 1}]}, 400, "tools[0]", "expected"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "'none'"),
     (
         "chat/completions",
         {**CHAT, "response_format": {"type": "json_object"}},

@@ -17,15 +17,19 @@ from soloist.server.fields import ChatRequest
 from soloist.server.generation import Asked, Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.problems import invalid
-from soloist.server.prompts import chat_ids, elsewhere
+from soloist.server.parts import Teller, checked_tools, message_of, part_format
+from soloist.server.problems import invalid, unsupported
+from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import DONE, Events, event, with_errors
 
-# A chunk: its start, index, role, text and end.
-_TEXT = b'%b%d,"delta":{%b"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
+# Characters of a prompt that tell whether its answer begins within reasoning.
+_PROMPT_END = 64
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+# A chunk: its start, index, text and end.
+_TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 async def chat_completions(request: Request) -> Response:
@@ -37,11 +41,13 @@ async def chat_completions(request: Request) -> Response:
     asked.check_stream_options()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only beside logprobs: true")
-    one = await elsewhere(asked.messages, lambda: _prepared(ready.engine, asked))
+    one, prompt_end = await elsewhere(asked.messages, lambda: _prepared(ready.engine, asked))
+    style = part_format(ready.engine, has_tools=asked.offered_tools is not None)
     answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, answers, accepted)
     chat = _Chat(ready, asked, request_id, model, one)
+    chat.tellers = [Teller(style, prompt_end) for _ in answers]
+    generation = Generation(host, ready, request_id, answers, accepted)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
     return json_reply(chat.whole(await collect(request, generation)))
@@ -67,7 +73,11 @@ def room(engine: Engine, prompt_ids: list[int], wanted: int | None) -> int:
     return wanted
 
 
-def _prepared(engine: Engine, asked: ChatRequest) -> Asked:
+def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, str]:
+    """What to ask of the engine, and how the prompt ends."""
+    checked_tools(asked.tools or ())
+    if asked.offered_tools and asked.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "true beside tools")
     wanted = asked.max_completion_tokens
     if wanted is None:
         wanted = asked.max_tokens
@@ -76,9 +86,11 @@ def _prepared(engine: Engine, asked: ChatRequest) -> Asked:
     # Checked before the prompt: a bad value is a bad value, however long the prompt is.
     params = asked.params(max(1, engine.resolved.context_tokens) if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    prompt_ids = chat_ids(engine, asked)
+    text = chat_prompt(engine, asked)
+    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
-    return Asked(prompt_ids, params, (asked.top_logprobs or 0) if asked.logprobs else None)
+    wanted = (asked.top_logprobs or 0) if asked.logprobs else None
+    return Asked(prompt_ids, params, wanted), text[-_PROMPT_END:]
 
 
 class _Chat:
@@ -88,6 +100,7 @@ class _Chat:
         self, ready: Ready, asked: ChatRequest, request_id: str, model: str, one: Asked
     ) -> None:
         self._ready, self._asked, self._one = ready, asked, one
+        self.tellers: list[Teller] = []
         self._shows_more = bool(asked.logprobs or asked.return_token_ids)
         self._head = {
             "id": request_id,
@@ -110,14 +123,17 @@ class _Chat:
         return body
 
     def _choice(self, index: int, answer: Whole) -> dict[str, object]:
-        end = answer.end
+        end, teller = answer.end, self.tellers[index]
+        message = message_of(teller.deltas(answer.text, is_last=True))
         choice: dict[str, object] = {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": FINISH[end.finish_reason],
+            "finish_reason": teller.finish_reason(end),
             "stop_reason": end.stop,
         }
+        if teller.reader.warning:
+            choice["warning"] = teller.reader.warning
         if self._asked.logprobs:
             tokenizer = self._ready.engine.tokenizer
             choice["logprobs"] = likelihood.for_chat(tokenizer, end.token_ids, answer.logprobs)
@@ -134,21 +150,26 @@ class _Chat:
         ends: dict[int, Completion] = {}
         made: dict[int, int] = {}
         async for delta in generation.deltas():
-            made[delta.index] = delta.num_made
+            index, end = delta.index, delta.end
+            made[index] = delta.num_made
             tail = self._tail(made)
-            is_first = delta.index not in begun
-            if self._shows_more:
-                if delta.token_ids or delta.text:
-                    begun.add(delta.index)
-                    yield self._detailed(head, delta, tail, is_first=is_first)
-            elif delta.text:
+            told = self.tellers[index].deltas(delta.text, is_last=end is not None)
+            if self._shows_more and delta.token_ids and not told:
+                told = [{"content": ""}]
+            # What belongs to the tokens goes with the first piece of them.
+            more = self._more(delta, is_first=index not in begun) if self._shows_more else {}
+            for fields in told:
                 # The role travels with the first text: alone it would count as the first token.
-                begun.add(delta.index)
-                role = b'"role":"assistant",' if is_first else b""
-                yield _TEXT % (start, delta.index, role, orjson.dumps(delta.text), tail)
-            if delta.end is not None:
-                ends[delta.index] = delta.end
-                yield self._last(head, delta.index, delta.end, is_first=delta.index not in begun)
+                role = {} if index in begun else {"role": "assistant"}
+                begun.add(index)
+                if more or role or len(fields) > 1 or "content" not in fields:
+                    yield self._detailed(head, index, role | fields, more, tail)
+                    more = {}
+                else:
+                    yield _TEXT % (start, index, orjson.dumps(fields["content"]), tail)
+            if end is not None:
+                ends[index] = end
+                yield self._last(head, index, end, is_first=index not in begun)
         if self._asked.includes_usage:
             answers = [ends[i] for i in sorted(ends)]
             yield event({**head, "choices": [], "usage": figures.usage(answers)})
@@ -160,35 +181,42 @@ class _Chat:
         count = figures.token_usage(len(self._one.prompt_ids), sum(made.values()))
         return b',"usage":' + orjson.dumps(count)
 
-    def _detailed(
-        self, head: dict[str, object], delta: Delta, tail: bytes, *, is_first: bool
-    ) -> bytes:
-        choice: dict[str, object] = {
-            "index": delta.index,
-            "delta": ({"role": "assistant"} if is_first else {}) | {"content": delta.text},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+    def _more(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
+        """Fields of a choice beside its text."""
+        more: dict[str, object] = {}
         if self._asked.logprobs:
             tokenizer = self._ready.engine.tokenizer
-            choice["logprobs"] = likelihood.for_chat(tokenizer, delta.token_ids, delta.logprobs)
-        body = {**head, "choices": [choice]}
+            more["logprobs"] = likelihood.for_chat(tokenizer, delta.token_ids, delta.logprobs)
         if self._asked.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+            more["token_ids"] = list(delta.token_ids)
             if is_first:
-                body["prompt_token_ids"] = list(self._one.prompt_ids)
-        return b"data: " + orjson.dumps(body)[:-1] + tail + b"}\n\n"
+                more["prompt_token_ids"] = list(self._one.prompt_ids)
+        return more
+
+    def _detailed(
+        self,
+        head: dict[str, object],
+        index: int,
+        fields: dict[str, object],
+        more: dict[str, object],
+        tail: bytes,
+    ) -> bytes:
+        choice = {"index": index, "delta": fields, "logprobs": None, "finish_reason": None} | more
+        return b"data: " + orjson.dumps({**head, "choices": [choice]})[:-1] + tail + b"}\n\n"
 
     def _last(
         self, head: dict[str, object], index: int, end: Completion, *, is_first: bool
     ) -> bytes:
-        choice = {
+        teller = self.tellers[index]
+        choice: dict[str, object] = {
             "index": index,
             "delta": {"role": "assistant", "content": ""} if is_first else {},
             "logprobs": None,
-            "finish_reason": FINISH[end.finish_reason],
+            "finish_reason": teller.finish_reason(end),
             "stop_reason": end.stop,
         }
+        if teller.reader.warning:
+            choice["warning"] = teller.reader.warning
         return event(
             {**head, "choices": [choice], "timings": figures.timings(end.timings, self._ready)}
         )

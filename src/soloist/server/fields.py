@@ -164,9 +164,11 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables for the chat template, such as enable_thinking."
     )
-    tools: only([]) = None  # type: ignore[valid-type]
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions, for models whose calls can be read."
+    )
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
-    parallel_tool_calls: Harmless = None
+    parallel_tool_calls: bool | None = None
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
@@ -176,6 +178,11 @@ class ChatRequest(GenerationFields):
     reasoning_effort: only() = None  # type: ignore[valid-type]
     verbosity: only() = None  # type: ignore[valid-type]
     web_search_options: only() = None  # type: ignore[valid-type]
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the model is told of."""
+        return None if self.tool_choice == "none" else self.tools or None
 
 
 class TokenizeRequest(Fields):

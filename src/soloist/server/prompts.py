@@ -38,8 +38,8 @@ def size_of(value: object) -> int:
     return 1
 
 
-def chat_ids(engine: Engine, asked: ChatRequest) -> list[int]:
-    """Token ids of a conversation through the model's template.
+def chat_prompt(engine: Engine, asked: ChatRequest) -> str:
+    """A conversation through the model's template.
 
     Raises:
         UserError: the template is absent or refuses the conversation.
@@ -49,13 +49,13 @@ def chat_ids(engine: Engine, asked: ChatRequest) -> list[int]:
     for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
-    text = engine.chat_template.render(
+    return engine.chat_template.render(
         plain_messages(asked.messages),
+        tools=asked.offered_tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
         **{key: value for key, value in variables.items() if key != "template"},
     )
-    return engine.tokenizer.encode(text, add_special_tokens=False)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,126 @@
+"""Tool calls and reasoning through the official clients, from a model that says what it must."""
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from server.running import Scripted, running, wait_until_ready, with_tools
+from soloist.server.serve import Server
+
+ARGUMENTS = {"city": 'Zürich "}', "days": [1, 2]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": ' + json.dumps(ARGUMENTS) + "}\n</tool_call>"
+TEXT = "<think>\nThey want it.\n</think>\n\nLet me see.\n" + CALL + "\n"
+TEXT += CALL.replace("weather", "t")
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "t", "description": "time"}},
+]
+ASK = {"model": "gpt", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
+
+
+def client_of(text: str) -> Iterator[tuple[openai.OpenAI, Server]]:
+    with running(lambda _: with_tools(Scripted(text, 500, ends=True))) as server:
+        wait_until_ready(server)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            yield client, server
+
+
+@pytest.fixture(scope="module")
+def calling():
+    yield from client_of(TEXT)
+
+
+@pytest.fixture
+def client(calling) -> openai.OpenAI:
+    return calling[0]
+
+
+def test_calls_and_reasoning(client) -> None:
+    choice = client.chat.completions.create(**ASK, tools=TOOLS).choices[0]
+    message = choice.message
+    assert message.content == "Let me see."
+    assert message.reasoning == message.reasoning_content == "They want it."
+    assert [c.function.name for c in message.tool_calls] == ["weather", "t"]
+    assert [json.loads(c.function.arguments) for c in message.tool_calls] == [ARGUMENTS] * 2
+    assert len({c.id for c in message.tool_calls}) == 2
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_streamed_calls_are_the_same(client) -> None:
+    with client.chat.completions.stream(**ASK, tools=TOOLS) as stream:
+        events = list(stream)
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert [c.function.name for c in choice.message.tool_calls] == ["weather", "t"]
+    assert [json.loads(c.function.arguments) for c in choice.message.tool_calls] == [ARGUMENTS] * 2
+    chunks = [e.chunk for e in events if e.type == "chunk"]
+    thoughts = [getattr(c.choices[0].delta, "reasoning", None) or "" for c in chunks]
+    assert "".join(thoughts) == "They want it."
+    pieces = [c for c in chunks if c.choices[0].delta.tool_calls]
+    assert len(pieces) > 8, "arguments come as they are written"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert not any(c.choices[0].delta.role for c in chunks[1:])
+
+
+def test_without_tools_a_call_is_text(client) -> None:
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = client.chat.completions.create(**ASK, **more).choices[0]
+        assert choice.message.tool_calls is None
+        assert choice.message.content == TEXT.partition("</think>\n\n")[2]
+        assert choice.finish_reason == "stop"
+
+
+def test_an_answer_that_begins_within_reasoning(client) -> None:
+    body = {"chat_template_kwargs": {"think": True}}
+    message = client.chat.completions.create(**ASK, extra_body=body).choices[0].message
+    assert message.reasoning == "<think>\nThey want it."
+
+
+def test_tools_and_earlier_calls_reach_the_template(calling) -> None:
+    client, server = calling
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "t", "arguments": "{}"}}]
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    reply = client.chat.completions.create(
+        model="gpt", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
+    )
+    text = server.host.ready().engine.tokenizer.decode(reply.prompt_token_ids)
+    assert '"description": "time"' in text
+    assert '"id": "call_1"' in text
+    assert "tool: rain" in text
+
+
+def test_what_is_no_call_is_content_with_a_warning() -> None:
+    for client, _ in client_of("So <tool_call>weather()</tool_call>"):
+        choice = client.chat.completions.create(**ASK, tools=TOOLS).choices[0]
+        assert choice.message.content == "So <tool_call>weather()</tool_call>"
+        assert "given as text" in choice.warning
+        assert choice.finish_reason == "stop"
+        chunks = list(client.chat.completions.create(**ASK, tools=TOOLS, stream=True))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        assert text == choice.message.content
+        assert "given as text" in chunks[-1].choices[0].warning
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "t"}}},
+         "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+         "tools[0].function.strict"),
+    ],
+)  # fmt: skip
+def test_what_would_need_a_grammar_is_refused(client, more, param) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASK, **more)
+    assert caught.value.param == param
