@@ -92,7 +92,9 @@ def test_counts(claude) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
+        ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"max_tokens": 5000}, "context holds 2,048"),
         ({"messages": [{"role": "system", "content": "x"}]}, "'user' or 'assistant'"),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+import anthropic
 import openai
 import pytest
 
@@ -124,3 +125,81 @@ def test_what_would_need_a_grammar_is_refused(client, more, param) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, **more)
     assert caught.value.param == param
+
+
+# Anthropic's client -------------------------------------------------------------------------------
+
+CLAUDE_TOOLS = [
+    {"name": "weather", "input_schema": PARAMETERS},
+    {"name": "t", "description": "time", "input_schema": {"type": "object"}},
+]
+CLAUDE_ASK = {"model": "gpt", "max_tokens": 500, "messages": ASK["messages"]}
+
+
+@pytest.fixture
+def claude(calling) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=calling[1].url, api_key="x", max_retries=0) as made:
+        yield made
+
+
+def test_blocks_of_thinking_text_and_tools(claude) -> None:
+    reply = claude.messages.create(**CLAUDE_ASK, tools=CLAUDE_TOOLS)
+    assert [b.type for b in reply.content] == ["thinking", "text", "tool_use", "tool_use"]
+    thinking, text, *uses = reply.content
+    assert thinking.thinking == "They want it."
+    assert text.text == "Let me see."
+    assert [(u.name, u.input) for u in uses] == [("weather", ARGUMENTS), ("t", ARGUMENTS)]
+    assert reply.stop_reason == "tool_use"
+    with claude.messages.stream(**CLAUDE_ASK, tools=CLAUDE_TOOLS) as stream:
+        deltas = [e for e in stream if e.type == "content_block_delta"]
+        final = stream.get_final_message()
+    assert len(deltas) > 15
+    assert final.stop_reason == "tool_use"
+    without_ids = [b.model_dump(exclude={"id"}) for b in final.content]
+    assert without_ids == [b.model_dump(exclude={"id"}) for b in reply.content]
+
+
+def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claude) -> None:
+    engine = calling[1].host.ready().engine
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "toolu_1", "name": "t", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1",
+                 "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]  # fmt: skip
+    function = {"name": "t", "arguments": {"a": 1}}
+    plain = [
+        messages[0],
+        {
+            "role": "assistant", "content": "Let me see.", "reasoning_content": "hm",
+            "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "rain"},
+        {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    tool = {"name": "t", "description": "time", "parameters": {"type": "object"}}
+    text = engine.chat_template.render(plain, tools=[{"type": "function", "function": tool}])
+    counted = claude.messages.count_tokens(
+        model="gpt", messages=messages, tools=CLAUDE_TOOLS[1:]
+    ).input_tokens
+    assert counted == len(engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_thinking_that_cannot_be_switched_off_is_said_so(claude) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="always reasons"):
+        claude.messages.create(**CLAUDE_ASK, thinking={"type": "disabled"})
+    reply = claude.messages.create(**CLAUDE_ASK, thinking={"type": "adaptive"})
+    assert reply.content[0].type == "thinking"

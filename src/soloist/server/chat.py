@@ -17,14 +17,11 @@ from soloist.server.fields import ChatRequest
 from soloist.server.generation import Asked, Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.parts import Teller, checked_tools, message_of, part_format
+from soloist.server.parts import PROMPT_END, Teller, checked_tools, message_of, part_format
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import DONE, Events, event, with_errors
-
-# Characters of a prompt that tell whether its answer begins within reasoning.
-_PROMPT_END = 64
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
@@ -90,7 +87,7 @@ def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, str]:
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
     wanted = (asked.top_logprobs or 0) if asked.logprobs else None
-    return Asked(prompt_ids, params, wanted), text[-_PROMPT_END:]
+    return Asked(prompt_ids, params, wanted), text[-PROMPT_END:]
 
 
 class _Chat:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import Field
@@ -12,21 +12,23 @@ from starlette.responses import Response
 from soloist.engine import Completion, Engine
 from soloist.errors import SoloistError
 from soloist.server import figures
+from soloist.server.blocks import Blocks, whole_blocks
 from soloist.server.bodies import read
+from soloist.server.conversation import plain_conversation, plain_tools, system_text
 from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.problems import Problem, invalid, problem_of, unsupported
+from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.problems import Problem, problem_of, unsupported
 from soloist.server.prompts import elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
+from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
-
-# One client writes a header that changes with every request into its system prompt. It is no part
-# of what the model is asked, and would keep prompts from ever sharing a beginning.
-_BILLING_HEADER = "x-anthropic-billing-header"
+_AUTO, _NONE = {"type": "auto"}, {"type": "none"}
+_DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
 
 
 class ConversationFields(Fields):
@@ -35,9 +37,16 @@ class ConversationFields(Fields):
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: only([]) = None  # type: ignore[valid-type]
-    tool_choice: only({"type": "none"}, {"type": "auto"}) = None  # type: ignore[valid-type]
-    thinking: only({"type": "disabled"}) = None  # type: ignore[valid-type]
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="For models whose calls can be read."
+    )
+    tool_choice: only(_AUTO, _NONE) = None  # type: ignore[valid-type]
+    thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model is told of tools."""
+        return bool(self.tools) and self.tool_choice != _NONE
 
 
 class CountRequest(ConversationFields):
@@ -63,10 +72,11 @@ async def messages(request: Request) -> Response:
     asked = await read(request, MessagesRequest, host.config.most_body_bytes)
     ready = host.ready()
     model = served_name(host.config, asked.model)
-    one = await elsewhere([asked.messages, asked.system], lambda: _prepared(ready.engine, asked))
+    given = [asked.messages, asked.system, asked.tools]
+    one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"msg_{uuid.uuid4().hex}"
     generation = Generation(host, ready, request_id, [one], accepted)
-    reply = _Message(ready, request_id, model)
+    reply = _Message(ready, request_id, model, reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
@@ -79,8 +89,13 @@ async def count_tokens(request: Request) -> Response:
     asked = await read(request, CountRequest, host.config.most_body_bytes)
     served_name(host.config, asked.model)
     engine = host.ready().engine
-    ids = await elsewhere([asked.messages, asked.system], lambda: _prompt_ids(engine, asked))
-    return json_reply({"input_tokens": len(ids)})
+
+    def count() -> int:
+        text = _prompt(engine, asked)
+        return len(engine.tokenizer.encode(text, add_special_tokens=False))
+
+    given = [asked.messages, asked.system, asked.tools]
+    return json_reply({"input_tokens": await elsewhere(given, count)})
 
 
 def problem_body(problem: Problem) -> dict[str, object]:
@@ -89,7 +104,8 @@ def problem_body(problem: Problem) -> dict[str, object]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def _prepared(engine: Engine, asked: MessagesRequest) -> Asked:
+def _prepared(engine: Engine, asked: MessagesRequest) -> tuple[Asked, PartReader]:
+    """What to ask of the engine, and what takes its answer apart."""
     fields = SamplingFields(
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -97,131 +113,91 @@ def _prepared(engine: Engine, asked: MessagesRequest) -> Asked:
         stop=asked.stop_sequences,
     )
     params = fields.params(asked.max_tokens)
-    prompt_ids = _prompt_ids(engine, asked)
+    text = _prompt(engine, asked)
+    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     engine.check_prompt(prompt_ids, asked.max_tokens)
-    return Asked(prompt_ids, params)
+    style = part_format(engine, has_tools=asked.offers_tools)
+    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
 
 
-def _prompt_ids(engine: Engine, asked: ConversationFields) -> list[int]:
-    chat: list[dict[str, Any]] = []
-    if system := _system(asked.system):
-        chat.append({"role": "system", "content": system})
-    for index, message in enumerate(asked.messages):
-        chat.append(_plain(message, f"messages[{index}]"))
-    # A message of the assistant at the end is the beginning of its answer.
-    continues = bool(chat) and chat[-1]["role"] == "assistant"
-    text = engine.chat_template.render(chat, continue_final_message=continues)
-    return engine.tokenizer.encode(text, add_special_tokens=False)
-
-
-def _system(given: str | list[dict[str, Any]] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    texts = [_text(block, f"system[{n}]") for n, block in enumerate(given)]
-    return "\n".join(text for text in texts if not text.startswith(_BILLING_HEADER))
-
-
-def _plain(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message as templates read it: blocks of text are one text, a line each."""
-    if message.get("role") not in ("user", "assistant"):
-        raise invalid(f"{place}.role", "expected 'user' or 'assistant'")
-    if extra := sorted(set(message) - {"role", "content"}):
-        raise unsupported(f"{place}.{extra[0]}")
-    plain: dict[str, Any] = {"role": message["role"]}
-    content = message.get("content")
-    if isinstance(content, list):
-        blocks = list(enumerate(content))
-        thoughts = [block for _, block in blocks if _kind(block) == "thinking"]
-        if thoughts and plain["role"] == "assistant":
-            plain["reasoning_content"] = "\n".join(str(x.get("thinking", "")) for x in thoughts)
-            blocks = [(n, block) for n, block in blocks if _kind(block) != "thinking"]
-        content = "\n".join(_text(block, f"{place}.content[{n}]") for n, block in blocks)
-    if not isinstance(content, str):
-        raise invalid(f"{place}.content", "expected a text or a list of blocks")
-    plain["content"] = content
-    return plain
-
-
-def _kind(block: object) -> object:
-    return block.get("type") if isinstance(block, dict) else None
-
-
-def _text(block: object, place: str) -> str:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": str(kind)} if kind != "text":
-            raise unsupported(f"{place}.type", "'text'")
-    raise invalid(place, 'expected {"type": "text", "text": …}')
+def _prompt(engine: Engine, asked: ConversationFields) -> str:
+    system, chat = system_text(asked.system), plain_conversation(asked.messages)
+    if system:
+        chat.insert(0, {"role": "system", "content": system})
+    variables: dict[str, Any] = {}
+    if asked.thinking == _DISABLED and part_format(engine, has_tools=False).thinks:
+        if "enable_thinking" not in engine.chat_template.source:
+            raise unsupported("thinking", "leave it out; this model always reasons")
+        variables["enable_thinking"] = False
+    return engine.chat_template.render(
+        chat,
+        tools=plain_tools(asked.tools or ()) if asked.offers_tools else None,
+        # A message of the assistant at the end is the beginning of its answer.
+        continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
+        **variables,
+    )
 
 
 class _Message:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, request_id: str, model: str) -> None:
-        self._ready = ready
+    def __init__(self, ready: Ready, request_id: str, model: str, reader: PartReader) -> None:
+        self._ready, self._reader = ready, reader
         self._head = {"id": request_id, "type": "message", "role": "assistant", "model": model}
 
     def whole(self, end: Completion) -> dict[str, object]:
         """The reply at the end."""
         t = end.timings
+        parts = self._reader.push(end.text) + self._reader.finish()
         return {
             **self._head,
-            "content": [{"type": "text", "text": end.text}],
-            **_stop(end),
+            "content": whole_blocks(parts),
+            **self._stop(end),
             "usage": _usage(t.prompt_tokens, t.cached_tokens, t.new_tokens),
             "timings": figures.timings(t, self._ready),
         }
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The reply as events; all that comes before the first text comes with it."""
+        """The reply as events; what comes before the first text comes with it."""
         (ticket,) = generation.tickets
-        num_prompt, has_begun = len(ticket.prompt_ids), False
+        blocks, has_begun = Blocks(), False
         async for delta in generation.deltas():
-            parts = []
-            if not has_begun and (delta.text or delta.end is not None):
+            end = delta.end
+            parts = self._reader.push(delta.text) + (self._reader.finish() if end else [])
+            events = list(blocks.events(parts, is_last=end is not None))
+            if events and not has_begun:
                 has_begun = True
-                parts += self._start(num_prompt, ticket.num_cached, delta.num_made)
-            if delta.text:
-                text = {"type": "text_delta", "text": delta.text}
-                parts.append(_event("content_block_delta", index=0, delta=text))
-            if (end := delta.end) is not None:
-                t = end.timings
-                parts += [
-                    _event("content_block_stop", index=0),
-                    _event(
-                        "message_delta",
-                        delta=_stop(end),
-                        usage=_usage(t.prompt_tokens, t.cached_tokens, t.new_tokens),
-                        timings=figures.timings(t, self._ready),
-                    ),
-                    _event("message_stop"),
-                ]
-            if parts:
-                yield b"".join(parts)
+                usage = _usage(len(ticket.prompt_ids), ticket.num_cached, delta.num_made)
+                events.insert(0, self._start(usage))
+            if end is not None:
+                events += self._end(end)
+            if events:
+                yield b"".join(event(one, one["type"]) for one in events)
 
-    def _start(self, num_prompt: int, num_cached: int, num_made: int) -> list[bytes]:
-        message: dict[str, object] = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(num_prompt, num_cached, num_made),
+    def _start(self, usage: dict[str, object]) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            **self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
+        }  # fmt: skip
+        return {"type": "message_start", "message": message}
+
+    def _end(self, end: Completion) -> list[dict[str, Any]]:
+        t = end.timings
+        last = {
+            "type": "message_delta",
+            "delta": self._stop(end),
+            "usage": _usage(t.prompt_tokens, t.cached_tokens, t.new_tokens),
+            "timings": figures.timings(t, self._ready),
         }
-        block = {"type": "text", "text": ""}
-        return [
-            _event("message_start", message=message),
-            _event("content_block_start", index=0, content_block=block),
-        ]
+        return [last, {"type": "message_stop"}]
 
-
-def _event(kind: str, **fields: object) -> bytes:
-    return event({"type": kind, **fields}, kind)
-
-
-def _stop(end: Completion) -> dict[str, object]:
-    reason = "end_turn" if end.finish_reason == "stop" and end.stop is None else None
-    return {"stop_reason": reason or _STOP[end.finish_reason], "stop_sequence": end.stop}
+    def _stop(self, end: Completion) -> dict[str, object]:
+        reason = _STOP[end.finish_reason]
+        if end.finish_reason != "length" and self._reader.num_calls:
+            reason = "tool_use"
+        elif end.finish_reason == "stop" and end.stop is None:
+            reason = "end_turn"
+        stop: dict[str, object] = {"stop_reason": reason, "stop_sequence": end.stop}
+        return stop | ({"warning": self._reader.warning} if self._reader.warning else {})
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, new_tokens: int) -> dict[str, object]:

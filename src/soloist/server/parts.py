@@ -8,6 +8,9 @@ from soloist.engine import Completion, Engine
 from soloist.server.problems import invalid, unsupported
 from soloist.text.parts import CALL, THINK, Part, PartFormat, PartReader, format_of
 
+# Characters of a prompt that tell whether its answer begins within reasoning.
+PROMPT_END = 64
+
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
