@@ -77,11 +77,12 @@ def test_items_and_parts(client) -> None:
     ("changed", "param"),
     [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"input": [{"type": "function_call_output", "output": "1"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import orjson
+
 from soloist.engine import Engine
 from soloist.server.fields import ChatRequest, CompletionRequest
 from soloist.server.problems import Problem, invalid, unsupported
@@ -50,7 +52,7 @@ def chat_prompt(engine: Engine, asked: ChatRequest) -> str:
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
     return engine.chat_template.render(
-        plain_messages(asked.messages),
+        with_objects(plain_messages(asked.messages)),
         tools=asked.offered_tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
@@ -77,6 +79,30 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         changed = {"role": "system" if role == "developer" else role, "content": content}
         plain.append({**message, **changed})
     return plain
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, the arguments of earlier calls as the objects that templates expect.
+
+    OpenAI's clients send them as JSON text; templates would write that as a text within JSON.
+    """
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_object(call: Any) -> Any:  # noqa: ANN401 - the template layer says what is no call
+    match call:
+        case {"function": {"arguments": str(text), **function}}:
+            try:
+                given = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                return call
+            return {**call, "function": {**function, "arguments": given}}
+    return call
 
 
 def _text(part: object, place: str) -> str:

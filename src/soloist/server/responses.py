@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,14 @@ from soloist.server.chat import room
 from soloist.server.fields import Harmless, SamplingFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
+from soloist.server.items import Items, plain_conversation, plain_tools
 from soloist.server.names import served_name
-from soloist.server.problems import Problem, invalid, problem_of, unsupported
-from soloist.server.prompts import elsewhere
+from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.problems import Problem, problem_of, unsupported
+from soloist.server.prompts import elsewhere, with_objects
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
-
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_PARTS = ("input_text", "output_text", "text")
-_MESSAGE_FIELDS = {"type", "role", "content", "id", "status", "phase"}
+from soloist.text.parts import PartReader
 
 
 class ResponsesRequest(SamplingFields):
@@ -44,10 +43,12 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
-    parallel_tool_calls: Harmless = None
+    parallel_tool_calls: bool | None = None
     truncation: only("disabled") = None  # type: ignore[valid-type]
     text: only({"format": {"type": "text"}}) = None  # type: ignore[valid-type]
-    tools: only([]) = None  # type: ignore[valid-type]
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions, for models whose calls can be read."
+    )
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
     include: only([]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
@@ -57,6 +58,11 @@ class ResponsesRequest(SamplingFields):
     prompt: only() = None  # type: ignore[valid-type]
     top_logprobs: only(0) = None  # type: ignore[valid-type]
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
 
 async def responses(request: Request) -> Response:
     """Answer a conversation."""
@@ -64,99 +70,81 @@ async def responses(request: Request) -> Response:
     asked = await read(request, ResponsesRequest, host.config.most_body_bytes)
     ready = host.ready()
     model = served_name(host.config, asked.model)
-    one = await elsewhere([asked.input, asked.instructions], lambda: _prepared(ready.engine, asked))
+    given = [asked.input, asked.instructions, asked.tools]
+    one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"resp_{uuid.uuid4().hex}"
     generation = Generation(host, ready, request_id, [one], accepted)
-    reply = _Reply(ready, asked, one, request_id, model)
+    reply = _Reply(ready, _head(asked, one, request_id, model), reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
     return json_reply(reply.whole(answer.end))
 
 
-def _prepared(engine: Engine, asked: ResponsesRequest) -> Asked:
-    wanted = asked.max_output_tokens
+def _prepared(engine: Engine, asked: ResponsesRequest) -> tuple[Asked, PartReader]:
+    """What to ask of the engine, and what takes its answer apart."""
+    wanted, tools = asked.max_output_tokens, plain_tools(asked.offered_tools)
+    if tools and asked.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "true beside tools")
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    text = engine.chat_template.render(_conversation(asked), add_generation_prompt=True)
-    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    return Asked(prompt_ids, replace(params, max_tokens=room(engine, prompt_ids, wanted)))
-
-
-def _conversation(asked: ResponsesRequest) -> list[dict[str, str]]:
-    given: list[dict[str, Any]] = (
-        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    style = part_format(engine, has_tools=bool(tools))
+    chat = plain_conversation(asked.input)
+    if asked.instructions:
+        chat.insert(0, {"role": "system", "content": asked.instructions})
+    text = engine.chat_template.render(
+        with_objects(chat), tools=tools or None, add_generation_prompt=True
     )
-    chat = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    for index, item in enumerate(given):
-        chat.append(_plain(item, f"input[{index}]"))
-    return chat
+    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
+    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
 
 
-def _plain(item: Mapping[str, Any], place: str) -> dict[str, str]:
-    """A message as templates read it: parts of text are one text, a line each."""
-    if item.get("type", "message") != "message":
-        raise unsupported(f"{place}.type", "'message'")
-    if extra := sorted(set(item) - _MESSAGE_FIELDS):
-        raise unsupported(f"{place}.{extra[0]}")
-    role, content = item.get("role"), item.get("content")
-    if role not in _ROLES:
-        raise invalid(f"{place}.role", f"expected one of {', '.join(_ROLES)}")
-    if isinstance(content, list):
-        content = "\n".join(_text(part, f"{place}.content[{n}]") for n, part in enumerate(content))
-    if not isinstance(content, str):
-        raise invalid(f"{place}.content", "expected a text or a list of parts")
-    return {"role": _ROLES[role], "content": content}
-
-
-def _text(part: object, place: str) -> str:
-    match part:
-        case {"type": str(kind), "text": str(text)} if kind in _PARTS:
-            return text
-        case {"type": str(kind)} if kind not in _PARTS:
-            raise unsupported(f"{place}.type", "'input_text', 'output_text'")
-    raise invalid(place, 'expected {"type": "input_text", "text": …}')
+def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
+    """Fields of every reply: the values that count, whether they were given or not."""
+    return {
+        "id": request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "temperature": one.params.temperature,
+        "top_p": one.params.top_p,
+        "text": {"format": {"type": "text"}},
+        "tools": asked.tools or [],
+        "tool_choice": asked.tool_choice or "auto",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "truncation": "disabled",
+        "error": None,
+    }
 
 
 class _Reply:
     """The shape of the replies to one request."""
 
-    def __init__(
-        self, ready: Ready, asked: ResponsesRequest, one: Asked, request_id: str, model: str
-    ) -> None:
-        self._ready = ready
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+    def __init__(self, ready: Ready, head: dict[str, object], reader: PartReader) -> None:
+        self._ready, self._head, self._reader = ready, head, reader
+        self._items = Items()
         self._num_events = 0
-        # The values that count, whether they were given or not.
-        self._head: dict[str, object] = {
-            "id": request_id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "temperature": one.params.temperature,
-            "top_p": one.params.top_p,
-            "text": {"format": {"type": "text"}},
-            "tools": [],
-            "tool_choice": "none",
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
-            "error": None,
-        }
 
     def whole(self, end: Completion) -> dict[str, object]:
         """The reply at the end."""
-        t = end.timings
-        is_cut = end.finish_reason == "length"
-        return {
+        list(self._items.events(self._reader.push(end.text) + self._reader.finish()))
+        list(self._items.finish(_status(end)))
+        return self._body(end)
+
+    def _body(self, end: Completion) -> dict[str, object]:
+        t, status = end.timings, _status(end)
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        body: dict[str, object] = {
             **self._head,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(end)],
+            "status": status,
+            "incomplete_details": details,
+            "output": self._items.output,
             "usage": {
                 "input_tokens": t.prompt_tokens,
                 "input_tokens_details": {
@@ -164,73 +152,50 @@ class _Reply:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": t.new_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
                 "total_tokens": t.prompt_tokens + t.new_tokens,
             },
             "timings": figures.timings(t, self._ready),
         }
+        return body | ({"warning": self._reader.warning} if self._reader.warning else {})
 
-    def _item(self, end: Completion | None) -> dict[str, object]:
-        """The message; without its end, while it grows."""
-        status = "in_progress"
-        if end is not None:
-            status = "incomplete" if end.finish_reason == "length" else "completed"
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [] if end is None else [_part(end.text)],
-        }
+    def _count_reasoning(self) -> int:
+        """Tokens of the reasoning's text, without its marks."""
+        encode = self._ready.engine.tokenizer.encode
+        thoughts = [item for item in self._items.output if item["type"] == "reasoning"]
+        texts = [part["text"] for item in thoughts for part in item["content"]]
+        return sum(len(encode(text, add_special_tokens=False)) for text in texts)
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The reply as events; all that comes before the first text comes with it."""
-        has_begun = False
-        async for delta in generation.deltas():
-            parts = []
-            if not has_begun and (delta.text or delta.end is not None):
-                has_begun = True
-                parts += self._start()
-            if delta.text:
-                parts.append(self._of_part("output_text.delta", delta=delta.text, logprobs=[]))
-            if delta.end is not None:
-                parts += self._finish(delta.end)
-            if parts:
-                yield b"".join(parts)
-
-    def _start(self) -> list[bytes]:
+        """The reply as events; what comes before the first text comes with it."""
         begun = {
             **self._head, "status": "in_progress", "incomplete_details": None, "output": [],
             "usage": None,
         }  # fmt: skip
-        return [
-            self._event("created", response=begun),
-            self._event("in_progress", response=begun),
-            self._event("output_item.added", output_index=0, item=self._item(None)),
-            self._of_part("content_part.added", part=_part("")),
-        ]
+        has_begun = False
+        async for delta in generation.deltas():
+            end = delta.end
+            parts = self._reader.push(delta.text) + (self._reader.finish() if end else [])
+            written: list[bytes] = []
+            if not has_begun and (parts or end is not None):
+                has_begun = True
+                written += [self._event(x, {"response": begun}) for x in ("created", "in_progress")]
+            written += [self._event(*one) for one in self._items.events(parts)]
+            if end is not None:
+                status = _status(end)
+                written += [self._event(*one) for one in self._items.finish(status)]
+                written.append(self._event(status, {"response": self._body(end)}))
+            if written:
+                yield b"".join(written)
 
-    def _finish(self, end: Completion) -> list[bytes]:
-        body = self.whole(end)
-        return [
-            self._of_part("output_text.done", text=end.text, logprobs=[]),
-            self._of_part("content_part.done", part=_part(end.text)),
-            self._event("output_item.done", output_index=0, item=self._item(end)),
-            self._event(str(body["status"]), response=body),
-        ]
-
-    def _of_part(self, kind: str, **fields: object) -> bytes:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return self._event(kind, **place, **fields)
-
-    def _event(self, kind: str, **fields: object) -> bytes:
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         name, number = f"response.{kind}", self._num_events
         self._num_events += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
 
 
-def _part(text: str) -> dict[str, object]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(end: Completion) -> str:
+    return "incomplete" if end.finish_reason == "length" else "completed"
 
 
 async def _with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
