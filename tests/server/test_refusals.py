@@ -8,9 +8,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.running import CONFIG, Scripted, etude, is_idle, running, scripted, wait_until_ready
+from server.running import (
+    CONFIG,
+    Scripted,
+    etude,
+    is_idle,
+    running,
+    scripted,
+    wait_until_ready,
+    with_tools,
+)
 from server.test_openai import MESSAGES
 from soloist.server.fields import ChatRequest, CompletionRequest
+from soloist.server.messages import MessagesRequest
+from soloist.server.responses import ResponsesRequest
 
 CHAT = {"model": "gpt", "messages": MESSAGES}
 TEXT = {"model": "gpt", "prompt": "def f"}
@@ -183,6 +194,25 @@ _JSON = st.recursive(
     ),
     max_leaves=5,
 )  # fmt: skip
+_ROLES = st.sampled_from(["user", "assistant", "system", "tool", 1])
+_KINDS = st.sampled_from(
+    ["text", "input_text", "output_text", "function", "function_call", "function_call_output",
+     "tool_use", "tool_result", "thinking", "reasoning", "message", "image"]
+)  # fmt: skip
+_CONTENT = (
+    st.sampled_from(["", "x", None, 5])
+    | st.lists(
+        st.fixed_dictionaries(
+            {"type": _KINDS},
+            optional={
+                "text": _JSON, "thinking": _JSON, "id": _JSON, "name": _JSON, "input": _JSON,
+                "tool_use_id": st.text(max_size=2), "content": _JSON,
+            },
+        ),
+        max_size=3,
+    )
+    | _JSON
+)  # fmt: skip
 _LIKELY = {
     "temperature": st.sampled_from([0, 0.7, 1, 2, None]),
     "top_p": st.sampled_from([0.5, 1, None]),
@@ -202,17 +232,41 @@ _LIKELY = {
     "min_tokens": st.sampled_from([None, 0, 2]),
     "model": st.sampled_from(["gpt", None]),
     "prompt": st.sampled_from(["", "def", ["a", "b"], [1, 2], [[1], [2, 3]]]),
-    "messages": st.just(MESSAGES),
+    "messages": st.sampled_from([MESSAGES[1:], MESSAGES])
+    | st.lists(st.fixed_dictionaries({"role": _ROLES, "content": _CONTENT}), max_size=4),
+    "input": st.just("x")
+    | st.lists(
+        st.fixed_dictionaries({"role": _ROLES, "content": _CONTENT})
+        | st.fixed_dictionaries({"type": _KINDS, "call_id": _CONTENT, "output": _CONTENT})
+        | st.fixed_dictionaries({"type": _KINDS, "name": _CONTENT, "arguments": _CONTENT}),
+        max_size=4,
+    ),
+    "system": _CONTENT,
+    "tools": st.lists(
+        st.fixed_dictionaries(
+            {"type": _KINDS}, optional={"name": _CONTENT, "function": _JSON, "input_schema": _JSON}
+        ),
+        max_size=2,
+    ),
 }
+
+
+_LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 
 
 @st.composite
 def requests(draw) -> tuple[str, dict[str, object]]:
     path, schema = draw(
-        st.sampled_from([("chat/completions", ChatRequest), ("completions", CompletionRequest)])
-    )
+        st.sampled_from(
+            [
+                ("chat/completions", ChatRequest), ("completions", CompletionRequest),
+                ("responses", ResponsesRequest), ("messages", MessagesRequest),
+            ]
+        )
+    )  # fmt: skip
     names = sorted(schema.model_fields)
-    body = {name: draw(_LIKELY[name]) for name in names if name in ("prompt", "messages")}
+    needed = [name for name in names if schema.model_fields[name].is_required()]
+    body = {name: draw(_LIKELY[name]) for name in needed}
     for name in draw(st.lists(st.sampled_from(names), max_size=6, unique=True)):
         body[name] = draw(_LIKELY.get(name, _JSON) | _JSON if draw(st.booleans()) else _JSON)
         if name in _LIKELY and draw(st.booleans()):
@@ -225,7 +279,7 @@ def requests(draw) -> tuple[str, dict[str, object]]:
 @pytest.fixture(scope="module")
 def quick():
     executor = Scripted()
-    with running(lambda _: scripted(executor), CONFIG) as server:
+    with running(lambda _: with_tools(executor), CONFIG) as server:
         wait_until_ready(server)
         yield server, executor
 
@@ -247,8 +301,11 @@ def test_generated_requests_get_answers_or_clear_refusals(quick) -> None:
             assert reply.status_code in (200, 400, 404), (reply.text, content)
             if reply.status_code != 200:
                 assert reply.json()["error"]["message"]
-            elif body.get("stream"):
+            elif body.get("stream") and "completions" in path:
                 assert reply.text.endswith("data: [DONE]\n\n")
+            elif body.get("stream"):
+                last = reply.text.rstrip().rpartition("\n\n")[2].splitlines()[0]
+                assert last.removeprefix("event: ") in _LAST_EVENTS
 
         check()
     assert {200, 400} <= statuses
