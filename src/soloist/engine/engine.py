@@ -64,7 +64,7 @@ class LoadReport:
 
 
 class Engine:
-    """A model in memory, ready for one request at a time.
+    """A model in memory: `generate` answers one request at a time, an `EngineLoop` several.
 
     Args:
         config: what the model is.
