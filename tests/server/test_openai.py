@@ -315,7 +315,7 @@ def test_delete_ends_a_request_and_its_client_is_told(client, server, http) -> N
     assert http.delete(f"/v1/chat/completions/{first.id}").status_code == 404
 
 
-def test_metrics_count_the_engines_tokens(client, http) -> None:
+def test_metrics_count_the_engines_tokens(client, http, server) -> None:
     def value(name: str) -> float:
         lines = http.get("/metrics").text.splitlines()
         return float(next(x for x in lines if x.startswith(name)).split()[-1])
@@ -329,6 +329,7 @@ def test_metrics_count_the_engines_tokens(client, http) -> None:
     assert value("soloist_generation_tokens_total") == before + 9
     ids = etude().tokenizer.encode(PROMPT)
     assert value("soloist_prompt_tokens_total") == prompts + len(ids)
+    wait_for(lambda: is_idle(server))
     assert value("soloist_requests_running") == 0
     assert value('soloist_http_replies_total{path="/v1/completions",status="200"}') >= 2
 
