@@ -12,6 +12,8 @@
     │   │                     BadTokenId · BadLogits
     │   ├── SettingError      options and environment
     │   └── UnknownHardware   hardware without figures
+    ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
+    │                         EngineStopped
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
                               CudaMissing · CompileError · BadInclude · LaunchError
                               GpuUnsupported · ShapeUnsupported · KernelStuck
@@ -48,6 +50,10 @@ class UserError(SoloistError):
 
 class DeviceError(SoloistError):
     """The machine cannot do what was asked."""
+
+
+class Unavailable(SoloistError):
+    """The engine takes no request now; another time or another place may."""
 
 
 # --- config.json ---------------------------------------------------------------------------------
@@ -258,6 +264,7 @@ class BadTokenId(RequestError):
             f"{field}: token id {token_id} is outside the vocabulary (0 … {vocab_size - 1})",
             "token ids belong to one tokenizer; check that these come from this model's",
         )
+        self.field = field
 
 
 class BadLogits(RequestError):
@@ -268,6 +275,37 @@ class BadLogits(RequestError):
             f"the best score for position {position} is {best} (allowed: any finite number); "
             "no token can be chosen",
             "the model's activations overflowed, or logit_bias and min_tokens left no token",
+        )
+
+
+class QueueFull(Unavailable):
+    """As many requests wait as may."""
+
+    def __init__(self, num_waiting: int, retry_s: float) -> None:
+        super().__init__(
+            f"the queue is full: {num_waiting} requests wait already; this one was not taken",
+            f"try again in about {retry_s:.0f} s, or start the server with a longer --queue",
+        )
+        self.retry_s = retry_s
+
+
+class ShuttingDown(Unavailable):
+    """The engine finishes what it has and then ends."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the server is shutting down and takes no further requests", "ask another server"
+        )
+
+
+class EngineStopped(Unavailable):
+    """The thread that owns the device ended with an error."""
+
+    def __init__(self, cause: Exception) -> None:
+        told = cause.message if isinstance(cause, SoloistError) else repr(cause)
+        hint = cause.hint if isinstance(cause, SoloistError) else ""
+        super().__init__(
+            f"the engine stopped: {told}", hint or "start the server again; its log says more"
         )
 
 

@@ -8,7 +8,7 @@ import gc
 import sys
 from typing import NoReturn
 
-from soloist.errors import DeviceError, SoloistError
+from soloist.errors import DeviceError, SoloistError, Unavailable
 from soloist.settings import read_settings
 
 # Imports make a million objects and no garbage: looking for it takes a tenth of a second.
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError) else _EXIT_USER)
+        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError | Unavailable) else _EXIT_USER)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:

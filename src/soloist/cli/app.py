@@ -148,6 +148,82 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: o.Model = "etude",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be repeated. Default: MODEL."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Ask for this key; may be repeated.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="The same from a file, one key a line.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Let web pages from this origin in; may be repeated; '*' for all."),
+    ] = None,
+    sequences: Annotated[
+        int, typer.Option(help="Requests that run at once, 1 to 8; others wait.")
+    ] = 8,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more get a 429.")] = 64,
+    flush_ms: Annotated[
+        float, typer.Option(help="Write a stream at most so often; 0 for each token.")
+    ] = 1.0,
+    max_body_mb: Annotated[int, typer.Option(help="Largest request.")] = 32,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a request is cut.")
+    ] = 3600.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have after SIGTERM.")
+    ] = 10.0,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
+    ] = True,
+    logs: Annotated[bool, typer.Option(help="A line for each request, without its text.")] = True,
+    log_text: Annotated[
+        bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
+    ] = False,
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
+    context: o.Context = None,
+    revision: o.Revision = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    The port is open at once; requests are answered with 503 until the model is loaded. SIGTERM and
+    Ctrl-C let running requests finish by a deadline.
+    """
+    from soloist.cli import serving
+    from soloist.engine import EngineConfig
+    from soloist.server.config import ServerConfig
+
+    config = ServerConfig(
+        names=serving.names_of(model, name),
+        host=host,
+        port=port,
+        api_keys=serving.read_keys(api_key, api_key_file),
+        cors_origins=tuple(cors_origin or ()),
+        most_waiting=queue,
+        flush_ms=flush_ms,
+        most_body_bytes=max_body_mb * 2**20,
+        request_s=request_timeout,
+        shutdown_s=shutdown_timeout,
+    )
+    checked = o.checked_precision(precision)
+    asked = EngineConfig(
+        model, device, checked, context, revision,
+        sequences=sequences, keeps_prefixes=prefix_cache,
+    )  # fmt: skip
+    serving.serve(asked, config, logs=logs, shows_text=log_text)
+
+
+@app.command()
 def info(
     model: o.Model = "etude",
     context: o.Context = None,

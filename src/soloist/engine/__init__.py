@@ -1,7 +1,12 @@
-"""One request from text to text: load a model, generate, tell what happened and how fast."""
+"""From text to text: load a model, generate, tell what happened and how fast."""
 
 from soloist.engine.config import EngineConfig
 from soloist.engine.engine import Engine
-from soloist.engine.events import Cancel, Chunk, Completion, Timings
+from soloist.engine.events import Cancel, Chunk, Completion, Event, Failure, Timings
+from soloist.engine.loop import EngineLoop
+from soloist.engine.ticket import Ticket
 
-__all__ = ["Cancel", "Chunk", "Completion", "Engine", "EngineConfig", "Timings"]
+__all__ = [
+    "Cancel", "Chunk", "Completion", "Engine", "EngineConfig", "EngineLoop", "Event", "Failure",
+    "Ticket", "Timings",
+]  # fmt: skip

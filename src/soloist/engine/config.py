@@ -1,17 +1,20 @@
 """What a user asks of an engine, and the pure function that turns every 'auto' into a decision."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from soloist.errors import DeviceMissing, SettingError
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import (
     CHUNK_TOKENS,
+    HEADROOM_BYTES,
     KernelMemory,
     MemoryEstimate,
     fitting_context,
+    kv_bytes_per_token,
     require_memory,
 )
 from soloist.model.tensors import TensorSpec
@@ -33,6 +36,9 @@ class EngineConfig:
         prepare: build and record while loading what later requests may need: the kernel that
             samples, graphs for prompts of several lengths. Without, a process that answers one
             request starts sooner, and a first sampled request may wait for a compiler.
+        sequences: requests that may run side by side, 1 … 8.
+        keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
+            room requests leave.
     """
 
     model: str = "etude"
@@ -41,6 +47,8 @@ class EngineConfig:
     context_tokens: int | None = None
     revision: str | None = None
     prepare: bool = True
+    sequences: int = 1
+    keeps_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,14 @@ class Resolved:
         dtype: of weights and KV cache.
         context_tokens: room for prompt and answer.
         memory: what will be allocated.
+        kv_tokens: positions of the KV cache, shared by all requests: at least one context.
     """
 
     device: str
     dtype: Dtype
     context_tokens: int
     memory: MemoryEstimate
+    kv_tokens: int
 
 
 def resolve_device(asked: str, present: Sequence[str]) -> str:
@@ -93,6 +103,8 @@ def resolve(
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise SettingError("precision", asked.precision, "auto, fp32, bf16, fp16")
+    if not 1 <= asked.sequences <= MAX_COLUMNS:
+        raise SettingError("sequences", asked.sequences, f"1 … {MAX_COLUMNS}")
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(
@@ -112,4 +124,25 @@ def resolve(
     memory = require_memory(
         model, specs, dtype, context, available_bytes, CHUNK_TOKENS, kernel(dtype)
     )
-    return Resolved(device, dtype, context, memory)
+    kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
+    token_bytes = kv_bytes_per_token(model, dtype)
+    memory = replace(memory, kv_bytes=memory.kv_bytes + (kv_tokens - context) * token_bytes)
+    return Resolved(device, dtype, context, memory, kv_tokens)
+
+
+def _kv_tokens(
+    sequences: int,
+    context: int,
+    model: ModelConfig,
+    dtype: Dtype,
+    available_bytes: int,
+    memory: MemoryEstimate,
+) -> int:
+    """One context, and further ones for requests side by side from half of what is then left.
+
+    The other half serves what may, but need not, be in memory: on a GPU, rows for prefill.
+    """
+    left = max(0, available_bytes - HEADROOM_BYTES - memory.total_bytes)
+    further = left // 2 // kv_bytes_per_token(model, dtype)
+    further = min(further, (sequences - 1) * context)
+    return context + further // PAGE_POSITIONS * PAGE_POSITIONS

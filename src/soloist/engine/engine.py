@@ -4,19 +4,21 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
+from soloist.engine.answer import Answer
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
-from soloist.engine.events import Cancel, Chunk, Completion, FinishReason, Timings
-from soloist.engine.kernel import KernelModel, Support, find_support
+from soloist.engine.events import Cancel, Chunk, Completion
+from soloist.engine.executor import Executor
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel, Support, find_support
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
@@ -27,22 +29,13 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import LoadProgress, load_weights
+from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
-from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
+from soloist.text import ChatTemplate, Message, Tokenizer
 
 OnProgress = Callable[[LoadProgress], None]
-Executor = Literal["decode kernel", "reference"]
-
-
-class Model(Protocol):
-    """What runs a loaded model."""
-
-    def generate(
-        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
-    ) -> Generator[int, None, None]:
-        """Yield tokens until the caller stops asking or cancels."""
-        ...
+ExecutorName = Literal["decode kernel", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +59,12 @@ class LoadReport:
     checkpoint_bytes: int
     load_s: float
     device_name: str
-    executor: Executor = "reference"
+    executor: ExecutorName = "reference"
     refusal: str = ""
 
 
 class Engine:
-    """A model in memory, ready for one request at a time.
+    """A model in memory: `generate` answers one request at a time, an `EngineLoop` several.
 
     Args:
         config: what the model is.
@@ -83,7 +76,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        model: Model,
+        model: Executor,
         resolved: Resolved,
         folder: Path,
         report: LoadReport,
@@ -137,14 +130,20 @@ class Engine:
             on_progress,
         )
         load_s = time.perf_counter() - start
-        model: Model
+        model: Executor
         if support.plan is None:
-            model = ReferenceModel(config, weights)
+            model = ReferenceModel(
+                config, weights, resolved.kv_tokens, asked.sequences,
+                keeps_prefixes=asked.keeps_prefixes,
+            )  # fmt: skip
         else:
             context = resolved.context_tokens
             model = kernel_model = KernelModel(
-                support.plan, weights, context, device, settings.cache, keep_rows=not is_staged
-            )
+                support.plan, weights, context, device, settings.cache,
+                keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
+                chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
+                keeps_prefixes=asked.keeps_prefixes,
+            )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
         streamed = streamed_values(specs, tied_head=config.tied_head)
@@ -220,45 +219,18 @@ class Engine:
         cancel: Cancel,
         accepted: float,
     ) -> Iterator[Chunk | Completion]:
-        stream = TextStream(self.tokenizer, stop=params.stop)
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
-        reason: FinishReason | None = None
-        made: list[int] = []
-        text: list[str] = []
-        first = last = accepted
+        answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
         source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
         with closing(source):
             for token_id in source:
-                last = time.perf_counter()
-                first = last if not made else first
-                made.append(token_id)
-                reason = sampler.stop_test.finish_reason(token_id, len(made))
-                piece = "" if reason in ("eos", "stop") else stream.push([token_id])
-                if stream.stopped is not None:
-                    reason = "stop"
-                if piece:
-                    text.append(piece)
-                yield Chunk(piece, (token_id,))
-                if reason is not None:
+                yield answer.take(token_id, None, time.perf_counter())
+                if answer.finish_reason is not None:
                     break
-        rest = stream.finish()
-        if rest:
-            text.append(rest)
-            yield Chunk(rest, ())
-        now = time.perf_counter()
-        yield Completion(
-            text="".join(text),
-            token_ids=tuple(made),
-            finish_reason=reason or "cancelled",
-            timings=Timings(
-                prompt_tokens=len(prompt_ids),
-                new_tokens=len(made),
-                ttft_s=first - accepted,
-                decode_s=last - first,
-                total_s=now - accepted,
-            ),
-            seed=params.seed,
-        )
+        rest, completion = answer.finish(time.perf_counter())
+        if rest is not None:
+            yield rest
+        yield completion
 
 
 def devices() -> list[str]:

@@ -3,17 +3,26 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from soloist.errors import SoloistError
 from soloist.sampling import FinishReason as StopReason
+from soloist.sampling.logprobs import TokenLogprobs
 
 FinishReason = StopReason | Literal["cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text that is safe to show; the ids of the tokens that were made since the last chunk."""
+    """Text that is safe to show; the tokens that were made since the last chunk.
+
+    Attributes:
+        text: may lag behind the tokens by what is not certain yet.
+        token_ids: of the tokens made.
+        logprobs: where they were asked for, one for each token but the one that ends the request.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,8 @@ class Timings:
         ttft_s: request accepted → first token known.
         decode_s: first token → last token.
         total_s: request accepted → finished.
+        queue_s: request accepted → work on it begins, a part of `ttft_s`.
+        cached_tokens: tokens of the prompt that did not have to be read again.
     """
 
     prompt_tokens: int
@@ -33,6 +44,8 @@ class Timings:
     ttft_s: float
     decode_s: float
     total_s: float
+    queue_s: float = 0.0
+    cached_tokens: int = 0
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -42,13 +55,33 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a request."""
+    """The end of a request.
+
+    Attributes:
+        text: all of it.
+        token_ids: all of them, the one that ended the request included.
+        finish_reason: why it ended.
+        timings: how fast it went.
+        seed: what chose the tokens; None where the best one was always taken.
+        stop: the stop string that ended it, if one did.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     timings: Timings
     seed: int | None
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a request that cannot go on."""
+
+    error: SoloistError
+
+
+Event = Chunk | Completion | Failure
 
 
 class Cancel:

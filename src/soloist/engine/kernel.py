@@ -1,11 +1,11 @@
-"""Tokens of one request from the decode kernel: what a GPU does where the reference did it before.
+"""Sequences on the decode kernel: what a GPU does where the reference did it before.
 
 A short prompt rides the decode kernel, a longer one goes through library products in chunks. The
-host chooses the first token from the prompt's logits, the kernel all others, many rounds a launch.
+host chooses the first token from the prompt's logits, the kernel all others, many rounds a launch,
+in which every sequence has a column.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from soloist.engine.executor import Executor, Outcome, Picked, Running, pick, picked
+from soloist.engine.prefix import Node, PrefixTree
 from soloist.errors import BadLogits, CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.choice import Choice
@@ -29,6 +31,7 @@ from soloist.model.memory import KernelMemory
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.page_list import PageList
 from soloist.prefill.pages import PagePool
 from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill, require_prefill
 from soloist.sampling import Sampler
@@ -36,6 +39,9 @@ from soloist.sampling import Sampler
 # Prompts of up to so many tokens ride the decode kernel: three rounds of eight columns take less
 # time than the launches of one pass of prefill.
 RIDING_TOKENS = 24
+
+# Prompt tokens a pass where several requests run: what running streams may have to wait for.
+SHARED_CHUNK_TOKENS = 512
 
 # First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
 # full ones.
@@ -47,6 +53,7 @@ class Launches(Protocol):
 
     max_rounds: int
     logits: Tensor
+    page_tables: Tensor
 
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         """Start a launch."""
@@ -66,129 +73,211 @@ class Launches(Protocol):
 
 
 class PromptPass(Protocol):
-    """What generating needs of a `Prefill`."""
+    """What reading prompts needs of a `Prefill`."""
 
     most_tokens: int
 
-    def run_prompt(
+    def run(
         self,
         token_ids: Sequence[int],
+        position: int,
         page_table: Sequence[int],
-        chunk_tokens: int,
-        cancelled: Callable[[], bool],
+        *,
+        want_logits: bool = True,
     ) -> Tensor | None:
-        """Logits [V] of the last token, or None where cancelled."""
+        """Logits [V] of the last token, where they are wanted."""
         ...
 
 
-class KernelGenerator:
-    """The token loop, over anything that launches rounds and reads prompts.
+class _Running(Running):
+    """A sequence with a row of the page tables.
 
-    Args:
-        decoder: runs rounds.
-        prefill: reads prompts that are too long to ride.
-        page_table: of sequence 0, which all requests use in turn.
-        vocab_size: V.
+    Attributes:
+        slot: its row.
+        pages: of all its positions.
+        owned: those of them that it gives back; others belong to kept prefixes.
+        node: the last kept block of its prompt.
     """
 
     def __init__(
-        self, decoder: Launches, prefill: PromptPass, page_table: Sequence[int], vocab_size: int
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        top_logprobs: int | None,
+        slot: int,
+        pages: list[int],
+    ) -> None:
+        super().__init__(prompt_ids, sampler, top_logprobs)
+        self.slot, self.pages, self.owned = slot, pages, set(pages)
+        self.node: Node[list[int]] | None = None
+
+
+class KernelExecutor(Executor):
+    """Sequences over anything that launches rounds and reads prompts.
+
+    Every sequence is a column of each launch and owns the pages of the pool that prompt and answer
+    may need.
+
+    Args:
+        decoder: runs rounds; its page tables have a row for each sequence.
+        prefill: reads prompts that are too long to ride.
+        num_pages: pages in the pool; at least one context's.
+        vocab_size: V.
+        chunk_tokens: most prompt tokens a pass.
+        keeps_prefixes: leave pages of prompts in the pool, as far as nobody else needs them, for
+            later prompts that begin alike.
+    """
+
+    def __init__(
+        self,
+        decoder: Launches,
+        prefill: PromptPass,
+        num_pages: int,
+        vocab_size: int,
+        chunk_tokens: int = CHUNK_TOKENS,
+        *,
+        keeps_prefixes: bool = False,
     ) -> None:
         self._launches, self._prompt_pass = decoder, prefill
-        self._page_table, self._vocab_size = page_table, vocab_size
+        self._vocab_size = vocab_size
+        self._chunk_tokens = min(chunk_tokens, prefill.most_tokens)
+        self._pages = PageList(num_pages)
+        self._tree: PrefixTree[list[int]] | None = None
+        if keeps_prefixes and self._chunk_tokens % PAGE_POSITIONS == 0:
+            self._tree = PrefixTree(self._chunk_tokens)
+        self.num_columns = min(MAX_COLUMNS, decoder.page_tables.shape[0])
+        self._free_slots = list(range(self.num_columns - 1, -1, -1))
+        self._rows = decoder.page_tables.tolist()
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        cancelled: Callable[[], bool],
-        chunk_tokens: int = CHUNK_TOKENS,
-    ) -> Generator[int, None, None]:
-        """Yield tokens, at most the request's largest number, until the caller stops or cancels.
-
-        Closing the iterator ends the launch before it returns, so the next request may start.
-
-        Args:
-            prompt_ids: at least one token; with the answer they fit the context.
-            sampler: says how the kernel chooses, picks the first token and observes all.
-            cancelled: asked before every chunk of the prompt and after every token.
-            chunk_tokens: most prompt tokens a pass.
-
-        Raises:
-            BadLogits: the best score is NaN or infinite.
-            KernelStuck, LaunchError: the kernel failed.
-        """
-        token_id = self._first_token(prompt_ids, sampler, cancelled, chunk_tokens)
-        if token_id is None:
-            return
-        yield token_id
-        if cancelled():
-            return
-        sampler.observe(token_id)
-        yield from self._decode(token_id, len(prompt_ids), sampler, cancelled)
-
-    def _first_token(
-        self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        cancelled: Callable[[], bool],
-        chunk_tokens: int,
-    ) -> int | None:
-        """What follows the prompt; None where cancelled."""
-        position = len(prompt_ids)
-        if position > RIDING_TOKENS:
-            chunk = min(chunk_tokens, self._prompt_pass.most_tokens)
-            logits = self._prompt_pass.run_prompt(prompt_ids, self._page_table, chunk, cancelled)
-            return None if logits is None else sampler.pick(logits, position)
-        if cancelled():
+    def open(
+        self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
+    ) -> Running | None:
+        """See Executor."""
+        wanted = _num_pages(len(prompt_ids) + sampler.stop_test.max_tokens)
+        if not self._free_slots:
             return None
+        # Of a prompt that is kept whole the last chunk is read again: it gives the logits.
+        match = None if self._tree is None else self._tree.match(prompt_ids[:-1])
+        kept = [] if match is None else [page for pages in match.values for page in pages]
+        if self._tree is not None and match is not None:
+            self._tree.use(match.node)
+            if not self._make_room(wanted - len(kept)):
+                self._tree.release(match.node)
+        if wanted - len(kept) > self._pages.num_free:
+            return None
+        own = self._pages.take(wanted - len(kept))
+        slot, pages = self._free_slots.pop(), kept + own
+        if self._rows[slot][:wanted] != pages:
+            self._rows[slot][:wanted] = pages
+            self._launches.page_tables[slot, :wanted].copy_(torch.tensor(pages, dtype=torch.int32))
+        running = _Running(prompt_ids, sampler, top_logprobs, slot, pages)
+        running.owned = set(own)
+        if match is not None:
+            running.node, running.divergence = match.node, match.divergence
+            running.num_cached = running.num_read = len(kept) * PAGE_POSITIONS
+        return running
+
+    def _make_room(self, pages: int) -> bool:
+        """Whether so many pages are free, if need be instead of kept prefixes."""
+        if self._tree is not None and (missing := pages - self._pages.num_free) > 0:
+            for dropped in self._tree.drop(-(-missing * PAGE_POSITIONS // self._chunk_tokens)):
+                self._pages.give_back(reversed(dropped))
+        return pages <= self._pages.num_free
+
+    def _keep(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
+        """Leave the pages of a chunk that was just read to later prompts, if it is whole."""
+        if self._tree is None or running.node is None or len(chunk) < self._chunk_tokens:
+            return
+        first = start // PAGE_POSITIONS
+        pages = running.pages[first : first + self._chunk_tokens // PAGE_POSITIONS]
+        node, is_new = self._tree.insert(running.node, chunk, pages)
+        if is_new:
+            running.owned.difference_update(pages)
+        self._tree.use(node)
+        self._tree.release(running.node)
+        running.node = node
+
+    def read(self, running: Running) -> Picked | None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        if len(running.prompt_ids) <= RIDING_TOKENS:
+            return self._ride(running)
+        start = running.num_read
+        chunk = running.prompt_ids[start : start + self._chunk_tokens]
+        is_last = start + len(chunk) == len(running.prompt_ids)
+        logits = self._prompt_pass.run(chunk, start, running.pages, want_logits=is_last)
+        running.num_read += len(chunk)
+        self._keep(running, start, chunk)
+        return None if logits is None else pick(running, logits)
+
+    def _ride(self, running: _Running) -> Picked:
+        """Read a short prompt in rounds of its own; what follows it."""
         # Columns side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
-        width = min(position, MAX_COLUMNS)
-        columns = [Column(0, c, prompt_ids[c::width], stride=width) for c in range(width)]
-        last = (position - 1) % width
-        # The kernel's choice is the request's where that is simply the best.
-        token_id = self._launches.run(columns, -(-position // width))[-1][last]
-        if _choice(sampler) is not None:
-            return sampler.pick(self._launches.logits[last, : self._vocab_size], position)
+        ids = running.prompt_ids
+        width, last = min(len(ids), MAX_COLUMNS), (len(ids) - 1) % MAX_COLUMNS
+        columns = [Column(running.slot, c, ids[c::width], stride=width) for c in range(width)]
+        token_id = self._launches.run(columns, -(-len(ids) // width))[-1][last]
+        running.num_read = len(ids)
+        if running.top_logprobs is not None or _choice(running.sampler) is not None:
+            return pick(running, self._launches.logits[last, : self._vocab_size])
+        # The best one, as the kernel has found.
         if token_id >= self._vocab_size:
-            raise BadLogits(position, bad_score(token_id))
-        return token_id
+            raise BadLogits(len(ids), bad_score(token_id))
+        running.sampler.observe(token_id)
+        return Picked(token_id)
 
-    def _decode(
-        self, last: int, position: int, sampler: Sampler, cancelled: Callable[[], bool]
-    ) -> Iterator[int]:
-        """Tokens after `last`, which is at `position`."""
-        test = sampler.stop_test
-        # Of more stop tokens the caller sees the others, and closes.
-        stops = sorted(test.ending_ids)[:MAX_STOPS]
-        while (wanted := test.max_tokens - len(sampler.output_ids)) > 0:
-            column = Column(0, position, [last], stops, choice=_choice(sampler))
-            rounds = min(wanted, self._launches.max_rounds)
-            with closing(self._launched(column, rounds)) as chosen:
-                for token_id in chosen:
-                    last, position = token_id, position + 1
-                    if token_id >= self._vocab_size:
-                        raise BadLogits(position, bad_score(token_id))
-                    yield token_id
-                    if cancelled():
-                        return
-                    sampler.observe(token_id)
+    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+        """See Executor.
 
-    def _launched(self, column: Column, rounds: int) -> Generator[int, None, None]:
-        """One column's tokens; closing ends the launch and waits for its end."""
-        self._launches.start([column], rounds)
+        Where log probabilities are wanted a launch has one round: the kernel leaves the logits of
+        its last round only.
+        """
+        shows_logits = any(r.top_logprobs is not None for r in running)
+        count = 1 if shows_logits else min(most, self._launches.max_rounds)
+        count = min(count, *(r.num_wanted for r in running))
+        failed: dict[int, BadLogits] = {}
+        self._launches.start([_column(r) for r in running], count)
         tokens = self._launches.tokens()
         try:
-            for (token_id,) in tokens:
-                yield token_id
+            for chosen in list(tokens) if shows_logits else tokens:
+                yield [
+                    self._outcome(column, r, chosen[column], failed)
+                    for column, r in enumerate(running)
+                ]
         finally:
             self._launches.stop()
             for _ in tokens:
                 pass
 
+    def _outcome(
+        self, column: int, running: Running, token_id: int, failed: dict[int, BadLogits]
+    ) -> Outcome:
+        if token_id >= self._vocab_size:
+            failed.setdefault(column, BadLogits(running.position + 1, bad_score(token_id)))
+        if column in failed:
+            return failed[column]
+        running.sampler.observe(token_id)
+        if running.top_logprobs is None:
+            return Picked(token_id)
+        return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
 
-class KernelModel(KernelGenerator):
+    def stop(self) -> None:
+        """See Executor."""
+        self._launches.stop()
+
+    def close(self, running: Running) -> None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        # In this order: one sequence after the other gets the same pages and an unchanged row.
+        self._pages.give_back(page for page in reversed(running.pages) if page in running.owned)
+        if self._tree is not None and running.node is not None:
+            self._tree.release(running.node)
+            running.node = None
+        self._free_slots.append(running.slot)
+
+
+class KernelModel(KernelExecutor):
     """A model on one GPU: packed weights and the kernel, a KV pool, and prefill on the same pool.
 
     Args:
@@ -200,13 +289,17 @@ class KernelModel(KernelGenerator):
         cache_root: where compiled kernels are kept; None keeps nothing.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
             prefill unpacks one matrix at a time.
-        sequences: rows of the page tables. Requests use the first.
+        sequences: rows of the page tables, or requests that run side by side.
+        kv_tokens: positions in the pool, shared by all requests; None makes room for as many
+            contexts as there are sequences.
+        chunk_tokens: most prompt tokens a pass of prefill.
+        keeps_prefixes: see `KernelExecutor`.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes that the server and benchmarks choose
         self,
         plan: Plan,
         weights: Weights,
@@ -216,15 +309,23 @@ class KernelModel(KernelGenerator):
         *,
         keep_rows: bool,
         sequences: int = 1,
+        kv_tokens: int | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+        keeps_prefixes: bool = False,
     ) -> None:
         config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
         pages = _num_pages(context_tokens)
+        num_pages = pages * sequences if kv_tokens is None else _num_pages(kv_tokens)
         self.plan = plan
         self._device, self._keeps_rows = device, keep_rows
-        self.page_tables = [list(range(s * pages, (s + 1) * pages)) for s in range(sequences)]
+        # Until requests take pages: each sequence its own, as far as the pool goes.
+        self.page_tables = [
+            [page % num_pages for page in range(s * pages, (s + 1) * pages)]
+            for s in range(sequences)
+        ]
         with torch.cuda.device(device):
             self.pool = PagePool(
-                config.num_layers, plan.kv_heads, plan.head_dim, pages * sequences, dtype, device
+                config.num_layers, plan.kv_heads, plan.head_dim, num_pages, dtype, device
             )
             rope = rope_table(config.rope, plan.head_dim, pages * PAGE_POSITIONS, device)
             vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
@@ -253,7 +354,15 @@ class KernelModel(KernelGenerator):
                 most_tokens=min(CHUNK_TOKENS, context_tokens),
             )
             torch.cuda.synchronize(device)
-        super().__init__(self.decoder, self.prefill, self.page_tables[0], config.vocab_size)
+        super().__init__(
+            self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
+            keeps_prefixes=keeps_prefixes,
+        )  # fmt: skip
+
+    def bind(self) -> None:
+        """See Executor; the driver launches into the context of the calling thread."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)
 
     def prepare(self) -> None:
         """Build and record now what first requests would wait for.
@@ -362,6 +471,14 @@ def support_on(
 
 def _num_pages(context_tokens: int) -> int:
     return -(-context_tokens // PAGE_POSITIONS)
+
+
+def _column(running: Running) -> Column:
+    assert isinstance(running, _Running), "opened here"
+    # Of more stop tokens the caller sees the others.
+    stops = sorted(running.sampler.stop_test.ending_ids)[:MAX_STOPS]
+    choice = _choice(running.sampler)
+    return Column(running.slot, running.position, [running.last], stops, choice=choice)
 
 
 def _choice(sampler: Sampler) -> Choice | None:

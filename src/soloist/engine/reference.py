@@ -1,33 +1,161 @@
-"""Tokens of one request from the reference: the same door as `KernelModel`'s."""
+"""Sequences on the reference: prompts in chunks, then one token of each in turn."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
+import torch
+from torch import Tensor
+
+from soloist.engine.executor import Executor, Outcome, Picked, Running, pick
+from soloist.engine.prefix import Match, Node, PrefixTree
+from soloist.errors import BadLogits
 from soloist.model.config import ModelConfig
 from soloist.model.memory import CHUNK_TOKENS
 from soloist.model.weights import Weights
-from soloist.reference import build_reference
-from soloist.reference.generate import generate
+from soloist.reference import KVCache, build_reference
 from soloist.sampling import Sampler
 
+# Keys and values [K, chunk, D] of every attention block.
+_Kept = list[tuple[Tensor, Tensor]]
 
-class ReferenceModel:
+
+class _Running(Running):
+    """A sequence with a KV cache of its own, and the last kept block of its prompt."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        top_logprobs: int | None,
+        cache: KVCache,
+    ) -> None:
+        super().__init__(prompt_ids, sampler, top_logprobs)
+        self.cache = cache
+        self.node: Node[_Kept] | None = None
+
+
+class ReferenceModel(Executor):
     """A model on any torch device.
 
     Args:
         config: what it computes.
         weights: on the device; taken over.
+        kv_tokens: positions that all open sequences together may take; at least one context.
+        num_columns: sequences that may be open at once.
+        chunk_tokens: prompt tokens a pass.
+        keeps_prefixes: keep keys and values of prompts, as far as the room goes, for later ones
+            that begin alike.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.reference = build_reference(config, weights)
-
-    def generate(
+    def __init__(
         self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        cancelled: Callable[[], bool],
+        config: ModelConfig,
+        weights: Weights,
+        kv_tokens: int,
+        num_columns: int = 1,
         chunk_tokens: int = CHUNK_TOKENS,
-    ) -> Generator[int, None, None]:
-        """Yield tokens until the caller stops asking or cancels."""
-        cache = self.reference.new_cache(len(prompt_ids) + sampler.stop_test.max_tokens)
-        yield from generate(self.reference, cache, prompt_ids, sampler, cancelled, chunk_tokens)
+        *,
+        keeps_prefixes: bool = False,
+    ) -> None:
+        self.reference = build_reference(config, weights)
+        self.num_columns = num_columns
+        self._room, self._chunk_tokens = kv_tokens, chunk_tokens
+        self._tree: PrefixTree[_Kept] | None = PrefixTree(chunk_tokens) if keeps_prefixes else None
+        self._is_asked_to_stop = False
+        self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
+
+    def bind(self) -> None:
+        """See Executor; the number of threads is partly a thread's own."""
+        torch.set_num_threads(torch.get_num_threads())
+
+    def open(
+        self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
+    ) -> Running | None:
+        """See Executor."""
+        asked = len(prompt_ids) + sampler.stop_test.max_tokens
+        # Of a prompt that is kept whole the last chunk is read again: it gives the logits.
+        match = None if self._tree is None else self._tree.match(prompt_ids[:-1])
+        if not self._make_room(asked):
+            return None
+        self._room -= asked
+        cache = self.reference.new_cache(asked)
+        running = _Running(prompt_ids, sampler, top_logprobs, cache)
+        if match is not None:
+            self._take_kept(running, match)
+        return running
+
+    def _make_room(self, asked: int) -> bool:
+        """Whether there is room for so many positions, if need be instead of kept prefixes."""
+        if self._tree is not None and asked > self._room:
+            missing = asked - self._room
+            dropped = self._tree.drop(-(-missing // self._chunk_tokens))
+            self._room += len(dropped) * self._chunk_tokens
+        return asked <= self._room
+
+    def _take_kept(self, running: _Running, match: Match[_Kept]) -> None:
+        """Copy what is kept of the prompt; the match holds it, even if it was just dropped."""
+        for number, kept in enumerate(match.values):
+            position = number * self._chunk_tokens
+            for block, (keys, values) in enumerate(kept):
+                running.cache.append(block, position, keys, values)
+        running.num_cached = running.num_read = len(match.values) * self._chunk_tokens
+        running.divergence = match.divergence
+        assert self._tree is not None, "there is a match"
+        if self._tree.is_kept(match.node):
+            running.node = match.node
+            self._tree.use(match.node)
+
+    def _keep(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
+        """Keep a chunk that was just read, if it is whole and there is room."""
+        tree, size = self._tree, self._chunk_tokens
+        if tree is None or running.node is None or len(chunk) < size or not self._make_room(size):
+            return
+        cache = running.cache
+        views = [cache.view(block, start, start + size) for block in range(cache.num_blocks)]
+        kept = [(keys.clone(), values.clone()) for keys, values in views]
+        node, is_new = tree.insert(running.node, chunk, kept)
+        self._room -= size if is_new else 0
+        tree.use(node)
+        tree.release(running.node)
+        running.node = node
+
+    def read(self, running: Running) -> Picked | None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        start = running.num_read
+        chunk = running.prompt_ids[start : start + self._chunk_tokens]
+        ids = torch.tensor(chunk, dtype=torch.int64, device=self.reference.device)
+        is_last = start + len(chunk) == len(running.prompt_ids)
+        logits = self.reference.forward(ids, start, running.cache, "last" if is_last else "none")
+        running.num_read += len(chunk)
+        self._keep(running, start, chunk)
+        return None if logits is None else pick(running, logits[0])
+
+    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+        """See Executor."""
+        self._is_asked_to_stop = False
+        for _ in range(min(most, *(r.num_wanted for r in running))):
+            yield [self._outcome(r) for r in running]
+            if self._is_asked_to_stop:
+                return
+
+    def _outcome(self, running: Running) -> Outcome:
+        assert isinstance(running, _Running), "opened here"
+        self._token.fill_(running.last)
+        logits = self.reference.forward(self._token, running.position, running.cache)
+        assert logits is not None, "the last row was asked for"
+        try:
+            return pick(running, logits[0])
+        except BadLogits as error:
+            return error
+
+    def stop(self) -> None:
+        """See Executor."""
+        self._is_asked_to_stop = True
+
+    def close(self, running: Running) -> None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        self._room += running.cache.capacity
+        if self._tree is not None and running.node is not None:
+            self._tree.release(running.node)
+            running.node = None

@@ -36,6 +36,11 @@ class KVCache:
 
         self._keys, self._values = stored(), stored()
 
+    @property
+    def num_blocks(self) -> int:
+        """Attention blocks."""
+        return len(self._keys)
+
     def append(self, block: int, position: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [K, T, D] of positions `position` … `position` + T - 1."""
         count = keys.shape[1]

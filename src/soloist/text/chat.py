@@ -24,6 +24,7 @@ class ChatTemplate:
     """The chat templates of one model.
 
     Attributes:
+        source: of all templates, as it was given.
         names: the templates there are; `default` is taken unless tools are given and there is a
             `tool_use`.
     """
@@ -45,6 +46,7 @@ class ChatTemplate:
             file: where the templates are from, for errors.
         """
         self._file = file
+        self.source = "\n".join(sources.values())
         self._special_tokens = dict(special_tokens or {})
         made = environment(now)
         self._templates = {

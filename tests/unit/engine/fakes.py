@@ -1,6 +1,6 @@
 """A decoder and a prefill without a GPU: logits are drawn with a checksum of all tokens so far."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import pack_choices
 from soloist.megakernel.launch import Column
+from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling import sample
 from soloist.sampling.adjust import TokenCounts
@@ -20,17 +21,24 @@ ROWS = 64
 
 @dataclass
 class Cache:
-    """The token at each position of sequence 0, as the KV cache would have it."""
+    """The token at each place of each page, as the KV cache would have it."""
 
-    tokens: dict[int, int] = field(default_factory=dict)
+    tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     bad: float | None = None
 
-    def logits(self, position: int) -> Tensor:
+    def write(self, pages: Sequence[int], position: int, token_id: int) -> None:
+        self.tokens[place(pages, position)] = token_id
+
+    def logits(self, pages: Sequence[int], position: int) -> Tensor:
         """[ROWS] after the token at `position`; everything up to it counts, nothing behind it."""
         if self.bad is not None:
             return torch.full((ROWS,), self.bad)
-        seen = [self.tokens[p] for p in range(position + 1)]
+        seen = [self.tokens[place(pages, p)] for p in range(position + 1)]
         return torch.cat([logits_after(seen), torch.full((ROWS - VOCAB,), torch.inf)])
+
+
+def place(pages: Sequence[int], position: int) -> tuple[int, int]:
+    return int(pages[position // PAGE_POSITIONS]), position % PAGE_POSITIONS
 
 
 def logits_after(ids: Sequence[int]) -> Tensor:
@@ -80,8 +88,9 @@ class FakeSampler:
 class FakeDecoder:
     """Runs a round whenever the next tokens are asked for."""
 
-    def __init__(self, cache: Cache, max_rounds: int = 4096) -> None:
+    def __init__(self, cache: Cache, max_rounds: int = 4096, sequences: int = 1) -> None:
         self.cache, self.max_rounds = cache, max_rounds
+        self.page_tables = torch.arange(10 * sequences, dtype=torch.int32).view(sequences, 10)
         self.logits = torch.zeros(8, ROWS)
         self.launches: list[Launch] = []
         self.num_rounds = 0
@@ -126,9 +135,11 @@ class FakeDecoder:
     def _round(self, launch: Launch, number: int, fed: list[int]) -> list[int]:
         self.num_rounds += 1
         positions = [c.position + number * c.stride for c in launch.columns]
-        self.cache.tokens.update(zip(positions, fed, strict=True))
-        for n, position in enumerate(positions):
-            self.logits[n] = self.cache.logits(position)
+        tables = [self.page_tables[c.sequence].tolist() for c in launch.columns]
+        for pages, position, token_id in zip(tables, positions, fed, strict=True):
+            self.cache.write(pages, position, token_id)
+        for n, (pages, position) in enumerate(zip(tables, positions, strict=True)):
+            self.logits[n] = self.cache.logits(pages, position)
         if self.forced_choice is not None:
             return [self.forced_choice] * len(fed)
         chosen = self.logits[: len(fed), :VOCAB].argmax(1).tolist()
@@ -150,19 +161,17 @@ class FakePrefill:
         self.cache, self.most_tokens = cache, most_tokens
         self.chunks: list[int] = []
 
-    def run_prompt(
+    def run(
         self,
         token_ids: Sequence[int],
+        position: int,
         page_table: Sequence[int],
-        chunk_tokens: int,
-        cancelled: Callable[[], bool],
+        *,
+        want_logits: bool = True,
     ) -> Tensor | None:
-        assert chunk_tokens <= self.most_tokens
-        assert list(page_table) == [0, 1]
-        for start in range(0, len(token_ids), chunk_tokens):
-            if cancelled():
-                return None
-            chunk = token_ids[start : start + chunk_tokens]
-            self.cache.tokens.update(enumerate(chunk, start))
-            self.chunks.append(len(chunk))
-        return self.cache.logits(len(token_ids) - 1)[:VOCAB]
+        assert 0 < len(token_ids) <= self.most_tokens
+        for i, token_id in enumerate(token_ids, position):
+            self.cache.write(page_table, i, token_id)
+        self.chunks.append(len(token_ids))
+        last = position + len(token_ids) - 1
+        return self.cache.logits(page_table, last)[:VOCAB] if want_logits else None

@@ -9,7 +9,7 @@ import torch
 
 from soloist.engine import kernel as kernel_module
 from soloist.engine.config import EngineConfig, resolve
-from soloist.engine.kernel import KernelGenerator, Unpacked, find_support, support_on
+from soloist.engine.kernel import KernelExecutor, Unpacked, find_support, support_on
 from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.packing import gather, pack, place
@@ -32,17 +32,15 @@ H200 = ((9, 0), 132, 227 * 1024)
 class Parts:
     decoder: FakeDecoder
     prefill: FakePrefill
-    generator: KernelGenerator
+    executor: KernelExecutor
 
     def generate(
         self,
         prompt: list[int],
         params: SamplingParams,
         cancelled: Callable[[], bool] = lambda: False,
-        chunk_tokens: int = 2048,
     ):
-        sampler = Sampler(params, VOCAB, prompt, EOS)
-        return self.generator.generate(prompt, sampler, cancelled, chunk_tokens)
+        return self.executor.generate(prompt, Sampler(params, VOCAB, prompt, EOS), cancelled)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """What the engine would take."""
@@ -58,10 +56,14 @@ class Parts:
         return made
 
 
-def parts(max_rounds: int = 4096, most_tokens: int = 2048) -> Parts:
+def parts(
+    max_rounds: int = 4096, most_tokens: int = 2048, chunk_tokens: int = 2048, sequences: int = 1
+) -> Parts:
     cache = Cache()
-    decoder, prefill = FakeDecoder(cache, max_rounds), FakePrefill(cache, most_tokens)
-    return Parts(decoder, prefill, KernelGenerator(decoder, prefill, [0, 1], VOCAB))
+    decoder = FakeDecoder(cache, max_rounds, sequences)
+    prefill = FakePrefill(cache, most_tokens)
+    executor = KernelExecutor(decoder, prefill, 10 * sequences, VOCAB, chunk_tokens)
+    return Parts(decoder, prefill, executor)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -127,8 +129,8 @@ def test_short_prompts_ride_and_longer_ones_do_not() -> None:
 
 @pytest.mark.parametrize(("chunk", "most"), [(64, 2048), (2048, 64)])
 def test_long_prompts_are_cut(chunk: int, most: int) -> None:
-    p = parts(most_tokens=most)
-    list(p.generate(prompt_of(150), SamplingParams(max_tokens=2), chunk_tokens=chunk))
+    p = parts(most_tokens=most, chunk_tokens=chunk)
+    list(p.generate(prompt_of(150), SamplingParams(max_tokens=2)))
     assert p.prefill.chunks == [64, 64, 22]
 
 

@@ -1,0 +1,82 @@
+"""`soloist serve`: an engine behind HTTP, until a signal."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from soloist.cli.terminal import status, status_line
+from soloist.engine import Engine, EngineConfig
+from soloist.errors import SettingError, gigabytes
+from soloist.model.weights import LoadProgress
+from soloist.server.config import ServerConfig
+from soloist.server.serve import serve as serve_http
+
+
+def read_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """API keys from options and from a file with one a line.
+
+    Raises:
+        SettingError: the file cannot be read or holds none.
+    """
+    keys = list(given or ())
+    if file is not None:
+        try:
+            found = [line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(
+                "--api-key-file", str(file), f"a text file with one key a line ({error})"
+            ) from error
+        if not found:
+            raise SettingError("--api-key-file", str(file), "a file with at least one key")
+        keys += found
+    return tuple(keys)
+
+
+def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
+    """What clients may call the model: the names given, else as it was named here."""
+    if given:
+        return tuple(dict.fromkeys(given))
+    folder = Path(model)
+    return (folder.resolve().name,) if folder.is_dir() else (model,)
+
+
+def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool, shows_text: bool) -> None:
+    """Serve until a signal; a line for each request on stderr, without its text unless asked."""
+    if logs:
+        _log_requests(logging.DEBUG if shows_text else logging.INFO)
+
+    def load(on_progress: Callable[[LoadProgress], None]) -> Engine:
+        return Engine.load(asked, on_progress)
+
+    def ready(engine: Engine) -> None:
+        if engine.report.refusal:
+            status(engine.report.refusal)
+        status(status_line(engine))
+        memory, kv_tokens = engine.resolved.memory, engine.resolved.kv_tokens
+        status(
+            f"memory {gigabytes(memory.total_bytes)}: weights {gigabytes(memory.weights_bytes)}, "
+            f"KV cache {gigabytes(memory.kv_bytes)} ({kv_tokens:,} tokens for up to "
+            f"{asked.sequences} requests at once), scratch {gigabytes(memory.scratch_bytes)}"
+        )
+        status("ready")
+
+    def listening(url: str) -> None:
+        status(f"{config.names[0]} at {url}/v1 · {url}/docs · loading …")
+        if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+            status(
+                f"warning: anybody who reaches {config.host} may use it; --api-key asks for a key"
+            )
+
+    serve_http(load, config, listening, ready)
+    status("stopped")
+
+
+def _log_requests(level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("soloist")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

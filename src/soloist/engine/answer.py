@@ -1,0 +1,79 @@
+"""One request's answer while it grows: tokens in, text and figures out."""
+
+from soloist.engine.events import Chunk, Completion, FinishReason, Timings
+from soloist.sampling import Sampler
+from soloist.sampling.logprobs import TokenLogprobs
+from soloist.text import TextStream, Tokenizer
+
+
+class Answer:
+    """Collects tokens, decides when the request is over, tells what happened and how fast.
+
+    Attributes:
+        finish_reason: None while the request goes on.
+
+    Args:
+        tokenizer: turns tokens into text.
+        sampler: of the request.
+        prompt_tokens: tokens read.
+        accepted: time of acceptance, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, sampler: Sampler, prompt_tokens: int, accepted: float
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.num_cached = 0
+        self._stream = TextStream(tokenizer, stop=sampler.params.stop)
+        self._sampler, self._prompt_tokens = sampler, prompt_tokens
+        self._accepted = self._started = self._first = self._last = accepted
+        self._made: list[int] = []
+        self._text: list[str] = []
+
+    @property
+    def num_made(self) -> int:
+        """Tokens taken."""
+        return len(self._made)
+
+    def start(self, now: float, num_cached: int) -> None:
+        """The request has a column, and so many tokens of its prompt were cached."""
+        self._started, self.num_cached = now, num_cached
+
+    def take(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Chunk:
+        """The next token; sets `finish_reason` if it is the last one."""
+        self._last = now
+        if not self._made:
+            self._first = now
+        self._made.append(token_id)
+        reason = self._sampler.stop_test.finish_reason(token_id, len(self._made))
+        is_shown = reason not in ("eos", "stop")
+        piece = self._stream.push([token_id]) if is_shown else ""
+        if self._stream.stopped is not None:
+            reason = "stop"
+        self.finish_reason = reason
+        if piece:
+            self._text.append(piece)
+        return Chunk(piece, (token_id,), (logprobs,) if logprobs is not None and is_shown else ())
+
+    def finish(self, now: float) -> tuple[Chunk | None, Completion]:
+        """Text that was held back, if any, and the end; cancelled if nothing else ended it."""
+        rest = self._stream.finish()
+        if rest:
+            self._text.append(rest)
+        completion = Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._made),
+            finish_reason=self.finish_reason or "cancelled",
+            timings=Timings(
+                prompt_tokens=self._prompt_tokens,
+                new_tokens=len(self._made),
+                ttft_s=self._first - self._accepted,
+                decode_s=self._last - self._first,
+                total_s=now - self._accepted,
+                queue_s=self._started - self._accepted,
+                cached_tokens=self.num_cached,
+            ),
+            seed=self._sampler.params.seed,
+            stop=self._stream.stopped,
+        )
+        return (Chunk(rest, ()) if rest else None), completion

@@ -1,0 +1,171 @@
+"""What runs a loaded model: several sequences side by side, a token of each in every round.
+
+Executors own device memory and decide nothing about order; `scheduler` and `loop` do. They are used
+from one thread at a time.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from soloist.engine.prefix import Divergence
+from soloist.errors import RequestError
+from soloist.sampling import Sampler
+from soloist.sampling.logprobs import TokenLogprobs, logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A token that was chosen; the sampler has observed it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+# What a round brings for one sequence: a token, or why none can be chosen any more.
+Outcome = Picked | RequestError
+
+
+class Running:
+    """One sequence that an executor has opened.
+
+    Attributes:
+        prompt_ids: at least one token.
+        sampler: how tokens are chosen; its output is what was made so far.
+        top_logprobs: None where no log probabilities are wanted, else how many of the likeliest
+            tokens to name beside the chosen one.
+        num_cached: prompt tokens whose keys and values were there already.
+        num_read: prompt tokens whose keys and values are there now.
+        divergence: where the prompt leaves one that is kept, if it does.
+    """
+
+    def __init__(
+        self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
+    ) -> None:
+        self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
+        self.num_cached = self.num_read = 0
+        self.divergence: Divergence | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that may still be made."""
+        return self.sampler.stop_test.max_tokens - len(self.sampler.output_ids)
+
+    @property
+    def last(self) -> int:
+        """The latest token, once there is one."""
+        return self.sampler.output_ids[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the latest token."""
+        return len(self.prompt_ids) + len(self.sampler.output_ids) - 1
+
+
+class Executor(ABC):
+    """A model on a device.
+
+    Attributes:
+        num_columns: sequences that may be open at once.
+    """
+
+    num_columns: int
+
+    def bind(self) -> None:  # noqa: B027 - most executors need nothing
+        """Make the calling thread the one that uses the device; the loading thread already is."""
+
+    @abstractmethod
+    def open(
+        self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
+    ) -> Running | None:
+        """Reserve room for a prompt and its answer.
+
+        Returns:
+            The sequence; None where the room is taken until another sequence is closed. A sequence
+            that fits the context can always be opened where no other is open.
+        """
+
+    @abstractmethod
+    def read(self, running: Running) -> Picked | None:
+        """Read the next chunk of the prompt; with its last one, choose the first token.
+
+        Raises:
+            BadLogits: no first token can be chosen.
+            DeviceError: the device failed.
+        """
+
+    @abstractmethod
+    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+        """Rounds as they come, with one outcome for each of `running`, in that order.
+
+        Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens,
+        or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops what the
+        device made meanwhile.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask the rounds that run to end soon; what they still bring counts."""
+
+    @abstractmethod
+    def close(self, running: Running) -> None:
+        """Give a sequence's room back."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
+    ) -> Generator[int, None, None]:
+        """One sequence alone: yield tokens, at most the request's largest number.
+
+        Closing the iterator ends device work before it returns, so the next request may start.
+
+        Args:
+            prompt_ids: at least one token; with the answer they fit the context.
+            sampler: chooses and observes tokens.
+            cancelled: asked before every chunk of the prompt and after every token.
+
+        Raises:
+            BadLogits: the best score is NaN or infinite.
+            DeviceError: the device failed.
+        """
+        running = self.open(prompt_ids, sampler)
+        assert running is not None, "nobody else has a sequence open"
+        try:
+            picked = None
+            while picked is None:
+                if cancelled():
+                    return
+                picked = self.read(running)
+            yield picked.token_id
+            while running.num_wanted > 0 and not cancelled():
+                with closing(self.rounds([running], running.num_wanted)) as rounds:
+                    for (outcome,) in rounds:
+                        if isinstance(outcome, RequestError):
+                            raise outcome
+                        yield outcome.token_id
+                        if cancelled():
+                            return
+        finally:
+            self.close(running)
+
+
+def pick(running: Running, logits: Tensor) -> Picked:
+    """Choose and observe the next token from logits [V] on any device.
+
+    Raises:
+        BadLogits: the best score is NaN or infinite.
+    """
+    token_id = running.sampler.pick(logits, running.position + 1)
+    running.sampler.observe(token_id)
+    return picked(running, token_id, logits)
+
+
+def picked(running: Running, token_id: int, logits: Tensor) -> Picked:
+    """A token with what the request wants to know of the logits [V] it was chosen from."""
+    wanted = running.top_logprobs
+    return Picked(token_id, None if wanted is None else logprobs(logits, token_id, wanted))

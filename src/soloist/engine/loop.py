@@ -1,0 +1,358 @@
+"""The thread that owns the device: it runs what the scheduler says and hands out what comes.
+
+Everything public may be called from any thread. Requests join, leave and are cancelled between two
+rounds; the executor is only touched here.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from soloist.engine.answer import Answer
+from soloist.engine.events import Event, Failure
+from soloist.engine.executor import Executor, Outcome, Running
+from soloist.engine.prefix import Divergence
+from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
+from soloist.engine.ticket import Ticket
+from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
+from soloist.sampling import Sampler, SamplingParams
+from soloist.text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Prompts that differ earlier have little in common but their template.
+_LONG_PREFIX = 256
+# On either side of where they differ.
+_SHOWN_TOKENS = 12
+
+# How much of the mean duration of requests the latest one decides.
+_NEWEST_SHARE = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A request inside the loop."""
+
+    ticket: Ticket
+    sampler: Sampler
+    answer: Answer
+    accepted: float
+    running: Running | None = None
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many requests there are.
+
+    Attributes:
+        num_running: reading their prompt or decoding.
+        num_waiting: in the queue.
+        num_columns: how many may run.
+        most_waiting: how many may wait.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_columns: int
+    most_waiting: int
+
+
+@dataclass(slots=True)
+class _State:
+    """What other threads may change; guarded by the loop's condition."""
+
+    jobs: dict[_Job, None] = field(default_factory=dict)  # in the order they came
+    pings: list[Future[None]] = field(default_factory=list)
+    is_closing: bool = False
+    failure: SoloistError | None = None
+    mean_s: float = 1.0
+
+
+class EngineLoop:
+    """Runs requests side by side on one executor.
+
+    Args:
+        executor: used by this loop alone, in a thread of its own, until `close` returns.
+        tokenizer: of its model.
+        vocab_size: V.
+        most_waiting: requests that may wait for a column.
+        flush_s: how often a request's listener is told of new tokens; 0 for each token.
+        on_failure: called once, in the loop's thread, if the device fails.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        most_waiting: int = 64,
+        flush_s: float = 0.001,
+        on_failure: Callable[[SoloistError], None] = lambda _: None,
+    ) -> None:
+        self._executor, self._tokenizer, self._vocab_size = executor, tokenizer, vocab_size
+        self._flush_s, self._on_failure = flush_s, on_failure
+        self._scheduler: Scheduler[_Job] = Scheduler(executor.num_columns, most_waiting)
+        self._condition = threading.Condition()
+        self._state = _State()
+        # Whether rounds should end: read without the lock once a round. Anybody may set it; only
+        # `_next` clears it, before it looks at everything.
+        self._has_news = self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        s = self._scheduler
+        return Load(s.num_running, s.num_waiting, s.num_columns, s.most_waiting)
+
+    @property
+    def failure(self) -> SoloistError | None:
+        """Why the device stopped, if it did."""
+        return self._state.failure
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        top_logprobs: int | None = None,
+        listen: Callable[[], None] = lambda: None,
+        accepted: float | None = None,
+    ) -> Ticket:
+        """Queue a request.
+
+        Args:
+            prompt_ids: checked by `Engine.check_prompt`.
+            params: how to sample and when to stop.
+            top_logprobs: None for no log probabilities, else how many alternatives to name.
+            listen: called in the loop's thread when `take` has something; must not block.
+            accepted: when the request came, by `time.perf_counter`; default: now.
+
+        Raises:
+            QueueFull: as many wait as may.
+            ShuttingDown, EngineStopped: nothing more is taken.
+            RequestError: token ids outside the vocabulary.
+        """
+        accepted = time.perf_counter() if accepted is None else accepted
+        sampler = Sampler(params, self._vocab_size, prompt_ids, self._tokenizer.eos_ids)
+        answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted)
+        ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._flush_s, self._news)
+        job = _Job(ticket, sampler, answer, accepted)
+        with self._condition:
+            self._require_open()
+            self._scheduler.submit(job)
+            self._state.jobs[job] = None
+            if self._scheduler.can_join:
+                self._has_news = True
+            self._condition.notify()
+        return ticket
+
+    def ping(self) -> Future[None]:
+        """Done as soon as the device loop comes round, between two tokens at the latest.
+
+        Raises:
+            EngineStopped: it will not.
+        """
+        future: Future[None] = Future()
+        with self._condition:
+            if self._has_ended:
+                raise EngineStopped(self._state.failure or ShuttingDown())
+            self._state.pings.append(future)
+            self._condition.notify()
+        return future
+
+    def refuse(self) -> None:
+        """Take no further requests."""
+        with self._condition:
+            self._state.is_closing = True
+            self._condition.notify()
+
+    def cancel_all(self) -> None:
+        """Cancel every request there is."""
+        with self._condition:
+            for job in self._state.jobs:
+                job.ticket.is_cancelled = True
+            self._has_news = True
+            self._condition.notify()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Refuse what comes, let requests finish for so long, cancel the rest, end the thread."""
+        self.refuse()
+        self._thread.join(grace_s)
+        self.cancel_all()
+        self._thread.join()
+
+    def _require_open(self) -> None:
+        state, load = self._state, self.load
+        if state.failure is not None:
+            raise EngineStopped(state.failure)
+        if state.is_closing:
+            raise ShuttingDown
+        if self._scheduler.is_full:
+            ahead = load.num_waiting + 1
+            raise QueueFull(load.num_waiting, max(1.0, ahead * state.mean_s / load.num_columns))
+
+    def _news(self) -> None:
+        with self._condition:
+            self._has_news = True
+            self._condition.notify()
+
+    # --- in the loop's thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._executor.bind()
+            while (step := self._next()) is not None:
+                self._do(step)
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer has to get one
+            self._fail(error)
+        finally:
+            with self._condition:
+                self._has_ended = True
+                for future in self._state.pings:
+                    future.set_exception(EngineStopped(self._state.failure or ShuttingDown()))
+
+    def _next(self) -> Step[_Job] | None:
+        """The next step, waiting for one; None when everything is over."""
+        with self._condition:
+            while True:
+                self._has_news = False
+                for job in [job for job in self._state.jobs if job.ticket.is_cancelled]:
+                    self._leave(job, None)
+                self._answer_pings()
+                if self._state.is_closing and not self._state.jobs:
+                    return None
+                if (step := self._scheduler.next()) is not None:
+                    return step
+                self._condition.wait()
+
+    def _do(self, step: Step[_Job]) -> None:
+        match step:
+            case Join(job):
+                self._join(job)
+            case Read(job):
+                self._read(job)
+            case Decode(jobs, most):
+                self._decode(jobs, most)
+
+    def _join(self, job: _Job) -> None:
+        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
+        job.running = self._executor.open(ids, job.sampler, wanted)
+        with self._condition:
+            if job.running is None:
+                self._scheduler.blocked()
+                return
+            self._scheduler.joined(job)
+        if job.running.divergence is not None:
+            self._tell(job.ticket, job.running.divergence)
+        job.ticket.num_cached = job.running.num_cached
+        job.answer.start(time.perf_counter(), job.running.num_cached)
+
+    def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
+        """Say where a prompt could have been cached for longer; text only where it is asked for."""
+        ids, at = ticket.prompt_ids, divergence.position
+        if at < _LONG_PREFIX:
+            return
+        log.info("a prompt of %d tokens leaves a kept one at token %d", len(ids), at)
+        if log.isEnabledFor(logging.DEBUG):
+            before, kept = ids[max(0, at - _SHOWN_TOKENS) : at], divergence.kept[:_SHOWN_TOKENS]
+            ours = ids[at : at + _SHOWN_TOKENS]
+            log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
+            log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
+
+    def _read(self, job: _Job) -> None:
+        assert job.running is not None, "it joined"
+        try:
+            picked = self._executor.read(job.running)
+        except RequestError as error:
+            self._leave(job, error)
+            return
+        if picked is None:
+            return
+        with self._condition:
+            self._scheduler.was_read(job)
+        self._take(job, picked, time.perf_counter())
+        if job.is_over:
+            self._leave(job, None)
+
+    def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
+        running = [job.running for job in jobs if job.running is not None]
+        most = max(r.num_wanted for r in running) if most is None else most
+        with closing(self._executor.rounds(running, most)) as rounds:
+            for outcomes in rounds:
+                now = time.perf_counter()
+                for job, outcome in zip(jobs, outcomes, strict=True):
+                    if not job.is_over:
+                        self._take(job, outcome, now)
+                if self._has_news:
+                    self._executor.stop()
+                if self._state.pings:
+                    with self._condition:
+                        self._answer_pings()
+        for job in jobs:
+            job.ticket.flush()
+            if job.is_over:
+                self._leave(job, None)
+
+    def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
+        """Hand out what a round brought; the room stays until the rounds are over."""
+        if isinstance(outcome, RequestError):
+            job.is_over = self._has_news = True
+            job.ticket.put(Failure(outcome), now, is_urgent=True)
+            return
+        is_first = not job.answer.num_made
+        chunk = job.answer.take(outcome.token_id, outcome.logprobs, now)
+        job.ticket.put(chunk, now, is_urgent=is_first)
+        if job.answer.finish_reason is not None:
+            self._finish(job, now)
+
+    def _finish(self, job: _Job, now: float) -> None:
+        rest, completion = job.answer.finish(now)
+        events: list[Event] = [completion] if rest is None else [rest, completion]
+        job.is_over = self._has_news = True
+        for event in events:
+            job.ticket.put(event, now, is_urgent=event is completion)
+
+    def _leave(self, job: _Job, error: SoloistError | None) -> None:
+        """Give a request's room back; one that is not over yet fails or was cancelled."""
+        now = time.perf_counter()
+        with self._condition:
+            self._scheduler.leave(job)
+            del self._state.jobs[job]
+            if job.running is not None:
+                mean_s, took_s = self._state.mean_s, now - job.accepted
+                self._state.mean_s += _NEWEST_SHARE * (took_s - mean_s)
+        if job.running is not None:
+            self._executor.close(job.running)
+        if job.is_over:
+            return
+        if error is not None:
+            job.is_over = True
+            job.ticket.put(Failure(error), now, is_urgent=True)
+        else:
+            self._finish(job, now)
+
+    def _answer_pings(self) -> None:
+        for future in self._state.pings:
+            future.set_result(None)
+        self._state.pings.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Tell everybody; the device is not touched any more."""
+        failure = EngineStopped(error)
+        with self._condition:
+            self._state.failure = failure
+            jobs = list(self._state.jobs)
+            self._state.jobs.clear()
+        now = time.perf_counter()
+        for job in jobs:
+            if not job.is_over:
+                job.ticket.put(Failure(failure), now, is_urgent=True)
+        self._on_failure(failure)

@@ -1,0 +1,117 @@
+"""The application: which path is answered by what, and what an error becomes."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from soloist.errors import SoloistError
+from soloist.server import documentation, status, tokens
+from soloist.server.access import Gate, Keys
+from soloist.server.chat import chat_completions
+from soloist.server.completions import completions
+from soloist.server.host import Host
+from soloist.server.messages import count_tokens, messages, problem_body
+from soloist.server.problems import Problem, problem_of
+from soloist.server.replies import json_reply
+from soloist.server.responses import responses
+
+log = logging.getLogger(__name__)
+
+ROUTES = (
+    Route("/health", status.health),
+    Route("/metrics", status.metrics),
+    Route("/docs", documentation.page),
+    Route("/openapi.json", documentation.openapi),
+    Route("/v1/models", status.models),
+    Route("/v1/models/{name:path}", status.model),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{request_id}/cancel", status.cancel, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/tokenize", tokens.tokenize, methods=["POST"]),
+    Route("/detokenize", tokens.detokenize, methods=["POST"]),
+)
+
+
+def make_app(host: Host) -> Starlette:
+    """The application of one server; starting it loads the engine, ending it ends the engine."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        host.start()
+        yield
+        host.close()
+
+    gate = Middleware(
+        Gate,
+        keys=Keys(host.config.api_keys),
+        metrics=host.metrics,
+        paths=[route.path for route in ROUTES],
+    )
+    middleware = [gate]
+    if origins := host.config.cors_origins:
+        # Before the gate: a browser asks without a key whether it may ask.
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        middleware = [cors, gate]
+    app = Starlette(
+        routes=ROUTES,
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers={
+            Problem: _problem,
+            SoloistError: _engine_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _internal_error,
+        },
+    )
+    app.state.host = host
+    return app
+
+
+def _reply(request: Request, problem: Problem) -> Response:
+    is_anthropics = request.url.path.startswith("/v1/messages")
+    body = problem_body(problem) if is_anthropics else problem.body()
+    return json_reply(body, problem.status, problem.headers)
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem), "registered for it"
+    return _reply(request, error)
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SoloistError), "registered for it"
+    return _reply(request, problem_of(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for it"
+    told = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    if error.status_code == 404:
+        told += f" (there are: {', '.join(route.path for route in ROUTES)})"
+    return _reply(request, Problem(error.status_code, told, headers=error.headers))
+
+
+async def _gone(request: Request, _: Exception) -> Response:
+    return _reply(request, Problem(499, "the client went away"))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    # The server's log has the traceback.
+    told = f"a mistake in Soloist: {type(error).__name__}"
+    return _reply(request, Problem(500, told, code="internal"))

@@ -1,0 +1,219 @@
+"""POST /v1/chat/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from soloist.engine import Completion, Engine
+from soloist.sampling import SamplingParams
+from soloist.server import figures, likelihood
+from soloist.server.bodies import read
+from soloist.server.fields import ChatRequest
+from soloist.server.generation import Asked, Delta, Generation, Whole, collect
+from soloist.server.host import Ready
+from soloist.server.names import served_name
+from soloist.server.parts import PROMPT_END, Teller, checked_tools, message_of, part_format
+from soloist.server.problems import invalid, unsupported
+from soloist.server.prompts import chat_prompt, elsewhere
+from soloist.server.replies import json_reply
+from soloist.server.sse import DONE, Events, event, with_errors
+
+# A chunk: its start, index, text and end.
+_TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    accepted, host = time.perf_counter(), request.app.state.host
+    asked = await read(request, ChatRequest, host.config.most_body_bytes)
+    ready = host.ready()
+    model = served_name(host.config, asked.model)
+    asked.check_stream_options()
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise invalid("top_logprobs", "only beside logprobs: true")
+    one, prompt_end = await elsewhere(asked.messages, lambda: _prepared(ready.engine, asked))
+    style = part_format(ready.engine, has_tools=asked.offered_tools is not None)
+    answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    chat = _Chat(ready, asked, request_id, model, one)
+    chat.tellers = [Teller(style, prompt_end) for _ in answers]
+    generation = Generation(host, ready, request_id, answers, accepted)
+    if asked.stream:
+        return Events(generation, with_errors(chat.stream(generation)))
+    return json_reply(chat.whole(await collect(request, generation)))
+
+
+def choices(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Parameters of several answers to one prompt; a seed counts on, or all were the same."""
+    if params.seed is None:
+        return [params] * count
+    return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
+
+
+def room(engine: Engine, prompt_ids: list[int], wanted: int | None) -> int:
+    """Tokens that may be made: what was asked for, or all that the context holds.
+
+    Raises:
+        RequestError: the prompt is empty or too long.
+    """
+    if wanted is None:
+        engine.check_prompt(prompt_ids, 1)
+        return engine.resolved.context_tokens - len(prompt_ids)
+    engine.check_prompt(prompt_ids, wanted)
+    return wanted
+
+
+def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, str]:
+    """What to ask of the engine, and how the prompt ends."""
+    checked_tools(asked.tools or ())
+    if asked.offered_tools and asked.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "true beside tools")
+    wanted = asked.max_completion_tokens
+    if wanted is None:
+        wanted = asked.max_tokens
+    elif asked.max_tokens not in (None, wanted):
+        raise invalid("max_tokens", f"contradicts max_completion_tokens, which is {wanted}")
+    # Checked before the prompt: a bad value is a bad value, however long the prompt is.
+    params = asked.params(max(1, engine.resolved.context_tokens) if wanted is None else wanted)
+    params.check_vocabulary(engine.config.vocab_size)
+    text = chat_prompt(engine, asked)
+    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
+    wanted = (asked.top_logprobs or 0) if asked.logprobs else None
+    return Asked(prompt_ids, params, wanted), text[-PROMPT_END:]
+
+
+class _Chat:
+    """The shape of the replies to one request."""
+
+    def __init__(
+        self, ready: Ready, asked: ChatRequest, request_id: str, model: str, one: Asked
+    ) -> None:
+        self._ready, self._asked, self._one = ready, asked, one
+        self.tellers: list[Teller] = []
+        self._shows_more = bool(asked.logprobs or asked.return_token_ids)
+        self._head = {
+            "id": request_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, answers: list[Whole]) -> dict[str, object]:
+        """The reply at the end."""
+        ends = [answer.end for answer in answers]
+        body = {
+            **self._head,
+            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "usage": figures.usage(ends),
+            "timings": figures.timings(ends[0].timings, self._ready),
+        }
+        if self._asked.return_token_ids:
+            body["prompt_token_ids"] = list(self._one.prompt_ids)
+        return body
+
+    def _choice(self, index: int, answer: Whole) -> dict[str, object]:
+        end, teller = answer.end, self.tellers[index]
+        message = message_of(teller.deltas(answer.text, is_last=True))
+        choice: dict[str, object] = {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": teller.finish_reason(end),
+            "stop_reason": end.stop,
+        }
+        if teller.reader.warning:
+            choice["warning"] = teller.reader.warning
+        if self._asked.logprobs:
+            tokenizer = self._ready.engine.tokenizer
+            choice["logprobs"] = likelihood.for_chat(tokenizer, end.token_ids, answer.logprobs)
+        if self._asked.return_token_ids:
+            choice["token_ids"] = list(end.token_ids)
+        return choice
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The reply as events."""
+        head = {**self._head, "object": "chat.completion.chunk"}
+        # Everything of a chunk but index, text and usage: written once a stream.
+        start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+        begun: set[int] = set()
+        ends: dict[int, Completion] = {}
+        made: dict[int, int] = {}
+        async for delta in generation.deltas():
+            index, end = delta.index, delta.end
+            made[index] = delta.num_made
+            tail = self._tail(made)
+            told = self.tellers[index].deltas(delta.text, is_last=end is not None)
+            if self._shows_more and delta.token_ids and not told:
+                told = [{"content": ""}]
+            # What belongs to the tokens goes with the first piece of them.
+            more = self._more(delta, is_first=index not in begun) if self._shows_more else {}
+            for fields in told:
+                # The role travels with the first text: alone it would count as the first token.
+                role = {} if index in begun else {"role": "assistant"}
+                begun.add(index)
+                if more or role or len(fields) > 1 or "content" not in fields:
+                    yield self._detailed(head, index, role | fields, more, tail)
+                    more = {}
+                else:
+                    yield _TEXT % (start, index, orjson.dumps(fields["content"]), tail)
+            if end is not None:
+                ends[index] = end
+                yield self._last(head, index, end, is_first=index not in begun)
+        if self._asked.includes_usage:
+            answers = [ends[i] for i in sorted(ends)]
+            yield event({**head, "choices": [], "usage": figures.usage(answers)})
+        yield DONE
+
+    def _tail(self, made: dict[int, int]) -> bytes:
+        if not self._asked.counts_on:
+            return b',"usage":null' if self._asked.includes_usage else b""
+        count = figures.token_usage(len(self._one.prompt_ids), sum(made.values()))
+        return b',"usage":' + orjson.dumps(count)
+
+    def _more(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
+        """Fields of a choice beside its text."""
+        more: dict[str, object] = {}
+        if self._asked.logprobs:
+            tokenizer = self._ready.engine.tokenizer
+            more["logprobs"] = likelihood.for_chat(tokenizer, delta.token_ids, delta.logprobs)
+        if self._asked.return_token_ids:
+            more["token_ids"] = list(delta.token_ids)
+            if is_first:
+                more["prompt_token_ids"] = list(self._one.prompt_ids)
+        return more
+
+    def _detailed(
+        self,
+        head: dict[str, object],
+        index: int,
+        fields: dict[str, object],
+        more: dict[str, object],
+        tail: bytes,
+    ) -> bytes:
+        choice = {"index": index, "delta": fields, "logprobs": None, "finish_reason": None} | more
+        return b"data: " + orjson.dumps({**head, "choices": [choice]})[:-1] + tail + b"}\n\n"
+
+    def _last(
+        self, head: dict[str, object], index: int, end: Completion, *, is_first: bool
+    ) -> bytes:
+        teller = self.tellers[index]
+        choice: dict[str, object] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""} if is_first else {},
+            "logprobs": None,
+            "finish_reason": teller.finish_reason(end),
+            "stop_reason": end.stop,
+        }
+        if teller.reader.warning:
+            choice["warning"] = teller.reader.warning
+        return event(
+            {**head, "choices": [choice], "timings": figures.timings(end.timings, self._ready)}
+        )

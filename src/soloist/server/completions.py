@@ -1,0 +1,191 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from soloist.engine import Completion, Engine
+from soloist.server import figures, likelihood
+from soloist.server.bodies import read
+from soloist.server.chat import FINISH, choices, room
+from soloist.server.fields import MOST_CHOICES, CompletionRequest
+from soloist.server.generation import Asked, Delta, Generation, Whole, collect
+from soloist.server.host import Ready
+from soloist.server.names import served_name
+from soloist.server.problems import invalid, unsupported
+from soloist.server.prompts import completion_prompts, elsewhere
+from soloist.server.replies import json_reply
+from soloist.server.sse import DONE, Events, event, with_errors
+
+_DEFAULT_TOKENS = 16  # as OpenAI has it
+
+# A chunk: its start, index, text and end.
+_TEXT = b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]%b}\n\n'
+
+
+async def completions(request: Request) -> Response:
+    """Continue texts."""
+    accepted, host = time.perf_counter(), request.app.state.host
+    asked = await read(request, CompletionRequest, host.config.most_body_bytes)
+    ready = host.ready()
+    model = served_name(host.config, asked.model)
+    asked.check_stream_options()
+    if asked.echo and asked.logprobs is not None:
+        raise unsupported("logprobs beside echo", "either of them")
+    prompts = await elsewhere(asked.prompt, lambda: _prepared(ready.engine, asked))
+    answers = [
+        replace(one, params=params)
+        for one in prompts
+        for params in choices(one.params, asked.n or 1)
+    ]
+    if len(answers) > MOST_CHOICES:
+        raise invalid("n", f"{len(answers)} answers in all (allowed: at most {MOST_CHOICES})")
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    generation = Generation(host, ready, request_id, answers, accepted)
+    texts = _Texts(ready, asked, request_id, model, prompts)
+    if asked.stream:
+        return Events(generation, with_errors(texts.stream(generation)))
+    return json_reply(texts.whole(await collect(request, generation)))
+
+
+def _prepared(engine: Engine, asked: CompletionRequest) -> list[Asked]:
+    wanted = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    params = asked.params(wanted)
+    params.check_vocabulary(engine.config.vocab_size)
+    prompts = completion_prompts(engine, asked)
+    if not prompts:
+        raise invalid("prompt", "an empty list; give at least one prompt")
+    for ids in prompts:
+        room(engine, ids, wanted)
+    return [Asked(ids, params, asked.logprobs) for ids in prompts]
+
+
+class _Texts:
+    """The shape of the replies to one request."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        asked: CompletionRequest,
+        request_id: str,
+        model: str,
+        prompts: list[Asked],
+    ) -> None:
+        self._ready, self._asked, self._prompts = ready, asked, prompts
+        self._shows_more = bool(asked.logprobs is not None or asked.return_token_ids)
+        self._head = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets: dict[int, int] = {}
+
+    def _prompt_of(self, index: int) -> Asked:
+        return self._prompts[index // (self._asked.n or 1)]
+
+    def _echoed(self, index: int) -> str:
+        """What `echo` puts before an answer: the prompt as it was given."""
+        if not self._asked.echo:
+            return ""
+        given = self._asked.prompt
+        if isinstance(given, str):
+            return given
+        one = given[index // (self._asked.n or 1)]
+        if isinstance(one, str):
+            return one
+        ids = self._prompt_of(index).prompt_ids
+        return self._ready.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def whole(self, answers: list[Whole]) -> dict[str, object]:
+        """The reply at the end."""
+        ends = [answer.end for answer in answers]
+        return {
+            **self._head,
+            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "usage": figures.usage(ends, len(self._prompts)),
+            "timings": figures.timings(ends[0].timings, self._ready),
+        }
+
+    def _choice(self, index: int, answer: Whole) -> dict[str, object]:
+        end = answer.end
+        choice: dict[str, object] = {
+            "index": index,
+            "text": self._echoed(index) + answer.text,
+            "logprobs": None,
+            "finish_reason": FINISH[end.finish_reason],
+            "stop_reason": end.stop,
+        }
+        if self._asked.logprobs is not None:
+            tokenizer = self._ready.engine.tokenizer
+            shown = likelihood.for_completion(tokenizer, end.token_ids, answer.logprobs, 0)
+            choice["logprobs"] = shown[0]
+        if self._asked.return_token_ids:
+            choice["token_ids"] = list(end.token_ids)
+            choice["prompt_token_ids"] = list(self._prompt_of(index).prompt_ids)
+        return choice
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The reply as events."""
+        # Everything of a chunk but index, text and usage: written once a stream.
+        start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        begun: set[int] = set()
+        ends: dict[int, Completion] = {}
+        made: dict[int, int] = {}
+        async for delta in generation.deltas():
+            made[delta.index] = delta.num_made
+            tail = self._tail(made)
+            is_first = delta.index not in begun
+            text = self._echoed(delta.index) + delta.text if is_first else delta.text
+            if text or (self._shows_more and delta.token_ids):
+                begun.add(delta.index)
+                if self._shows_more:
+                    yield self._detailed(delta, text, tail, is_first=is_first)
+                else:
+                    yield _TEXT % (start, delta.index, orjson.dumps(text), tail)
+            if delta.end is not None:
+                ends[delta.index] = delta.end
+                yield self._last(delta.index, delta.end)
+        if self._asked.includes_usage:
+            total = figures.usage([ends[i] for i in sorted(ends)], len(self._prompts))
+            yield event({**self._head, "choices": [], "usage": total})
+        yield DONE
+
+    def _tail(self, made: dict[int, int]) -> bytes:
+        if not self._asked.counts_on:
+            return b',"usage":null' if self._asked.includes_usage else b""
+        prompt_tokens = sum(len(prompt.prompt_ids) for prompt in self._prompts)
+        count = figures.token_usage(prompt_tokens, sum(made.values()))
+        return b',"usage":' + orjson.dumps(count)
+
+    def _detailed(self, delta: Delta, text: str, tail: bytes, *, is_first: bool) -> bytes:
+        choice: dict[str, object] = {
+            "index": delta.index, "text": text, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+        if self._asked.logprobs is not None:
+            tokenizer, before = self._ready.engine.tokenizer, self._offsets.get(delta.index, 0)
+            choice["logprobs"], self._offsets[delta.index] = likelihood.for_completion(
+                tokenizer, delta.token_ids, delta.logprobs, before
+            )
+        if self._asked.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if is_first:
+                choice["prompt_token_ids"] = list(self._prompt_of(delta.index).prompt_ids)
+        body = {**self._head, "choices": [choice]}
+        return b"data: " + orjson.dumps(body)[:-1] + tail + b"}\n\n"
+
+    def _last(self, index: int, end: Completion) -> bytes:
+        choice = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": FINISH[end.finish_reason],
+            "stop_reason": end.stop,
+        }
+        shown = figures.timings(end.timings, self._ready)
+        return event({**self._head, "choices": [choice], "timings": shown})

@@ -1,0 +1,113 @@
+"""Anthropic's conversations as chat templates read them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soloist.server.problems import invalid, unsupported
+
+# One client writes a header that changes with every request into its system prompt. It is no part
+# of what the model is asked, and would keep prompts from ever sharing a beginning.
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+def system_text(given: str | list[dict[str, Any]] | None) -> str:
+    """The system prompt; blocks are a line each."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    texts = [_text(block, f"system[{n}]") for n, block in enumerate(given)]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+
+
+def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in the order they came; results of tools are messages of their own.
+
+    Raises:
+        Problem: another role, another kind of block, a field that is not known.
+    """
+    plain: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if extra := sorted(set(message) - {"role", "content"}):
+            raise unsupported(f"{place}.{extra[0]}")
+        match message.get("role"), message.get("content"):
+            case ("user" | "assistant") as role, str(text):
+                plain.append({"role": role, "content": text})
+            case "user", list(blocks):
+                plain += _of_user(blocks, f"{place}.content")
+            case "assistant", list(blocks):
+                plain.append(_of_assistant(blocks, f"{place}.content"))
+            case (("user" | "assistant"), _):
+                raise invalid(f"{place}.content", "expected a text or a list of blocks")
+            case _:
+                raise invalid(f"{place}.role", "expected 'user' or 'assistant'")
+    return plain
+
+
+def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as OpenAI and chat templates describe them.
+
+    Raises:
+        Problem: a tool of another kind.
+    """
+    plain = []
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": str(kind)} if kind != "custom":
+                raise unsupported(f"tools[{index}].type", "'custom'")
+            case {"name": str(name), "input_schema": dict(schema)} if name:
+                function = {
+                    "name": name, "description": tool.get("description", ""), "parameters": schema,
+                }  # fmt: skip
+                plain.append({"type": "function", "function": function})
+            case _:
+                raise invalid(f"tools[{index}]", 'expected {"name": …, "input_schema": {…}}')
+    return plain
+
+
+def _of_user(blocks: Sequence[Any], place: str) -> list[dict[str, Any]]:
+    plain: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        here = f"{place}[{number}]"
+        match block:
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                content = block.get("content") or ""
+                if isinstance(content, list):
+                    content = "\n".join(
+                        _text(x, f"{here}.content[{n}]") for n, x in enumerate(content)
+                    )
+                plain.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case _:
+                text = _text(block, here)
+                if plain and plain[-1]["role"] == "user":
+                    plain[-1]["content"] += "\n" + text
+                else:
+                    plain.append({"role": "user", "content": text})
+    return plain
+
+
+def _of_assistant(blocks: Sequence[object], place: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        match block:
+            case {"type": "thinking", "thinking": str(thought)}:
+                thoughts.append(thought)
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+                function = {"name": name, "arguments": given}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, f"{place}[{number}]"))
+    plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    return plain | ({"tool_calls": calls} if calls else {})
+
+
+def _text(block: object, place: str) -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise unsupported(f"{place}.type", "'text'")
+    raise invalid(place, 'expected {"type": "text", "text": …}')

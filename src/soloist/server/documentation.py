@@ -1,0 +1,108 @@
+"""GET /docs and /openapi.json: every request with its fields, made from the schemas themselves."""
+
+from functools import cache
+from html import escape
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from soloist import __version__
+from soloist.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Fields,
+    TokenizeRequest,
+)
+from soloist.server.messages import CountRequest, MessagesRequest
+from soloist.server.replies import json_reply
+from soloist.server.responses import ResponsesRequest
+
+_REQUESTS: dict[str, tuple[str, type[Fields]]] = {
+    "/v1/chat/completions": ("Answer a conversation", ChatRequest),
+    "/v1/completions": ("Continue texts", CompletionRequest),
+    "/v1/responses": ("Answer a conversation, in OpenAI's newer shape", ResponsesRequest),
+    "/v1/messages": ("Answer a conversation, as Anthropic's clients ask", MessagesRequest),
+    "/v1/messages/count_tokens": ("How long its prompt would be", CountRequest),
+    "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),
+    "/detokenize": ("The text of token ids", DetokenizeRequest),
+}
+_READS = {
+    "/v1/models": "The names the model answers to",
+    "/health": "Whether the device loop answers; 503 while loading",
+    "/metrics": "Counters for Prometheus",
+}
+
+
+async def openapi(_: Request) -> Response:
+    """The API in OpenAPI 3.1."""
+    return json_reply(_openapi())
+
+
+async def page(_: Request) -> Response:
+    """The same for people: one page that loads nothing else."""
+    return HTMLResponse(_page())
+
+
+@cache
+def _openapi() -> dict[str, Any]:
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for path, (summary, fields) in _REQUESTS.items():
+        schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[fields.__name__] = schema
+        content = {"schema": {"$ref": f"#/components/schemas/{fields.__name__}"}}
+        paths[path] = {
+            "post": {
+                "summary": summary,
+                "requestBody": {"required": True, "content": {"application/json": content}},
+                "responses": {"200": {"description": "OK"}},
+            }
+        }
+    for path, summary in _READS.items():
+        paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Soloist", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+@cache
+def _page() -> str:
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Soloist API</title>"
+        "<meta name=viewport content='width=device-width'>"
+        "<style>body{font:16px/1.5 system-ui;max-width:56rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse;width:100%}td{border-top:1px solid #8884;padding:.2rem "
+        ".6rem .2rem 0;vertical-align:top}code{font-size:.9em}:root{color-scheme:light dark}"
+        "</style><h1>Soloist API</h1><p>A field that is not listed is refused with a 400 that "
+        "names it. <a href=/openapi.json>openapi.json</a></p>"
+    ]
+    for path, (summary, fields) in _REQUESTS.items():
+        parts.append(f"<h2><code>POST {path}</code></h2><p>{escape(summary)}.</p><table>")
+        schema = fields.model_json_schema()
+        for name, field in schema["properties"].items():
+            told = field.get("description", "")
+            mark = " (required)" if name in schema.get("required", ()) else ""
+            cells = (f"<code>{name}</code>{mark}", escape(_type(field)), escape(told))
+            parts.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells))
+        parts.append("</table>")
+    for path, summary in _READS.items():
+        parts.append(f"<h2><code>GET {path}</code></h2><p>{escape(summary)}.</p>")
+    return "".join(parts)
+
+
+def _type(field: dict[str, Any]) -> str:
+    """A field's type in a few words."""
+    if "anyOf" in field:
+        kinds = dict.fromkeys(_type(kind) for kind in field["anyOf"])
+        return " or ".join(kind for kind in kinds if kind != "null")
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    if field.get("type") == "array":
+        return f"list of {_type(field['items'])}"
+    return str(field.get("type", "any"))

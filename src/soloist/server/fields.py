@@ -1,0 +1,213 @@
+"""What requests may hold, field by field. A field that is not here is refused by name.
+
+`null` stands for a field's default everywhere, as clients write it.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from soloist.sampling import SamplingParams
+from soloist.server.problems import invalid
+
+MOST_TOP_LOGPROBS = 20
+MOST_CHOICES = 64
+
+
+class Fields(BaseModel):
+    """A request or a part of one: no other fields, no guessing of types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def only(*allowed: object) -> Any:  # noqa: ANN401 - a type for pydantic
+    """A field that is known, but of which only values are taken that change nothing."""
+
+    def check(value: object) -> object:
+        if value is None or any(value == x and type(value) is type(x) for x in allowed):
+            return value
+        shown = ", ".join(map(repr, allowed)) or "leave it out"
+        raise PydanticCustomError("not_supported", "is not supported", {"allowed": shown})
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+# Sent by clients and of no effect on what they get from one server with one model.
+Harmless = Annotated[Any, Field(description="Accepted; has no effect.")]
+Number = int | float
+
+
+class StreamOptions(Fields):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = Field(
+        default=None, description="Usage in a chunk of its own at the end."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Usage so far in every chunk."
+    )
+    include_obfuscation: only(False) = None  # type: ignore[valid-type]
+
+
+class SamplingFields(Fields):
+    """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
+
+    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
+    top_p: Number | None = None
+    top_k: int | None = Field(default=None, description="0 or -1 keeps all tokens.")
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    seed: int | None = Field(
+        default=None, description="Same seed, same text. Choice i takes seed + i."
+    )
+    stop: str | list[str] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[int] | None = Field(default=None, max_length=256)
+    logit_bias: dict[str, Number] | None = Field(default=None, description="Token id to bias.")
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """The engine's parameters.
+
+        Raises:
+            BadSampling: a value out of range.
+            Problem: a key of logit_bias that is no token id.
+        """
+        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        params = SamplingParams(
+            temperature=1.0 if not self.temperature else self.temperature,
+            top_k=None if self.top_k in (None, 0, -1) else self.top_k,
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            seed=self.seed,
+            stop=tuple(stop),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            logit_bias=_parsed_bias(self.logit_bias or {}),
+            min_tokens=_or(self.min_tokens, 0),
+            max_tokens=max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+        )
+        if self.temperature == 0:
+            # Clients send these beside 0, where no value of theirs changes the best token.
+            return replace(params, temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, seed=None)
+        return params
+
+
+class GenerationFields(SamplingFields):
+    """What both ways to generate with OpenAI's clients share."""
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: Harmless = None
+    metadata: Harmless = None
+    store: Harmless = None
+    service_tier: Harmless = None
+    safety_identifier: Harmless = None
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+    cache_prompt: Harmless = None
+
+    def check_stream_options(self) -> None:
+        """Refuse options of a stream where there is none."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "only beside stream: true")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="Text, texts, token ids, or lists of them."
+    )
+    suffix: str | None = Field(
+        default=None, description="Text after the gap, for models trained on it."
+    )
+    max_tokens: int | None = Field(default=None, description="Default 16.")
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    best_of: only(1) = None  # type: ignore[valid-type]
+    response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(
+        default=None, description="Default: what the context holds."
+    )
+    max_tokens: int | None = Field(default=None, description="An older name of the same.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables for the chat template, such as enable_thinking."
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions, for models whose calls can be read."
+    )
+    tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
+    parallel_tool_calls: bool | None = None
+    functions: only([]) = None  # type: ignore[valid-type]
+    function_call: only("none", "auto") = None  # type: ignore[valid-type]
+    response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
+    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    audio: only() = None  # type: ignore[valid-type]
+    prediction: only() = None  # type: ignore[valid-type]
+    reasoning_effort: only() = None  # type: ignore[valid-type]
+    verbosity: only() = None  # type: ignore[valid-type]
+    web_search_options: only() = None  # type: ignore[valid-type]
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the model is told of."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a prompt, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = Field(default=None, description="Default false.")
+
+
+def _or(value: Any, default: Any) -> Any:  # noqa: ANN401 - numbers of two kinds
+    return default if value is None else value
+
+
+def _parsed_bias(given: dict[str, Number]) -> dict[int, float]:
+    if not all(key.isdecimal() for key in given):
+        raise invalid("logit_bias", "keys are token ids, such as {'1234': -100}")
+    return {int(key): value for key, value in given.items()}

@@ -1,0 +1,59 @@
+"""Usage and timings as clients read them: all from the engine, none from chunks."""
+
+from collections.abc import Sequence
+
+from soloist.engine import Completion, Timings
+from soloist.server.host import Ready
+
+
+def usage(ends: Sequence[Completion], prompts: int = 1) -> dict[str, object]:
+    """OpenAI's usage of all answers together, with Groq's four times (in seconds) of the longest.
+
+    Args:
+        ends: one for each answer; answers to one prompt lie side by side.
+        prompts: how many prompts they answer.
+    """
+    one_of_each = ends[:: len(ends) // prompts]
+    prompt_tokens = sum(end.timings.prompt_tokens for end in one_of_each)
+    cached_tokens = sum(end.timings.cached_tokens for end in one_of_each)
+    new_tokens = sum(end.timings.new_tokens for end in ends)
+    longest = max((end.timings for end in ends), key=lambda t: t.total_s)
+    return {
+        **token_usage(prompt_tokens, new_tokens),
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "queue_time": longest.queue_s,
+        "prompt_time": longest.ttft_s - longest.queue_s,
+        "completion_time": longest.decode_s,
+        "total_time": longest.total_s,
+    }
+
+
+def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, object]:
+    """The counts alone."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
+
+
+def timings(t: Timings, ready: Ready) -> dict[str, object]:
+    """llama.cpp's object, and what it does not have: queue, TTFT, device."""
+    read, read_s = t.prompt_tokens - t.cached_tokens, t.ttft_s - t.queue_s
+    speed = t.decode_tokens_per_s
+    return {
+        "cache_n": t.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": read_s * 1e3,
+        "prompt_per_token_ms": read_s * 1e3 / read if read else None,
+        "prompt_per_second": read / read_s if read_s > 0 else None,
+        "predicted_n": t.new_tokens,
+        "predicted_ms": t.decode_s * 1e3,
+        "predicted_per_token_ms": None if speed is None else 1e3 / speed,
+        "predicted_per_second": speed,
+        "queue_ms": t.queue_s * 1e3,
+        "ttft_ms": t.ttft_s * 1e3,
+        "total_ms": t.total_s * 1e3,
+        "device": ready.engine.report.device_name,
+        "executor": ready.engine.report.executor,
+    }

@@ -1,0 +1,225 @@
+"""One HTTP request's answers, from the engine's thread to the event loop.
+
+Whatever ends the HTTP side (a client that goes, DELETE, a time limit, shutdown) ends the engine's
+side at the next token.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from soloist.engine import Chunk, Completion, Event, Failure, Ticket
+from soloist.errors import SoloistError
+from soloist.sampling import SamplingParams
+from soloist.sampling.logprobs import TokenLogprobs
+from soloist.server.host import Host, Ready
+from soloist.server.problems import Problem, problem_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt, ready for the engine."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came of one answer since the last time it was looked at.
+
+    Attributes:
+        index: which answer.
+        text: new text, possibly none.
+        token_ids: new tokens.
+        logprobs: where they were asked for, one for each token that is shown.
+        num_made: tokens so far.
+        end: set with the last delta.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    num_made: int
+    end: Completion | None
+
+
+class Generation:
+    """Running answers; leaving the context ends those that still run.
+
+    Args:
+        host: of the engine.
+        request_id: by which DELETE finds it.
+        asked: one for each answer.
+        accepted: when the HTTP request came, by `time.perf_counter`.
+
+    Raises:
+        SoloistError: one of them is not taken; then none is.
+    """
+
+    def __init__(
+        self, host: Host, ready: Ready, request_id: str, asked: Sequence[Asked], accepted: float
+    ) -> None:
+        self._host, self._request_id = host, request_id
+        self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
+        self._cut: Problem | None = None
+        self.tickets: list[Ticket] = []
+        try:
+            for one in asked:
+                self.tickets.append(
+                    ready.loop.submit(
+                        one.prompt_ids,
+                        one.params,
+                        top_logprobs=one.top_logprobs,
+                        listen=self._listen,
+                        accepted=accepted,
+                    )
+                )
+        except SoloistError:
+            self._cancel()
+            raise
+
+    async def __aenter__(self) -> Self:
+        self._host.running[self._request_id] = self
+        left_s = self._host.config.request_s
+        self._timer = self._loop.call_later(left_s, self.cut, _too_long(left_s))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        del self._host.running[self._request_id]
+        self._cancel()
+
+    def cut(self, problem: Problem) -> None:
+        """End all answers; the client is told why."""
+        self._cut = self._cut or problem
+        self._cancel()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What comes, as it comes, until every answer has its end.
+
+        Raises:
+            Problem: an answer failed or was cut.
+        """
+        running = dict(enumerate(self.tickets))
+        num_made = dict.fromkeys(running, 0)
+        while running:
+            await self._woken.wait()
+            self._woken.clear()
+            for index, ticket in list(running.items()):
+                if not (events := ticket.take()):
+                    continue
+                delta = _merged(index, events, num_made[index])
+                num_made[index] = delta.num_made
+                if delta.end is not None:
+                    del running[index]
+                    self._count(delta.end)
+                yield delta
+
+    def _count(self, completion: Completion) -> None:
+        self._host.metrics.count(completion)
+        t = completion.timings
+        speed = t.decode_tokens_per_s
+        log.info(
+            "%s · %d prompt (%d cached) + %d new tokens · queue %.1f ms · TTFT %.1f ms · "
+            "decode %s tokens/s · %s",
+            self._request_id, t.prompt_tokens, t.cached_tokens, t.new_tokens, t.queue_s * 1e3,
+            t.ttft_s * 1e3, "–" if speed is None else f"{speed:.1f}", completion.finish_reason,
+        )  # fmt: skip
+        if completion.finish_reason == "cancelled":
+            raise self._cut or Problem(503, "the server is shutting down; the answer was cut")
+
+    def _listen(self) -> None:
+        """In the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._woken.set)
+        except RuntimeError:  # the event loop has ended, and nobody listens
+            log.debug("%s: nobody listens any more", self._request_id)
+
+    def _cancel(self) -> None:
+        for ticket in self.tickets:
+            ticket.cancel()
+
+
+def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
+    """Raises Problem for a failure."""
+    if len(events) == 1 and isinstance(chunk := events[0], Chunk):  # the common case, made quick
+        num_made += len(chunk.token_ids)
+        return Delta(index, chunk.text, chunk.token_ids, chunk.logprobs, num_made, None)
+    text: list[str] = []
+    ids: list[int] = []
+    shown: list[TokenLogprobs] = []
+    end: Completion | None = None
+    for event in events:
+        match event:
+            case Chunk():
+                text.append(event.text)
+                ids += event.token_ids
+                shown += event.logprobs
+            case Completion():
+                end = event
+            case Failure():
+                raise problem_of(event.error)
+    return Delta(index, "".join(text), tuple(ids), tuple(shown), num_made + len(ids), end)
+
+
+def _too_long(limit_s: float) -> Problem:
+    return Problem(
+        504, f"the request took longer than {limit_s:.0f} s and was cut", code="time_limit"
+    )
+
+
+@dataclass(slots=True)
+class Whole:
+    """One answer at its end."""
+
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    end: Completion
+
+
+async def collect(request: Request, generation: Generation) -> list[Whole]:
+    """All answers at their end; a client that goes away ends them.
+
+    Raises:
+        Problem: 499 where the client went away, or why an answer failed.
+    """
+    watcher = watch(request.receive, generation)
+    shown: dict[int, list[TokenLogprobs]] = {}
+    ends: dict[int, Completion] = {}
+    try:
+        async with generation:
+            async for delta in generation.deltas():
+                shown.setdefault(delta.index, []).extend(delta.logprobs)
+                if delta.end is not None:
+                    ends[delta.index] = delta.end
+    finally:
+        watcher.cancel()
+    return [Whole(ends[i].text, tuple(shown[i]), ends[i]) for i in sorted(ends)]
+
+
+def watch(receive: Receive, generation: Generation) -> asyncio.Task[None]:
+    """Cut the generation as soon as the client goes away; the caller cancels the task."""
+
+    async def look() -> None:
+        # The server tells nobody by itself who is not writing.
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cut(Problem(499, "the client went away"))
+
+    return asyncio.create_task(look())

@@ -1,0 +1,72 @@
+"""What Prometheus reads at /metrics; times and tokens are the engine's own."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from soloist.engine import Completion, EngineLoop
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKEN_SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+)  # fmt: skip
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, told: str, *labels: str) -> Counter:
+            return Counter(f"soloist_{name}", told, labels, registry=self.registry)
+
+        def histogram(name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"soloist_{name}", told, buckets=buckets, registry=self.registry)
+
+        self.replies = counter("http_replies", "HTTP replies.", "path", "status")
+        self._requests = counter("requests", "Requests that ended.", "finish_reason")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens that were not read again.")
+        self._new_tokens = counter("generation_tokens", "Tokens made.")
+        self._queue = histogram("queue_time_seconds", "Accepted to begun.", _SECONDS)
+        self._ttft = histogram("time_to_first_token_seconds", "Accepted to first token.", _SECONDS)
+        self._token = histogram(
+            "time_per_output_token_seconds", "Decode time by token.", _TOKEN_SECONDS
+        )
+        self._total = histogram("request_seconds", "Accepted to finished.", _SECONDS)
+
+    def watch(self, loop: EngineLoop) -> None:
+        """Show how busy the engine is."""
+        self.registry.register(_Load(loop))
+
+    def count(self, completion: Completion) -> None:
+        """A request has ended."""
+        t = completion.timings
+        self._requests.labels(completion.finish_reason).inc()
+        self._prompt_tokens.inc(t.prompt_tokens)
+        self._cached_tokens.inc(t.cached_tokens)
+        self._new_tokens.inc(t.new_tokens)
+        self._queue.observe(t.queue_s)
+        self._total.observe(t.total_s)
+        if t.new_tokens:
+            self._ttft.observe(t.ttft_s)
+        if t.new_tokens > 1:
+            self._token.observe(t.decode_s / (t.new_tokens - 1))
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self.registry)
+
+
+class _Load(Collector):
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        """How many requests there are, now."""
+        load = self._loop.load
+        return [
+            GaugeMetricFamily("soloist_requests_running", "Reading or decoding.", load.num_running),
+            GaugeMetricFamily("soloist_requests_waiting", "In the queue.", load.num_waiting),
+        ]

@@ -1,0 +1,112 @@
+"""Reasoning and tool calls in the shape of OpenAI's chat."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from soloist.engine import Completion, Engine
+from soloist.server.problems import invalid, unsupported
+from soloist.text.parts import CALL, THINK, Part, PartFormat, PartReader, format_of
+
+# Characters of a prompt that tell whether its answer begins within reasoning.
+PROMPT_END = 64
+
+_FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def part_format(engine: Engine, *, has_tools: bool) -> PartFormat:
+    """How this model's answers are taken apart.
+
+    Raises:
+        Problem: tools, for a model whose calls cannot be read.
+    """
+    told = format_of(engine.chat_template.source)
+    # Marks that are left out of the text, as special tokens are, cannot be found in it.
+    special, encode = engine.tokenizer.special_ids, engine.tokenizer.encode
+    thinks = told.thinks and not special & set(encode(THINK, add_special_tokens=False))
+    calls = told.calls
+    if calls == "tagged" and special & set(encode(CALL, add_special_tokens=False)):
+        calls = None
+    if has_tools and calls is None:
+        raise unsupported(
+            "tools", "none; this model's chat template has no tool calls that Soloist can read"
+        )
+    return PartFormat(calls if has_tools else None, thinks)
+
+
+def checked_tools(tools: Sequence[dict[str, Any]]) -> None:
+    """Refuse what is no function.
+
+    Raises:
+        Problem: a tool of another kind, or without a name.
+    """
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name), **rest}} if name:
+                if rest.get("strict"):
+                    raise unsupported(f"tools[{index}].function.strict", "false")
+            case {"type": str(kind)} if kind != "function":
+                raise unsupported(f"tools[{index}].type", "'function'")
+            case _:
+                raise invalid(
+                    f"tools[{index}]", 'expected {"type": "function", "function": {"name": …}}'
+                )
+
+
+class Teller:
+    """One answer, taken apart as it grows.
+
+    Attributes:
+        reader: takes it apart.
+    """
+
+    def __init__(self, style: PartFormat, prompt_end: str) -> None:
+        self.reader = PartReader(style, prompt_end)
+
+    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """OpenAI's deltas for more text."""
+        parts = self.reader.push(text) + (self.reader.finish() if is_last else [])
+        return [_delta(part) for part in parts]
+
+    def finish_reason(self, end: Completion) -> str:
+        """With calls it is they that ended the answer."""
+        if self.reader.num_calls and end.finish_reason != "length":
+            return "tool_calls"
+        return _FINISH[end.finish_reason]
+
+
+def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A whole message from its deltas."""
+    content, reasoning = "", ""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        content += delta.get("content", "")
+        reasoning += delta.get("reasoning", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({key: call[key] for key in ("id", "type", "function")})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    message: dict[str, Any] = {
+        "role": "assistant", "content": content or (None if calls else ""), "refusal": None,
+    }  # fmt: skip
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part.kind:
+        case "content":
+            return {"content": part.text}
+        case "reasoning":
+            # Half of the clients read the one name, half the other.
+            return {"reasoning": part.text, "reasoning_content": part.text}
+        case "call":
+            call = {
+                "index": part.call, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+                "function": {"name": part.text, "arguments": ""},
+            }  # fmt: skip
+        case "arguments":
+            call = {"index": part.call, "function": {"arguments": part.text}}
+    return {"tool_calls": [call]}

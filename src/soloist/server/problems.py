@@ -1,0 +1,132 @@
+"""Every reply that is not a success: one class, and what errors of the engine become."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+
+from soloist.errors import (
+    BadLogits,
+    BadSampling,
+    BadTokenId,
+    EmptyPrompt,
+    PromptTooLong,
+    QueueFull,
+    SoloistError,
+    Unavailable,
+    UserError,
+)
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class Problem(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status.
+        message: what was given, what is allowed, what to do.
+        param: the field that is to blame.
+        code: a word for programs.
+        headers: of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """The class of error, as both OpenAI's and Anthropic's clients know it."""
+        return _TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+
+    def body(self) -> dict[str, object]:
+        """As OpenAI's clients read it."""
+        error = {
+            "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
+        }  # fmt: skip
+        return {"error": error}
+
+
+def problem_of(error: SoloistError) -> Problem:
+    """What a client is told of an engine's error."""
+    message = str(error).replace("\n\n", "; ")
+    match error:
+        case QueueFull():
+            wait = {"Retry-After": str(math.ceil(error.retry_s))}
+            return Problem(429, message, code="queue_full", headers=wait)
+        case Unavailable():
+            return Problem(503, message, code="unavailable")
+        case PromptTooLong():
+            return Problem(400, message, param="prompt", code="context_length_exceeded")
+        case BadLogits():
+            return Problem(500, message, code="bad_logits")
+        case BadSampling() | BadTokenId():
+            return Problem(400, message, param=error.field.split("[")[0], code="invalid_value")
+        case EmptyPrompt():
+            return Problem(400, message, param="prompt", code="invalid_value")
+        case UserError():
+            return Problem(400, message, code="invalid_value")
+    return Problem(500, message, code="device_error")
+
+
+def unsupported(path: str, allowed: str = "") -> Problem:
+    """A field that would have to be ignored."""
+    wanted = f" (allowed: {allowed})" if allowed else ""
+    return Problem(
+        400,
+        f"{path} is not supported{wanted}; nothing was generated, since ignoring it would change "
+        "what you get",
+        param=path,
+        code="unsupported_field",
+    )
+
+
+def invalid(path: str, message: str) -> Problem:
+    """A field with an unusable value."""
+    return Problem(400, f"{path}: {message}", param=path, code="invalid_value")
+
+
+def problem_of_fields(error: ValidationError) -> Problem:
+    """The first field that does not fit its schema."""
+    found = error.errors(include_url=False, include_input=False)
+    first, path = found[0], path_of(found[0]["loc"]) or "body"
+    if first["type"] == "extra_forbidden":
+        return unsupported(path)
+    if first["type"] == "not_supported":
+        return unsupported(path, first.get("ctx", {}).get("allowed", ""))
+    # A field of several types has an error for each.
+    told = [x["msg"] for x in found if path_of(x["loc"]) == path]
+    return invalid(path, ", or: ".join(dict.fromkeys(told)))
+
+
+# What pydantic adds to a place where a field may have several types.
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict"})
+
+
+def path_of(places: Sequence[str | int]) -> str:
+    """('messages', 0, 'content', 'str') → 'messages[0].content'."""
+    path = ""
+    for place in places:
+        if isinstance(place, int):
+            path += f"[{place}]"
+        elif place.isidentifier() and place not in _TYPE_NAMES:
+            path += f".{place}" if path else place
+    return path

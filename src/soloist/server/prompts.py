@@ -1,0 +1,137 @@
+"""From messages and texts to checked token ids."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+
+from soloist.engine import Engine
+from soloist.server.fields import ChatRequest, CompletionRequest
+from soloist.server.problems import Problem, invalid, unsupported
+
+# Longer prompts are encoded in a thread: shorter ones take less time than handing them over.
+INLINE_CHARACTERS = 8_000
+
+Made = TypeVar("Made")
+
+
+async def elsewhere(given: object, make: Callable[[], Made]) -> Made:
+    """`make()`, in a thread where `given` is long, so that streams go on meanwhile.
+
+    Raises:
+        Problem: the request is nested too deeply to be looked at.
+    """
+    try:
+        return make() if size_of(given) <= INLINE_CHARACTERS else await asyncio.to_thread(make)
+    except RecursionError as error:
+        raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
+
+
+def size_of(value: object) -> int:
+    """Characters and numbers in a JSON value, roughly."""
+    match value:
+        case str():
+            return len(value)
+        case dict():
+            return sum(map(size_of, value.values()))
+        case list():
+            return len(value) if value and isinstance(value[0], int) else sum(map(size_of, value))
+    return 1
+
+
+def chat_prompt(engine: Engine, asked: ChatRequest) -> str:
+    """A conversation through the model's template.
+
+    Raises:
+        UserError: the template is absent or refuses the conversation.
+        Problem: content that is no text.
+    """
+    variables = asked.chat_template_kwargs or {}
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in variables:
+            raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
+    return engine.chat_template.render(
+        with_objects(plain_messages(asked.messages)),
+        tools=asked.offered_tools,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=bool(asked.continue_final_message),
+        **{key: value for key, value in variables.items() if key != "template"},
+    )
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as every template reads them.
+
+    Parts of text become one text, a line each; the role `developer` becomes `system`, which is
+    what OpenAI's newer models call it.
+
+    Raises:
+        Problem: a part that is no text.
+    """
+    plain = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            place = f"messages[{index}].content"
+            content = "\n".join(_text(part, f"{place}[{n}]") for n, part in enumerate(content))
+        role = message.get("role")
+        changed = {"role": "system" if role == "developer" else role, "content": content}
+        plain.append({**message, **changed})
+    return plain
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, the arguments of earlier calls as the objects that templates expect.
+
+    OpenAI's clients send them as JSON text; templates would write that as a text within JSON.
+    """
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_object(call: Any) -> Any:  # noqa: ANN401 - the template layer says what is no call
+    match call:
+        case {"function": {"arguments": str(text), **function}}:
+            try:
+                given = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                return call
+            return {**call, "function": {**function, "arguments": given}}
+    return call
+
+
+def _text(part: object, place: str) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise unsupported(f"{place}.type", "'text'")
+    raise invalid(place, 'expected {"type": "text", "text": …}')
+
+
+def completion_prompts(engine: Engine, asked: CompletionRequest) -> list[list[int]]:
+    """Token ids of every prompt.
+
+    Raises:
+        UserError: a suffix for a model that cannot fill in.
+        Problem: token ids beside a suffix.
+    """
+    given = asked.prompt
+    if isinstance(given, str):
+        given = [given]
+    elif given and isinstance(given[0], int):
+        given = [given]  # one list of token ids
+    return [_completion_ids(engine, prompt, asked.suffix) for prompt in given]  # type: ignore[arg-type]
+
+
+def _completion_ids(engine: Engine, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if suffix is None:
+        return prompt if isinstance(prompt, list) else engine.tokenizer.encode(prompt)
+    if isinstance(prompt, list):
+        raise invalid("suffix", "only beside a prompt of text")
+    return engine.tokenizer.fim_prompt(prompt, suffix)

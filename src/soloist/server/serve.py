@@ -1,0 +1,115 @@
+"""Runs the server in this process until it is told to end."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from soloist.engine import Engine
+from soloist.errors import SettingError
+from soloist.server.app import make_app
+from soloist.server.config import ServerConfig
+from soloist.server.host import Host, Load
+
+# Beyond the time that requests have to end by themselves: for replies that say they were cut.
+_LAST_WORDS_S = 2.0
+
+_SWITCH_S = 0.0005
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with an engine behind it, which a signal stops as well.
+
+    Args:
+        load: loads the engine.
+        config: how to serve.
+        on_ready: called with the engine, from another thread.
+
+    Raises:
+        SettingError: the address cannot be taken.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        config: ServerConfig,
+        on_ready: Callable[[Engine], None] = lambda _: None,
+    ) -> None:
+        self.host = Host(load, config, on_ready, self._end)
+        self._socket = _listen(config)
+        super().__init__(
+            uvicorn.Config(
+                make_app(self.host),
+                host=config.host,
+                port=config.port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=int(config.shutdown_s + _LAST_WORDS_S),
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        name, port = self._socket.getsockname()[:2]
+        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+    def serve_forever(self) -> None:
+        """Serve until something sets `should_exit`, and end what still runs."""
+        self.run(sockets=[self._socket])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
+        """The first signal stops by the deadline, a second Ctrl-C at once.
+
+        The signal is not raised again afterwards: an end that was asked for is no failure.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+        self.host.stop()
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingError(
+            "--host and --port", f"{config.host}:{config.port}", "a free address of this machine",
+            f"{error.strerror or error}; take another port, or 0 for any that is free",
+        ) from error  # fmt: skip
+
+
+def serve(
+    load: Load,
+    config: ServerConfig,
+    on_listening: Callable[[str], None],
+    on_ready: Callable[[Engine], None],
+) -> None:
+    """Serve until a signal.
+
+    Args:
+        load: loads the engine.
+        config: how to serve.
+        on_listening: called with the URL; the engine is still loading.
+        on_ready: called with the engine, from another thread.
+
+    Raises:
+        SoloistError: the engine could not be loaded, or stopped.
+    """
+    # Between two kernels or tokens the engine's thread needs Python for microseconds; a thread that
+    # reads a long prompt would make it wait for five milliseconds each time.
+    sys.setswitchinterval(_SWITCH_S)
+    server = Server(load, config, on_ready)
+    on_listening(server.url)
+    server.serve_forever()
+    if server.host.failure is not None:
+        raise server.host.failure

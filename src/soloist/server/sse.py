@@ -1,0 +1,52 @@
+"""Server-sent events: bytes on their way to a client, and the reply that carries them."""
+
+from collections.abc import AsyncIterator, Mapping
+
+import orjson
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from soloist.errors import SoloistError
+from soloist.server.generation import Generation, watch
+from soloist.server.problems import Problem, problem_of
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(data: Mapping[str, object], name: str | None = None) -> bytes:
+    """One event; Anthropic's clients want it to have a name."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class Events(StreamingResponse):
+    """A stream of events made from running answers.
+
+    An error on the way is an event, too, and then the stream ends; never a silent end. The answers
+    end when the client goes away, even while nothing is written.
+    """
+
+    def __init__(self, generation: Generation, body: AsyncIterator[bytes]) -> None:
+        super().__init__(body, media_type="text/event-stream", headers=_HEADERS)
+        self._generation = generation
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Serve it."""
+        async with self._generation:
+            watcher = watch(receive, self._generation)
+            try:
+                await self.stream_response(send)
+            finally:
+                watcher.cancel()
+
+
+async def with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same events, and one more if something goes wrong, as OpenAI's clients read it."""
+    try:
+        async for part in body:
+            yield part
+    except Problem as problem:
+        yield event(problem.body())
+    except SoloistError as error:
+        yield event(problem_of(error).body())

@@ -1,0 +1,222 @@
+"""Takes a model's text apart while it grows: reasoning, content and tool calls.
+
+How the pieces are cut changes nothing. Only what may become a marker is held back, and no text is
+lost: what looked like a call and is none is content, with a warning. White space next to a marker
+belongs to the marker.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from soloist.text.calls import CallReader
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+_BETWEEN = " \t\r\n;"  # bare calls
+
+CallFormat = Literal["tagged", "bare"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartFormat:
+    """What a model's template says about its answers.
+
+    Attributes:
+        calls: `tagged`, a JSON object between <tool_call> and </tool_call> (Qwen, SmolLM3,
+            Hermes); `bare`, an answer that is such an object (Llama 3.1 and later); None without.
+        thinks: whether reasoning stands between <think> and </think>.
+    """
+
+    calls: CallFormat | None
+    thinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next piece of one kind.
+
+    Attributes:
+        kind: of the text; a `call` names a function, `arguments` go on with its JSON text.
+        text: of the piece.
+        call: which call, counted from 0.
+    """
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    call: int = 0
+
+
+def format_of(template: str) -> PartFormat:
+    """What answers look like, judged by the source of the chat template."""
+    calls: CallFormat | None = None
+    if CALL in template and "<function=" not in template:
+        calls = "tagged"
+    elif '"parameters": ' in template and "<|python_tag|>" in template:
+        calls = "bare"
+    return PartFormat(calls, THINK in template or END_THINK in template)
+
+
+class PartReader:
+    """Reads one answer.
+
+    Attributes:
+        num_calls: calls so far.
+        warning: what was not understood, if anything.
+
+    Args:
+        style: what to look for.
+        prompt: its end tells whether the answer begins within reasoning.
+    """
+
+    def __init__(self, style: PartFormat, prompt: str = "") -> None:
+        self.num_calls, self.warning = 0, ""
+        self._style = style
+        self._held = ""
+        self._reader: CallReader | None = None
+        self._is_thinking = style.thinks and prompt.rstrip().endswith(THINK)
+        # Whether a marker was the last thing: white space behind it is its own.
+        self._is_bare = self._is_thinking
+        self._has_content = False
+        self._space = ""  # before the latest marker, should it be none
+
+    def push(self, text: str) -> list[Part]:
+        """Take more text; return what is certain."""
+        parts: list[Part] = []
+        self._held += text
+        while self._step(parts):
+            pass
+        return _joined(parts)
+
+    def finish(self) -> list[Part]:
+        """The rest, now that no more text comes."""
+        parts: list[Part] = []
+        if self._reader is not None and not self._reader.is_complete:
+            self._give_up(parts, "a tool call has no end")
+        held, self._held = self._held, ""
+        if self._reader is None:
+            self._emit(parts, held, is_last=True)
+        return _joined(parts)
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Take the next thing out of what is held; whether to look again."""
+        if self._reader is not None:
+            return self._read_call(self._reader, parts)
+        if self._may_be_bare_call():
+            lead = self._held.lstrip(_BETWEEN if self.num_calls else None)
+            if lead.startswith("{"):
+                self._held = lead
+                self._begin_call()
+            if not lead or self._reader is not None:
+                return bool(lead)
+        markers = self._markers()
+        at, marker = _first_of(self._held, markers)
+        if marker is None:
+            safe = len(self._held) - _may_become(self._held, markers)
+            text, self._held = self._held[:safe], self._held[safe:]
+            self._emit(parts, text, is_last=False)
+            return False
+        before, self._held = self._held[:at], self._held[at + len(marker) :]
+        text = before.rstrip()
+        self._emit(parts, text, is_last=False)
+        self._is_bare, self._space = True, before[len(text) :]
+        if marker == CALL:
+            self._begin_call()
+        else:
+            self._is_thinking = marker == THINK
+        return True
+
+    def _markers(self) -> tuple[str, ...]:
+        if self._is_thinking:
+            return (END_THINK,)
+        # Reasoning comes first, or it is none.
+        lead = self._held.lstrip()[: len(THINK)]
+        may_think = self._style.thinks and not self._has_content and THINK.startswith(lead)
+        return ((THINK,) if may_think else ()) + ((CALL,) if self._style.calls == "tagged" else ())
+
+    def _may_be_bare_call(self) -> bool:
+        return self._style.calls == "bare" and not self._is_thinking and not self._has_content
+
+    def _begin_call(self) -> None:
+        self._reader = CallReader()
+
+    def _read_call(self, reader: CallReader, parts: list[Part]) -> bool:
+        used = 0
+        while used < len(self._held) and not (reader.is_complete or reader.failed):
+            told = reader.take(self._held[used])
+            used += 1
+            if told.name is not None:
+                parts.append(Part("call", told.name, self.num_calls))
+                self.num_calls += 1
+            if told.arguments:
+                parts.append(Part("arguments", told.arguments, self.num_calls - 1))
+        self._held = self._held[used:]
+        if reader.failed:
+            self._give_up(parts, "a tool call is not JSON with a name")
+            return True
+        return reader.is_complete and self._end_call()
+
+    def _end_call(self) -> bool:
+        """Behind a complete call: take its end marker; whether to look again."""
+        if self._style.calls == "tagged":
+            rest = self._held.lstrip()
+            if END_CALL.startswith(rest) and rest != END_CALL:
+                return False  # it may still come
+            self._held = rest.removeprefix(END_CALL)
+        self._reader, self._is_bare = None, True
+        return True
+
+    def _give_up(self, parts: list[Part], why: str) -> None:
+        reader = self._reader
+        assert reader is not None, "there is a call"
+        self._reader = None
+        self.warning = f"{why}; it is given as text"
+        mark = self._space + CALL if self._style.calls == "tagged" else ""
+        self._has_content, self._is_bare = True, False
+        parts.append(Part("content", mark + reader.text))
+
+    def _emit(self, parts: list[Part], text: str, *, is_last: bool) -> None:
+        """Text between markers."""
+        if self._is_bare:
+            text = text.lstrip()
+        if not text:
+            return
+        # What ends in white space may be followed by a marker, to which it then belongs.
+        shown = text if is_last else text.rstrip()
+        if not is_last:
+            self._held = text[len(shown) :] + self._held
+        if not shown:
+            return
+        self._is_bare = False
+        self._has_content |= not self._is_thinking
+        parts.append(Part("reasoning" if self._is_thinking else "content", shown))
+
+
+def _first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str | None]:
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found) if found else (-1, None)
+
+
+def _may_become(text: str, markers: tuple[str, ...]) -> int:
+    """How many characters at the end begin a marker."""
+    longest = max((len(marker) for marker in markers), default=0)
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return size
+    return 0
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Neighbours of one kind together."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and _go_on(last, part):
+            joined[-1] = Part(part.kind, last.text + part.text, part.call)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _go_on(last: Part, part: Part) -> bool:
+    return part.kind != "call" and (last.kind, last.call) == (part.kind, part.call)

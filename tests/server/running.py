@@ -1,0 +1,160 @@
+"""A server in this process, on a real port; and an executor that says what it is told to."""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.executor import Executor, Outcome, Picked, Running
+from soloist.server.config import ServerConfig
+from soloist.server.serve import Server
+from soloist.text import ChatTemplate
+
+KEY = "sk-test"
+CONFIG = ServerConfig(names=("etude-draft", "gpt"), port=0, shutdown_s=1)
+
+
+@cache
+def etude() -> Engine:
+    """What the server of most tests runs; its executor is the server's alone."""
+    return load_etude()
+
+
+@cache
+def oracle() -> Engine:
+    """The same model, for answers to compare with."""
+    return load_etude()
+
+
+def load_etude() -> Engine:
+    asked = EngineConfig(
+        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True
+    )
+    return Engine.load(asked)
+
+
+def scripted(executor: "Scripted", context_tokens: int = 4096) -> Engine:
+    """The same tokenizer and template before an executor without a model."""
+    real = etude()
+    roomy = replace(real.resolved, context_tokens=context_tokens)
+    return Engine(real.config, executor, roomy, real.report.folder, real.report)
+
+
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}<tool_call> {{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.reasoning_content }} "
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if think %}<think>\n{% endif %}"
+)
+
+
+def with_tools(executor: "Scripted") -> Engine:
+    """An engine whose template knows tools and reasoning."""
+    engine = scripted(executor)
+    engine.__dict__["chat_template"] = ChatTemplate({"default": TOOLS_TEMPLATE})
+    return engine
+
+
+class Scripted(Executor):
+    """Makes the tokens of a text again and again, at a pace.
+
+    Attributes:
+        asked, first: when the latest request was to be read, and when its first token was known.
+        num_open: sequences.
+    """
+
+    num_columns = 8
+
+    def __init__(
+        self,
+        text: str = "def f(x):\n    return x\n",
+        tokens_per_s: float = 1e9,
+        read_s: float = 0,
+        *,
+        ends: bool = False,
+    ):
+        self.script = etude().tokenizer.encode(text)
+        if ends:
+            self.script += sorted(etude().tokenizer.eos_ids)[:1]
+        self.pace_s, self.read_s = 1 / tokens_per_s, read_s
+        self.num_open = 0
+        self.asked = self.first = 0.0
+        self.fault: Exception | None = None
+        self._stop = False
+
+    def open(self, prompt_ids, sampler, top_logprobs=None) -> Running | None:
+        self.num_open += 1
+        return Running(prompt_ids, sampler, top_logprobs)
+
+    def read(self, running: Running) -> Picked | None:
+        self.asked = time.perf_counter()
+        self._check()
+        if self.read_s:
+            time.sleep(self.read_s)
+        self.first = time.perf_counter()
+        return self._next(running)
+
+    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+        self._stop = False
+        due = time.perf_counter()
+        for _ in range(min(most, *(r.num_wanted for r in running))):
+            due += self.pace_s
+            if (left := due - time.perf_counter()) > 0:
+                time.sleep(left)
+            self._check()
+            yield [self._next(r) for r in running]
+            if self._stop:
+                return
+
+    def _next(self, running: Running) -> Picked:
+        token_id = self.script[len(running.sampler.output_ids) % len(self.script)]
+        running.sampler.observe(token_id)
+        return Picked(token_id)
+
+    def _check(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def close(self, _: Running) -> None:
+        self.num_open -= 1
+
+
+@contextmanager
+def running(
+    load: Callable[..., Engine], config: ServerConfig = CONFIG, **changed: object
+) -> Iterator[Server]:
+    server = Server(load, replace(config, **changed))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.host.stop()
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server ends"
+        ready = server.host._ready
+        assert ready is None or not ready.loop._thread.is_alive(), "and leaves no thread"
+
+
+def wait_until_ready(server: Server) -> Server:
+    wait_for(lambda: server.started and not server.host.is_loading)
+    return server
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it does not happen"
+        time.sleep(0.002)
+
+
+def is_idle(server: Server) -> bool:
+    load = server.host.ready().loop.load
+    return load.num_running == load.num_waiting == 0 and not server.host.running

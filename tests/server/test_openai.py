@@ -1,0 +1,361 @@
+"""The official client drives every endpoint; replies are the engine's own answers."""
+
+import time
+
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from server.running import etude, is_idle, oracle, wait_for
+from soloist import engine
+from soloist.sampling import SamplingParams
+
+PROMPT = "def fibonacci(n):\n"
+MESSAGES = [
+    {"role": "system", "content": "Write Python."},
+    {"role": "user", "content": "A function that adds two numbers"},
+]
+
+
+def answer(prompt, **params) -> engine.Completion:
+    *_, end = oracle().generate(prompt, SamplingParams(**params))
+    return end
+
+
+def chat_answer(messages=MESSAGES, **params) -> engine.Completion:
+    return answer(etude().encode_chat(messages), **params)
+
+
+def test_models(client) -> None:
+    found = list(client.models.list())
+    assert [m.id for m in found] == ["etude-draft", "gpt"]
+    assert found[0].max_model_len == 2048
+    assert client.models.retrieve("gpt").owned_by == "soloist"
+    with pytest.raises(openai.NotFoundError, match="does not exist here"):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_the_engines(client) -> None:
+    wanted = answer(PROMPT, max_tokens=20, ignore_eos=True)
+    reply = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert Completion.model_validate(reply.model_dump()), "every required field is there"
+    assert reply.model == "gpt"
+    assert reply.choices[0].text == wanted.text
+    assert reply.choices[0].finish_reason == "length"
+    ids = etude().tokenizer.encode(PROMPT)
+    assert reply.usage.prompt_tokens == len(ids)
+    assert reply.usage.completion_tokens == 20
+    assert reply.usage.total_tokens == len(ids) + 20
+    timings = reply.timings
+    assert timings["predicted_n"] == 20
+    assert timings["prompt_n"] + timings["cache_n"] == len(ids)
+    assert 0 < timings["ttft_ms"] < timings["total_ms"]
+    assert timings["executor"] == "reference"
+    assert timings["device"] == etude().report.device_name
+
+
+def test_a_chat_is_the_engines(client) -> None:
+    wanted = chat_answer(max_tokens=20)
+    reply = client.chat.completions.create(
+        model="etude-draft", messages=MESSAGES, max_completion_tokens=20, temperature=0
+    )
+    assert ChatCompletion.model_validate(reply.model_dump()), "every required field is there"
+    assert reply.choices[0].message.content == wanted.text
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.usage.prompt_tokens == wanted.timings.prompt_tokens
+
+
+def test_streams_are_the_same_text(client) -> None:
+    wanted = answer(PROMPT, max_tokens=40, temperature=0.9, seed=4)
+    stream = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=40, temperature=0.9, seed=4, stream=True
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks) == wanted.text
+    assert [c.choices[0].finish_reason for c in chunks][-1] is not None
+    assert not any(c.usage for c in chunks)
+    assert chunks[-1].timings["predicted_n"] == len(wanted.token_ids)
+
+
+def test_a_chat_streams_its_role_with_the_first_text_and_ends_with_usage(client) -> None:
+    wanted = chat_answer(max_tokens=30)
+    stream = client.chat.completions.create(
+        model="gpt", messages=MESSAGES, max_tokens=30, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    *chunks, last = list(stream)
+    assert all(ChatCompletionChunk.model_validate(c.model_dump()) for c in [*chunks, last])
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content, "never a role alone"
+    assert not any(c.choices[0].delta.role for c in chunks[1:])
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted.text
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(wanted.token_ids)
+    assert last.usage.prompt_tokens == wanted.timings.prompt_tokens
+
+
+def test_usage_in_every_chunk(client) -> None:
+    stream = client.chat.completions.create(
+        model="gpt", messages=MESSAGES, max_tokens=12, temperature=0, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    counts = [c.usage.completion_tokens for c in stream if c.usage is not None]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+
+
+def test_several_answers(client) -> None:
+    alone = [chat_answer(max_tokens=16, temperature=1.0, seed=7 + i).text for i in range(3)]
+    ask = {
+        "model": "gpt", "messages": MESSAGES, "max_tokens": 16, "seed": 7, "temperature": 1, "n": 3
+    }  # fmt: skip
+    reply = client.chat.completions.create(**ask)
+    assert [c.message.content for c in reply.choices] == alone
+    assert [c.index for c in reply.choices] == [0, 1, 2]
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == alone
+
+
+def test_several_prompts_as_texts_and_ids(client) -> None:
+    prompts = ["import ", "class A:\n"]
+    ids = [etude().tokenizer.encode(p) for p in prompts]
+    wanted = [answer(p, max_tokens=8).text for p in prompts]
+    for given in (prompts, ids):
+        reply = client.completions.create(model="gpt", prompt=given, max_tokens=8, temperature=0)
+        assert [c.text for c in reply.choices] == wanted
+        assert reply.usage.prompt_tokens == sum(map(len, ids))
+    one = client.completions.create(model="gpt", prompt=ids[1], max_tokens=8, temperature=0)
+    assert one.choices[0].text == wanted[1]
+
+
+def test_echo_and_default_length(client) -> None:
+    ids = etude().tokenizer.encode(PROMPT)
+    wanted = PROMPT + answer(PROMPT, max_tokens=16).text
+    for given in (PROMPT, ids):
+        reply = client.completions.create(model="gpt", prompt=given, temperature=0, echo=True)
+        assert reply.choices[0].text == wanted
+        stream = client.completions.create(
+            model="gpt", prompt=given, temperature=0, echo=True, stream=True
+        )
+        assert "".join(c.choices[0].text for c in stream) == wanted
+
+
+def test_filling_in_the_middle(client) -> None:
+    prefix, suffix = "def add(a, b):\n    ", "\n    return total\n"
+    wanted = answer(etude().tokenizer.fim_prompt(prefix, suffix), max_tokens=10)
+    reply = client.completions.create(
+        model="gpt", prompt=prefix, suffix=suffix, max_tokens=10, temperature=0
+    )
+    assert reply.choices[0].text == wanted.text
+
+
+def test_stop_strings_and_token_ids(client) -> None:
+    text = answer(PROMPT, max_tokens=40, ignore_eos=True).text
+    stop = text[10:13]
+    reply = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop],
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    choice = reply.choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert choice.stop_reason == stop
+    assert choice.prompt_token_ids == etude().tokenizer.encode(PROMPT)
+    assert reply.usage.completion_tokens == len(choice.token_ids)
+    stream = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks) == choice.text
+    streamed = [i for c in chunks for i in getattr(c.choices[0], "token_ids", ())]
+    assert streamed == choice.token_ids
+
+
+def test_every_sampling_field_reaches_the_engine(client) -> None:
+    fields = {
+        "top_k": 30, "min_p": 0.02, "repetition_penalty": 1.2, "min_tokens": 10,
+        "stop_token_ids": [17, 44],
+    }  # fmt: skip
+    wanted = answer(
+        PROMPT, max_tokens=24, temperature=0.8, top_p=0.9, seed=11, presence_penalty=0.3,
+        frequency_penalty=-0.2, logit_bias={11: 2.5}, top_k=30, min_p=0.02, repetition_penalty=1.2,
+        min_tokens=10, stop_token_ids=frozenset({17, 44}),
+    )  # fmt: skip
+    reply = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=24, temperature=0.8, top_p=0.9, seed=11,
+        presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={"11": 2.5},
+        extra_body={**fields, "return_token_ids": True},
+    )  # fmt: skip
+    assert tuple(reply.choices[0].token_ids) == wanted.token_ids
+
+
+def test_a_seed_beside_temperature_0_is_harmless(client) -> None:
+    wanted = answer(PROMPT, max_tokens=8).text
+    reply = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=8, temperature=0, seed=1, top_p=0.5,
+        extra_body={"top_k": -1, "min_p": 0.1},
+    )  # fmt: skip
+    assert reply.choices[0].text == wanted
+
+
+def test_log_probabilities_of_a_chat(client) -> None:
+    ask = {
+        "model": "gpt", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "logprobs": True,
+        "top_logprobs": 3, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**ask).choices[0]
+    content = whole.logprobs.content
+    assert b"".join(bytes(c.bytes) for c in content).decode() == whole.message.content
+    assert len(content) == 8
+    for entry in content:
+        best, *others = entry.top_logprobs
+        assert (best.token, best.logprob) == (entry.token, entry.logprob)
+        assert [t.logprob for t in others] == sorted((t.logprob for t in others), reverse=True)
+        assert len(others) == 2
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**ask, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == content
+
+
+def test_log_probabilities_of_a_completion(client) -> None:
+    ask = {
+        "model": "gpt", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    whole = client.completions.create(**ask).choices[0]
+    shown = whole.logprobs
+    assert "".join(shown.tokens) == whole.text
+    for token, at, top, logprob in zip(
+        shown.tokens, shown.text_offset, shown.top_logprobs, shown.token_logprobs, strict=True
+    ):
+        assert whole.text[at:].startswith(token)
+        assert max(top.values()) == top[token] == logprob
+    chunks = [c.choices[0].logprobs for c in client.completions.create(**ask, stream=True)]
+    assert [t for c in chunks if c for t in c.tokens] == shown.tokens
+    assert [t for c in chunks if c for t in c.text_offset] == shown.text_offset
+
+
+def test_parts_of_text_and_the_developer_role(client) -> None:
+    plain = [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "c"}]
+    parts = [
+        {"role": "developer", "content": [{"type": "text", "text": x} for x in "ab"]},
+        {"role": "user", "content": [{"type": "text", "text": "c"}]},
+    ]
+    wanted = chat_answer(plain, max_tokens=8).text
+    reply = client.chat.completions.create(model="gpt", messages=parts, max_tokens=8, temperature=0)
+    assert reply.choices[0].message.content == wanted
+
+
+def test_tokens_there_and_back(http) -> None:
+    made = http.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert made["tokens"] == etude().tokenizer.encode(PROMPT)
+    assert made["count"] == len(made["tokens"])
+    assert made["max_model_len"] == 2048
+    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": PROMPT}
+    chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert chat["tokens"] == etude().encode_chat(MESSAGES)
+
+
+def test_a_chat_may_fill_the_context(client, server) -> None:
+    with client.chat.completions.create(
+        model="gpt", messages=MESSAGES, stream=True, temperature=0, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        (generation,) = server.host.running.values()
+        (ticket,) = generation.tickets
+        assert len(ticket.prompt_ids) > 5
+    wait_for(lambda: is_idle(server))
+
+
+def test_a_client_that_closes_its_stream_ends_the_request(client, server) -> None:
+    stream = client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert not is_idle(server)
+    stream.close()
+    start = time.monotonic()
+    wait_for(lambda: is_idle(server))
+    assert time.monotonic() - start < 1
+
+
+def test_a_plain_request_that_is_given_up_ends(client, server) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(
+            model="gpt", prompt=PROMPT, max_tokens=1900, extra_body={"ignore_eos": True}
+        )
+    start = time.monotonic()
+    wait_for(lambda: is_idle(server))
+    assert time.monotonic() - start < 1
+
+
+def test_delete_ends_a_request_and_its_client_is_told(client, server, http) -> None:
+    stream = client.chat.completions.create(
+        model="gpt", messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}
+    )
+    first = next(iter(stream))
+    reply = http.delete(f"/v1/chat/completions/{first.id}")
+    assert reply.json()["deleted"] is True
+    with pytest.raises(openai.APIError, match="cancelled on demand"):
+        list(stream)
+    wait_for(lambda: is_idle(server))
+    assert http.delete(f"/v1/chat/completions/{first.id}").status_code == 404
+
+
+def test_metrics_count_the_engines_tokens(client, http, server) -> None:
+    def value(name: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return float(next(x for x in lines if x.startswith(name)).split()[-1])
+
+    client.completions.create(model="gpt", prompt=PROMPT, max_tokens=3)
+    before = value("soloist_generation_tokens_total")
+    prompts = value("soloist_prompt_tokens_total")
+    client.completions.create(
+        model="gpt", prompt=PROMPT, max_tokens=9, extra_body={"ignore_eos": True}
+    )
+    assert value("soloist_generation_tokens_total") == before + 9
+    ids = etude().tokenizer.encode(PROMPT)
+    assert value("soloist_prompt_tokens_total") == prompts + len(ids)
+    wait_for(lambda: is_idle(server))
+    assert value("soloist_requests_running") == 0
+    assert value('soloist_http_replies_total{path="/v1/completions",status="200"}') >= 2
+
+
+def test_health_and_documentation(http) -> None:
+    health = http.get("/health").json()
+    assert health["status"] == "ready"
+    assert health["device"] == etude().report.device_name
+    api = http.get("/openapi.json").json()
+    fields = api["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "temperature", "logprobs"} <= set(fields)
+    page = http.get("/docs").text
+    assert "/v1/chat/completions" in page
+    assert "http" not in page.replace("text/html", ""), "it loads nothing from elsewhere"
+
+
+def test_a_second_turn_reads_only_what_is_new(client) -> None:
+    begun = "".join(f"x_{i} = {i}\n" for i in range(90))
+    first = {"role": "user", "content": begun}
+    ask = {"model": "gpt", "max_tokens": 8, "temperature": 0}
+    before = client.chat.completions.create(messages=[first], **ask)
+    assert before.usage.prompt_tokens_details.cached_tokens == 0
+    turn = [first, {"role": "assistant", "content": "y = 1"}, {"role": "user", "content": "more"}]
+    after = client.chat.completions.create(messages=turn, **ask)
+    cached = after.usage.prompt_tokens_details.cached_tokens
+    assert cached == before.usage.prompt_tokens // 256 * 256 > 0
+    assert after.timings["cache_n"] == cached
+    assert after.timings["prompt_n"] == after.usage.prompt_tokens - cached
+    assert after.choices[0].message.content == chat_answer(turn, max_tokens=8).text

@@ -1,0 +1,44 @@
+"""Room for requests side by side."""
+
+import pytest
+
+from soloist.engine.config import EngineConfig, Resolved, resolve
+from soloist.errors import SettingError
+from soloist.megakernel.plan import PAGE_POSITIONS
+from soloist.model.config import Attention
+from soloist.model.dtype import Dtype
+from soloist.model.families.dense import decoder_tensors
+from soloist.model.memory import HEADROOM_BYTES
+from unit.prefill.models import model
+
+DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
+TOKEN_BYTES = 2 * 2 * 2 * 64 * 4
+
+
+def resolved(available_bytes: int, sequences: int, context: int = 500) -> Resolved:
+    asked = EngineConfig(context_tokens=context, sequences=sequences)
+    return resolve(asked, DENSE, decoder_tensors(DENSE), Dtype.FP32, "cpu", available_bytes)
+
+
+def test_every_sequence_gets_a_context_where_there_is_memory() -> None:
+    one, eight = resolved(10**11, 1), resolved(10**11, 8)
+    assert one.kv_tokens == 500
+    assert one.memory.kv_bytes == 500 * TOKEN_BYTES
+    assert 4000 - PAGE_POSITIONS < eight.kv_tokens <= 4000
+    assert (eight.kv_tokens - 500) % PAGE_POSITIONS == 0
+    assert eight.memory.kv_bytes == eight.kv_tokens * TOKEN_BYTES
+
+
+def test_further_contexts_take_half_of_what_is_left() -> None:
+    needed = resolved(10**11, 1).memory.total_bytes + HEADROOM_BYTES
+    for left in (0, TOKEN_BYTES, 2 * PAGE_POSITIONS * TOKEN_BYTES, 3000 * TOKEN_BYTES):
+        found = resolved(needed + left, 8)
+        further = found.kv_tokens - 500
+        assert further * TOKEN_BYTES <= left / 2 < (further + PAGE_POSITIONS) * TOKEN_BYTES
+        assert found.memory.total_bytes + HEADROOM_BYTES <= needed + left
+
+
+@pytest.mark.parametrize("sequences", [0, 9])
+def test_sequences_are_one_to_eight(sequences: int) -> None:
+    with pytest.raises(SettingError, match="1 … 8"):
+        resolved(10**11, sequences)

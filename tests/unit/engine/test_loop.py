@@ -1,0 +1,508 @@
+"""Requests side by side: whatever joins, leaves and is cancelled, answers are those alone."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
+from soloist.engine.executor import Executor
+from soloist.engine.kernel import KernelExecutor
+from soloist.errors import (
+    BadLogits,
+    EngineStopped,
+    LaunchError,
+    QueueFull,
+    ShuttingDown,
+)
+from soloist.megakernel.sampling_header import NO_TOKEN
+from soloist.sampling import SamplingParams
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
+
+WAIT_S = 20
+
+
+class Words:
+    """A tokenizer whose tokens are letters."""
+
+    eos_ids = frozenset(EOS)
+    special_ids = frozenset(EOS)
+
+    def token(self, token_id: int) -> str:
+        return chr(ord("A") + token_id)
+
+    def detokenizer(self):
+        return self
+
+    def push(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Slow(FakeDecoder):
+    """Lets other threads in between two rounds."""
+
+    pause_s = 0.0
+
+    def tokens(self):
+        for chosen in super().tokens():
+            yield chosen
+            time.sleep(self.pause_s)
+
+
+class Parts:
+    def __init__(self, pages: int = 30, **options):
+        self.cache = Cache()
+        self.decoder = Slow(self.cache, 16, sequences=4)
+        self.prefill = FakePrefill(self.cache, 64)
+        self.executor = KernelExecutor(self.decoder, self.prefill, pages, VOCAB, 64)
+        self.num_pages = pages
+        self.loop = EngineLoop(self.executor, Words(), VOCAB, **options)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.executor._pages.num_free
+
+
+@pytest.fixture
+def parts():
+    made: list[Parts] = []
+
+    def make(**options) -> Parts:
+        made.append(Parts(**options))
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.loop.close()
+        if p.loop.failure is None:
+            assert p.num_free_pages == p.num_pages, "every page came back"
+            assert not p.decoder.is_running
+
+
+def ended(ticket: Ticket) -> tuple[str, list[int], Completion | Failure]:
+    text, ids = "", []
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        for event in ticket.take():
+            if isinstance(event, Chunk):
+                text += event.text
+                ids += event.token_ids
+            else:
+                assert not ticket.take(), "nothing comes after the end"
+                return text, ids, event
+        time.sleep(0.0005)
+    raise AssertionError("the request does not end")
+
+
+def all_of(ticket: Ticket) -> tuple[Completion, list[Chunk]]:
+    """The end and all that came before."""
+    events: list[Chunk | Completion | Failure] = []
+
+    def has_ended() -> bool:
+        events.extend(ticket.take())
+        return bool(events) and not isinstance(events[-1], Chunk)
+
+    wait_for(has_ended)
+    end = events.pop()
+    assert isinstance(end, Completion)
+    return end, [event for event in events if isinstance(event, Chunk)]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_side_by_side_are_those_alone(parts, seed: int) -> None:
+    rng = random.Random(seed)
+    p = parts(pages=rng.choice([10, 14, 30]))
+    p.decoder.pause_s = rng.choice([0, 0.0005])
+    asked = []
+    for number in range(14):
+        prompt = prompt_of(rng.choice([1, 7, 20, 30, 64, 100, 200]), seed=100 * seed + number)
+        params = rng.choice(list(PARAMS.values()))
+        asked.append((prompt, params, p.loop.submit(prompt, params)))
+        time.sleep(rng.choice([0, 0, 0.002]))
+    for prompt, params, ticket in asked:
+        text, ids, end = ended(ticket)
+        assert ids == expected(prompt, params)
+        assert isinstance(end, Completion)
+        assert list(end.token_ids) == ids
+        assert end.text == text
+        assert end.timings.prompt_tokens == len(prompt)
+        assert 0 <= end.timings.queue_s <= end.timings.ttft_s <= end.timings.total_s
+    assert max(len(x.columns) for x in p.decoder.launches) > 1, "they shared launches"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_cancels_leave_nothing_behind(parts, seed: int) -> None:
+    rng = random.Random(seed)
+    p = parts(pages=12)
+    p.decoder.pause_s = 0.0002
+    tickets = []
+    for number in range(30):
+        prompt = prompt_of(rng.choice([5, 30, 150]), seed=number)
+        params = SamplingParams(max_tokens=rng.choice([1, 5, 300]), ignore_eos=True)
+        tickets.append((prompt, params, p.loop.submit(prompt, params)))
+        if rng.random() < 0.6:
+            rng.choice(tickets)[2].cancel()
+    for prompt, params, ticket in tickets:
+        if rng.random() < 0.7:
+            ticket.cancel()
+        _, ids, end = ended(ticket)
+        assert isinstance(end, Completion)
+        assert end.finish_reason == ("length" if len(ids) == params.max_tokens else "cancelled")
+        assert ids == expected(prompt, params)[: len(ids)]
+    wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
+
+
+def test_a_cancelled_request_makes_at_most_two_more_tokens(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.02
+    ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=500, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    before = p.decoder.num_rounds
+    ticket.cancel()
+    _, _, end = ended(ticket)
+    assert isinstance(end, Completion)
+    assert end.finish_reason == "cancelled"
+    assert p.decoder.num_rounds <= before + 2
+
+
+def test_a_stream_pauses_for_one_chunk_of_anothers_prompt(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.0005
+    first = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=400, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    long_prompt = prompt_of(300, seed=1)
+    rounds_at_chunk: list[int] = []
+    run = p.prefill.run
+
+    def counted(*args, **named):
+        rounds_at_chunk.append(p.decoder.num_rounds)
+        return run(*args, **named)
+
+    p.prefill.run = counted
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert ended(p.loop.submit(long_prompt, params))[1] == expected(long_prompt, params)
+    assert p.prefill.chunks[1:] == [64, 64, 64, 64, 44]
+    steps = [b - a for a, b in pairwise(rounds_at_chunk)]
+    assert all(step == 8 for step in steps), "a burst of rounds between two chunks"
+    first.cancel()
+    ended(first)
+
+
+def test_stop_strings_end_one_request_and_not_the_others(parts) -> None:
+    p, params = parts(), SamplingParams(max_tokens=200, ignore_eos=True)
+    prompts = [prompt_of(30, seed=n) for n in range(3)]
+    letters = ["".join(Words().token(i) for i in expected(x, params)) for x in prompts]
+    stop = letters[1][50:53]
+    tickets = [
+        p.loop.submit(prompts[0], params),
+        p.loop.submit(prompts[1], SamplingParams(max_tokens=200, ignore_eos=True, stop=(stop,))),
+        p.loop.submit(prompts[2], params),
+    ]
+    ends = [ended(t) for t in tickets]
+    assert ends[1][2].finish_reason == "stop"
+    assert ends[1][2].stop == stop
+    assert ends[1][0] == letters[1][: letters[1].index(stop)]
+    assert [e[1] for e in (ends[0], ends[2])] == [expected(prompts[n], params) for n in (0, 2)]
+
+
+def test_log_probabilities_come_with_each_token_and_change_none(parts) -> None:
+    p, prompt, params = parts(), prompt_of(30), SamplingParams(max_tokens=12, ignore_eos=True)
+    ticket = p.loop.submit(prompt, params, top_logprobs=2)
+    other = p.loop.submit(prompt, params)
+    chunks: list[Chunk] = []
+    wait_for(lambda: chunks.extend(ticket.take()) or isinstance(chunks and chunks[-1], Completion))
+    chunks.pop()
+    ids = [i for c in chunks for i in c.token_ids]
+    assert ids == ended(other)[1] == expected(prompt, params)
+    for chunk in chunks:
+        (shown,) = chunk.logprobs
+        assert shown.top[0] == (chunk.token_ids[0], shown.chosen), "greedy takes the likeliest"
+        assert len(shown.top) == 2
+        assert shown.top[1][1] <= shown.chosen < 0
+
+
+def test_the_queue_is_bounded(parts) -> None:
+    p = parts(most_waiting=2)
+    p.decoder.pause_s = 0.001
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    tickets = [p.loop.submit(prompt_of(5, seed=n), params) for n in range(6)]
+    with pytest.raises(QueueFull, match="requests wait") as caught:
+        p.loop.submit(prompt_of(5), params)
+    assert caught.value.retry_s >= 1
+    for ticket in tickets:
+        ticket.cancel()
+        ended(ticket)
+    ended(p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1)))
+
+
+def test_the_device_loop_answers_a_ping_between_rounds(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.001
+    p.loop.ping().result(WAIT_S)
+    ticket = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=400, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    launches = len(p.decoder.launches)
+    p.loop.ping().result(WAIT_S)
+    assert len(p.decoder.launches) <= launches + 1, "without ending the launch"
+    ticket.cancel()
+
+
+def test_closing_lets_requests_finish_or_cuts_them(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.001
+    short = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=20, ignore_eos=True))
+    long = p.loop.submit(prompt_of(6), SamplingParams(max_tokens=500, ignore_eos=True))
+    closer = threading.Thread(target=p.loop.close, args=[0.15])
+    closer.start()
+    wait_for(lambda: p.loop._state.is_closing)
+    with pytest.raises(ShuttingDown):
+        p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
+    assert ended(short)[2].finish_reason == "length"
+    assert ended(long)[2].finish_reason == "cancelled"
+    closer.join(WAIT_S)
+    assert not p.loop._thread.is_alive()
+    with pytest.raises(EngineStopped):
+        p.loop.ping()
+
+
+def test_a_device_that_fails_fails_everybody_and_says_so(parts) -> None:
+    failures = []
+    p = parts(on_failure=failures.append)
+    p.decoder.pause_s = 0.001
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    tickets = [p.loop.submit(prompt_of(5, seed=n), params) for n in range(6)]
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    p.decoder.fault = LaunchError("the decode kernel", "it broke")
+    for ticket in tickets:
+        end = ended(ticket)[2]
+        assert isinstance(end, Failure)
+        assert "it broke" in end.error.message
+    wait_for(lambda: bool(failures))
+    with pytest.raises(EngineStopped, match="it broke"):
+        p.loop.submit(prompt_of(5), params)
+    with pytest.raises(EngineStopped, match="it broke"):
+        p.loop.ping()
+
+
+def test_scores_without_a_best_one_fail_one_request(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.001
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    ticket = p.loop.submit(prompt_of(30), params)
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    p.decoder.forced_choice = NO_TOKEN["NAN"][0]
+    end = ended(ticket)[2]
+    assert isinstance(end, Failure)
+    assert isinstance(end.error, BadLogits)
+    p.decoder.forced_choice = None
+    prompt = prompt_of(31)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
+
+
+def test_listeners_hear_of_the_first_token_and_the_end_and_seldom_between(parts) -> None:
+    heard: list[int] = []
+    p = parts(flush_s=3600)
+    p.decoder.pause_s = 0.0005
+    ticket = p.loop.submit(
+        prompt_of(30),
+        SamplingParams(max_tokens=100, ignore_eos=True),
+        listen=lambda: heard.append(p.decoder.num_rounds),
+    )
+    ended(ticket)
+    # In between only where a launch (of 16 rounds here) ends and the next token may take a while.
+    assert heard[0] == 0
+    assert heard[-1] == 99
+    assert all(at % 16 == 0 for at in heard[:-1])
+
+
+# The reference ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def etude() -> Engine:
+    return Engine.load(EngineConfig("etude-draft", device="cpu", context_tokens=600, sequences=4))
+
+
+def test_the_reference_takes_turns(etude: Engine) -> None:
+    texts = ["def fibonacci(n):\n", "class Point:\n", "import " * 150, "x = 1\n"]
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=8, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_tokens=12, logit_bias={11: 3.0}, ignore_eos=True),
+    ]
+    alone = [list(etude.generate(t, p))[-1] for t, p in zip(texts, params, strict=True)]
+    executor: Executor = etude.model
+    loop = EngineLoop(executor, etude.tokenizer, etude.config.vocab_size)
+    tickets = [
+        loop.submit(etude.tokenizer.encode(t), p) for t, p in zip(texts, params, strict=True)
+    ]
+    for ticket, before in zip(tickets, alone, strict=True):
+        text, ids, end = ended(ticket)
+        assert tuple(ids) == before.token_ids
+        assert text == before.text
+        assert end.finish_reason == before.finish_reason
+    loop.close()
+
+
+def test_requests_wait_for_room(etude: Engine) -> None:
+    prompt = etude.tokenizer.encode("def f(x):\n")
+    params = SamplingParams(max_tokens=590 - len(prompt), ignore_eos=True)
+    opened = []
+    executor = etude.model
+    while (running := executor.open(prompt, sampler_of(etude, prompt, params))) is not None:
+        opened.append(running)
+    assert len(opened) == etude.resolved.kv_tokens // 590
+    executor.close(opened.pop())
+    again = executor.open(prompt, sampler_of(etude, prompt, params))
+    assert again is not None
+    for running in [*opened, again]:
+        executor.close(running)
+
+
+def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams):
+    from soloist.sampling import Sampler
+
+    return Sampler(params, engine.config.vocab_size, prompt, engine.tokenizer.eos_ids)
+
+
+# Kept prompts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=4), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 16, VOCAB, 64, keeps_prefixes=True)
+    loop = EngineLoop(executor, Words(), VOCAB)
+    stems = [prompt_of(n, seed=n) for n in (70, 130, 200)]
+    stems.append(stems[2][:100] + stems[0])
+    num_cached = 0
+    for _ in range(6):
+        asked = []
+        for _ in range(5):
+            stem = rng.choice(stems)
+            prompt = stem[: rng.choice([64, 65, 128, 500])] + prompt_of(rng.choice([0, 1, 30]))
+            params = SamplingParams(max_tokens=rng.choice([1, 40, 300]), ignore_eos=True)
+            asked.append((prompt, params, loop.submit(prompt, params)))
+            if rng.random() < 0.3:
+                asked[-1][2].cancel()
+        for prompt, params, ticket in asked:
+            _, ids, end = ended(ticket)
+            assert ids == expected(prompt, params)[: len(ids)]
+            assert ticket.is_cancelled or len(ids) == params.max_tokens
+            assert end.timings.cached_tokens % 64 == 0
+            assert end.timings.cached_tokens < len(prompt)
+            num_cached += end.timings.cached_tokens
+    loop.close()
+    assert num_cached > 500
+    assert executor._tree is not None
+    assert executor._pages.num_free + executor._tree.num_blocks == 16
+    executor._make_room(16)
+    assert executor._pages.num_free == 16, "nothing is in use any more"
+
+
+def test_a_kept_prompt_is_not_read_again() -> None:
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
+    loop = EngineLoop(executor, Words(), VOCAB)
+    prompt, params = prompt_of(200), SamplingParams(max_tokens=3, ignore_eos=True)
+    ended(loop.submit(prompt, params))
+    assert prefill.chunks == [64, 64, 64, 8]
+    longer = prompt + prompt_of(70, seed=1)
+    assert ended(loop.submit(longer, params))[1] == expected(longer, params)
+    assert prefill.chunks[4:] == [64, 14]
+    assert ended(loop.submit(longer[:128], params))[1] == expected(longer[:128], params)
+    assert prefill.chunks[6:] == [64], "the last chunk is read again for its logits"
+    loop.close()
+
+
+def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
+    cache = Cache()
+    decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
+    executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
+    tokenizer = Words()
+    tokenizer.decode = lambda ids: "".join(map(tokenizer.token, ids))
+    loop = EngineLoop(executor, tokenizer, VOCAB)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompt = prompt_of(400)
+    other = [*prompt[:290], (prompt[290] + 1) % VOCAB, *prompt[291:]]
+    ended(loop.submit(prompt, params))
+    with caplog.at_level("INFO"):
+        ended(loop.submit(other, params))
+        assert "400 tokens leaves a kept one at token 290" in caplog.text
+        assert tokenizer.decode(other[285:295]) not in caplog.text
+    with caplog.at_level("DEBUG"):
+        ended(loop.submit(other[:291] + other[200:300], params))
+        ended(loop.submit([*prompt[:350], 1, 2, 3, *prompt[354:]], params))
+        assert tokenizer.decode(prompt[345:355]) in caplog.text
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Engine:
+    asked = EngineConfig(
+        "etude-draft", device="cpu", context_tokens=4400, sequences=2, keeps_prefixes=True
+    )
+    return Engine.load(asked)
+
+
+def answered(loop: EngineLoop, ids: list[int], **changed) -> tuple[Completion, list[Chunk]]:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **changed)
+    return all_of(loop.submit(ids, params, top_logprobs=4))
+
+
+def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> None:
+    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+    text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(400))
+    shared = keeping.tokenizer.encode(text)[:4000]
+    turn = shared + keeping.tokenizer.encode("print(f_1(2))\n")
+    answered(loop, shared[:300])  # warm
+    first, told = answered(loop, turn)
+    assert first.timings.cached_tokens == 256
+    for _ in range(2):
+        again, told_again = answered(loop, turn)
+        assert again.timings.cached_tokens == len(turn) // 256 * 256
+        assert told_again == told, "tokens and log probabilities, to the last bit"
+    turns = [shared + keeping.tokenizer.encode(f"x = {n}\n" * 3) for n in range(4)]
+    others = [answered(loop, turn)[0].timings for turn in turns]
+    assert all(t.cached_tokens == 3840 for t in others)
+    # The machine may be busy with other tests, but not all the time.
+    assert min(t.ttft_s for t in others) < first.timings.ttft_s / 10
+    loop.close()
+    assert keeping.model._tree is not None
+    kept = keeping.model._tree.num_blocks * 256
+    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+
+
+def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
+    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+    rng = random.Random(0)
+    for number in range(6):
+        ids = [rng.randrange(100) for _ in range(3000)]
+        end, _ = answered(loop, ids)
+        assert len(end.token_ids) == 6, number
+    whole = loop.submit(ids, SamplingParams(max_tokens=1400, ignore_eos=True))
+    wait_for(lambda: bool(whole.take()))
+    assert whole.num_cached == 2816, "the latest prompt was kept"
+    whole.cancel()
+    loop.close()
+    kept = keeping.model._tree.num_blocks * 256
+    assert keeping.model._room + kept == keeping.resolved.kv_tokens
