@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
-from soloist.engine.kernel import KernelModel, find_support
+from soloist.engine.kernel import KernelModel
+from soloist.engine.support import find_support
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column

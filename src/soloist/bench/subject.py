@@ -9,7 +9,8 @@ from soloist.bench.decode import python_prompt
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import Precision, resolve_device
 from soloist.engine.engine import device_name, devices
-from soloist.engine.kernel import KernelModel, find_support
+from soloist.engine.kernel import KernelModel
+from soloist.engine.support import find_support
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig

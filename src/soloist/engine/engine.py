@@ -18,8 +18,9 @@ from soloist.engine.answer import Answer
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
-from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel, Support, find_support
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
+from soloist.engine.support import Support, find_support
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from soloist.engine import kernel as kernel_module
+from soloist.engine import support as support_module
+from soloist.engine.columns import KernelExecutor
 from soloist.engine.config import EngineConfig, resolve
-from soloist.engine.kernel import KernelExecutor, Unpacked, find_support, support_on
+from soloist.engine.kernel import Unpacked
+from soloist.engine.support import find_support, support_on
 from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.packing import gather, pack, place
@@ -336,7 +338,7 @@ def test_without_the_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch
     def missing() -> None:
         raise CudaMissing("the CUDA compiler library", "it is not there", "install it")
 
-    monkeypatch.setattr(kernel_module, "driver", missing)
+    monkeypatch.setattr(support_module, "driver", missing)
     found = find_support(DENSE, Dtype.BF16, torch.device("cuda:0"))
     assert found.plan is None
     assert "compiler library" in found.refusal

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
+from soloist.engine.columns import KernelExecutor
 from soloist.engine.executor import Executor
-from soloist.engine.kernel import KernelExecutor
 from soloist.errors import (
     BadLogits,
     EngineStopped,

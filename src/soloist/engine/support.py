@@ -1,0 +1,77 @@
+"""Whether the decode kernel runs a model, and what memory it takes then."""
+
+from dataclasses import dataclass
+
+import torch
+
+from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
+from soloist.jit.bindings import driver, nvrtc
+from soloist.megakernel.gpu import gpu_from_capability
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan, make_plan
+from soloist.megakernel.sampling_header import sample_workspace_bytes
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.memory import KernelMemory
+from soloist.prefill.runner import CHUNK_TOKENS, require_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether the decode kernel runs a model in one precision on one device.
+
+    Attributes:
+        plan: None where it does not.
+        refusal: a sentence that says why not; empty on a CPU, where nobody expects it.
+    """
+
+    plan: Plan | None
+    refusal: str = ""
+
+    @property
+    def memory(self) -> KernelMemory | None:
+        """For the estimate."""
+        if self.plan is None:
+            return None
+        plan = self.plan
+        # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
+        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.head.matrix.units * 8 * 4
+        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.blocks)
+        return KernelMemory(
+            image_bytes=plan.image_bytes,
+            workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh
+            page_tokens=PAGE_POSITIONS,
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+
+def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Support:
+    """What the kernel makes of this model, precision and device."""
+    if device.type != "cuda":
+        return Support(None)
+    try:
+        driver()
+        nvrtc()
+    except CudaMissing as error:
+        return Support(
+            None, f"the decode kernel needs more: {error.message}; running the reference"
+        )
+    p = torch.cuda.get_device_properties(device)
+    shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
+    return support_on((p.major, p.minor), p.multi_processor_count, shared_bytes, config, dtype)
+
+
+def support_on(
+    capability: tuple[int, int],
+    num_sms: int,
+    shared_bytes: int,
+    config: ModelConfig,
+    dtype: Dtype,
+) -> Support:
+    """The same for a GPU in figures."""
+    try:
+        gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
+        plan = make_plan(config, dtype, gpu)
+        require_prefill(config)
+        return Support(plan)
+    except (GpuUnsupported, ShapeUnsupported) as error:
+        return Support(None, f"{error.message}; running the reference")
