@@ -85,6 +85,7 @@ async function race() {
       ? { messages: [{ role: "user", content: prompt.value }] }
       : { prompt: prompt.value };
   const theirs = raceForm.model.value.trim() || (await firstModel(other));
+  if (isStopped) return;
   const lanes = [
     [ourPane, new Stream(thisServer(), kind.value, body(kind.value, model, input, fields))],
     [otherPane, new Stream(other, kind.value, body(kind.value, theirs, input, fields, counts.checked))],
@@ -191,7 +192,7 @@ function rawOf(stream) {
   const lines = stream.events.map(([ms, data]) => `${ms.toFixed(1).padStart(9)} ms  ${data}`);
   const left = lines.length - MOST_EVENTS_SHOWN;
   if (left > 0) lines.splice(MOST_EVENTS_SHOWN / 2, left, `… ${left} events are not shown …`);
-  events.textContent = lines.join("\n") || stream.problem || "no events yet";
+  events.textContent = lines.join("\n") || stream.problem || "no events";
   return [title, command, ...(navigator.clipboard ? [copy] : []), events];
 }
 
