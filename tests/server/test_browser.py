@@ -46,6 +46,11 @@ def open_page(tab, server) -> None:
     tab.get_by_text("tokens of context").wait_for()
 
 
+def watch(tab) -> None:
+    """Wait for the first tokens of an answer."""
+    tab.locator(".assistant .text", has_text=re.compile(r"return x\s+def f")).wait_for()
+
+
 def ending(tab, panel: str) -> str:
     """How the stream of a panel ended, once it has."""
     tab.locator(f"#{panel} .ending:not(:empty)").first.wait_for()
@@ -66,7 +71,7 @@ def test_a_chat_is_typed_and_watched(tab, fast) -> None:
     }).observe(document.querySelector("#log"), {characterData: true, subtree: true}); }"""
     tab.evaluate(paints)
     tab.keyboard.press("Control+Enter")
-    tab.wait_for_function("document.querySelectorAll('.assistant .text')[0]?.textContent.length > 9")
+    watch(tab)
     assert tab.locator("#chat .stop").is_enabled()
     assert ending(tab, "chat").startswith("ended: length · 1000 tokens")
     assert tab.locator(".assistant .text").text_content().startswith(SCRIPT * 9)
@@ -88,10 +93,12 @@ def test_stop_tells_when_the_device_stopped(tab) -> None:
         tab.get_by_label("max_tokens").fill("3000")
         tab.get_by_label("Message").fill("Say it")
         tab.locator("#chat .send").click()
-        tab.wait_for_function("document.querySelector('.assistant .text')?.textContent.length > 99")
+        watch(tab)
+        assert tab.locator("#chat .stop").evaluate("stop => stop === document.activeElement")
         tab.keyboard.press("Escape")
         told = ending(tab, "chat")
-        ended = re.match(r"stopped: the server's device ended it within ([\d.]+) ms · (\d+) tok", told)
+        words = r"stopped: the server's device ended it within ([\d.]+) ms · (\d+) tokens"
+        ended = re.match(words, told)
         assert ended, told
         assert float(ended[1]) < 2000
         assert 9 < int(ended[2]) < 2000
@@ -140,7 +147,7 @@ def test_a_race_against_another_server_with_a_key(tab, fast) -> None:
         tab.get_by_label("max_tokens").fill("200")
         tab.get_by_label("Base URL").fill(f"{server.url}/v1/")
         tab.locator("#race .send").click()
-        tab.get_by_text("401: a valid API key is needed").wait_for()
+        tab.locator("#race").get_by_text("401: a valid API key is needed").wait_for()
         tab.locator("#race .send:enabled").wait_for()
         tab.locator("#race [name=key]").fill(KEY)
         tab.locator("#race .send").click()
@@ -149,7 +156,7 @@ def test_a_race_against_another_server_with_a_key(tab, fast) -> None:
         assert tab.locator("#race .output").all_text_contents()[1].startswith(SCRIPT)
         tab.get_by_label("Base URL").fill("http://127.0.0.1:9/v1")
         tab.locator("#race .send").click()
-        tab.get_by_text("does not answer, or does not let this page in").wait_for()
+        tab.locator("#race").get_by_text("does not answer, or does not let this page in").wait_for()
 
 
 def test_a_server_with_keys_asks_for_one(tab) -> None:

@@ -143,14 +143,14 @@ async function send(name) {
   isBusy = true;
   isStopped = false;
   find("#verdict").textContent = "";
-  showButtons();
+  showButtons(name);
   try {
     await action();
   } catch (error) {
     pane.fail(error.message); // of what was typed
   }
   isBusy = false;
-  showButtons();
+  showButtons(name);
   showRaw();
 }
 
@@ -159,10 +159,15 @@ function stop() {
   for (const stream of streams) stream.stop();
 }
 
-function showButtons() {
+function showButtons(name) {
+  // A button that is disabled loses the focus: hand it to the one that takes over.
+  const [go, halt] = [".send", ".stop"].map((kind) => find(`#${name} ${kind}`));
+  const [used, next] = isBusy ? [go, halt] : [halt, go];
+  const hasFocus = document.activeElement === used;
   for (const button of document.querySelectorAll("button.send")) button.disabled = isBusy;
   for (const button of document.querySelectorAll("button.stop")) button.disabled = !isBusy;
   find("#clear").disabled = isBusy;
+  if (hasFocus) next.focus();
 }
 
 // ---- the raw tab ----------------------------------------------------------------------------
