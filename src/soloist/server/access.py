@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from soloist.server import playground
 from soloist.server.metrics import Metrics
 from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 
 # What a page, a load balancer and a reader of the documentation need before they have a key.
-OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", *playground.PATHS})
 
 
 class Keys:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from soloist.errors import SoloistError
-from soloist.server import documentation, status, tokens
+from soloist.server import documentation, playground, status, tokens
 from soloist.server.access import Gate, Keys
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
@@ -26,6 +26,8 @@ from soloist.server.responses import responses
 log = logging.getLogger(__name__)
 
 ROUTES = (
+    Route("/", playground.page),
+    Route("/playground/{name}", playground.part),
     Route("/health", status.health),
     Route("/metrics", status.metrics),
     Route("/docs", documentation.page),

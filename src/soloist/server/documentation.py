@@ -29,6 +29,7 @@ _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/detokenize": ("The text of token ids", DetokenizeRequest),
 }
 _READS = {
+    "/": "The playground: chat, completions and races in a browser",
     "/v1/models": "The names the model answers to",
     "/health": "Whether the device loop answers; 503 while loading",
     "/metrics": "Counters for Prometheus",

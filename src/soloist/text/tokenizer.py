@@ -145,12 +145,22 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         return ids[len(newline) :]
 
-    def _fim_ids(self) -> tuple[int, ...]:
+    @property
+    def fills_in(self) -> bool:
+        """Whether the model knows marks for a prefix, a suffix and the gap between them."""
+        return self._find_fim_ids() is not None
+
+    def _find_fim_ids(self) -> tuple[int, ...] | None:
         for marks in _FIM_MARKS:
             ids = [self._backend.token_to_id(mark) for mark in marks]
             known = tuple(token_id for token_id in ids if token_id is not None)
             if len(known) == len(marks):
                 return known
+        return None
+
+    def _fim_ids(self) -> tuple[int, ...]:
+        if (ids := self._find_fim_ids()) is not None:
+            return ids
         raise TokenizerError(
             f"{self._file} has no fill-in-the-middle tokens (known: "
             f"{'; '.join(' '.join(marks) for marks in _FIM_MARKS)})",

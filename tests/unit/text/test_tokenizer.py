@@ -289,6 +289,7 @@ def test_fim_prompt_is_prefix_suffix_middle(byte_level, marks):
     backend = Backend.from_str(byte_level.to_str())
     backend.add_special_tokens(list(marks))
     tokenizer = Tokenizer(backend)
+    assert tokenizer.fills_in
     ids = tokenizer.fim_prompt("def f(", "\n    return x")
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text == f"{marks[0]}def f({marks[1]}\n    return x{marks[2]}"
@@ -308,6 +309,7 @@ def test_fim_prompt_begins_with_bos_and_adds_no_space_to_the_suffix(byte_fallbac
 
 
 def test_a_model_without_fim_tokens_is_refused(byte_level):
+    assert not Tokenizer(byte_level).fills_in
     with pytest.raises(TokenizerError, match="has no fill-in-the-middle tokens"):
         Tokenizer(byte_level).fim_prompt("a", "b")
 

@@ -1,0 +1,50 @@
+"""GET /: the playground, one page and its parts, which load nothing from elsewhere."""
+
+from functools import cache
+from importlib.resources import files
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+_PAGE = "index.html"
+_PARTS = ("style.css", "page.js", "pane.js", "stream.js", "sse.js", "meter.js", "ask.js")
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+# A browser fetches them before anybody has typed a key.
+PATHS = ("/", *(f"/playground/{name}" for name in _PARTS))
+
+_HEADERS = {
+    # Scripts and styles come from here alone; the race may talk to any server its user names.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+        "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+async def page(_: Request) -> Response:
+    """The page."""
+    return _reply(_PAGE)
+
+
+async def part(request: Request) -> Response:
+    """A script or the style sheet of the page."""
+    name = request.path_params["name"]
+    if name not in _PARTS:
+        raise HTTPException(404)
+    return _reply(name)
+
+
+def _reply(name: str) -> Response:
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(_read(name), media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+
+
+@cache
+def _read(name: str) -> bytes:
+    return files("soloist.server").joinpath("page", name).read_bytes()

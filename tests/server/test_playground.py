@@ -1,0 +1,96 @@
+"""The page at `/`: how it is served, and that nothing in it comes from elsewhere."""
+
+import re
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from server.running import KEY, Scripted, running, scripted, wait_until_ready
+from soloist.server import fields, playground
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "src/soloist/server/page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+@pytest.mark.parametrize("path", playground.PATHS)
+def test_every_part_is_served(http, path) -> None:
+    reply = http.get(path)
+    file = PAGE / (path.rpartition("/")[2] or "index.html")
+    assert reply.status_code == 200
+    assert reply.content == file.read_bytes()
+    assert reply.headers["content-type"] == f"{TYPES[file.suffix]}; charset=utf-8"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_every_file_is_a_part() -> None:
+    names = {path.rpartition("/")[2] or "index.html" for path in playground.PATHS}
+    assert {file.name for file in PAGE.iterdir()} == names
+
+
+@pytest.mark.parametrize("name", ["index.html", "nothing.js", "..%2Fapp.py", "%2e%2e/app.py"])
+def test_nothing_else_is_served(http, name) -> None:
+    assert http.get(f"/playground/{name}").status_code == 404
+
+
+def test_the_page_needs_no_key_but_requests_do() -> None:
+    with running(lambda _: scripted(Scripted()), api_keys=(KEY,)) as server:
+        wait_until_ready(server)
+        with httpx2.Client(base_url=server.url, timeout=20) as http:
+            assert {http.get(path).status_code for path in playground.PATHS} == {200}
+            assert http.get("/v1/models").status_code == 401
+            assert http.get("/playground/nothing.js").status_code == 401
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    examples = {
+        "http://127.0.0.1:8001/v1",
+        "http://HOST:PORT/v1",
+        "http://host:8000/v1",
+        "http://host:8000/v1/",
+    }
+    for file in PAGE.iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert set(re.findall(r"\w+://[^\s\"'`)$]+", text)) <= examples, file.name
+        assert not re.search(r"\son\w+=|<style|style=|innerHTML", text), file.name
+        for loaded in re.findall(r"(?:from|href=|src=)\s*\"([^\"]+)\"", text):
+            assert loaded.startswith(("./", "playground/", "data:", "docs")), loaded
+    assert sum(file.stat().st_size for file in PAGE.iterdir()) < 100_000
+
+
+def test_sampling_fields_are_ones_that_the_server_takes() -> None:
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    form = page[page.index('id="sampling"') : page.index("</aside>")]
+    names = set(re.findall(r'name="(\w+)"', form))
+    assert len(names) == 10
+    for request in (fields.ChatRequest, fields.CompletionRequest):
+        assert names <= set(request.model_fields)
+
+
+def test_a_model_says_whether_it_fills_in(http) -> None:
+    assert http.get("/v1/models").json()["data"][0]["fills_in"] is True
+
+
+def test_the_package_has_the_page(tmp_path) -> None:
+    build = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling")
+    (wheel,) = build.WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
+    with zipfile.ZipFile(wheel) as content:
+        names = set(content.namelist())
+    assert {f"soloist/server/page/{file.name}" for file in PAGE.iterdir()} <= names
+
+
+def test_what_the_page_computes() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("needs node")
+    script = Path(__file__).with_name("page_test.mjs")
+    done = subprocess.run(
+        [node, "--test", str(script)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout
