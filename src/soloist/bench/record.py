@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +28,23 @@ class Spread:
         return cls(
             round(median(values), digits), round(min(values), digits), round(max(values), digits)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of many single times; each is the least value that so many of them do not exceed."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], digits: int = 3) -> "Percentiles":
+        """Summarise `values`, at least one, rounded for reading."""
+        ordered = sorted(values)
+        ranks = [ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99, 1)]
+        return cls(*(round(ordered[rank], digits) for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +186,66 @@ class AccuracyRow:
     date: str
 
 
-def write(file: Path, rows: Sequence[Row | StartupRow | AccuracyRow]) -> None:
+@dataclass(frozen=True, slots=True)
+class ServeRow:
+    """What a client saw of an OpenAI-compatible server, one request at a time.
+
+    Attributes:
+        bench: 'serve'.
+        engine: name given to it, or its address.
+        url, api: where it was asked: 'chat' or 'completions'.
+        shape: the model, as the server calls it.
+        prefix: 'warm' where each run had the same prompt, 'cold' where each began differently.
+        asked_prompt_tokens: wanted length of the prompt; None for a given text.
+        prompt_tokens: the length by usage, template included, median; None without usage.
+        cached_tokens: of them, found in the server's cache; None where it does not tell.
+        max_tokens: most new tokens.
+        new_tokens: made, median; None where they are not counted.
+        runs: timed runs after a warm-up.
+        counting: how tokens were counted, by the server in every case.
+        ttft_ms: request sent → first token or tokens.
+        first_tokens: so many came at once then, median; None where it is unknown.
+        decode_tokens_per_s: (N_last - N_first) / (t_last - t_first), counted at these instants;
+            with usage at the end only, that of a long and a short request, each from its start.
+        no_decode_speed: why there is none; None where there is.
+        token_ms: times of single tokens of all runs: each one's share of the gap before it.
+        gap_ms: between instants at which tokens came.
+        text_sha256: hashes of the texts made, where the prompt was the same.
+        fields: beyond OpenAI's, that the server took.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    engine: str
+    url: str
+    api: str
+    shape: str
+    prefix: str
+    asked_prompt_tokens: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    max_tokens: int
+    new_tokens: int | None
+    runs: int
+    counting: str
+    ttft_ms: Spread
+    first_tokens: int | None
+    decode_tokens_per_s: Spread | None
+    no_decode_speed: str | None
+    token_ms: Percentiles | None
+    gap_ms: Percentiles | None
+    text_sha256: str
+    fields: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+AnyRow = Row | StartupRow | AccuracyRow | ServeRow
+
+
+def write(file: Path, rows: Sequence[AnyRow]) -> None:
     """Write rows to `file`, replacing it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(row) for row in rows], indent=2)
@@ -181,8 +258,16 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line as a user types it."""
-    return shlex.join(["soloist", *sys.argv[1:]])
+    """The command line as a user types it; keys are not shown."""
+    words = ["soloist", *sys.argv[1:]]
+    for i, word in enumerate(words):
+        name, is_joined, _ = word.partition("=")
+        if name == "--api-key":
+            if is_joined:
+                words[i] = f"{name}=…"
+            elif i + 1 < len(words):
+                words[i + 1] = "…"
+    return shlex.join(words)
 
 
 def commit() -> str:

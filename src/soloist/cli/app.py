@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
+from soloist.cli import benching
 from soloist.cli import options as o
 from soloist.errors import SettingError
 
@@ -489,3 +490,6 @@ def bench_accuracy(
     if output is not None:
         record.write(output, rows)
     tables.show_accuracy(rows, as_json=json)
+
+
+bench_app.command("serve")(benching.serve)
