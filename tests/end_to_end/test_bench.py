@@ -101,3 +101,28 @@ def test_what_cannot_be_measured(soloist, options, named):
     assert done.out == ""
     assert named in done.err
     assert "hint: " in done.err
+
+
+def test_bandwidth_and_baselines(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    done = soloist("bench", "bandwidth", "--device", "cpu", "-o", file)
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert row["bench"] == "bandwidth"
+    assert 0.5 < row["gb_per_s"]["min"] <= row["gb_per_s"]["median"] <= row["gb_per_s"]["max"]
+    assert f"{row['gb_per_s']['median']:,.1f} GB/s" in done.out
+
+    better = tmp_path / "better.json"
+    row["gb_per_s"] = {name: 100 * value for name, value in row["gb_per_s"].items()}
+    better.write_text(json.dumps([row]))
+    slower = soloist("bench", "compare", better, file)
+    assert (slower.status, "1 of 1 figures slower" in slower.out) == (4, True)
+    faster = soloist("bench", "compare", file, better, "--json")
+    assert (faster.status, json.loads(faster.out)["regressions"]) == (0, 0)
+    now = soloist("bench", "bandwidth", "--device", "cpu", "--baseline", better, "-o", better)
+    assert (now.status, "slower" in now.err) == (4, True), "read before it is replaced"
+
+    better.write_text("[]")
+    assert soloist("bench", "compare", better, file).status == 2
+    missing = soloist("bench", "bandwidth", "--baseline", tmp_path / "none.json")
+    assert (missing.status, "cannot be read" in missing.err) == (2, True)

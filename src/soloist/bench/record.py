@@ -12,6 +12,9 @@ from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from soloist.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,33 @@ class ServeRow:
     date: str
 
 
-AnyRow = Row | StartupRow | AccuracyRow | ServeRow
+@dataclass(frozen=True, slots=True)
+class BandwidthRow:
+    """How fast a device reads memory.
+
+    Attributes:
+        bench: 'bandwidth'.
+        device: name of the processor, with cores in use.
+        gpus: 1, or 0 for a CPU.
+        gb_per_s: of all readings.
+        method: what was read, and by what.
+        runs: readings.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    device: str
+    gpus: int
+    gb_per_s: Spread
+    method: str
+    runs: int
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+AnyRow = Row | StartupRow | AccuracyRow | ServeRow | BandwidthRow
 
 
 def write(file: Path, rows: Sequence[AnyRow]) -> None:
@@ -250,6 +279,27 @@ def write(file: Path, rows: Sequence[AnyRow]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(row) for row in rows], indent=2)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a result file, as they are in it.
+
+    Raises:
+        UserError: the file is not there, or not such a file.
+    """
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{file} cannot be read: {reason}", _WHERE_FROM) from error
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}", _WHERE_FROM) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file} is no list of rows", _WHERE_FROM)
+    return rows
+
+
+_WHERE_FROM = "make one with soloist bench and its --output"
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -1,11 +1,21 @@
-"""`soloist bench serve`: measurements that need no model here."""
+"""`soloist bench serve`, `bandwidth` and `compare`: what needs no model here."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from soloist.cli import options as o
-from soloist.errors import SettingError
+from soloist.cli.terminal import print_json, status
+from soloist.errors import SettingError, UserError
+
+if TYPE_CHECKING:
+    from soloist.bench.compare import Comparison
+    from soloist.bench.record import AnyRow
+
+_EXIT_SLOWER = 4
 
 
 def serve(
@@ -37,6 +47,8 @@ def serve(
         ),
     ] = "both",
     output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
     """Time to first token and decode speed of any OpenAI-compatible server, one request at a time.
@@ -56,6 +68,7 @@ def serve(
     }  # fmt: skip
     if prefix not in prefixes:
         raise SettingError("--prefix", prefix, ", ".join(prefixes))
+    known = read_baseline(baseline, threshold)
     rows = bench_serve.measure(
         bench_serve.Plan(
             url=url,
@@ -73,3 +86,131 @@ def serve(
     if output is not None:
         record.write(output, rows)
     tables.show_serve(rows, as_json=json)
+    hold_against(known, rows)
+
+
+def bandwidth(
+    device: o.Device = "auto",
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Read bandwidth of the memory, as the other benches measure it for MBU."""
+    from soloist.bench import bandwidth as bench_bandwidth
+    from soloist.bench import record
+    from soloist.cli import tables
+
+    known = read_baseline(baseline, threshold)
+    row = bench_bandwidth.measure(device)
+    if output is not None:
+        record.write(output, [row])
+    tables.show_bandwidth(row, as_json=json)
+    hold_against(known, [row])
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A result file, the baseline.")],
+    after: Annotated[Path, typer.Argument(help="The file to hold against it.")],
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """What became slower or faster between two result files; exit status 4 if anything is slower.
+
+    A change counts where the medians differ by more than the threshold, and one of them is outside
+    the range of the other's runs. Rows without partner are named.
+    """
+    from soloist.bench import record
+    from soloist.bench.compare import compare as compare_rows
+
+    _check_threshold(threshold)
+    made = compare_rows(record.read(before), record.read(after), threshold)
+    if json:
+        print_json({**asdict(made), "regressions": len(made.regressions)})
+    else:
+        _show(made)
+    _end(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Rows to hold new ones against, read before anything is measured or written."""
+
+    file: Path
+    rows: list[dict[str, Any]]
+    threshold: float
+
+
+def read_baseline(file: Path | None, threshold: float) -> Baseline | None:
+    """What the options name.
+
+    Raises:
+        UserError, SettingError: the file cannot be read, or the threshold is none.
+    """
+    from soloist.bench import record
+
+    _check_threshold(threshold)
+    return None if file is None else Baseline(file, record.read(file), threshold)
+
+
+def hold_against(baseline: Baseline | None, rows: "Sequence[AnyRow]") -> None:
+    """Compare new rows with a baseline, on stderr.
+
+    Raises:
+        typer.Exit: something is slower.
+        UserError: the baseline has no row like these.
+    """
+    if baseline is None:
+        return
+    from soloist.bench.compare import compare as compare_rows
+
+    made = compare_rows(baseline.rows, [asdict(row) for row in rows], baseline.threshold)
+    for d in made.differences:
+        status(
+            f"{d.row}: {d.unit} {_number(d.before)} → {_number(d.after)} "
+            f"({_change(d.change)}), {d.verdict}"
+        )
+    for name in made.only_after:
+        status(f"not in {baseline.file}: {name}")
+    _end(made)
+
+
+def _check_threshold(threshold: float) -> None:
+    if not 0 <= threshold < 1:
+        raise SettingError("--threshold", threshold, "from 0 to less than 1, such as 0.05")
+
+
+def _end(made: "Comparison") -> None:
+    """Without a single pair nothing was compared, which is no success."""
+    if not made.differences:
+        raise UserError(
+            "no two rows measure the same",
+            "rows are partners where model, device, precision, lengths and columns are equal",
+        )
+    if made.regressions:
+        raise typer.Exit(_EXIT_SLOWER)
+
+
+def _show(made: "Comparison") -> None:
+    from soloist.cli import tables
+
+    if made.differences:
+        tables.show_table(
+            ("row", "figure", "before", "after", "change", "verdict"),
+            [
+                (d.row, d.unit, _number(d.before), _number(d.after), _change(d.change), d.verdict)
+                for d in made.differences
+            ],
+        )
+    for where, names in (("before", made.only_before), ("after", made.only_after)):
+        for name in names:
+            print(f"only {where}: {name}")
+    print(f"{len(made.regressions)} of {len(made.differences)} figures slower")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _change(share: float | None) -> str:
+    return "–" if share is None else f"{share:+.1%}"

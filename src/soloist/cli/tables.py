@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from soloist.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from soloist.bench.record import AccuracyRow, Percentiles, Row, ServeRow, Spread, StartupRow
+    from soloist.bench.record import (
+        AccuracyRow,
+        BandwidthRow,
+        Percentiles,
+        Row,
+        ServeRow,
+        Spread,
+        StartupRow,
+    )
 
 
 def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -146,6 +154,21 @@ def show_accuracy(rows: "Sequence[AccuracyRow]", *, as_json: bool) -> None:
             print(f"{row.engine}: the same bits in {', '.join(row.same_bits)}")
         if row.repeats:
             print(f"{row.engine}: {row.repeats:,} launches of 64 tokens gave the same bits")
+
+
+def show_bandwidth(row: "BandwidthRow", *, as_json: bool) -> None:
+    """How fast a device reads."""
+    if as_json:
+        print_json([asdict(row)])
+        return
+    show_facts(
+        row.device,
+        [
+            ("reads", f"{row.gb_per_s.median:,.1f} GB/s, median of {row.runs}"),
+            ("min – max", f"{row.gb_per_s.min:,.1f} – {row.gb_per_s.max:,.1f} GB/s"),
+            ("by", row.method),
+        ],
+    )
 
 
 def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
