@@ -206,7 +206,8 @@ class ServeRow:
         new_tokens: made, median; None where they are not counted.
         runs: timed runs after a warm-up.
         counting: how tokens were counted, by the server in every case.
-        ttft_ms: request sent → first token or tokens.
+        ttft_ms: request sent → first token or tokens; with usage at the end only, first text, but
+            not before the end of a request for one token.
         first_tokens: so many came at once then, median; None where it is unknown.
         decode_tokens_per_s: (N_last - N_first) / (t_last - t_first), counted at these instants;
             with usage at the end only, that of a long and a short request, each from its start.

@@ -15,6 +15,7 @@ from soloist.bench import record
 from soloist.bench.client import Api, Client, Refused
 from soloist.bench.stream import (
     Answer,
+    Arrival,
     Counting,
     Span,
     arrivals,
@@ -23,6 +24,7 @@ from soloist.bench.stream import (
     difference,
     first_burst,
     gaps_s,
+    text_arrivals,
     token_times_s,
 )
 from soloist.bench.text import python_characters
@@ -202,9 +204,16 @@ def _run(server: _Server, prompt: _Prompt, prefix: Prefix, max_tokens: int) -> _
     if server.counting is Counting.FINAL_USAGE:
         short = server.ask(prompt.of(prefix), 1)
     long = server.ask(prompt.of(prefix), max_tokens)
-    if not arrivals(long, server.counting):
+    run = _Run(long, short)
+    if not _arrivals(run, server.counting):
         raise ServerFailed(server.client.url, "it answered without a single token")
-    return _Run(long, short)
+    return run
+
+
+def _arrivals(run: _Run, counting: Counting) -> list[Arrival]:
+    if run.short is not None:
+        return text_arrivals(run.long, run.short)
+    return arrivals(run.long, counting)
 
 
 def _span(run: _Run, counting: Counting) -> Span | None:
@@ -216,7 +225,7 @@ def _span(run: _Run, counting: Counting) -> Span | None:
 def _row(
     plan: Plan, server: _Server, asked: int | None, prefix: Prefix, runs: list[_Run]
 ) -> record.ServeRow:
-    found = [arrivals(run.long, server.counting) for run in runs]
+    found = [_arrivals(run, server.counting) for run in runs]
     spans = [_span(run, server.counting) for run in runs]
     speeds = [span.tokens_per_s for span in spans if span is not None]
     is_known = len(speeds) == len(runs)

@@ -63,6 +63,12 @@ class Answer:
         """All of it."""
         return "".join(chunk.text for chunk in self.chunks)
 
+    @property
+    def end_s(self) -> float:
+        """When the server said that the answer ends; all its tokens were there then."""
+        ends = [chunk.at_s for chunk in self.chunks if chunk.is_last]
+        return ends[0] if ends else self.chunks[-1].at_s
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -89,7 +95,7 @@ def read_answer(events: Sequence[tuple[float, str]]) -> Answer:
     """Read events: when each arrived, and its data.
 
     Raises:
-        ValueError: data that is no JSON object; the message quotes it.
+        ValueError: no events, or data that is no JSON object.
         ServerSaid: the server reports an error in the stream.
     """
     chunks: list[Chunk] = []
@@ -107,6 +113,8 @@ def read_answer(events: Sequence[tuple[float, str]]) -> Answer:
         choice = (body.get("choices") or [{}])[0]
         has_ended |= bool(choice.get("finish_reason")) or not body.get("choices")
         chunks.append(_chunk(at_s, choice, body.get("usage"), is_last=has_ended))
+    if not chunks:
+        raise ValueError("it is empty")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return Answer(tuple(chunks), usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
@@ -179,11 +187,20 @@ def difference(long: Answer, short: Answer) -> Span | None:
 
     Exact in tokens, which usage counts at both ends; None without usage or without a difference.
     """
-    ends = [arrivals(answer, Counting.FINAL_USAGE) for answer in (long, short)]
-    if long.new_tokens is None or short.new_tokens is None or not all(ends):
+    if long.new_tokens is None or short.new_tokens is None:
         return None
-    span = Span(long.new_tokens - short.new_tokens, ends[0][-1].at_s - ends[1][-1].at_s)
+    span = Span(long.new_tokens - short.new_tokens, long.end_s - short.end_s)
     return span if span.num_tokens > 0 and span.seconds > 0 else None
+
+
+def text_arrivals(long: Answer, short: Answer) -> list[Arrival]:
+    """Instants at which text came, the first of them not before the only token of a short answer.
+
+    Some servers send the prompt back before the first token; text that early holds no token.
+    """
+    found = arrivals(long, Counting.FINAL_USAGE)
+    later = [a for a in found if a.at_s >= short.end_s]
+    return later if len(later) == len(found) else [Arrival(short.end_s, None), *later]
 
 
 def gaps_s(found: Sequence[Arrival]) -> list[float]:

@@ -46,6 +46,12 @@ def test_a_server_that_counts_nothing_gets_no_decode_speed() -> None:
     assert row.ttft_ms.median > 30
 
 
+def test_a_prompt_that_is_sent_back_is_no_first_token() -> None:
+    (row,) = measured(Toy(1, "final usage", tokens_per_s=5000, echoes=True))
+    assert row.ttft_ms.min > 30
+    assert row.gap_ms.p99 < 20
+
+
 def test_an_answer_in_one_piece_gets_no_decode_speed() -> None:
     (row,) = measured(Toy(500, tokens_per_s=5000))
     assert row.decode_tokens_per_s is None

@@ -18,6 +18,7 @@ class Toy:
     first_s: float = 0.03
     tokens_per_s: float = 500.0
     refuses: tuple[str, ...] = ()
+    echoes: bool = False
     fails: str = ""
     asked: list[dict] = field(default_factory=list)
     url: str = ""
@@ -45,7 +46,7 @@ class Toy:
             return whole
 
         if is_chat:
-            yield 0, body("", [], None)
+            yield 0, body(prompt if self.echoes else "", [], None)
         while made < total:
             here = min(self.tokens_per_chunk, total - made)
             made += here
