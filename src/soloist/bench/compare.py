@@ -113,17 +113,19 @@ def conditions(row: Json) -> tuple[object, ...] | None:
     values = [row.get(field, default) for field, default in _CONDITIONS[kind].items()]
     if kind == "decode":
         start = row.get("start_position")
-        values.append(row["prompt_tokens"] if start is None else start)
+        values.append(row.get("prompt_tokens") if start is None else start)
     if kind == "serve":
         asked = row.get("asked_prompt_tokens")
         values.append(row.get("prompt_tokens") if asked is None else asked)
+        # Servers call one model by its folder, its owner and name, or its name.
+        values[0] = _model_name(row)
     return (kind, *values)
 
 
 def describe(row: Json) -> str:
     """A row's conditions in words, its engine first."""
     kind = row.get("bench", "decode")
-    words = [f"{kind}:", str(row.get("engine", "")), str(row.get("shape", row.get("device", "")))]
+    words = [f"{kind}:", str(row.get("engine", "")), _model_name(row)]
     if kind in ("decode", "serve"):
         tokens = row.get("asked_prompt_tokens") or row.get("prompt_tokens")
         words.append(f"{tokens} + {row.get('new_tokens')}")
@@ -133,6 +135,11 @@ def describe(row: Json) -> str:
         words.append(f"from {row['start_position']:,}")
     words += [str(row[field]) for field in ("precision", "prefix", "kernel_cache") if field in row]
     return " ".join(word for word in words if word)
+
+
+def _model_name(row: Json) -> str:
+    """Without owner and folder; where no model is measured, the device."""
+    return str(row.get("shape", row.get("device", ""))).rstrip("/").rpartition("/")[2]
 
 
 def _pairs(

@@ -503,3 +503,4 @@ def bench_accuracy(
 bench_app.command("serve")(benching.serve)
 bench_app.command("bandwidth")(benching.bandwidth)
 bench_app.command("compare")(benching.compare)
+bench_app.command("report")(benching.report)

@@ -1,4 +1,4 @@
-"""`soloist bench serve`, `bandwidth` and `compare`: what needs no model here."""
+"""`soloist bench serve`, `bandwidth`, `compare` and `report`: what needs no model here."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -214,3 +214,19 @@ def _number(value: float | None) -> str:
 
 def _change(share: float | None) -> str:
     return "–" if share is None else f"{share:+.1%}"
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Result files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """One HTML page with plots of result files, side by side; it needs no other file."""
+    from soloist.bench import record
+    from soloist.bench import report as page
+
+    rows = {str(file): record.read(file) for file in files}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page.report(rows), encoding="utf-8")
+    status(f"{output}: {sum(map(len, rows.values()))} rows")

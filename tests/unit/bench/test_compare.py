@@ -86,6 +86,13 @@ def test_a_speed_that_is_no_longer_stated_is_a_regression() -> None:
     assert compare([without], [without], 0.05).differences == ()
 
 
+def test_servers_may_call_a_model_by_its_folder() -> None:
+    speed = {"decode_tokens_per_s": {"median": 9, "min": 9, "max": 9}}
+    row = {"bench": "serve", "api": "chat", "prefix": "warm", "max_tokens": 9, **speed}
+    assert verdict(row | {"shape": "m"}, row | {"shape": "/models/m"}) == "same"
+    assert not compare([row | {"shape": "m"}], [row | {"shape": "n"}], 0.05).differences
+
+
 def test_accuracy_is_not_compared() -> None:
     row = {"bench": "accuracy", "engine": "soloist", "shape": "m"}
     made = compare([row], [row], 0.05)
