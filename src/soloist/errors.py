@@ -18,7 +18,7 @@
                               CudaMissing · CompileError · BadInclude · LaunchError
                               GpuUnsupported · ShapeUnsupported · KernelStuck
                               RunFailed · BitsDiffer · HardwareNotDetected
-                              DoesNotFit
+                              DoesNotFit · ServerFailed
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -471,6 +471,15 @@ class RunFailed(DeviceError):
         super().__init__(
             f"soloist run failed in a process of its own: {reason}",
             hint or "run the same model with soloist run to see more",
+        )
+
+
+class ServerFailed(DeviceError):
+    """A server that is to be measured cannot be reached, or does not answer as it should."""
+
+    def __init__(self, url: str, reason: str, hint: str = "") -> None:
+        super().__init__(
+            f"{url}: {reason}", hint or "check the address, --api, --model and the server's own log"
         )
 
 

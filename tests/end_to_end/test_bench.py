@@ -1,10 +1,11 @@
-"""`bench startup` and `bench accuracy`: a shipped model, and a shape with random weights."""
+"""`soloist bench` as it is typed: models, shapes, servers, and what is done with result files."""
 
 import json
 
 import pytest
 
 from soloist.model.folder import shipped_folder
+from unit.bench.toy_server import Toy, serving
 
 SHAPE = shipped_folder("etude-draft") / "config.json"
 SUBJECTS = pytest.mark.parametrize(
@@ -101,3 +102,48 @@ def test_what_cannot_be_measured(soloist, options, named):
     assert done.out == ""
     assert named in done.err
     assert "hint: " in done.err
+
+
+def test_bandwidth_and_baselines(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    done = soloist("bench", "bandwidth", "--device", "cpu", "-o", file)
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert row["bench"] == "bandwidth"
+    assert 0.5 < row["gb_per_s"]["min"] <= row["gb_per_s"]["median"] <= row["gb_per_s"]["max"]
+    assert f"{row['gb_per_s']['median']:,.1f} GB/s" in done.out
+
+    better = tmp_path / "better.json"
+    row["gb_per_s"] = {name: 100 * value for name, value in row["gb_per_s"].items()}
+    better.write_text(json.dumps([row]))
+    slower = soloist("bench", "compare", better, file)
+    assert (slower.status, "1 of 1 figures slower" in slower.out) == (4, True)
+    faster = soloist("bench", "compare", file, better, "--json")
+    assert (faster.status, json.loads(faster.out)["regressions"]) == (0, 0)
+    now = soloist("bench", "bandwidth", "--device", "cpu", "--baseline", better, "-o", better)
+    assert (now.status, "slower" in now.err) == (4, True), "read before it is replaced"
+
+    better.write_text("[]")
+    assert soloist("bench", "compare", better, file).status == 2
+    missing = soloist("bench", "bandwidth", "--baseline", tmp_path / "none.json")
+    assert (missing.status, "cannot be read" in missing.err) == (2, True)
+
+
+def test_a_server_and_a_report(soloist, tmp_path):
+    file, page = tmp_path / "rows.json", tmp_path / "report.html"
+    with serving(Toy(4, tokens_per_s=2000)) as toy:
+        asked = ("bench", "serve", toy.url, "--prompt", "x", "-n", 40, "--runs", 1)
+        done = soloist(*asked, "--api-key", "sk-secret", "--name", "toy", "-o", file)
+        assert done.status == 0, done.err
+        again = soloist(*asked, "--baseline", file, "--threshold", 0.9, "--json")
+    rows = json.loads(file.read_text())
+    assert [(row["prefix"], row["engine"]) for row in rows] == [("cold", "toy"), ("warm", "toy")]
+    assert "sk-secret" not in file.read_text()
+    assert toy.asked[0]["key"] == "Bearer sk-secret"
+    assert "usage in every chunk" in done.out
+    assert (again.status, json.loads(again.out)[0]["new_tokens"]) == (0, 40)
+    assert soloist("bench", "report", file, "-o", page).status == 0
+    assert "serve: TTFT ms" in page.read_text()
+    unreachable = soloist("bench", "serve", toy.url)
+    assert (unreachable.status, "hint: " in unreachable.err) == (3, True)
+    assert soloist("bench", "serve", toy.url, "--prefix", "hot").status == 2

@@ -9,6 +9,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from soloist.bench import record
+from soloist.engine.config import resolve_device
+from soloist.engine.engine import device_name, devices
 from soloist.megakernel.gpu import LEAST_CAPABILITY, arch_from_capability
 
 # Far larger than any cache, small enough for a small machine.
@@ -24,10 +27,45 @@ _SLOTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """How fast a device reads, and how that was found out."""
+    """How fast a device reads, and how that was found out.
 
-    gb_per_s: float
+    Attributes:
+        rates_gb_per_s: of each reading.
+        method: what was read, and by what.
+    """
+
+    rates_gb_per_s: tuple[float, ...]
     method: str
+
+    @property
+    def gb_per_s(self) -> float:
+        """The median."""
+        return median(self.rates_gb_per_s)
+
+
+def measure(asked: str) -> record.BandwidthRow:
+    """A row for one device.
+
+    Args:
+        asked: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+
+    Raises:
+        DeviceMissing: there is no such device.
+    """
+    device = torch.device(resolve_device(asked, devices()))
+    found = read_bandwidth(device)
+    return record.BandwidthRow(
+        bench="bandwidth",
+        device=device_name(str(device)),
+        gpus=int(device.type == "cuda"),
+        gb_per_s=record.Spread.of(found.rates_gb_per_s),
+        method=found.method,
+        runs=len(found.rates_gb_per_s),
+        versions=record.versions("torch"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )
 
 
 def read_bandwidth(device: torch.device) -> Bandwidth:
@@ -40,7 +78,7 @@ def read_bandwidth(device: torch.device) -> Bandwidth:
         start = time.perf_counter()
         buffer.sum()
         rates.append(_HOST_BYTES / (time.perf_counter() - start) / 1e9)
-    return Bandwidth(median(rates), _method(buffer))
+    return Bandwidth(tuple(rates), _method(buffer))
 
 
 def _read_by_gpu(device: torch.device) -> Bandwidth:
@@ -72,7 +110,7 @@ def _read_by_gpu(device: torch.device) -> Bandwidth:
             rates.append(_GPU_BYTES / start.elapsed_time(stop) / 1e6)
         del buffer, read
         torch.cuda.empty_cache()
-    return Bandwidth(median(rates), method)
+    return Bandwidth(tuple(rates), method)
 
 
 def _staging_reader(

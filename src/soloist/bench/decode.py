@@ -4,8 +4,6 @@ Contenders take turns, run by run, so that a slow minute of the machine hits all
 """
 
 import hashlib
-import inspect
-from argparse import ArgumentParser
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +11,7 @@ import torch
 
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.errors import SettingError
 from soloist.model.memory import kv_bytes_per_token
@@ -102,9 +101,8 @@ def measure(plan: Plan) -> list[record.Row]:
 def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
     """The first tokens of a module of the standard library: real text, the same everywhere."""
     ids: list[int] = []
-    source = inspect.getsource(inspect.getmodule(ArgumentParser) or ArgumentParser)
     while len(ids) < num_tokens:
-        ids += engine.tokenizer.encode(source)
+        ids += engine.tokenizer.encode(python_text())
     return ids[:num_tokens]
 
 

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from soloist.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,23 @@ class Spread:
         return cls(
             round(median(values), digits), round(min(values), digits), round(max(values), digits)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of many single times; each is the least value that so many of them do not exceed."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], digits: int = 3) -> "Percentiles":
+        """Summarise `values`, at least one, rounded for reading."""
+        ordered = sorted(values)
+        ranks = [ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99, 1)]
+        return cls(*(round(ordered[rank], digits) for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +189,118 @@ class AccuracyRow:
     date: str
 
 
-def write(file: Path, rows: Sequence[Row | StartupRow | AccuracyRow]) -> None:
+@dataclass(frozen=True, slots=True)
+class ServeRow:
+    """What a client saw of an OpenAI-compatible server, one request at a time.
+
+    Attributes:
+        bench: 'serve'.
+        engine: name given to it, or its address.
+        url, api: where it was asked: 'chat' or 'completions'.
+        shape: the model, as the server calls it.
+        prefix: 'warm' where each run had the same prompt, 'cold' where each began differently.
+        asked_prompt_tokens: wanted length of the prompt; None for a given text.
+        prompt_tokens: the length by usage, template included, median; None without usage.
+        cached_tokens: of them, found in the server's cache; None where it does not tell.
+        max_tokens: most new tokens.
+        new_tokens: made, median; None where they are not counted.
+        runs: timed runs after a warm-up.
+        counting: how tokens were counted, by the server in every case.
+        ttft_ms: request sent → first token or tokens; with usage at the end only, first text, but
+            not before the end of a request for one token.
+        first_tokens: so many came at once then, median; None where it is unknown.
+        decode_tokens_per_s: (N_last - N_first) / (t_last - t_first), counted at these instants;
+            with usage at the end only, that of a long and a short request, each from its start.
+        no_decode_speed: why there is none; None where there is.
+        token_ms: times of single tokens of all runs: each one's share of the gap before it.
+        gap_ms: between instants at which tokens came.
+        text_sha256: hashes of the texts made, where the prompt was the same.
+        fields: beyond OpenAI's, that the server took.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    engine: str
+    url: str
+    api: str
+    shape: str
+    prefix: str
+    asked_prompt_tokens: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    max_tokens: int
+    new_tokens: int | None
+    runs: int
+    counting: str
+    ttft_ms: Spread
+    first_tokens: int | None
+    decode_tokens_per_s: Spread | None
+    no_decode_speed: str | None
+    token_ms: Percentiles | None
+    gap_ms: Percentiles | None
+    text_sha256: str
+    fields: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthRow:
+    """How fast a device reads memory.
+
+    Attributes:
+        bench: 'bandwidth'.
+        device: name of the processor, with cores in use.
+        gpus: 1, or 0 for a CPU.
+        gb_per_s: of all readings.
+        method: what was read, and by what.
+        runs: readings.
+        versions, commit, command, date: as in `Row`.
+    """
+
+    bench: str
+    device: str
+    gpus: int
+    gb_per_s: Spread
+    method: str
+    runs: int
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+AnyRow = Row | StartupRow | AccuracyRow | ServeRow | BandwidthRow
+
+
+def write(file: Path, rows: Sequence[AnyRow]) -> None:
     """Write rows to `file`, replacing it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([asdict(row) for row in rows], indent=2)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a result file, as they are in it.
+
+    Raises:
+        UserError: the file is not there, or not such a file.
+    """
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{file} cannot be read: {reason}", _WHERE_FROM) from error
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}", _WHERE_FROM) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file} is no list of rows", _WHERE_FROM)
+    return rows
+
+
+_WHERE_FROM = "make one with soloist bench and its --output"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -181,8 +309,16 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line as a user types it."""
-    return shlex.join(["soloist", *sys.argv[1:]])
+    """The command line as a user types it; keys are not shown."""
+    words = ["soloist", *sys.argv[1:]]
+    for i, word in enumerate(words):
+        name, is_joined, _ = word.partition("=")
+        if name == "--api-key":
+            if is_joined:
+                words[i] = f"{name}=…"
+            elif i + 1 < len(words):
+                words[i + 1] = "…"
+    return shlex.join(words)
 
 
 def commit() -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
+from soloist.cli import benching
 from soloist.cli import options as o
 from soloist.errors import SettingError
 
@@ -13,7 +14,7 @@ app = typer.Typer(
     name="soloist",
     help="An inference engine for the speed of a single request.",
     epilog="--debug anywhere on the line shows tracebacks. Exit status: 0 done, 2 unusable input, "
-    "3 the machine cannot do it, 1 a mistake in Soloist.",
+    "3 the machine cannot do it, 4 slower than a baseline, 1 a mistake in Soloist.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -390,6 +391,8 @@ def bench_decode(
     device: o.Device = "auto",
     precision: o.Precision = "auto",
     output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
     """Time to first token and decode speed of one greedy request, in this process."""
@@ -400,6 +403,7 @@ def bench_decode(
 
     checked = o.checked_precision(precision)
     o.check_shape(shape, model, against, columns, sequences, context)
+    known = benching.read_baseline(baseline, threshold)
     if shape is not None:
         rows = shapes.measure(
             shapes.Plan(
@@ -420,6 +424,7 @@ def bench_decode(
     if output is not None:
         record.write(output, rows)
     tables.show_rows(rows, as_json=json)
+    benching.hold_against(known, rows)
 
 
 @bench_app.command("startup")
@@ -430,6 +435,8 @@ def bench_startup(
     device: o.Device = "auto",
     precision: o.Precision = "auto",
     output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
     """Time from starting `soloist run` to its first token, with and without compiled kernels."""
@@ -438,11 +445,13 @@ def bench_startup(
 
     checked = o.checked_precision(precision)
     o.check_only_one(shape, model)
+    known = benching.read_baseline(baseline, threshold)
     plan = startup.Plan(model or o.DEFAULT_MODEL, shape, device, checked, runs)
     rows = startup.measure(plan)
     if output is not None:
         record.write(output, rows)
     tables.show_startup(rows, as_json=json)
+    benching.hold_against(known, rows)
 
 
 @bench_app.command("accuracy")
@@ -489,3 +498,9 @@ def bench_accuracy(
     if output is not None:
         record.write(output, rows)
     tables.show_accuracy(rows, as_json=json)
+
+
+bench_app.command("serve")(benching.serve)
+bench_app.command("bandwidth")(benching.bandwidth)
+bench_app.command("compare")(benching.compare)
+bench_app.command("report")(benching.report)

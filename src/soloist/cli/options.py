@@ -111,12 +111,27 @@ Output = Annotated[
         "--output", "-o", help="Write the rows to this JSON file.", rich_help_panel=_OUTPUT
     ),
 ]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        help="Compare with this file's rows; exit status 4 if something became slower.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Threshold = Annotated[
+    float,
+    typer.Option(
+        help="Share by which a median may be worse than the baseline's.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Shape = Annotated[
     Path | None,
     typer.Option(help="Instead of a model, a config.json: random weights.", rich_help_panel=_MODEL),
 ]
 
 DEFAULT_MODEL = "etude"
+THRESHOLD = 0.05
 
 _PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from soloist.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from soloist.bench.record import AccuracyRow, Row, Spread, StartupRow
+    from soloist.bench.record import (
+        AccuracyRow,
+        BandwidthRow,
+        Percentiles,
+        Row,
+        ServeRow,
+        Spread,
+        StartupRow,
+    )
 
 
 def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -146,3 +154,55 @@ def show_accuracy(rows: "Sequence[AccuracyRow]", *, as_json: bool) -> None:
             print(f"{row.engine}: the same bits in {', '.join(row.same_bits)}")
         if row.repeats:
             print(f"{row.engine}: {row.repeats:,} launches of 64 tokens gave the same bits")
+
+
+def show_bandwidth(row: "BandwidthRow", *, as_json: bool) -> None:
+    """How fast a device reads."""
+    if as_json:
+        print_json([asdict(row)])
+        return
+    show_facts(
+        row.device,
+        [
+            ("reads", f"{row.gb_per_s.median:,.1f} GB/s, median of {row.runs}"),
+            ("min – max", f"{row.gb_per_s.min:,.1f} – {row.gb_per_s.max:,.1f} GB/s"),
+            ("by", row.method),
+        ],
+    )
+
+
+def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
+    """What a client saw of a server."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    first = rows[0]
+    print(
+        f"{first.shape} · {first.engine} · {first.api} · up to {first.max_tokens} new tokens · "
+        f"{first.runs} runs · tokens counted by: {first.counting}"
+    )
+
+    def times(p: "Percentiles | None") -> str:
+        return "–" if p is None else f"{p.p50:.2f} / {p.p90:.2f} / {p.p99:.2f}"
+
+    def count(value: int | None) -> str:
+        return "?" if value is None else f"{value:,}"
+
+    def speeds(row: "ServeRow") -> tuple[str, str]:
+        d = row.decode_tokens_per_s
+        return ("–", "–") if d is None else (f"{d.median:.1f}", f"{d.min:.1f} – {d.max:.1f}")
+
+    show_table(
+        ("prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s", "min – max",
+         "token ms 50/90/99 %", "gap ms 50/90/99 %"),
+        [
+            (
+                row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
+                count(row.new_tokens), f"{row.ttft_ms.median:.1f}", count(row.first_tokens),
+                *speeds(row), times(row.token_ms), times(row.gap_ms),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+    for reason in {row.no_decode_speed for row in rows if row.no_decode_speed}:
+        print(f"no decode speed: {reason}")

@@ -1,0 +1,154 @@
+"""`bench report`: result files as one HTML page with plots, which needs nothing else. Pure."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from soloist.bench.chart import NUM_COLOURS, Bar, bars, lines
+from soloist.bench.compare import FIGURES, Figure, Json, describe
+
+_COLOURS = (
+    "#3b6fb6", "#d9822b", "#4c9a5b", "#b5495b", "#7a63a8", "#8c6d4f", "#3f97a3", "#777777",
+)  # fmt: skip
+assert len(_COLOURS) == NUM_COLOURS, "one for each class of a chart"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; background: #fff; }
+svg { width: 100%; height: auto; font-size: 12px; fill: #222; }
+table { border-collapse: collapse; font-size: 12px; display: block; overflow-x: auto; }
+td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; vertical-align: top; }
+.file { margin: 0; } .file span { display: inline-block; width: 12px; height: 12px;
+  margin-right: 8px; }
+.range { stroke: #222; stroke-width: 1.5; } .grid { stroke: #ddd; } polyline { fill: none; }
+"""
+_LATENCIES = (("token_ms", "a token"), ("gap_ms", "a gap between chunks"))
+# What judges and repeats a row.
+_CONDITIONS = ("device", "url", "counting", "bandwidth_method", "commit", "date", "command")
+
+
+def report(files: Mapping[str, Sequence[Json]]) -> str:
+    """The page.
+
+    Args:
+        files: name of each result file → its rows.
+    """
+    rows = [(name, row) for name, of_file in files.items() for row in of_file]
+    colours = {name: i for i, name in enumerate(files)}
+    parts = [
+        f"<p>{len(rows)} rows. A line over a bar is the range of runs. Decode speed counts from "
+        "the first token to the last. Colours of bars are those of files:</p>",
+        *(
+            f'<p class="file"><span class="b{i % NUM_COLOURS}"></span>{escape(name)}</p>'
+            for name, i in colours.items()
+        ),
+    ]
+    for kind, figures in FIGURES.items():
+        for figure in figures:
+            parts += _figure(rows, colours, kind, figure)
+        parts += _against_context(rows, kind)
+    parts += _mbu(rows, colours)
+    parts += _latencies(rows)
+    parts += ["<h2>Conditions</h2>", _table(rows)]
+    style = _STYLE + "".join(
+        f".c{i} {{ fill: {colour}; }} .s{i} {{ stroke: {colour}; stroke-width: 2; }} "
+        f".b{i} {{ background: {colour}; }}\n"
+        for i, colour in enumerate(_COLOURS)
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>soloist bench</title>'
+        f"<style>{style}</style></head><body>\n<h1>soloist bench</h1>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _kind(row: Json) -> str:
+    return str(row.get("bench", "decode"))
+
+
+def _words(row: Json) -> str:
+    return describe(row).partition(": ")[2]
+
+
+def _figure(
+    rows: Sequence[tuple[str, Json]], colours: Mapping[str, int], kind: str, figure: Figure
+) -> list[str]:
+    items = []
+    for file, row in rows:
+        spread = row.get(figure.field)
+        if _kind(row) == kind and spread is not None:
+            shown = f"{spread['median']:,.1f}"
+            items.append(
+                Bar(
+                    _words(row), spread["median"], spread["min"], spread["max"],
+                    shown, colours[file],
+                )
+            )  # fmt: skip
+    return [f"<h2>{kind}: {figure.unit}</h2>", bars(items)] if items else []
+
+
+def _against_context(rows: Sequence[tuple[str, Json]], kind: str) -> list[str]:
+    """A line for all rows that differ in context only."""
+    series: dict[str, dict[float, float]] = {}
+    for _, row in rows:
+        speed = row.get("decode_tokens_per_s")
+        start = row.get("start_position") or row.get("prompt_tokens")
+        if _kind(row) != kind or speed is None or start is None or row.get("columns", 1) != 1:
+            continue
+        name = " ".join(
+            str(row[field])
+            for field in ("engine", "shape", "precision", "device", "prefix")
+            if row.get(field)
+        )
+        series.setdefault(name, {})[start] = speed["median"]
+    lasting = {name: sorted(points.items()) for name, points in series.items() if len(points) > 1}
+    if not lasting:
+        return []
+    return [
+        f"<h2>{kind}: speed against context</h2>",
+        lines(lasting, "tokens before the first one made", "tokens/s"),
+    ]
+
+
+def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[str]:
+    items = [
+        Bar(_words(row), row["mbu"], None, None, f"{row['mbu']:.0%}", colours[file])
+        for file, row in rows
+        if row.get("mbu") is not None
+    ]
+    if not items:
+        return []
+    note = "<p>Share of the read bandwidth that was measured in the same run.</p>"
+    return [
+        "<h2>Memory-bandwidth utilisation</h2>",
+        note,
+        bars(items, max(1, *(b.value for b in items))),
+    ]
+
+
+def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    parts = []
+    for field, title in _LATENCIES:
+        items = [
+            Bar(f"{_words(row)}, {share}", row[field][share], None, None,
+                f"{row[field][share]:.2f} ms", i)
+            for _, row in rows
+            if row.get(field) is not None
+            for i, share in enumerate(("p50", "p90", "p99", "max"))
+        ]  # fmt: skip
+        if items:
+            parts += [f"<h2>serve: time of {title}</h2>", bars(items)]
+    return parts
+
+
+def _table(rows: Sequence[tuple[str, Json]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("file", "row", *_CONDITIONS))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td>{escape(str(cell))}</td>"
+            for cell in (file, describe(row), *(row.get(name, "") for name in _CONDITIONS))
+        )
+        + "</tr>\n"
+        for file, row in rows
+    )
+    return f"<table><tr>{head}</tr>\n{body}</table>"

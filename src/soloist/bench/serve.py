@@ -1,0 +1,277 @@
+"""`bench serve`: time to first token and decode speed of any OpenAI-compatible server.
+
+One greedy request at a time. How tokens can be counted is found out first, and each row says how it
+was done; where a server counts nothing, its decode speed is not stated.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from soloist.bench import record
+from soloist.bench.client import Api, Client, Refused
+from soloist.bench.stream import (
+    Answer,
+    Arrival,
+    Counting,
+    Span,
+    arrivals,
+    counting_of,
+    decode_span,
+    difference,
+    first_burst,
+    gaps_s,
+    text_arrivals,
+    token_times_s,
+)
+from soloist.bench.text import python_characters
+from soloist.errors import ServerFailed, SettingError
+
+Prefix = Literal["cold", "warm"]
+# Long enough to see several chunks of a server that sends 16 tokens in each.
+_PROBE_TOKENS = 64
+_CHARACTERS_PER_TOKEN = 4
+_MOST_GUESSES = 5
+# Fields that not every server takes, the least needed first.
+_OPTIONAL = ("return_token_ids", "ignore_eos", "continuous_usage_stats", "include_usage")
+_USAGE = ("continuous_usage_stats", "include_usage")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        url: of the server, with or without /v1.
+        api: 'chat' or 'completions'.
+        model: as the server calls it; None for the first that it lists.
+        key: API key, or None.
+        name: of the engine in rows; None for the URL.
+        prompt: text; None for Python text of `prompt_tokens`.
+        prompt_tokens: lengths to measure, as the server counts them.
+        max_tokens: made after the prompt, if the server does not end earlier.
+        runs: timed, after one that is not.
+        prefixes: 'cold' for prompts that begin differently each time, 'warm' for one prompt.
+    """
+
+    url: str
+    api: Api
+    model: str | None
+    key: str | None
+    name: str | None
+    prompt: str | None
+    prompt_tokens: tuple[int, ...]
+    max_tokens: int
+    runs: int
+    prefixes: tuple[Prefix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server and how to ask it."""
+
+    client: Client
+    model: str
+    fields: frozenset[str]
+    counting: Counting
+
+    def ask(self, prompt: str, max_tokens: int) -> Answer:
+        return self.client.ask(prompt, max_tokens, self.model, _body(self.fields))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What to send: warm always the same, cold with another first line each time.
+
+    Attributes:
+        text: all but the first line.
+        warm_line: the first line of a warm one, as long as that of a cold one; or nothing.
+    """
+
+    text: str
+    warm_line: str
+
+    def of(self, prefix: Prefix) -> str:
+        """What to send now."""
+        return (_line(uuid.uuid4()) if prefix == "cold" else self.warm_line) + self.text
+
+
+def _line(name: uuid.UUID) -> str:
+    return f"# {name.hex}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One timed request; and a short one beside it where the difference counts tokens."""
+
+    long: Answer
+    short: Answer | None
+
+
+def measure(plan: Plan) -> list[record.ServeRow]:
+    """A row for each length of prompt and each kind of prefix.
+
+    Raises:
+        SettingError: sizes that cannot be measured.
+        ServerFailed: the server cannot be reached, refuses, or answers without a token.
+    """
+    _check(plan)
+    rows = []
+    with Client(plan.url, plan.api, plan.key) as client:
+        server = _meet(client, plan.model or client.only_model())
+        for length in (None,) if plan.prompt is not None else plan.prompt_tokens:
+            prompt = (
+                _Prompt(plan.prompt or "", "") if length is None else _prompt_of(server, length)
+            )
+            for prefix in plan.prefixes:
+                runs = [_run(server, prompt, prefix, plan.max_tokens) for _ in range(plan.runs + 1)]
+                rows.append(_row(plan, server, length, prefix, runs[1:]))
+    return rows
+
+
+def _check(plan: Plan) -> None:
+    for name, value, least in (
+        *(("--prompt-tokens", length, 1) for length in plan.prompt_tokens),
+        ("--max-tokens", plan.max_tokens, 2),
+        ("--runs", plan.runs, 1),
+    ):
+        if value < least:
+            raise SettingError(name, value, f"at least {least}")
+    if plan.prompt == "":
+        raise SettingError("--prompt", "", "text")
+
+
+def _meet(client: Client, model: str) -> _Server:
+    """Find out which fields a server takes and how it counts; this warms it up as well."""
+    prompt = python_characters(400)
+    fields = frozenset(_OPTIONAL[1:])
+    answer, fields = _accepted(client, model, prompt, fields)
+    counting = counting_of(answer)
+    if counting is not Counting.CONTINUOUS_USAGE:
+        answer, with_ids = _accepted(client, model, prompt, fields | {"return_token_ids"})
+        if counting_of(answer) is Counting.TOKEN_IDS:
+            fields, counting = with_ids, Counting.TOKEN_IDS
+    return _Server(client, model, fields, counting)
+
+
+def _accepted(
+    client: Client, model: str, prompt: str, fields: frozenset[str]
+) -> tuple[Answer, frozenset[str]]:
+    """An answer, and those of the optional fields that the server took."""
+    while True:
+        try:
+            return client.ask(prompt, _PROBE_TOKENS, model, _body(fields)), fields
+        except Refused as refused:
+            if not fields:
+                raise ServerFailed(client.url, str(refused)) from refused
+            fields -= _to_leave_out(fields, refused.told)
+
+
+def _to_leave_out(fields: frozenset[str], told: str) -> frozenset[str]:
+    """Fields that an error names; where it names all or none, the least needed one."""
+    named = frozenset(field for field in fields if field in told)
+    if named and named != fields:
+        return named
+    return frozenset([next(field for field in _OPTIONAL if field in fields)])
+
+
+def _body(fields: frozenset[str]) -> Mapping[str, Any]:
+    body: dict[str, Any] = {field: True for field in fields if field not in _USAGE}
+    usage = {field: True for field in _USAGE if field in fields}
+    return {**body, "stream_options": usage} if usage else body
+
+
+def _prompt_of(server: _Server, tokens: int) -> _Prompt:
+    """Python text that the server counts as about so many tokens, what surrounds it included."""
+    warm_line = _line(uuid.uuid5(uuid.NAMESPACE_URL, "warm"))
+    count = tokens * _CHARACTERS_PER_TOKEN
+    for _ in range(_MOST_GUESSES):
+        answer = server.ask(_Prompt(python_characters(count), warm_line).of("cold"), 1)
+        if not answer.prompt_tokens:
+            break
+        missing = tokens - answer.prompt_tokens
+        if abs(missing) <= tokens // 100:
+            break
+        count = max(1, count + round(missing * count / answer.prompt_tokens))
+    return _Prompt(python_characters(count), warm_line)
+
+
+def _run(server: _Server, prompt: _Prompt, prefix: Prefix, max_tokens: int) -> _Run:
+    short = None
+    if server.counting is Counting.FINAL_USAGE:
+        short = server.ask(prompt.of(prefix), 1)
+    long = server.ask(prompt.of(prefix), max_tokens)
+    run = _Run(long, short)
+    if not _arrivals(run, server.counting):
+        raise ServerFailed(server.client.url, "it answered without a single token")
+    return run
+
+
+def _arrivals(run: _Run, counting: Counting) -> list[Arrival]:
+    if run.short is not None:
+        return text_arrivals(run.long, run.short)
+    return arrivals(run.long, counting)
+
+
+def _span(run: _Run, counting: Counting) -> Span | None:
+    if run.short is not None:
+        return difference(run.long, run.short)
+    return decode_span(arrivals(run.long, counting))
+
+
+def _row(
+    plan: Plan, server: _Server, asked: int | None, prefix: Prefix, runs: list[_Run]
+) -> record.ServeRow:
+    found = [_arrivals(run, server.counting) for run in runs]
+    spans = [_span(run, server.counting) for run in runs]
+    speeds = [span.tokens_per_s for span in spans if span is not None]
+    is_known = len(speeds) == len(runs)
+    hashes = {hashlib.sha256(run.long.text.encode()).hexdigest()[:16] for run in runs}
+    token_times = [t * 1e3 for of_run in found for t in token_times_s(of_run)]
+    gaps = [t * 1e3 for of_run in found for t in gaps_s(of_run)]
+    return record.ServeRow(
+        bench="serve",
+        engine=plan.name or server.client.url,
+        url=server.client.url,
+        api=plan.api,
+        shape=server.model,
+        prefix=prefix,
+        asked_prompt_tokens=asked,
+        prompt_tokens=_median([run.long.prompt_tokens for run in runs]),
+        cached_tokens=_median([run.long.cached_tokens for run in runs]),
+        max_tokens=plan.max_tokens,
+        new_tokens=_median([_made(run, server.counting) for run in runs]),
+        runs=len(runs),
+        counting=server.counting,
+        ttft_ms=record.Spread.of([of_run[0].at_s * 1e3 for of_run in found]),
+        first_tokens=_median([first_burst(of_run).num_tokens for of_run in found]),
+        decode_tokens_per_s=record.Spread.of(speeds) if is_known else None,
+        no_decode_speed=None if is_known else _why_not(server.counting),
+        token_ms=record.Percentiles.of(token_times) if token_times else None,
+        gap_ms=record.Percentiles.of(gaps) if gaps else None,
+        text_sha256=" ".join(sorted(hashes)) if prefix == "warm" else "",
+        fields=tuple(sorted(server.fields)),
+        versions=record.versions("httpx2"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )
+
+
+def _made(run: _Run, counting: Counting) -> int | None:
+    last = arrivals(run.long, counting)[-1].num_tokens
+    return run.long.new_tokens if last is None else last
+
+
+def _why_not(counting: Counting) -> str:
+    if counting is Counting.NONE:
+        return "the server counts no tokens: neither usage nor token ids"
+    return "an answer came at once, or was too short"
+
+
+def _median(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(median(known)) if known else None

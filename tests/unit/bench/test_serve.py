@@ -1,0 +1,102 @@
+"""A toy server whose speed is known is read as what it is, however it sends and counts tokens."""
+
+from dataclasses import replace
+
+import pytest
+
+from soloist.bench import serve
+from soloist.errors import ServerFailed, SettingError
+from unit.bench.toy_server import Toy, serving
+
+# A busy machine delays a chunk now and then; a wrong count is wrong every time.
+_TRIES = 4
+PLAN = serve.Plan("", "chat", None, None, None, "a b c d", (), 113, 3, ("warm",))
+
+
+def measured(toy: Toy, **changed: object) -> list:
+    with serving(toy):
+        return serve.measure(replace(PLAN, url=toy.url, **changed))
+
+
+@pytest.mark.parametrize("counts", ["usage in every chunk", "token ids", "final usage"])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 16])
+def test_known_speed_is_read_within_a_percent(tokens_per_chunk: int, counts: str) -> None:
+    for _ in range(_TRIES):
+        (row,) = measured(Toy(tokens_per_chunk, counts))
+        if row.decode_tokens_per_s.median == pytest.approx(500, rel=0.01):
+            break
+    assert row.counting.startswith(counts.replace("final usage", "usage at the end"))
+    assert row.decode_tokens_per_s.median == pytest.approx(500, rel=0.01)
+    first_chunk_ms = 30 + (tokens_per_chunk - 1) * 2
+    assert row.ttft_ms.median == pytest.approx(first_chunk_ms, abs=4)
+    assert row.gap_ms.p50 == pytest.approx(2 * tokens_per_chunk, rel=0.1)
+    assert (row.shape, row.new_tokens, row.cached_tokens, row.runs) == ("toy", 113, 1, 3)
+    if counts == "final usage":
+        assert (row.first_tokens, row.token_ms) == (None, None)
+    else:
+        assert row.first_tokens == tokens_per_chunk
+        assert row.token_ms.p50 == pytest.approx(2, rel=0.1)
+
+
+def test_a_server_that_counts_nothing_gets_no_decode_speed() -> None:
+    (row,) = measured(Toy(4, "nothing", tokens_per_s=5000))
+    assert row.decode_tokens_per_s is None
+    assert "counts no tokens" in row.no_decode_speed
+    assert (row.prompt_tokens, row.new_tokens) == (None, None)
+    assert row.ttft_ms.median > 30
+
+
+def test_a_prompt_that_is_sent_back_is_no_first_token() -> None:
+    (row,) = measured(Toy(1, "final usage", tokens_per_s=5000, echoes=True))
+    assert row.ttft_ms.min > 30
+    assert row.gap_ms.p99 < 20
+
+
+def test_an_answer_in_one_piece_gets_no_decode_speed() -> None:
+    (row,) = measured(Toy(500, tokens_per_s=5000))
+    assert row.decode_tokens_per_s is None
+    assert "at once" in row.no_decode_speed
+
+
+def test_fields_that_a_server_refuses_are_left_out() -> None:
+    toy = Toy(4, "token ids", tokens_per_s=5000, refuses=("ignore_eos", "continuous_usage_stats"))
+    (row,) = measured(toy, key="sk-1")
+    assert row.fields == ("include_usage", "return_token_ids")
+    assert row.counting == "token ids"
+    assert toy.asked[-1]["stream_options"] == {"include_usage": True}
+    assert {asked["key"] for asked in toy.asked} == {"Bearer sk-1"}
+
+
+def test_prompts_have_the_length_asked_for_and_begin_as_asked_for() -> None:
+    toy = Toy(tokens_per_s=50_000, first_s=0)
+    rows = measured(
+        toy, api="completions", prompt=None, prompt_tokens=(50, 3000), prefixes=("cold", "warm")
+    )
+    assert [(row.asked_prompt_tokens, row.prefix) for row in rows] == [
+        (50, "cold"), (50, "warm"), (3000, "cold"), (3000, "warm"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.prompt_tokens == pytest.approx(row.asked_prompt_tokens, rel=0.01)
+    last = [asked["prompt"] for asked in toy.asked if asked["max_tokens"] == PLAN.max_tokens]
+    cold, warm = last[8:12], last[12:]
+    assert len({prompt[:40] for prompt in cold}) == len(cold) == 4
+    assert len({*warm}) == 1
+    assert {len(prompt) for prompt in cold} == {len(warm[0])}
+
+
+def test_servers_that_fail() -> None:
+    with pytest.raises(ServerFailed, match="out of memory"):
+        measured(Toy(fails="out of memory"))
+    with pytest.raises(ServerFailed, match="unknown field: model"):
+        measured(Toy(refuses=("model",)))
+    with pytest.raises(ServerFailed, match="127"):
+        serve.measure(replace(PLAN, url="http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"url": "localhost:8000"}, {"max_tokens": 1}, {"runs": 0}, {"prompt_tokens": (0,)}],
+)
+def test_what_cannot_be_measured_is_refused(changed: dict) -> None:
+    with pytest.raises(SettingError):
+        serve.measure(replace(PLAN, **{"url": "http://127.0.0.1:9", **changed}))
