@@ -51,7 +51,7 @@ def require_partition(plan: Plan) -> None:
     assert plan.kv_heads <= plan.blocks <= plan.gpu.num_sms
     for op in all_operations(plan):
         assert op.matrix.blocks == plan.blocks
-        assert op is plan.qkv or op.matrix.units >= plan.blocks, "every block has rows"
+        assert op.matrix.units >= plan.blocks, "every block has rows of every matrix"
         assert 1 <= op.depth <= op.matrix.steps
     # Residual rows stay with their block.
     own = [[op.matrix.first_unit(b) for b in range(plan.blocks + 1)]

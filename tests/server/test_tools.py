@@ -24,7 +24,7 @@ ASK = {"model": "gpt", "messages": [{"role": "user", "content": "Weather?"}], "t
 
 
 def client_of(text: str) -> Iterator[tuple[openai.OpenAI, Server]]:
-    with running(lambda _: with_tools(Scripted(text, 300, ends=True))) as server:
+    with running(lambda _: with_tools(Scripted(text, 100, ends=True))) as server:
         wait_until_ready(server)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             yield client, server
@@ -238,7 +238,7 @@ def test_items_of_reasoning_text_and_calls(client) -> None:
     ]
     assert final.output_text == "Let me see."
     deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
-    assert deltas  # how many depends on how busy the machine is
+    assert len(deltas) > 2
     thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
     assert "".join(thoughts) == "They want it."
     assert [e.sequence_number for e in events] == list(range(len(events)))

@@ -18,6 +18,7 @@ from soloist.bench import record
 from soloist.bench.agreement import agreement, forced_logits, require_same_bits
 from soloist.bench.decode import python_prompt
 from soloist.bench.folder import write_random_model
+from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import random_prompt, shape_name
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import Precision, resolve_device
@@ -114,12 +115,7 @@ def measure(plan: Plan) -> list[record.AccuracyRow]:
 
 
 def _check(plan: Plan) -> None:
-    for name, value, least in (
-        ("--positions", plan.positions, 2),
-        ("--repeats", plan.repeats, 0),
-    ):
-        if value < least:
-            raise SettingError(name, value, f"at least {least}")
+    require_at_least(("--positions", plan.positions, 2), ("--repeats", plan.repeats, 0))
     if plan.precision == "fp32":
         raise SettingError("--precision", plan.precision, "auto, bf16, fp16: fp32 is the measure")
     if plan.against not in (None, "transformers"):

@@ -11,6 +11,7 @@ import torch
 
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.errors import SettingError
@@ -107,13 +108,11 @@ def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
 
 
 def _check(plan: Plan) -> None:
-    for name, value, least in (
+    require_at_least(
         ("--prompt-tokens", plan.prompt_tokens, 1),
         ("--new-tokens", plan.new_tokens, 2),
         ("--runs", plan.runs, 1),
-    ):
-        if value < least:
-            raise SettingError(name, value, f"at least {least}")
+    )
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
 

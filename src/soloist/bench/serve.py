@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from soloist.bench import record
 from soloist.bench.client import Api, Client, Refused
+from soloist.bench.sizes import require_at_least
 from soloist.bench.stream import (
     Answer,
     Arrival,
@@ -133,13 +134,11 @@ def measure(plan: Plan) -> list[record.ServeRow]:
 
 
 def _check(plan: Plan) -> None:
-    for name, value, least in (
+    require_at_least(
         *(("--prompt-tokens", length, 1) for length in plan.prompt_tokens),
         ("--max-tokens", plan.max_tokens, 2),
         ("--runs", plan.runs, 1),
-    ):
-        if value < least:
-            raise SettingError(name, value, f"at least {least}")
+    )
     if plan.prompt == "":
         raise SettingError("--prompt", "", "text")
 

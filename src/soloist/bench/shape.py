@@ -15,6 +15,7 @@ import torch
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.decode import Run
+from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
     kv_bytes_seen,
     random_prompt,
@@ -110,16 +111,14 @@ def measure(plan: Plan) -> list[record.Row]:
 
 
 def _check(plan: Plan) -> None:
-    for name, value, least in (
+    require_at_least(
         ("--prompt-tokens", plan.prompt_tokens, 1),
         ("--new-tokens", plan.new_tokens, 2),
         ("--runs", plan.runs, 1),
         ("--columns", plan.columns, 1),
         ("--sequences", plan.sequences, 1),
         ("--context", plan.start, 1),
-    ):
-        if value < least:
-            raise SettingError(name, value, f"at least {least}")
+    )
     if plan.all_columns > MAX_COLUMNS:
         raise SettingError(
             "--columns times --sequences", plan.all_columns, f"at most {MAX_COLUMNS}"

@@ -19,10 +19,11 @@ import torch
 
 from soloist.bench import record
 from soloist.bench.folder import write_random_model
+from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
 from soloist.engine.config import Precision, resolve_device
 from soloist.engine.engine import devices
-from soloist.errors import RunFailed, SettingError
+from soloist.errors import RunFailed
 from soloist.settings import environment_with_cache
 
 _PROMPT = "def fibonacci(n):\n"
@@ -73,8 +74,7 @@ def measure(plan: Plan) -> list[record.StartupRow]:
         SettingError: sizes that cannot be measured.
         RunFailed: the command failed; the message is its own.
     """
-    if plan.runs < 1:
-        raise SettingError("--runs", plan.runs, "at least 1")
+    require_at_least(("--runs", plan.runs, 1))
     device = resolve_device(plan.device, devices())
     with _model(plan, torch.device(device)) as model, tempfile.TemporaryDirectory() as kept:
 

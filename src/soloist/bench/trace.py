@@ -10,6 +10,7 @@ from statistics import median
 
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
 from soloist.bench.timeline import About, Timeline, timeline
 from soloist.engine import EngineConfig
@@ -150,13 +151,11 @@ def ablate(plan: Plan) -> Ablations:
 
 def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
     """The model, loaded after the bandwidth test, which wants some memory as well."""
-    for name, value in (
-        ("--prompt-tokens", plan.prompt_tokens),
-        ("--context", 1 if plan.context is None else plan.context),
-        ("--round", plan.at_round),
-    ):
-        if value < 1:
-            raise SettingError(name, value, "at least 1")
+    require_at_least(
+        ("--prompt-tokens", plan.prompt_tokens, 1),
+        ("--context", 1 if plan.context is None else plan.context, 1),
+        ("--round", plan.at_round, 1),
+    )
     if plan.at_round > _MOST_ROUNDS:
         raise SettingError("--round", plan.at_round, f"at most {_MOST_ROUNDS}")
     device = require_gpu(

@@ -295,7 +295,8 @@ class Decoder:
                 page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
                 self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers),
             )  # fmt: skip
-            self._ready.record(stream)
+            if self.plan.ranks > 1:
+                self._ready.record(stream)
         self._columns = len(columns)
 
     def go(self) -> None:
@@ -303,7 +304,8 @@ class Decoder:
         stream = self._stream
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for peer in self.peers:
-                stream.wait_event(peer._ready)  # noqa: SLF001 - of the same class
+                if peer is not self:
+                    stream.wait_event(peer._ready)  # noqa: SLF001 - of the same class
             self._launched.launch(
                 self.plan.blocks, THREADS, self.plan.shared_bytes, [self._params],
                 stream.cuda_stream, cooperative=self._is_alone,

@@ -398,9 +398,9 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Pla
     _require_supported(model, dtype)
     first = Plan(model, dtype, gpu, 1, ranks)
     kv_heads = first.kv_heads
-    # Every block publishes something in each half of a layer that all others need, or it could run
-    # ahead of exchanges that it skips. Of q, k and v it may have none.
-    owned = (first.attention_output, first.gate_up, first.down)
+    # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
+    # Of q, k and v ranks have few; blocks without publish enough in the rest of the layer.
+    owned = first.layer_operations[0 if ranks == 1 else 1 :]
     most = min(gpu.num_sms, *(op.matrix.units for op in owned))
     if most < kv_heads:
         raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {most}, one for each block")

@@ -469,7 +469,7 @@ def answered(loop: EngineLoop, ids: list[int], **changed) -> tuple[Completion, l
     return all_of(loop.submit(ids, params, top_logprobs=4))
 
 
-def test_hits_are_misses_bit_by_bit_and_much_quicker(keeping: Engine) -> None:
+def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> None:
     loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
     text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(400))
     shared = keeping.tokenizer.encode(text)[:4000]
@@ -481,11 +481,11 @@ def test_hits_are_misses_bit_by_bit_and_much_quicker(keeping: Engine) -> None:
         again, told_again = answered(loop, turn)
         assert again.timings.cached_tokens == len(turn) // 256 * 256
         assert told_again == told, "tokens and log probabilities, to the last bit"
-    turns = [shared + keeping.tokenizer.encode(f"x = {n}\n" * 3) for n in range(4)]
+    turns = [shared + keeping.tokenizer.encode(f"x = {n}\n" * 3) for n in range(20)]
     others = [answered(loop, turn)[0].timings for turn in turns]
     assert all(t.cached_tokens == 3840 for t in others)
-    # Less than a tenth on a machine that has nothing else to do.
-    assert min(t.ttft_s for t in others) < first.timings.ttft_s / 4
+    # The machine may be busy with other tests, but not all the time.
+    assert min(t.ttft_s for t in others) < first.timings.ttft_s / 10
     loop.close()
     assert keeping.model._tree is not None
     kept = keeping.model._tree.num_blocks * 256

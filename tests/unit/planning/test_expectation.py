@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 H200, MI300X, RUBIN = (find_hardware(name) for name in ("H200", "MI300X", "Rubin"))
 
 
-def test_recorded_speeds_of_one_gpu_are_met_within_7_percent():
+def test_recorded_speeds_of_one_gpu_are_met_within_6_percent():
     rows = json.loads((BENCHMARKS / "results/h200.json").read_text())
     rows = [r for r in rows if r.get("bench") == "decode" and r["columns"] == 1]
     assert rows
@@ -25,7 +25,7 @@ def test_recorded_speeds_of_one_gpu_are_met_within_7_percent():
         cost = step_cost(config, tensors(config), SIXTEEN_BIT, seen)
         assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.01)
         speed = 1 / expect(cost, H200, 1).token_s
-        assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.07), row["shape"]
+        assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.06), row["shape"]
 
 
 @pytest.mark.parametrize(("gpus", "measured_us"), [(2, 574), (4, 402), (8, 339)])
@@ -37,9 +37,9 @@ def test_the_chain_on_several_gpus_is_met_within_3_percent(gpus, measured_us):
 def test_stream_and_waiting_add_up():
     expected = expect(StepCost(4_000_000_000, 440_000_000, 4e9, 10), H200, 1)
     assert expected.stream_s == pytest.approx(1e-3)
-    assert expected.wait_s == pytest.approx(28e-6)
+    assert expected.wait_s == pytest.approx(30e-6)
     assert expected.compute_s == pytest.approx(4e9 / 989e12)
-    assert expected.token_s == pytest.approx(1.028e-3)
+    assert expected.token_s == pytest.approx(1.03e-3)
     assert expected.wall is Wall.BANDWIDTH
 
 
@@ -59,4 +59,4 @@ def test_each_wall():
     assert expect(StepCost(10**7, 0, 1e7, 28), H200, 8).wall is Wall.EXCHANGES
     busy = expect(StepCost(10**9, 0, 1e15, 28), H200, 1)
     assert busy.wall is Wall.COMPUTE
-    assert busy.token_s == pytest.approx(1e15 / 989e12 + 28 * 2.8e-6)
+    assert busy.token_s == pytest.approx(1e15 / 989e12 + 28 * 3.0e-6)
