@@ -12,8 +12,10 @@ PROMPT ?= class Point:\n    """A point in the plane."""\n\n    def __init__(self
 run: $(STAMP)
 	@printf '$(PROMPT)' | tee /dev/stderr | $(BIN)/soloist run etude --prompt - --max-tokens 128
 
+# Tests that read a clock closely have the cores to themselves. 5: PYTEST_ARGS selects none of that part.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto -m "not timed" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m timed $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -5,9 +5,12 @@ import threading
 import time
 
 import orjson
+import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_until_ready
 from soloist.server.serve import Server
+
+pytestmark = pytest.mark.timed
 
 TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n"
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from soloist.bench import serve
+from soloist.bench.record import ServeRow
 from soloist.errors import ServerFailed, SettingError
 from unit.bench.toy_server import Toy, serving
 
-# A busy machine delays a chunk now and then; a wrong count is wrong every time.
-_TRIES = 4
+# A busy machine delays a chunk now and then; what is read wrongly is wrong every time.
+_TRIES = 12
 PLAN = serve.Plan("", "chat", None, None, None, "a b c d", (), 113, 3, ("warm",))
 
 
@@ -18,23 +19,31 @@ def measured(toy: Toy, **changed: object) -> list:
         return serve.measure(replace(PLAN, url=toy.url, **changed))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("counts", ["usage in every chunk", "token ids", "final usage"])
 @pytest.mark.parametrize("tokens_per_chunk", [1, 4, 16])
 def test_known_speed_is_read_within_a_percent(tokens_per_chunk: int, counts: str) -> None:
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         (row,) = measured(Toy(tokens_per_chunk, counts))
-        if row.decode_tokens_per_s.median == pytest.approx(500, rel=0.01):
+        try:
+            check_times(row, tokens_per_chunk, counts)
             break
+        except AssertionError:
+            if not tries_left:
+                raise
     assert row.counting.startswith(counts.replace("final usage", "usage at the end"))
+    assert (row.shape, row.new_tokens, row.cached_tokens, row.runs) == ("toy", 113, 1, 3)
+    assert row.first_tokens == (None if counts == "final usage" else tokens_per_chunk)
+
+
+def check_times(row: ServeRow, tokens_per_chunk: int, counts: str) -> None:
     assert row.decode_tokens_per_s.median == pytest.approx(500, rel=0.01)
     first_chunk_ms = 30 + (tokens_per_chunk - 1) * 2
     assert row.ttft_ms.median == pytest.approx(first_chunk_ms, abs=4)
     assert row.gap_ms.p50 == pytest.approx(2 * tokens_per_chunk, rel=0.1)
-    assert (row.shape, row.new_tokens, row.cached_tokens, row.runs) == ("toy", 113, 1, 3)
     if counts == "final usage":
-        assert (row.first_tokens, row.token_ms) == (None, None)
+        assert row.token_ms is None
     else:
-        assert row.first_tokens == tokens_per_chunk
         assert row.token_ms.p50 == pytest.approx(2, rel=0.1)
 
 
