@@ -5,7 +5,8 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from soloist.engine.executor import Executor, Outcome, Picked, Running, pick
+from soloist.engine.executor import Executor, KeptTokens, Outcome, Picked, Running, pick
+from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
 from soloist.errors import BadLogits
 from soloist.model.config import ModelConfig
@@ -59,7 +60,9 @@ class ReferenceModel(Executor):
         self.reference = build_reference(config, weights)
         self.num_columns = num_columns
         self._room, self._chunk_tokens = kv_tokens, chunk_tokens
-        self._tree: PrefixTree[_Kept] | None = PrefixTree(chunk_tokens) if keeps_prefixes else None
+        grid = Grid(chunk_tokens, chunk_tokens)
+        self._tree: PrefixTree[_Kept] | None = PrefixTree(grid) if keeps_prefixes else None
+        self._num_dropped = 0
         self._is_asked_to_stop = False
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
 
@@ -86,18 +89,19 @@ class ReferenceModel(Executor):
     def _make_room(self, asked: int) -> bool:
         """Whether there is room for so many positions, if need be instead of kept prefixes."""
         if self._tree is not None and asked > self._room:
-            missing = asked - self._room
-            dropped = self._tree.drop(-(-missing // self._chunk_tokens))
-            self._room += len(dropped) * self._chunk_tokens
+            while asked > self._room and (node := self._tree.oldest(is_spilled=False)) is not None:
+                self._tree.remove(node)
+                self._room += self._chunk_tokens
+                self._num_dropped += self._chunk_tokens
         return asked <= self._room
 
     def _take_kept(self, running: _Running, match: Match[_Kept]) -> None:
         """Copy what is kept of the prompt; the match holds it, even if it was just dropped."""
-        for number, kept in enumerate(match.values):
+        for number, node in enumerate(match.nodes):
             position = number * self._chunk_tokens
-            for block, (keys, values) in enumerate(kept):
+            for block, (keys, values) in enumerate(node.held):
                 running.cache.append(block, position, keys, values)
-        running.num_cached = running.num_read = len(match.values) * self._chunk_tokens
+        running.num_cached = running.num_read = match.num_tokens
         running.divergence = match.divergence
         assert self._tree is not None, "there is a match"
         if self._tree.is_kept(match.node):
@@ -117,6 +121,12 @@ class ReferenceModel(Executor):
         tree.use(node)
         tree.release(running.node)
         running.node = node
+
+    @property
+    def kept(self) -> KeptTokens:
+        """See Executor."""
+        on_device = 0 if self._tree is None else self._tree.num_tokens
+        return KeptTokens(on_device=on_device, dropped=self._num_dropped)
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""

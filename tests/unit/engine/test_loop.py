@@ -67,7 +67,7 @@ class Parts:
 
     @property
     def num_free_pages(self) -> int:
-        return self.executor._pages.num_free
+        return self.executor.rooms.pages.num_free
 
 
 @pytest.fixture
@@ -412,10 +412,8 @@ def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
             num_cached += end.timings.cached_tokens
     loop.close()
     assert num_cached > 500
-    assert executor._tree is not None
-    assert executor._pages.num_free + executor._tree.num_blocks == 16
-    executor._make_room(16)
-    assert executor._pages.num_free == 16, "nothing is in use any more"
+    assert executor.rooms.pages.num_free + executor.kept.on_device // 64 == 16
+    assert executor.rooms.num_available == 16, "nothing is in use any more"
 
 
 def test_a_kept_prompt_is_not_read_again() -> None:
@@ -487,9 +485,7 @@ def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> N
     # The machine may be busy with other tests, but not all the time.
     assert min(t.ttft_s for t in others) < first.timings.ttft_s / 10
     loop.close()
-    assert keeping.model._tree is not None
-    kept = keeping.model._tree.num_blocks * 256
-    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens
 
 
 def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
@@ -504,5 +500,4 @@ def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
     assert whole.num_cached == 2816, "the latest prompt was kept"
     whole.cancel()
     loop.close()
-    kept = keeping.model._tree.num_blocks * 256
-    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens
