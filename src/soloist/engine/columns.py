@@ -21,7 +21,7 @@ from soloist.engine.executor import (
     picked,
 )
 from soloist.engine.grid import Grid, growing_grid
-from soloist.engine.rooms import Mover, Room, Rooms
+from soloist.engine.rooms import Host, Room, Rooms
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
@@ -109,8 +109,7 @@ class KernelExecutor(Executor):
         chunk_tokens: most prompt tokens a pass.
         keeps_prefixes: leave pages of prompts in the pool, as far as nobody else needs them, for
             later prompts that begin alike.
-        num_host_pages: kept pages that may go to the host's memory.
-        mover: copies these.
+        host: takes kept pages that are needed for something else; None where nobody does.
     """
 
     def __init__(
@@ -122,8 +121,7 @@ class KernelExecutor(Executor):
         chunk_tokens: int = CHUNK_TOKENS,
         *,
         keeps_prefixes: bool = False,
-        num_host_pages: int = 0,
-        mover: Mover | None = None,
+        host: Host | None = None,
     ) -> None:
         self._launches, self._prompt_pass = decoder, prefill
         self._vocab_size = vocab_size
@@ -131,9 +129,8 @@ class KernelExecutor(Executor):
         self.grid = growing_grid(most) if keeps_prefixes else Grid(most, most)
         self.num_columns = min(MAX_COLUMNS, decoder.page_tables.shape[0])
         self.rooms = Rooms(
-            self.num_columns, num_pages, self.grid,
-            keeps_prefixes=keeps_prefixes, num_host_pages=num_host_pages, mover=mover,
-        )  # fmt: skip
+            self.num_columns, num_pages, self.grid, keeps_prefixes=keeps_prefixes, host=host
+        )
         self._rows = decoder.page_tables.tolist()
 
     # --- room -------------------------------------------------------------------------------------

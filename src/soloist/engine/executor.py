@@ -125,11 +125,11 @@ class Executor(ABC):
         """
         return True
 
-    def pause(self, running: Running) -> None:
+    def pause(self, running: Running) -> None:  # noqa: ARG002 - never called
         """Give a sequence's room back for now; `resume` begins it again."""
         raise AssertionError("room never ran out")
 
-    def resume(self, running: Running) -> bool:
+    def resume(self, running: Running) -> bool:  # noqa: ARG002 - never called
         """Begin a paused sequence again; it is read once more, then goes on with the same bits.
 
         Returns:

@@ -22,7 +22,7 @@ from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
 SHARED_CHUNK_TOKENS = 512
 
 # First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
-# full ones.
+# whole ones.
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
@@ -104,11 +104,11 @@ class KernelModel(KernelExecutor):
                 partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
                 most_tokens=min(CHUNK_TOKENS, context_tokens),
             )
-            host_pages = HostPages(self.pool.tensor, host_bytes)
+            host = HostPages(self.pool.tensor, host_bytes)
             torch.cuda.synchronize(device)
         super().__init__(
             self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
-            keeps_prefixes=keeps_prefixes, num_host_pages=host_pages.num_pages, mover=host_pages,
+            keeps_prefixes=keeps_prefixes, host=host,
         )  # fmt: skip
 
     def bind(self) -> None:
@@ -124,9 +124,8 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self._device):
             self.decoder.prepare_sampling()
             if self._keeps_rows:
-                most, first = self.prefill.most_tokens, self.grid.width(0)
-                sizes = [n for n in CAPTURED_TOKENS if n < first]
-                self.prefill.capture([*sizes, first] if first in (*CAPTURED_TOKENS, most) else sizes)
+                first = self.grid.width(0)
+                self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < first), first])
             torch.cuda.synchronize(self._device)
 
     @property

@@ -20,13 +20,19 @@ from soloist.prefill.page_list import PageList
 _AHEAD_POSITIONS = 4096
 
 
-class Mover(Protocol):
-    """Copies pages between the device and the host, in the order in which it is told to."""
+class Host(Protocol):
+    """Copies pages between the device and the host's memory, in the order in which it is told to.
+
+    Attributes:
+        num_pages: that the host's memory may hold.
+    """
+
+    num_pages: int
 
     def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
         """Copy to the host; whatever the device does from now on may overwrite `pages`.
 
-        Returns whether the host had the memory that it promised.
+        Returns False, and copies nothing, where the machine does not give the memory after all.
         """
         ...
 
@@ -37,21 +43,6 @@ class Mover(Protocol):
     def join(self) -> None:
         """Whatever the device does from now on sees what was fetched."""
         ...
-
-
-class NoHost:
-    """Where no host memory may be used."""
-
-    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:  # noqa: ARG002
-        """Nothing is spilled."""
-        return False
-
-    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
-        """Nothing was spilled."""
-        raise AssertionError("nothing was spilled")
-
-    def join(self) -> None:
-        """Nothing is on its way."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,8 +98,7 @@ class Rooms:
         num_pages: of the pool; one sequence alone never needs more.
         grid: where prompts are cut; its chunks are whole pages if prompts are kept.
         keeps_prefixes: leave blocks of prompts where they are, for later ones that begin alike.
-        num_host_pages: that may be spilled.
-        mover: copies what is spilled and fetched.
+        host: takes what is spilled; None where nothing is.
     """
 
     def __init__(
@@ -118,16 +108,16 @@ class Rooms:
         grid: Grid,
         *,
         keeps_prefixes: bool = False,
-        num_host_pages: int = 0,
-        mover: Mover | None = None,
+        host: Host | None = None,
     ) -> None:
-        self.pages, self.host_pages = PageList(num_pages), PageList(num_host_pages)
+        self.pages = PageList(num_pages)
+        self.host_pages = PageList(0 if host is None else host.num_pages)
         self.grid = grid
         self.moved = Moved()
         self.tree: PrefixTree[list[int]] | None = None
         if keeps_prefixes and grid.finest % PAGE_POSITIONS == 0:
             self.tree = PrefixTree(grid)
-        self._mover: Mover = mover or NoHost()
+        self._host = host
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._open: dict[Room, None] = {}
 
@@ -164,7 +154,7 @@ class Rooms:
             room.behind.extend(match.nodes)
             while room.behind and not room.behind[0].is_spilled:
                 self._join(room, room.behind.popleft())
-        if room.num_lacking + self._num_promised() > self.num_available:
+        if not self._is_available(room.num_lacking, promised=True):
             self._release(room)
             return None
         self._free_slots.pop()
@@ -186,8 +176,16 @@ class Rooms:
             self.tree.release(room.node)
             room.node = None
 
-    def _num_promised(self) -> int:
-        return sum(room.num_lacking for room in self._open)
+    def _is_available(self, count: int, *, promised: bool = False) -> bool:
+        """Whether so many pages can be taken, beside those that were promised if these count."""
+
+        def is_there() -> bool:
+            others = sum(room.num_lacking for room in self._open) if promised else 0
+            return count + others <= self.num_available
+
+        if not is_there():
+            self._trim()
+        return is_there()
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -203,9 +201,7 @@ class Rooms:
                 wanted += len(room.behind[0].held)
         room.num_needed = max(room.num_needed, wanted)
         lacking = wanted - len(room.pages)
-        if lacking > self.num_available:
-            self._trim()
-        if lacking > self.num_available:
+        if not self._is_available(lacking):
             return False
         if lacking > 0 and not room.behind:
             self._give(room, self._take(lacking))
@@ -246,15 +242,16 @@ class Rooms:
     def next_block(self, room: Room) -> int:
         """Let a room's next kept block join it; the number of its positions, 0 if there is none.
 
-        The caller has reserved room for it. It may be on its way until the mover's `join`.
+        The caller has reserved room for it. It may be on its way until `join`.
         """
         if not room.behind:
             return 0
         node = room.behind.popleft()
         if node.is_spilled:
             assert self.tree is not None, "it holds the block"
+            assert self._host is not None, "it has the pages"
             host_pages, pages = node.held, self._take(len(node.held))
-            self._mover.fetch(host_pages, pages)
+            self._host.fetch(host_pages, pages)
             self.host_pages.give_back(reversed(host_pages))
             self.tree.move(node, pages, is_spilled=False)
             self.moved.fetched_tokens += len(node.tokens)
@@ -287,7 +284,8 @@ class Rooms:
 
     def join(self) -> None:
         """Whatever the device does from now on sees every block that joined a room."""
-        self._mover.join()
+        if self._host is not None:
+            self._host.join()
 
     def _make_place(self) -> None:
         """Free the pages of the least recently used kept block."""
@@ -295,25 +293,27 @@ class Rooms:
         node = self.tree.oldest(is_spilled=False)
         assert node is not None, "the caller counted what is available"
         pages = node.held
-        host_pages = self._host_pages(len(pages))
-        if host_pages is not None and self._mover.spill(pages, host_pages):
+        if (host_pages := self._spill(pages)) is not None:
             self.tree.move(node, host_pages, is_spilled=True)
             self.moved.spilled_tokens += len(node.tokens)
         else:
-            self.host_pages.give_back(reversed(host_pages or []))
-            self._mover.join()  # the block may still be on its way to these pages
+            self.join()  # the block may still be on its way to these pages
             self._drop(node)
         self.pages.give_back(reversed(pages))
 
-    def _host_pages(self, count: int) -> list[int] | None:
-        """Pages on the host, if need be of the blocks that were there longest without use."""
-        if count > self.host_pages.num_pages or self.tree is None:
+    def _spill(self, pages: Sequence[int]) -> list[int] | None:
+        """Copy pages to the host, if need be instead of what was there longest without use."""
+        if self._host is None or self.tree is None or len(pages) > self._host.num_pages:
             return None
-        while self.host_pages.num_free < count:
+        while self.host_pages.num_free < len(pages):
             if (node := self.tree.oldest(is_spilled=True)) is None:
                 return None
             self._drop(node)
-        return self.host_pages.take(count)
+        host_pages = self.host_pages.take(len(pages))
+        if self._host.spill(pages, host_pages):
+            return host_pages
+        self.host_pages.give_back(reversed(host_pages))
+        return None
 
     def _drop(self, node: Node[list[int]]) -> None:
         """Forget a block that nobody uses, and spilled ones that stand on it."""

@@ -4,8 +4,9 @@ A request waits, joins a column, reads its prompt chunk by chunk, and decodes wi
 it leaves. Prompts are read in turns, and while some decode, a burst of rounds follows every chunk:
 so a running stream pauses for one chunk at most, and a short prompt overtakes a long one.
 
-Requests take memory as they grow. When it is used up, the one that came last is paused: it goes back
-to the head of the queue, and nobody joins until a request has left. So the first one always goes on.
+Requests take memory as they grow. When it is used up, the one that came last is paused: it goes
+back to the head of the queue, and nobody joins until a request has left. So the first one always
+goes on.
 """
 
 from collections import deque

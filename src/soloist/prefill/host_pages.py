@@ -1,7 +1,7 @@
 """Pages of a pool in the host's memory, and the copies there and back.
 
-On CUDA the memory is pinned, and copies run in a stream of their own, beside what the device computes
-in the current one. A page is one contiguous piece of the pool.
+On CUDA the memory is pinned, and copies run in a stream of their own, beside what the device
+computes in the current one. A page is one contiguous piece of the pool.
 """
 
 from collections import deque
@@ -36,7 +36,9 @@ class HostPages:
         self.num_pages = budget_bytes // self._piece_bytes * self._piece_pages
         self._pieces: list[Tensor] = []
         self._is_cuda = pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._is_cuda:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._fetches: deque[torch.cuda.Event] = deque()
         self._is_fetching = False
 
@@ -66,7 +68,7 @@ class HostPages:
         self._copy([(self._pool[p], self._host(h)) for p, h in zip(pages, host_pages, strict=True)])
         self._is_fetching = True
         if self._stream is not None:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             self._fetches.append(event)
 

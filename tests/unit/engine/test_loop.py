@@ -10,7 +10,7 @@ import pytest
 
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
 from soloist.engine.columns import KernelExecutor
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.errors import (
     BadLogits,
     EngineStopped,
@@ -20,7 +20,7 @@ from soloist.errors import (
 )
 from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.sampling import SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 
 WAIT_S = 20
@@ -57,11 +57,16 @@ class Slow(FakeDecoder):
 
 
 class Parts:
-    def __init__(self, pages: int = 30, **options):
+    def __init__(
+        self, pages: int = 30, *, keeps_prefixes: bool = False, num_host_pages: int = 0, **options
+    ):
         self.cache = Cache()
         self.decoder = Slow(self.cache, 16, sequences=4)
         self.prefill = FakePrefill(self.cache, 64)
-        self.executor = KernelExecutor(self.decoder, self.prefill, pages, VOCAB, 64)
+        self.executor = KernelExecutor(
+            self.decoder, self.prefill, pages, VOCAB, 64, keeps_prefixes=keeps_prefixes,
+            host=FakeHost(self.cache, num_host_pages),
+        )  # fmt: skip
         self.num_pages = pages
         self.loop = EngineLoop(self.executor, Words(), VOCAB, **options)
 
@@ -82,7 +87,8 @@ def parts():
     for p in made:
         p.loop.close()
         if p.loop.failure is None:
-            assert p.num_free_pages == p.num_pages, "every page came back"
+            kept = p.executor.kept.on_device // 64
+            assert p.num_free_pages + kept == p.num_pages, "every page came back"
             assert not p.decoder.is_running
 
 
@@ -166,6 +172,46 @@ def test_random_cancels_leave_nothing_behind(parts, seed: int) -> None:
     wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
 
 
+def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
+    rng = random.Random(0)
+    p = parts(pages=12, most_waiting=20, keeps_prefixes=True, num_host_pages=6)
+    stems = [prompt_of(200, seed=n) for n in range(3)]
+    listening: list[tuple[Ticket, list[int], SamplingParams]] = []
+    num_ended = 0
+
+    def end(one: tuple[Ticket, list[int], SamplingParams]) -> None:
+        ticket, prompt, params = one
+        _, ids, completion = ended(ticket)
+        assert isinstance(completion, Completion)
+        assert completion.finish_reason == (
+            "length" if len(ids) == params.max_tokens else "cancelled"
+        )
+        if rng.random() < 0.02:
+            assert ids == expected(prompt, params)[: len(ids)]
+
+    while num_ended < 1000:
+        prompt = rng.choice(stems)[: rng.choice([3, 64, 70, 130, 200])] + [num_ended % VOCAB]  # noqa: RUF005 - a slice
+        params = SamplingParams(max_tokens=rng.choice([1, 5, 400]), ignore_eos=True)
+        try:
+            listening.append((p.loop.submit(prompt, params), prompt, params))
+        except QueueFull:
+            gone = listening.pop(rng.randrange(len(listening)))
+            gone[0].cancel()
+            end(gone)
+            num_ended += 1
+        if listening and rng.random() < 0.5:
+            rng.choice(listening)[0].cancel()
+        if rng.random() < 0.05:
+            time.sleep(0.001)
+    for one in listening:
+        one[0].cancel()
+        end(one)
+    wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
+    assert not p.executor.rooms._open
+    assert p.executor.rooms.num_available == 12, "kept pages are nobody's"
+    assert p.loop.kept.fetched > 0
+
+
 def test_a_cancelled_request_makes_at_most_two_more_tokens(parts) -> None:
     p = parts()
     p.decoder.pause_s = 0.02
@@ -200,6 +246,60 @@ def test_a_stream_pauses_for_one_chunk_of_anothers_prompt(parts) -> None:
     assert all(step == 8 for step in steps), "a burst of rounds between two chunks"
     first.cancel()
     ended(first)
+
+
+LONG = {
+    "greedy": SamplingParams(max_tokens=500, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=480, temperature=1.0, seed=5, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=520, repetition_penalty=1.5, ignore_eos=True),
+    "banned": SamplingParams(max_tokens=470, min_tokens=460, stop_token_ids=frozenset(range(30))),
+}
+
+
+@pytest.mark.parametrize("length", [7, 30, 100])
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_prefixes: bool) -> None:
+    p = parts(pages=12, keeps_prefixes=keeps_prefixes)
+    asked = [(prompt_of(length, seed=n), params) for n, params in enumerate(LONG.values())]
+    tickets = [p.loop.submit(*one, top_logprobs=None if n else 1) for n, one in enumerate(asked)]
+    for ticket, (prompt, params) in zip(tickets, asked, strict=True):
+        assert ended(ticket)[1] == expected(prompt, params)
+    assert p.loop.load.num_pauses >= 2, "each takes eight to ten pages in the end"
+    assert max(len(x.columns) for x in p.decoder.launches) > 1, "and fewer at first"
+
+
+def test_a_request_that_waits_for_room_can_be_cancelled(parts) -> None:
+    p = parts(pages=10)
+    all_asked, pause = threading.Event(), p.executor.pause
+
+    def cancelled(running: Running) -> None:
+        pause(running)
+        assert all_asked.wait(WAIT_S)
+        tickets[1].cancel()
+
+    p.executor.pause = cancelled
+    asked = [(prompt_of(30, seed=n), LONG["greedy"]) for n in range(3)]
+    tickets = [p.loop.submit(*one) for one in asked]
+    all_asked.set()
+    _, ids, end = ended(tickets[1])
+    assert isinstance(end, Completion)
+    assert end.finish_reason == "cancelled"
+    assert 200 < len(ids) < 500
+    assert ids == expected(*asked[1])[: len(ids)]
+    for n in (0, 2):
+        assert ended(tickets[n])[1] == expected(*asked[n])
+
+
+def test_a_huge_answer_that_is_not_made_keeps_nobody_out(parts) -> None:
+    p = parts(pages=12)
+    p.decoder.pause_s = 0.02
+    first = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=600, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    prompt = prompt_of(30, seed=1)
+    params = SamplingParams(max_tokens=600, stop_token_ids=frozenset(range(50)))
+    assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
+    assert all(isinstance(event, Chunk) for event in first.take()), "the first still runs"
+    first.cancel()
 
 
 def test_stop_strings_end_one_request_and_not_the_others(parts) -> None:
@@ -414,6 +514,23 @@ def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
     assert num_cached > 500
     assert executor.rooms.pages.num_free + executor.kept.on_device // 64 == 16
     assert executor.rooms.num_available == 16, "nothing is in use any more"
+
+
+def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:
+    p = parts(pages=10, keeps_prefixes=True, num_host_pages=9)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    prompts = [prompt_of(400, seed=n) for n in range(2)]
+    for prompt in prompts:
+        assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
+    assert p.loop.kept.on_host > 0
+    p.prefill.chunks.clear()
+    with caplog.at_level("INFO"):
+        ticket = p.loop.submit(prompts[0], params)
+        assert ended(ticket)[1] == expected(prompts[0], params)
+    assert ticket.num_cached == 384
+    assert p.prefill.chunks == [16], "nothing was read again that had been spilled"
+    assert p.loop.kept.fetched > 0
+    assert "come back from the host's memory" in caplog.text
 
 
 def test_a_kept_prompt_is_not_read_again() -> None:

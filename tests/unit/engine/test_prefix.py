@@ -127,7 +127,8 @@ class Prompts(RuleBasedStateMachine):
 
     @invariant()
     def counts(self):
-        sizes = {k: k and len(k) - max([e for e in ENDS if e < len(k)], default=0) for k in self.used_at}
+        begin = {end: max([e for e in ENDS if e < end], default=0) for end in ENDS}
+        sizes = {k: len(k) - begin[len(k)] for k in self.used_at}
         assert self.tree.num_tokens == sum(sizes.values())
         assert self.tree.idle_tokens == sum(
             size for k, size in sizes.items() if k not in self.spilled and not self.is_used(k)

@@ -19,7 +19,8 @@ Content = tuple[int, ...]
 class Memories:
     """A pool and the host's pages; what is fetched arrives as late as it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self.pool: dict[int, Content] = {}
         self.host: dict[int, Content] = {}
         self.has_memory = True
@@ -44,7 +45,7 @@ class Memories:
 
 
 @dataclass(eq=False)
-class Sequence_:
+class Asked:
     ids: list[int]  # prompt and answer, a number for every page
     prompt_tokens: int
     room: Room
@@ -56,13 +57,12 @@ class Pool:
 
     def __init__(self, seed: int, num_host_pages: int) -> None:
         self.rng = random.Random(seed)
-        self.memories = Memories()
-        self.num_host_pages = num_host_pages
+        self.memories = Memories(num_host_pages)
         self.rooms = Rooms(
             SLOTS, PAGES, Grid(PAGE, 2 * PAGE),
-            keeps_prefixes=True, num_host_pages=num_host_pages, mover=self.memories,
+            keeps_prefixes=True, host=self.memories,
         )  # fmt: skip
-        self.open: list[Sequence_] = []
+        self.open: list[Asked] = []
         self.happened: Counter[str] = Counter()
         self.stems = [[self.rng.randrange(2) for _ in range(LONGEST)] for _ in range(3)]
 
@@ -90,9 +90,9 @@ class Pool:
             return
         assert room.num_cached < prompt_tokens
         assert room.num_joined == room.num_cached - sum(len(n.tokens) for n in room.behind)
-        self.open.append(Sequence_(ids, prompt_tokens, room, room.num_joined))
+        self.open.append(Asked(ids, prompt_tokens, room, room.num_joined))
 
-    def has_room(self, sequence: Sequence_, positions: int) -> bool:
+    def has_room(self, sequence: Asked, positions: int) -> bool:
         """Whether it has; otherwise the youngest goes."""
         if self.rooms.reserve(sequence.room, positions):
             return True
@@ -125,7 +125,7 @@ class Pool:
         sequence.num_there = stop
         self.check(sequence)
 
-    def check(self, sequence: Sequence_) -> None:
+    def check(self, sequence: Asked) -> None:
         for number in range(-(-sequence.num_there // PAGE)):
             held = self.memories.pool[sequence.room.pages[number]]
             assert held == tuple(sequence.ids[: number + 1])
@@ -161,7 +161,7 @@ class Pool:
                 waiting.append(child)
         assert len({*owned, *on_device}) == len(owned) + len(on_device)
         assert self.rooms.pages.num_free == PAGES - len(owned) - len(on_device)
-        assert self.rooms.host_pages.num_free == self.num_host_pages - len(on_host)
+        assert self.rooms.host_pages.num_free == self.memories.num_pages - len(on_host)
         assert self.rooms.spilled_tokens == len(on_host) * PAGE
 
 
@@ -214,8 +214,8 @@ def test_nobody_joins_on_pages_that_others_were_promised() -> None:
 
 
 def test_a_block_that_comes_back_is_that_which_went() -> None:
-    memories = Memories()
-    some = rooms(4, num_host_pages=4, mover=memories)
+    memories = Memories(4)
+    some = rooms(4, host=memories)
     ids = [i for i in range(3) for _ in range(PAGE)]
     room = some.open(ids, len(ids), len(ids))
     read(some, room, ids)
@@ -237,11 +237,11 @@ def test_a_block_that_comes_back_is_that_which_went() -> None:
 
 
 def test_without_room_on_the_host_the_oldest_spilled_block_is_forgotten() -> None:
-    some = rooms(2, num_host_pages=2, mover=Memories())
+    memories = Memories(2)
+    some = rooms(2, host=memories)
     for number in range(5):
         ids = [number] * (2 * PAGE)
         room = some.open(ids, len(ids), len(ids))
-        memories = some._mover
         read(some, room, ids)
         memories.pool.update(dict.fromkeys(room.pages, (number,)))
         some.close(room)
@@ -251,8 +251,8 @@ def test_without_room_on_the_host_the_oldest_spilled_block_is_forgotten() -> Non
 
 
 def test_pages_are_not_given_away_while_a_block_is_on_its_way_to_them() -> None:
-    memories = Memories()
-    some = rooms(2, num_host_pages=2, mover=memories)
+    memories = Memories(2)
+    some = rooms(2, host=memories)
     for number in range(2):
         room = some.open([number] * (PAGE + 1), PAGE + 1, 2 * PAGE)
         read(some, room, [number] * (PAGE + 1))
