@@ -331,6 +331,9 @@ def test_metrics_count_the_engines_tokens(client, http, server) -> None:
     assert value("soloist_prompt_tokens_total") == prompts + len(ids)
     wait_for(lambda: is_idle(server))
     assert value("soloist_requests_running") == 0
+    assert value("soloist_requests_paused_total") == 0
+    assert value('soloist_prefix_tokens_kept{on="device"}') % 256 == 0
+    assert value('soloist_prefix_tokens_total{to="host"}') == 0
     assert value('soloist_http_replies_total{path="/v1/completions",status="200"}') >= 2
 
 

@@ -15,7 +15,7 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
-from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
@@ -142,6 +142,10 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
+        has_kernel = support.plan is not None
+        host_bytes = host_cache_bytes(
+            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+        )
         home = torch.device("cpu") if is_staged else device
         with early_files(upload, home) as open_stored:
             weights = load_weights(
@@ -163,7 +167,7 @@ class Engine:
                 support.plan, weights, context, device, settings.cache,
                 keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
                 chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-                keeps_prefixes=asked.keeps_prefixes,
+                keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
