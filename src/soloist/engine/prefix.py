@@ -14,6 +14,9 @@ from soloist.engine.grid import Grid
 
 Value = TypeVar("Value")
 
+# Of what is kept behind a divergence, enough to show.
+_SHOWN_TOKENS = 32
+
 
 @dataclass(eq=False, slots=True)
 class Node(Generic[Value]):
@@ -49,7 +52,7 @@ class Divergence:
 
     Attributes:
         position: of the first token that differs.
-        kept: tokens that are kept from there to the end of the block.
+        kept: tokens that are kept from there on, of the latest prompt; not all if they are many.
     """
 
     position: int
@@ -206,8 +209,7 @@ class PrefixTree(Generic[Value]):
 
 
 def _divergence(node: Node[Value], block: tuple[int, ...], start: int) -> Divergence | None:
-    best: Divergence | None = None
-    latest = -1
+    best, begin = None, 0
     for tokens, child in node.children.items():
         common = 0
         for ours, kept in zip(block, tokens, strict=False):
@@ -218,6 +220,12 @@ def _divergence(node: Node[Value], block: tuple[int, ...], start: int) -> Diverg
         # A prompt that ends there has not left it.
         if common == len(block) or position == 0:
             continue
-        if best is None or (position, child.used_at) > (best.position, latest):
-            best, latest = Divergence(position, tokens[common:]), child.used_at
-    return best
+        if best is None or (common, child.used_at) > (begin, best.used_at):
+            best, begin = child, common
+    if best is None:
+        return None
+    rest, last = list(best.tokens[begin:]), best
+    while len(rest) < _SHOWN_TOKENS and last.children:
+        last = max(last.children.values(), key=lambda child: child.used_at)
+        rest += last.tokens
+    return Divergence(start + begin, tuple(rest))
