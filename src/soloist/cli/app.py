@@ -144,7 +144,11 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
-    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
+    # Every turn begins as the last one did.
+    asked = EngineConfig(
+        model, device, o.checked_precision(precision), context, revision,
+        keeps_prefixes=True, host_cache_bytes=0,
+    )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 
 

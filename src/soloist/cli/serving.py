@@ -67,6 +67,11 @@ def serve(
             f"KV cache {gigabytes(memory.kv_bytes)} ({kv_tokens:,} tokens for up to "
             f"{asked.sequences} requests at once), scratch {gigabytes(memory.scratch_bytes)}"
         )
+        if engine.report.host_cache_bytes:
+            status(
+                f"up to {gigabytes(engine.report.host_cache_bytes)} of the host's memory for "
+                "prompts that are kept"
+            )
         status("ready")
 
     def listening(url: str) -> None:

@@ -54,6 +54,7 @@ class LoadReport:
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        host_cache_bytes: of host memory that kept prompts may take.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class LoadReport:
     device_name: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    host_cache_bytes: int = 0
 
 
 class Engine:
@@ -181,6 +183,7 @@ class Engine:
             device_name=device_name(resolved.device),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -246,7 +249,12 @@ class Engine:
     ) -> Iterator[Chunk | Completion]:
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
+        source = self.model.generate(
+            prompt_ids,
+            sampler,
+            lambda: cancel.requested,
+            lambda running: answer.start(time.perf_counter(), running.num_cached),
+        )
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())

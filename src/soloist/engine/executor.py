@@ -177,7 +177,11 @@ class Executor(ABC):
         """Give a sequence's room back."""
 
     def generate(
-        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool],
+        on_open: Callable[[Running], None] = lambda _: None,
     ) -> Generator[int, None, None]:
         """One sequence alone: yield tokens, at most the request's largest number.
 
@@ -187,6 +191,7 @@ class Executor(ABC):
             prompt_ids: at least one token; with the answer they fit the context.
             sampler: chooses and observes tokens.
             cancelled: asked before every chunk of the prompt and after every token.
+            on_open: called with the sequence before anything of it is read.
 
         Raises:
             BadLogits: the best score is NaN or infinite.
@@ -194,6 +199,7 @@ class Executor(ABC):
         """
         running = self.open(prompt_ids, sampler)
         assert running is not None, "nobody else has a sequence open"
+        on_open(running)
         try:
             picked = None
             while picked is None:
