@@ -236,6 +236,10 @@ class KernelExecutor(Executor):
         chunk = ids[start : start + self.grid.width(start)]
         # Wanted or not, logits come with the last chunk, which then has the same size as ever.
         is_last = start + len(chunk) == len(ids)
+        if not is_last and self.rooms.adopt(room, start, chunk):
+            running.num_read += len(chunk)
+            running.num_cached += 0 if is_resumed else len(chunk)
+            return None
         logits = self._prompt_pass.run(chunk, start, room.pages, want_logits=is_last)
         running.num_read += len(chunk)
         self.rooms.keep(room, start, chunk)

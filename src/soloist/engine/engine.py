@@ -18,7 +18,7 @@ from soloist.engine.answer import Answer
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
@@ -249,12 +249,11 @@ class Engine:
     ) -> Iterator[Chunk | Completion]:
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(
-            prompt_ids,
-            sampler,
-            lambda: cancel.requested,
-            lambda running: answer.start(time.perf_counter(), running.num_cached),
-        )
+
+        def was_read(running: Running) -> None:
+            answer.num_cached = running.num_cached
+
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())

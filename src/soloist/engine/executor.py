@@ -181,7 +181,7 @@ class Executor(ABC):
         prompt_ids: Sequence[int],
         sampler: Sampler,
         cancelled: Callable[[], bool],
-        on_open: Callable[[Running], None] = lambda _: None,
+        on_read: Callable[[Running], None] = lambda _: None,
     ) -> Generator[int, None, None]:
         """One sequence alone: yield tokens, at most the request's largest number.
 
@@ -191,7 +191,7 @@ class Executor(ABC):
             prompt_ids: at least one token; with the answer they fit the context.
             sampler: chooses and observes tokens.
             cancelled: asked before every chunk of the prompt and after every token.
-            on_open: called with the sequence before anything of it is read.
+            on_read: called with the sequence when its prompt is read, before the first token.
 
         Raises:
             BadLogits: the best score is NaN or infinite.
@@ -199,13 +199,13 @@ class Executor(ABC):
         """
         running = self.open(prompt_ids, sampler)
         assert running is not None, "nobody else has a sequence open"
-        on_open(running)
         try:
             picked = None
             while picked is None:
                 if cancelled():
                     return
                 picked = self.read(running)
+            on_read(running)
             yield picked.token_id
             while running.num_wanted > 0 and not cancelled():
                 with closing(self.rounds([running], running.num_wanted)) as rounds:

@@ -282,8 +282,7 @@ class EngineLoop:
             )  # fmt: skip
         if job.running.divergence is not None:
             self._tell(job.ticket, job.running.divergence)
-        job.ticket.num_cached = job.running.num_cached
-        job.answer.start(time.perf_counter(), job.running.num_cached)
+        job.answer.start(time.perf_counter())
 
     def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
         """Say where a prompt could have been cached for longer; text only where it is asked for."""
@@ -324,6 +323,7 @@ class EngineLoop:
         with self._condition:
             self._scheduler.was_read(job)
         if picked is not None:
+            job.ticket.num_cached = job.answer.num_cached = job.running.num_cached
             self._take(job, picked, time.perf_counter())
         if job.is_over:
             self._leave(job, None)

@@ -109,6 +109,13 @@ class PrefixTree(Generic[Value]):
             nodes.append(node)
             start += len(block)
 
+    def child(self, parent: Node[Value], tokens: Sequence[int]) -> Node[Value] | None:
+        """The block with these tokens behind `parent`, if it is kept; it counts as used."""
+        node = parent.children.get(tuple(tokens))
+        if node is not None:
+            self._touch(node)
+        return node
+
     def insert(
         self, parent: Node[Value], tokens: Sequence[int], value: Value
     ) -> tuple[Node[Value], bool]:

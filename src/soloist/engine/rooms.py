@@ -267,17 +267,35 @@ class Rooms:
         """Leave the pages of a chunk that was read to later prompts, if it is a whole one."""
         if self.tree is None or room.node is None or len(chunk) < self.grid.width(start):
             return
-        first = start // PAGE_POSITIONS
-        pages = room.pages[first : first + len(chunk) // PAGE_POSITIONS]
+        pages = room.pages[_pages_of(start, chunk)]
         node, is_new = self.tree.insert(room.node, chunk, pages)
         if node.is_spilled:  # somebody kept it meanwhile, and it had to go
             self.host_pages.give_back(reversed(node.held))
             self.tree.move(node, pages, is_spilled=False)
             is_new = True
-        room.owned.difference_update(pages)
-        if not is_new:  # somebody else's pages hold the same
-            room.pages[first : first + len(pages)] = node.held
-            self.pages.give_back(reversed(pages))
+        if is_new:
+            room.owned.difference_update(pages)
+        self._go_on(room, start, node)
+
+    def adopt(self, room: Room, start: int, chunk: Sequence[int]) -> bool:
+        """Whether a chunk need not be read, because another sequence has read it meanwhile."""
+        if self.tree is None or room.node is None:
+            return False
+        node = self.tree.child(room.node, chunk)
+        if node is None or node.is_spilled:
+            return False
+        self._go_on(room, start, node)
+        return True
+
+    def _go_on(self, room: Room, start: int, node: Node[list[int]]) -> None:
+        """Let a block be the last of a room, instead of pages of its own with the same bits."""
+        assert self.tree is not None, "it holds the block"
+        assert room.node is not None, "prompts are kept"
+        place = _pages_of(start, node.tokens)
+        own = [page for page in room.pages[place] if page in room.owned]
+        room.pages[place] = node.held
+        room.owned.difference_update(own)
+        self.pages.give_back(reversed(own))
         self.tree.use(node)
         self.tree.release(room.node)
         room.node = node
@@ -329,6 +347,11 @@ class Rooms:
     def spilled_tokens(self) -> int:
         """Kept tokens that lie on the host."""
         return (self.host_pages.num_pages - self.host_pages.num_free) * PAGE_POSITIONS
+
+
+def _pages_of(start: int, tokens: Sequence[int]) -> slice:
+    """Where a room has the pages of tokens that are whole pages."""
+    return slice(start // PAGE_POSITIONS, (start + len(tokens)) // PAGE_POSITIONS)
 
 
 def num_pages_of(positions: int) -> int:

@@ -19,7 +19,7 @@ from soloist.errors import (
     ShuttingDown,
 )
 from soloist.megakernel.sampling_header import NO_TOKEN
-from soloist.sampling import SamplingParams
+from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 
@@ -476,9 +476,7 @@ def test_requests_wait_for_room(etude: Engine) -> None:
         executor.close(running)
 
 
-def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams):
-    from soloist.sampling import Sampler
-
+def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams) -> Sampler:
     return Sampler(params, engine.config.vocab_size, prompt, engine.tokenizer.eos_ids)
 
 
@@ -548,6 +546,25 @@ def test_a_kept_prompt_is_not_read_again() -> None:
     assert ended(loop.submit(longer[:128], params))[1] == expected(longer[:128], params)
     assert prefill.chunks[6:] == [64], "the last chunk is read again for its logits"
     loop.close()
+
+
+def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
+    p = parts(keeps_prefixes=True)
+    shared = prompt_of(200)
+    prompts = [shared + prompt_of(30, seed=n) for n in range(3)]
+    samplers = [Sampler(SamplingParams(max_tokens=3), VOCAB, x, EOS) for x in prompts]
+    running = [p.executor.open(x, s) for x, s in zip(prompts, samplers, strict=True)]
+    waiting = list(running)
+    while waiting:
+        sequence = waiting.pop(0)
+        assert p.executor.make_room([sequence])
+        if p.executor.read(sequence) is None:
+            waiting.append(sequence)
+    assert sorted(p.prefill.chunks) == [*([230 - 192] * 3), *([64] * 3)]
+    assert [r.num_cached for r in running] == [0, 192, 192]
+    for prompt, sampler, sequence in zip(prompts, samplers, running, strict=True):
+        assert sampler.output_ids == expected(prompt, SamplingParams(max_tokens=1))
+        p.executor.close(sequence)
 
 
 def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
