@@ -48,7 +48,9 @@ def all_of(loop: EngineLoop, ids: list[int], params: SamplingParams) -> list[obj
 
 def events_of(ticket: Ticket) -> list[object]:
     events: list[object] = []
+    until = time.monotonic() + 120
     while not events or not isinstance(events[-1], Completion):
+        assert time.monotonic() < until, events[-1:]
         events += ticket.take()
         time.sleep(0.0005)
     return events

@@ -3,7 +3,8 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -257,12 +258,29 @@ LONG = {
 }
 
 
+@contextmanager
+def all_at_once(p: Parts) -> Iterator[None]:
+    """Let nobody join until all have been submitted."""
+    all_asked, open_one = threading.Event(), p.executor.open
+
+    def waited(*args):
+        assert all_asked.wait(WAIT_S)
+        return open_one(*args)
+
+    p.executor.open = waited
+    yield
+    all_asked.set()
+
+
 @pytest.mark.parametrize("length", [7, 30, 100])
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
 def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_prefixes: bool) -> None:
     p = parts(pages=12, keeps_prefixes=keeps_prefixes)
     asked = [(prompt_of(length, seed=n), params) for n, params in enumerate(LONG.values())]
-    tickets = [p.loop.submit(*one, top_logprobs=None if n else 1) for n, one in enumerate(asked)]
+    with all_at_once(p):
+        tickets = [
+            p.loop.submit(*one, top_logprobs=None if n else 1) for n, one in enumerate(asked)
+        ]
     for ticket, (prompt, params) in zip(tickets, asked, strict=True):
         assert ended(ticket)[1] == expected(prompt, params)
     assert p.loop.load.num_pauses >= 2, "each takes eight to ten pages in the end"
@@ -271,17 +289,16 @@ def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_pref
 
 def test_a_request_that_waits_for_room_can_be_cancelled(parts) -> None:
     p = parts(pages=10)
-    all_asked, pause = threading.Event(), p.executor.pause
+    pause = p.executor.pause
 
     def cancelled(running: Running) -> None:
         pause(running)
-        assert all_asked.wait(WAIT_S)
         tickets[1].cancel()
 
     p.executor.pause = cancelled
     asked = [(prompt_of(30, seed=n), LONG["greedy"]) for n in range(3)]
-    tickets = [p.loop.submit(*one) for one in asked]
-    all_asked.set()
+    with all_at_once(p):
+        tickets = [p.loop.submit(*one) for one in asked]
     _, ids, end = ended(tickets[1])
     assert isinstance(end, Completion)
     assert end.finish_reason == "cancelled"
