@@ -155,6 +155,14 @@ class PrefixTree(Generic[Value]):
                 self.idle_tokens -= len(used.tokens)
             used.users += 1
 
+    def advance(self, node: Node[Value]) -> None:
+        """Use a block instead of the one before it; not spilled."""
+        assert self.is_kept(node), "it was dropped"
+        assert not node.is_spilled, "it is still to come"
+        if not node.users:
+            self.idle_tokens -= len(node.tokens)
+        node.users += 1  # those before it have the user that they had
+
     def release(self, node: Node[Value]) -> None:
         """The opposite of `use`."""
         for used in self._path(node):

@@ -124,8 +124,7 @@ class ReferenceModel(Executor):
         kept = [(keys.clone(), values.clone()) for keys, values in views]
         node, is_new = tree.insert(running.node, chunk, kept)
         self._room -= size if is_new else 0
-        tree.use(node)
-        tree.release(running.node)
+        tree.advance(node)
         running.node = node
 
     @property

@@ -290,14 +290,12 @@ class Rooms:
     def _go_on(self, room: Room, start: int, node: Node[list[int]]) -> None:
         """Let a block be the last of a room, instead of pages of its own with the same bits."""
         assert self.tree is not None, "it holds the block"
-        assert room.node is not None, "prompts are kept"
         place = _pages_of(start, node.tokens)
         own = [page for page in room.pages[place] if page in room.owned]
         room.pages[place] = node.held
         room.owned.difference_update(own)
         self.pages.give_back(reversed(own))
-        self.tree.use(node)
-        self.tree.release(room.node)
+        self.tree.advance(node)
         room.node = node
 
     def join(self) -> None:

@@ -82,8 +82,7 @@ class Prompts(RuleBasedStateMachine):
                 assert child.held == tuple(ids[:end])
                 assert is_new is is_first
                 self.touch(ids, end)
-            self.tree.use(child)
-            self.tree.release(node)
+            self.tree.advance(child)
             node, size = child, end
         self.using.append((tuple(ids[:size]), node))
 
