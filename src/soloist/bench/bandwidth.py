@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from soloist.bench import record
+from soloist.bench import record, rows
 from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.megakernel.gpu import LEAST_CAPABILITY, arch_from_capability
@@ -43,7 +43,7 @@ class Bandwidth:
         return median(self.rates_gb_per_s)
 
 
-def measure(asked: str) -> record.BandwidthRow:
+def measure(asked: str) -> rows.BandwidthRow:
     """A row for one device.
 
     Args:
@@ -54,11 +54,11 @@ def measure(asked: str) -> record.BandwidthRow:
     """
     device = torch.device(resolve_device(asked, devices()))
     found = read_bandwidth(device)
-    return record.BandwidthRow(
+    return rows.BandwidthRow(
         bench="bandwidth",
         device=device_name(str(device)),
         gpus=int(device.type == "cuda"),
-        gb_per_s=record.Spread.of(found.rates_gb_per_s),
+        gb_per_s=rows.Spread.of(found.rates_gb_per_s),
         method=found.method,
         runs=len(found.rates_gb_per_s),
         versions=record.versions("torch"),

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from soloist.bench import record
+from soloist.bench import record, rows
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
@@ -72,7 +72,7 @@ class Ours:
         return Run(end.timings.ttft_s, end.timings.decode_s, end.token_ids)
 
 
-def measure(plan: Plan) -> list[record.Row]:
+def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure every contender; the first row is Soloist's.
 
     Raises:
@@ -119,9 +119,9 @@ def _check(plan: Plan) -> None:
 
 def _row(
     plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: Bandwidth
-) -> record.Row:
+) -> rows.DecodeRow:
     speeds = [(len(run.token_ids) - 1) / run.decode_s for run in runs]
-    speed = record.Spread.of(speeds)
+    speed = rows.Spread.of(speeds)
     chosen = engine.resolved
     middle = plan.prompt_tokens + plan.new_tokens // 2
     streamed = engine.report.streamed_bytes + middle * kv_bytes_per_token(
@@ -129,7 +129,7 @@ def _row(
     )
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
-    return record.Row(
+    return rows.DecodeRow(
         engine=name,
         shape=engine.report.folder.name,
         device=engine.report.device_name,
@@ -139,7 +139,7 @@ def _row(
         new_tokens=plan.new_tokens,
         columns=1,
         runs=len(runs),
-        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),

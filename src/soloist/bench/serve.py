@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from soloist.bench import record
+from soloist.bench import record, rows
 from soloist.bench.client import Api, Client, Refused
 from soloist.bench.sizes import require_at_least
 from soloist.bench.stream import (
@@ -112,7 +112,7 @@ class _Run:
     short: Answer | None
 
 
-def measure(plan: Plan) -> list[record.ServeRow]:
+def measure(plan: Plan) -> list[rows.ServeRow]:
     """A row for each length of prompt and each kind of prefix.
 
     Raises:
@@ -223,7 +223,7 @@ def _span(run: _Run, counting: Counting) -> Span | None:
 
 def _row(
     plan: Plan, server: _Server, asked: int | None, prefix: Prefix, runs: list[_Run]
-) -> record.ServeRow:
+) -> rows.ServeRow:
     found = [_arrivals(run, server.counting) for run in runs]
     spans = [_span(run, server.counting) for run in runs]
     speeds = [span.tokens_per_s for span in spans if span is not None]
@@ -231,7 +231,7 @@ def _row(
     hashes = {hashlib.sha256(run.long.text.encode()).hexdigest()[:16] for run in runs}
     token_times = [t * 1e3 for of_run in found for t in token_times_s(of_run)]
     gaps = [t * 1e3 for of_run in found for t in gaps_s(of_run)]
-    return record.ServeRow(
+    return rows.ServeRow(
         bench="serve",
         engine=plan.name or server.client.url,
         url=server.client.url,
@@ -245,12 +245,12 @@ def _row(
         new_tokens=_median([_made(run, server.counting) for run in runs]),
         runs=len(runs),
         counting=server.counting,
-        ttft_ms=record.Spread.of([of_run[0].at_s * 1e3 for of_run in found]),
+        ttft_ms=rows.Spread.of([of_run[0].at_s * 1e3 for of_run in found]),
         first_tokens=_median([first_burst(of_run).num_tokens for of_run in found]),
-        decode_tokens_per_s=record.Spread.of(speeds) if is_known else None,
+        decode_tokens_per_s=rows.Spread.of(speeds) if is_known else None,
         no_decode_speed=None if is_known else _why_not(server.counting),
-        token_ms=record.Percentiles.of(token_times) if token_times else None,
-        gap_ms=record.Percentiles.of(gaps) if gaps else None,
+        token_ms=rows.Percentiles.of(token_times) if token_times else None,
+        gap_ms=rows.Percentiles.of(gaps) if gaps else None,
         text_sha256=" ".join(sorted(hashes)) if prefix == "warm" else "",
         fields=tuple(sorted(server.fields)),
         versions=record.versions("httpx2"),

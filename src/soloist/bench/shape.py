@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from soloist.bench import record
+from soloist.bench import record, rows
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.decode import Run
 from soloist.bench.sizes import require_at_least
@@ -83,7 +83,7 @@ class Plan:
         return max(self.start + self.columns - 1 + self.new_tokens, self.prompt_tokens)
 
 
-def measure(plan: Plan) -> list[record.Row]:
+def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure; one row.
 
     Raises:
@@ -177,14 +177,14 @@ def _row(
     device: torch.device,
     runs: list[Run],
     bandwidth: Bandwidth,
-) -> record.Row:
+) -> rows.DecodeRow:
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
-    speed = record.Spread.of([rate * plan.all_columns for rate in steps])
+    speed = rows.Spread.of([rate * plan.all_columns for rate in steps])
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.new_tokens // 2
     streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
-    return record.Row(
+    return rows.DecodeRow(
         engine="soloist",
         shape=shape_name(plan.file),
         device=device_name(str(device)),
@@ -194,7 +194,7 @@ def _row(
         new_tokens=plan.new_tokens,
         columns=plan.all_columns,
         runs=len(runs),
-        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),

@@ -13,7 +13,7 @@ from soloist.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from soloist.bench.compare import Comparison
-    from soloist.bench.record import AnyRow
+    from soloist.bench.rows import AnyRow
 
 _EXIT_SLOWER = 4
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from soloist.cli.terminal import print_json
 
 if TYPE_CHECKING:
-    from soloist.bench.record import (
+    from soloist.bench.rows import (
         AccuracyRow,
         BandwidthRow,
+        DecodeRow,
         Percentiles,
-        Row,
         ServeRow,
         Spread,
         StartupRow,
@@ -61,7 +61,7 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(rich_table)
 
 
-def show_rows(rows: "Sequence[Row]", *, as_json: bool) -> None:
+def show_rows(rows: "Sequence[DecodeRow]", *, as_json: bool) -> None:
     """Benchmark rows as a table, or as JSON."""
     if as_json:
         print_json([asdict(row) for row in rows])

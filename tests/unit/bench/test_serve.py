@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from soloist.bench import serve
-from soloist.bench.record import ServeRow
+from soloist.bench.rows import ServeRow
 from soloist.errors import ServerFailed, SettingError
 from unit.bench.toy_server import Toy, serving
 
