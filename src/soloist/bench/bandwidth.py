@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from soloist.bench import record, rows
+from soloist.bench.caches import gpu_uuid
+from soloist.bench.clocks import watching
 from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.megakernel.gpu import LEAST_CAPABILITY, arch_from_capability
@@ -53,7 +55,8 @@ def measure(asked: str) -> rows.BandwidthRow:
         DeviceMissing: there is no such device.
     """
     device = torch.device(resolve_device(asked, devices()))
-    found = read_bandwidth(device)
+    with watching(gpu_uuid(device)) as watch:
+        found = read_bandwidth(device)
     return rows.BandwidthRow(
         bench="bandwidth",
         device=device_name(str(device)),
@@ -65,6 +68,7 @@ def measure(asked: str) -> rows.BandwidthRow:
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        clocks=watch.clocks,
     )
 
 

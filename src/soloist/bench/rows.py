@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from typing import Literal
+
+# Whether a prompt, or its beginning, was read before.
+Prefix = Literal["cold", "warm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +31,51 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of many single times; each is the least value that so many of them do not exceed."""
+    """Of many single times; each is the least value that so many of them do not exceed.
+
+    Attributes:
+        p50, p90, p99, max: of all of them.
+        min, p10, p25, p75: the rest of the distribution; older files lack them.
+    """
 
     p50: float
     p90: float
     p99: float
     max: float
+    min: float | None = None
+    p10: float | None = None
+    p25: float | None = None
+    p75: float | None = None
 
     @classmethod
     def of(cls, values: Sequence[float], digits: int = 3) -> "Percentiles":
         """Summarise `values`, at least one, rounded for reading."""
         ordered = sorted(values)
-        ranks = [ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99, 1)]
+        ranks = [
+            max(0, ceil(share * len(ordered)) - 1)
+            for share in (0.5, 0.9, 0.99, 1, 0, 0.1, 0.25, 0.75)
+        ]
         return cls(*(round(ordered[rank], digits) for rank in ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What NVML told of the GPU while a row was measured.
+
+    Attributes:
+        sm_mhz, memory_mhz: clocks, over readings.
+        temperature_c: of the GPU, in degrees Celsius.
+        power_w: drawn by the board, in watts.
+        throttling: why clocks were held down in any reading; empty where they were not.
+        readings: taken, some tens a second, between runs as well.
+    """
+
+    sm_mhz: Spread
+    memory_mhz: Spread
+    temperature_c: Spread
+    power_w: Spread
+    throttling: tuple[str, ...]
+    readings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +108,8 @@ class DecodeRow:
             cache before it holds random values.
         bandwidth_method: how the bandwidth was measured.
         bench: 'decode'; older files lack it.
+        token_ms: times between tokens of all runs, as the caller sees them come.
+        clocks: of the GPU meanwhile; None where nobody tells.
     """
 
     engine: str
@@ -98,6 +136,44 @@ class DecodeRow:
     start_position: int | None = None
     bandwidth_method: str = ""
     bench: str = "decode"
+    token_ms: Percentiles | None = None
+    clocks: Clocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """How fast one engine reads a prompt of one length.
+
+    Attributes:
+        bench: 'prefill'.
+        engine, shape, device, gpus, precision: as in `DecodeRow`.
+        prompt_tokens: length of the prompt.
+        prefix: 'cold' where nothing of it was kept, 'warm' where the same prompt came before.
+        cached_tokens: of them, kept from before and not read again; median.
+        runs: timed runs after a warm-up.
+        ttft_ms: token ids given → first token chosen.
+        prompt_tokens_per_s: tokens that were read / time to first token.
+        clocks: as in `DecodeRow`.
+        versions, commit, command, date: as in `DecodeRow`.
+    """
+
+    bench: str
+    engine: str
+    shape: str
+    device: str
+    gpus: int
+    precision: str
+    prompt_tokens: int
+    prefix: str
+    cached_tokens: int
+    runs: int
+    ttft_ms: Spread
+    prompt_tokens_per_s: Spread
+    clocks: Clocks | None
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +194,7 @@ class StartupRow:
         rest_s: of them, all else: interpreter, libraries, GPU, packing, tokenizer, prompt.
         kernels_built: kernels compiled.
         versions, commit, command, date: as in `DecodeRow`.
+        clocks: as in `DecodeRow`.
     """
 
     bench: str
@@ -136,6 +213,7 @@ class StartupRow:
     commit: str
     command: str
     date: str
+    clocks: Clocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +287,10 @@ class ServeRow:
         text_sha256: hashes of the texts made, where the prompt was the same.
         fields: beyond OpenAI's, that the server took.
         versions, commit, command, date: as in `DecodeRow`.
+        server_tokens_per_s: decode speed by the server's own clock (`timings`), where it tells.
+        streamed_bytes_per_token: as in `DecodeRow`; from the configuration that was given.
+        bandwidth_gb_per_s: of the server's machine, from the result file that was given.
+        mbu: as in `DecodeRow`, at one token a step: a server that speculates may be above 1.
     """
 
     bench: str
@@ -236,6 +318,86 @@ class ServeRow:
     commit: str
     command: str
     date: str
+    server_tokens_per_s: Spread | None = None
+    streamed_bytes_per_token: int | None = None
+    bandwidth_gb_per_s: float | None = None
+    mbu: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One step of an agent's loop, medians over loops.
+
+    Attributes:
+        prompt_tokens, cached_tokens, new_tokens: by usage; None where the server does not tell.
+        step_ms: request sent → end of the answer.
+        ttft_ms: request sent → first token; None as in `AgentRow`.
+        decode_tokens_per_s: as in `ServeRow`; None as in `AgentRow`.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    new_tokens: int | None
+    step_ms: float
+    ttft_ms: float | None
+    decode_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRow:
+    """What an agent's loop waits for: steps over a context that grows by answers and tool results.
+
+    Attributes:
+        bench: 'agent'.
+        engine, url, api, shape: as in `ServeRow`.
+        turns: steps of a loop.
+        asked_prompt_tokens: length of the first prompt, by about four characters a token.
+        tool_tokens: so much a tool's result adds to the next prompt, likewise.
+        max_tokens: of an answer.
+        runs: loops that count, after one that does not; each begins with another first line.
+        counting: how tokens are counted, as in `ServeRow`.
+        loop_s: all steps of a loop, without the time between them.
+        step_ms: of all steps of all loops: request sent → end of the answer.
+        mean_step_ms: of the same, their mean.
+        ttft_ms: of the same; None where tokens are not counted on their way.
+        decode_tokens_per_s: medians of loops; None where a step has none, or tokens are not counted
+            on their way.
+        by_turn: each step of the loop.
+        machine_cost_per_step: mean_step_ms / 1000 · price_per_hour / 3600 / utilisation.
+        price_per_hour, utilisation: as given.
+        api_cost_per_step: of the same tokens by api_prices, mean; None where they are not counted.
+        api_prices: as given, for a million prompt, cached and new tokens.
+        fields: beyond OpenAI's, that the server took.
+        versions, commit, command, date: as in `DecodeRow`.
+    """
+
+    bench: str
+    engine: str
+    url: str
+    api: str
+    shape: str
+    turns: int
+    asked_prompt_tokens: int
+    tool_tokens: int
+    max_tokens: int
+    runs: int
+    counting: str
+    loop_s: Spread
+    step_ms: Percentiles
+    mean_step_ms: float
+    ttft_ms: Percentiles | None
+    decode_tokens_per_s: Spread | None
+    by_turn: tuple[Turn, ...]
+    machine_cost_per_step: float | None
+    price_per_hour: float | None
+    utilisation: float | None
+    api_cost_per_step: float | None
+    api_prices: tuple[float, float, float] | None
+    fields: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +412,7 @@ class BandwidthRow:
         method: what was read, and by what.
         runs: readings.
         versions, commit, command, date: as in `DecodeRow`.
+        clocks: as in `DecodeRow`.
     """
 
     bench: str
@@ -262,6 +425,7 @@ class BandwidthRow:
     commit: str
     command: str
     date: str
+    clocks: Clocks | None = None
 
 
-AnyRow = DecodeRow | StartupRow | AccuracyRow | ServeRow | BandwidthRow
+AnyRow = DecodeRow | PrefillRow | StartupRow | AccuracyRow | ServeRow | AgentRow | BandwidthRow

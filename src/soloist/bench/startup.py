@@ -18,6 +18,8 @@ from typing import Any, Literal
 import torch
 
 from soloist.bench import record, rows
+from soloist.bench.caches import gpu_uuid
+from soloist.bench.clocks import watching
 from soloist.bench.folder import write_random_model
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
@@ -76,7 +78,11 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
     """
     require_at_least(("--runs", plan.runs, 1))
     device = resolve_device(plan.device, devices())
-    with _model(plan, torch.device(device)) as model, tempfile.TemporaryDirectory() as kept:
+    with (
+        _model(plan, torch.device(device)) as model,
+        tempfile.TemporaryDirectory() as kept,
+        watching(gpu_uuid(torch.device(device))) as watch,
+    ):
 
         def start(cache: str) -> Start:
             return _start(model, device, plan.precision, Path(cache))
@@ -90,7 +96,7 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
             for _ in range(plan.runs):
                 with tempfile.TemporaryDirectory() as empty:
                     starts["cold"].append(start(empty))
-    return [_row(plan, kind, of_kind) for kind, of_kind in starts.items()]
+    return [_row(plan, kind, of_kind, watch.clocks) for kind, of_kind in starts.items()]
 
 
 @contextmanager
@@ -142,7 +148,12 @@ def _builds(cache: Path) -> dict[str, float]:
     }
 
 
-def _row(plan: Plan, kind: Literal["warm", "cold"], starts: list[Start]) -> rows.StartupRow:
+def _row(
+    plan: Plan,
+    kind: Literal["warm", "cold"],
+    starts: list[Start],
+    clocks: rows.Clocks | None,
+) -> rows.StartupRow:
     report = starts[0].report
     others = [s.total_s - s.weights_s - s.kernels_s for s in starts]
     return rows.StartupRow(
@@ -162,4 +173,5 @@ def _row(plan: Plan, kind: Literal["warm", "cold"], starts: list[Start]) -> rows
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        clocks=clocks,
     )

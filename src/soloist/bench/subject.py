@@ -1,4 +1,7 @@
-"""What is measured on the decode kernel: a model, or a shape with random weights, on one GPU."""
+"""What is measured: a model or a shape with random weights.
+
+On the decode kernel, or a shape without a GPU on the reference.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +9,22 @@ from pathlib import Path
 import torch
 
 from soloist.bench.decode import python_prompt
+from soloist.device import available_memory_bytes, usable_cores
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
+from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import find_support
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
+from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, kv_bytes_seen, require_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import random_weights
+from soloist.prefill.runner import CHUNK_TOKENS as PASS_TOKENS
 from soloist.settings import read_settings
 
 
@@ -80,12 +86,14 @@ def shape_name(file: Path) -> str:
     return file.parent.name if file.stem == "config" else file.stem
 
 
-def shape_dtype(precision: Precision) -> Dtype:
-    """What a shape runs in.
+def shape_dtype(precision: Precision, device: torch.device | None = None) -> Dtype:
+    """What a shape runs in: on the CPU as any model, elsewhere and in files in 16 bits.
 
     Raises:
         SettingError: the kernel has no such precision.
     """
+    if device is not None and device.type == "cpu":
+        return Dtype.FP32 if precision == "auto" else Dtype(precision)
     if precision == "fp32":
         raise SettingError("--precision", precision, "auto, bf16, fp16 with --shape")
     return Dtype.BF16 if precision == "auto" else Dtype(precision)
@@ -97,6 +105,9 @@ def shape_on_gpu(
     context_tokens: int,
     device: torch.device,
     sequences: int = 1,
+    *,
+    chunk_tokens: int = PASS_TOKENS,
+    keeps_prefixes: bool = False,
 ) -> KernelModel:
     """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
 
@@ -123,9 +134,26 @@ def shape_on_gpu(
         read_settings().cache,
         keep_rows=keep_rows,
         sequences=sequences,
+        chunk_tokens=chunk_tokens,
+        keeps_prefixes=keeps_prefixes,
     )
     model.prepare()
     return model
+
+
+def shape_on_cpu(
+    config: ModelConfig, dtype: Dtype, context_tokens: int, *, keeps_prefixes: bool = False
+) -> ReferenceModel:
+    """Random weights on the reference.
+
+    Raises:
+        OutOfMemory: they do not fit.
+    """
+    specs = tensors(config)
+    require_memory(config, specs, dtype, context_tokens, available_memory_bytes(), CHUNK_TOKENS)
+    torch.set_num_threads(read_settings().threads or usable_cores())
+    weights = random_weights(specs, dtype, torch.device("cpu"))
+    return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)
 
 
 def shape_subject(
@@ -175,13 +203,3 @@ def random_prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[i
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
     return [int(i) for i in ids]
-
-
-def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
-    """Keys and values that a step at `position` sees."""
-    values = 0
-    for layer in config.layers:
-        a = layer.attention
-        seen = position if a.window is None else min(position, a.window)
-        values += 2 * a.num_kv_heads * a.head_dim * seen
-    return values * dtype.num_bytes

@@ -500,7 +500,9 @@ def bench_accuracy(
     tables.show_accuracy(rows, as_json=json)
 
 
+bench_app.command("prefill")(benching.prefill)
 bench_app.command("serve")(benching.serve)
+bench_app.command("agent")(benching.agent)
 bench_app.command("bandwidth")(benching.bandwidth)
 bench_app.command("compare")(benching.compare)
 bench_app.command("report")(benching.report)
