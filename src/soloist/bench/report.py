@@ -1,6 +1,6 @@
 """`bench report`: result files as one HTML page with plots, which needs nothing else. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from soloist.bench.chart import NUM_COLOURS, Bar, bars, lines
@@ -20,9 +20,18 @@ td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; vert
   margin-right: 8px; }
 .range { stroke: #222; stroke-width: 1.5; } .grid { stroke: #ddd; } polyline { fill: none; }
 """
-_LATENCIES = (("token_ms", "a token"), ("gap_ms", "a gap between chunks"))
+_LATENCIES = (
+    ("token_ms", "time of a token"),
+    ("gap_ms", "gaps between chunks"),
+    ("step_ms", "time of a step"),
+)
+# The largest of many times says more about a machine's worst moment than about the rest: it is in
+# the table, and not in the plot.
+_SHARES = {"min": 0, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p99": 99}
 # What judges and repeats a row.
-_CONDITIONS = ("device", "url", "counting", "bandwidth_method", "commit", "date", "command")
+_CONDITIONS = (
+    "device", "url", "counting", "bandwidth_method", "clocks", "commit", "date", "command",
+)  # fmt: skip
 
 
 def report(files: Mapping[str, Sequence[Json]]) -> str:
@@ -126,18 +135,37 @@ def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[s
 
 
 def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """Distributions of times, a plot for each model: how many of them are no longer than that."""
     parts = []
     for field, title in _LATENCIES:
-        items = [
-            Bar(f"{_words(row)}, {share}", row[field][share], None, None,
-                f"{row[field][share]:.2f} ms", i)
-            for _, row in rows
-            if row.get(field) is not None
-            for i, share in enumerate(("p50", "p90", "p99", "max"))
-        ]  # fmt: skip
-        if items:
-            parts += [f"<h2>serve: time of {title}</h2>", bars(items)]
+        of_model: dict[str, list[Json]] = {}
+        for _, row in rows:
+            if row.get(field) is not None:
+                of_model.setdefault(f"{_kind(row)}: {row.get('shape', '')}", []).append(row)
+        for name, found in of_model.items():
+            parts.append(f"<h2>{escape(name)}: {title}</h2>")
+            series = {
+                f"{number}. {_words(row)}": [
+                    (share, row[field][at])
+                    for at, share in _SHARES.items()
+                    if row[field].get(at) is not None
+                ]
+                for number, row in enumerate(found, 1)
+            }
+            parts += [lines(series, "% of them take no longer", "ms"), _times(series, found, field)]
     return parts
+
+
+def _times(names: Iterable[str], rows: Sequence[Json], field: str) -> str:
+    shares = ("p50", "p90", "p99", "max")
+    head = "".join(f"<th>{name}</th>" for name in ("", *shares))
+    body = "".join(
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f"<td>{row[field][share]:.2f} ms</td>" for share in shares)
+        + "</tr>\n"
+        for name, row in zip(names, rows, strict=True)
+    )
+    return f"<table><tr>{head}</tr>\n{body}</table>"
 
 
 def _table(rows: Sequence[tuple[str, Json]]) -> str:
@@ -145,10 +173,18 @@ def _table(rows: Sequence[tuple[str, Json]]) -> str:
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td>{escape(str(cell))}</td>"
-            for cell in (file, describe(row), *(row.get(name, "") for name in _CONDITIONS))
+            f"<td>{escape(cell)}</td>"
+            for cell in (file, describe(row), *(_condition(row, name) for name in _CONDITIONS))
         )
         + "</tr>\n"
         for file, row in rows
     )
     return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _condition(row: Json, name: str) -> str:
+    value = row.get(name)
+    if name != "clocks" or value is None:
+        return "" if value is None else str(value)
+    sm, reasons = value["sm_mhz"], ", ".join(value["throttling"])
+    return f"SM {sm['min']:.0f} – {sm['max']:.0f} MHz, throttled by {reasons or 'nothing'}"

@@ -74,3 +74,26 @@ def read_api_prices(given: str) -> ApiPrices:
     if len(prices) not in (2, 3) or not all(0 <= price < float("inf") for price in prices):
         raise SettingError("--api-price", given, allowed)
     return ApiPrices(prices[0], prices[-2], prices[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An interactive step: a prompt to read, all but what is cached, and an answer."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+def read_work(given: str) -> Work:
+    """Tokens of a step, written PROMPT/NEW, such as 2000/200.
+
+    Raises:
+        SettingError: it is not written so.
+    """
+    words = given.split("/")
+    if len(words) != 2 or not all(word.isascii() and word.isdecimal() for word in words):
+        raise SettingError("--step", given, "PROMPT/NEW in tokens, such as 2000/200")
+    prompt, new = map(int, words)
+    if prompt < 1 or new < 1:
+        raise SettingError("--step", given, "at least one token of each")
+    return Work(prompt, new)
