@@ -17,6 +17,7 @@ from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import find_support
 from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -60,6 +61,20 @@ class Subject:
         weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
         return weights + kv_bytes_seen(config, dtype, position)
 
+    def phase_bytes(self, position: int) -> dict[str, int]:
+        """The same by phases of a round; norms and biases are in none of them."""
+        config, dtype = self.model.plan.model, self.model.plan.dtype
+        phases = {
+            "qkv": "qkv", "attention_output": "output", "gate_up": "gate_up", "down": "down",
+            "embedding" if config.tied_head else "head": "head",
+        }  # fmt: skip
+        sums = dict.fromkeys(phases.values(), 0)
+        for spec in tensors(config):
+            phase = phases.get(spec.name.rpartition(".")[2])
+            if phase is not None:
+                sums[phase] += spec.num_values * dtype.num_bytes
+        return {**sums, "attention": kv_bytes_seen(config, dtype, position)}
+
 
 def require_gpu(asked: str, otherwise: str) -> torch.device:
     """The GPU to use.
@@ -73,10 +88,12 @@ def require_gpu(asked: str, otherwise: str) -> torch.device:
         DeviceMissing: there is no GPU, or not this one.
     """
     if asked == "cpu":
-        raise SettingError("--device", asked, "auto, cuda, cuda:N: this runs on a GPU only")
+        allowed = "auto, cuda, cuda:N: this runs on a GPU only"
+        raise SettingError("--device", asked, allowed, otherwise)
     present = devices()
     if not any(name.startswith("cuda") for name in present):
-        hint = f"this needs an NVIDIA GPU of compute capability 9.0 or later; {otherwise}"
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        hint = f"this needs an NVIDIA GPU of compute capability {least} or later; {otherwise}"
         raise DeviceMissing("cuda" if asked == "auto" else asked, present, hint)
     return torch.device(resolve_device(asked, present))
 
@@ -167,7 +184,7 @@ def shape_subject(
     """
     config, dtype = read_config(file), shape_dtype(precision)
     start = prompt_tokens if context is None else context
-    tokens = max(prompt_tokens, start + rounds)
+    tokens = max(prompt_tokens, start) + rounds
     if tokens > config.context_tokens:
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"

@@ -90,10 +90,16 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     "build",
     [
         Build(trace_round=3),
+        Build(trace_round=3, ablation=ABLATIONS["stream"]),
         Build(silent_block=3, stuck_ns=10**8),
         *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
     ],
-    ids=["trace", "silent", *(name for name in ABLATIONS if name != "none")],
+    ids=[
+        "trace",
+        "trace without stream",
+        "silent",
+        *(name for name in ABLATIONS if name != "none"),
+    ],
 )
 def test_builds_for_looking_inside_compile(build: Build) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
