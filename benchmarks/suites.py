@@ -46,7 +46,7 @@ def _decode(shape: str, options: str) -> str:
 _SERVICES = (
     Service(
         "soloist serve", 8731, "soloist",
-        "serve etude --device cpu --precision fp32 --port 8731 --no-prefix-cache",
+        "serve etude --device cpu --precision fp32 --port 8731",
     ),
     Service(
         "transformers serve", 8732, "transformers.cli.transformers",

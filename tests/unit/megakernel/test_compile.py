@@ -96,7 +96,7 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     ],
     ids=[
         "trace",
-        "trace without stream",
+        "resident",
         "silent",
         *(name for name in ABLATIONS if name != "none"),
     ],
