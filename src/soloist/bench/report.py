@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from soloist.bench.chart import NUM_COLOURS, Bar, bars, lines
-from soloist.bench.compare import FIGURES, Figure, Json, describe
+from soloist.bench.compare import FIGURES, Figure, Json, conditions, describe
 
 _COLOURS = (
     "#3b6fb6", "#d9822b", "#4c9a5b", "#b5495b", "#7a63a8", "#8c6d4f", "#3f97a3", "#777777",
@@ -15,7 +15,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
   color: #222; background: #fff; }
 svg { width: 100%; height: auto; font-size: 12px; fill: #222; }
 table { border-collapse: collapse; font-size: 12px; display: block; overflow-x: auto; }
-td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; vertical-align: top; }
+td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; white-space: nowrap; }
 .file { margin: 0; } .file span { display: inline-block; width: 12px; height: 12px;
   margin-right: 8px; }
 .range { stroke: #222; stroke-width: 1.5; } .grid { stroke: #ddd; } polyline { fill: none; }
@@ -40,7 +40,7 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
     Args:
         files: name of each result file → its rows.
     """
-    rows = [(name, row) for name, of_file in files.items() for row in of_file]
+    rows = _side_by_side([(name, row) for name, of_file in files.items() for row in of_file])
     colours = {name: i for i, name in enumerate(files)}
     parts = [
         f"<p>{len(rows)} rows. A line over a bar is the range of runs. Decode speed counts from "
@@ -68,6 +68,14 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
+
+
+def _side_by_side(rows: Sequence[tuple[str, Json]]) -> list[tuple[str, Json]]:
+    """Rows that measure the same one after the other, in the order in which they first come."""
+    groups: dict[object, list[tuple[str, Json]]] = {}
+    for file, row in rows:
+        groups.setdefault(conditions(row) or describe(row), []).append((file, row))
+    return [item for group in groups.values() for item in group]
 
 
 def _kind(row: Json) -> str:
