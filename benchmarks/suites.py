@@ -54,7 +54,9 @@ _SERVICES = (
         "src/soloist/models", ("fastapi", "accelerate"),
     ),
 )  # fmt: skip
-# Settings that both servers take, in the same order.
+_URLS = " ".join(
+    [*(f"http://localhost:{s.port}" for s in _SERVICES), *(f"--name '{s.name}'" for s in _SERVICES)]
+)
 _ASKED = "--model etude --prompt-tokens 64 --prompt-tokens 512 -n 64 --runs 5 --prefix cold"
 _LOOP = "--model etude --turns 5 --prompt-tokens 200 --tool-tokens 50 -n 32 --runs 3"
 _MEMORY = (
@@ -79,14 +81,8 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "etude-cpu-servers.json": File(
             (
-                *(
-                    f"bench serve http://localhost:{s.port} --name '{s.name}' {_ASKED} {_MEMORY}"
-                    for s in _SERVICES
-                ),
-                *(
-                    f"bench agent http://localhost:{s.port} --name '{s.name}' {_LOOP}"
-                    for s in _SERVICES
-                ),
+                f"bench serve {_URLS} {_ASKED} {_MEMORY}",
+                f"bench agent {_URLS} {_LOOP}",
             ),
             _SERVICES,
         ),

@@ -213,6 +213,8 @@ def test_a_server_and_a_report(soloist, tmp_path):
     assert (again.status, json.loads(again.out)[0]["new_tokens"]) == (0, 40)
     assert soloist("bench", "report", file, "-o", page).status == 0
     assert "serve: TTFT ms" in page.read_text()
+    two = soloist("bench", "serve", toy.url, "http://127.0.0.1:9", "--api-key", "sk-1")
+    assert (two.status, "once for each URL" in two.err) == (2, True), "no key goes elsewhere"
     unreachable = soloist("bench", "serve", toy.url)
     assert (unreachable.status, "hint: " in unreachable.err) == (3, True)
     assert soloist("bench", "serve", toy.url, "--prefix", "hot").status == 2

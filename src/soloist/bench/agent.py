@@ -7,6 +7,7 @@ request to the end of the answer.
 
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -83,6 +84,19 @@ def measure(plan: Plan) -> rows.AgentRow:
         SettingError: sizes that cannot be measured.
         ServerFailed: the server cannot be reached, refuses, or answers nothing.
     """
+    return measure_in_turns([plan])[0]
+
+
+def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
+    """The same of several servers, which take turns loop by loop.
+
+    Args:
+        plans: at least one; they differ in server, model, key and name only.
+
+    Raises:
+        SettingError, ServerFailed: as `measure`.
+    """
+    plan = plans[0]
     require_at_least(
         ("--turns", plan.turns, 1),
         ("--prompt-tokens", plan.prompt_tokens, 1),
@@ -90,10 +104,19 @@ def measure(plan: Plan) -> rows.AgentRow:
         ("--max-tokens", plan.max_tokens, 1),
         ("--runs", plan.runs, 1),
     )
-    with Client(plan.url, plan.api, plan.key) as client:
-        server = meet(client, plan.model or client.only_model())
-        loops = [_loop(plan, server) for _ in range(plan.runs + 1)]
-    return _row(plan, server, loops[1:])
+    with ExitStack() as stack:
+        servers = []
+        for one in plans:
+            client = stack.enter_context(Client(one.url, one.api, one.key))
+            servers.append(meet(client, one.model or client.only_model()))
+        loops: list[list[list[Step]]] = [[] for _ in plans]
+        for _ in range(plan.runs + 1):
+            for of_one, one, server in zip(loops, plans, servers, strict=True):
+                of_one.append(_loop(one, server))
+    return [
+        _row(one, server, of_one[1:])
+        for one, server, of_one in zip(plans, servers, loops, strict=True)
+    ]
 
 
 def _loop(plan: Plan, server: Server) -> list[Step]:

@@ -7,6 +7,7 @@ was done; where a server counts nothing, its decode speed is not stated.
 import hashlib
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
@@ -102,18 +103,42 @@ def measure(plan: Plan) -> list[rows.ServeRow]:
         SettingError: sizes that cannot be measured.
         ServerFailed: the server cannot be reached, refuses, or answers without a token.
     """
+    return measure_in_turns([plan])
+
+
+def measure_in_turns(plans: Sequence[Plan]) -> list[rows.ServeRow]:
+    """The same of several servers, which take turns run by run: a slow minute hits all of them.
+
+    Args:
+        plans: at least one; they differ in server, model, key and name only.
+
+    Raises:
+        SettingError, ServerFailed: as `measure`.
+    """
+    plan, made = plans[0], []
     _check(plan)
-    made = []
-    with Client(plan.url, plan.api, plan.key) as client:
-        server = meet(client, plan.model or client.only_model())
+    with ExitStack() as stack:
+        servers = [_met(one, stack) for one in plans]
         for length in (None,) if plan.prompt is not None else plan.prompt_tokens:
-            prompt = (
+            prompts = [
                 _Prompt(plan.prompt or "", "") if length is None else _prompt_of(server, length)
-            )
+                for server in servers
+            ]
             for prefix in plan.prefixes:
-                runs = [_run(server, prompt, prefix, plan.max_tokens) for _ in range(plan.runs + 1)]
-                made.append(_row(plan, server, length, prefix, runs[1:]))
+                runs: list[list[_Run]] = [[] for _ in plans]
+                for _ in range(plan.runs + 1):
+                    for of_one, server, prompt in zip(runs, servers, prompts, strict=True):
+                        of_one.append(_run(server, prompt, prefix, plan.max_tokens))
+                made += [
+                    _row(one, server, length, prefix, of_one[1:])
+                    for one, server, of_one in zip(plans, servers, runs, strict=True)
+                ]
     return made
+
+
+def _met(plan: Plan, stack: ExitStack) -> Server:
+    client = stack.enter_context(Client(plan.url, plan.api, plan.key))
+    return meet(client, plan.model or client.only_model())
 
 
 def _check(plan: Plan) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
-from soloist.cli import benching
+from soloist.cli import benching, probing
 from soloist.cli import options as o
 from soloist.errors import SettingError
 
@@ -568,8 +568,8 @@ def bench_accuracy(
 
 
 bench_app.command("prefill")(benching.prefill)
-bench_app.command("serve")(benching.serve)
-bench_app.command("agent")(benching.agent)
+bench_app.command("serve")(probing.serve)
+bench_app.command("agent")(probing.agent)
 bench_app.command("bandwidth")(benching.bandwidth)
 bench_app.command("compare")(benching.compare)
 bench_app.command("report")(benching.report)

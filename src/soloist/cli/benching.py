@@ -1,4 +1,4 @@
-"""`soloist bench` but for decode, startup and accuracy, and what all of them do with their rows."""
+"""`soloist bench prefill`, `bandwidth`, `compare` and `report`; what every bench does with rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,135 +12,22 @@ from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, UserError
 
 if TYPE_CHECKING:
-    from soloist.bench.client import Api
     from soloist.bench.compare import Comparison
     from soloist.bench.rows import AnyRow, Prefix
-    from soloist.bench.traffic import Traffic
 
 _EXIT_SLOWER = 4
-_MBU, _COST = "Memory-bandwidth utilisation", "Cost"
-
-_Url = Annotated[str, typer.Argument(help="Of the server, such as http://localhost:8000.")]
-_Api = Annotated[str, typer.Option(help="Route to use: chat, completions.")]
-_ServedModel = Annotated[
-    str | None, typer.Option(help="As the server calls it; default: the first it lists.")
-]
-_ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.")]
-_Name = Annotated[
-    str | None, typer.Option(help="Of the engine, for the rows; default: the address.")
-]
-
-
-def _checked_api(given: str) -> "Api":
-    if given not in ("chat", "completions"):
-        raise SettingError("--api", given, "chat, completions")
-    return "chat" if given == "chat" else "completions"
-
-
-def _read_traffic(
-    config: Path | None, precision: str | None, bandwidth: Path | None
-) -> "Traffic | None":
-    """What three options tell together; None without them."""
-    from soloist.bench.traffic import read_traffic
-
-    if config is None and precision is None and bandwidth is None:
-        return None
-    if config is None or precision is None or bandwidth is None:
-        given = [str(x) for x in (config, precision, bandwidth) if x is not None]
-        raise SettingError(
-            "--config, --precision and --bandwidth", ", ".join(given), "all three, for MBU, or none"
-        )
-    return read_traffic(config, precision, bandwidth)
-
-
-def serve(
-    url: _Url,
-    api: _Api = "chat",
-    model: _ServedModel = None,
-    api_key: _ApiKey = None,
-    name: _Name = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text; default: Python text.")
-    ] = None,
-    prompt_tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Length of the prompt as the server counts it; may be repeated.",
-            show_default="256",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
-    runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
-    prefix: Annotated[
-        str,
-        typer.Option(
-            help="cold: prompts that begin differently each time; warm: one prompt; or both."
-        ),
-    ] = "both",
-    config: Annotated[
-        Path | None,
-        typer.Option(help="The model's config.json: bytes a token.", rich_help_panel=_MBU),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="How the server holds the weights: fp32, bf16, fp16, fp8, int4 or fp4.",
-            rich_help_panel=_MBU,
-        ),
-    ] = None,
-    bandwidth_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--bandwidth",
-            help="Result file of soloist bench bandwidth, made on the server's machine.",
-            rich_help_panel=_MBU,
-        ),
-    ] = None,
-    output: o.Output = None,
-    baseline: o.Baseline = None,
-    threshold: o.Threshold = o.THRESHOLD,
-    json: o.Json = False,
-) -> None:
-    """Time to first token and decode speed of any OpenAI-compatible server, one request at a time.
-
-    Tokens are counted by the server, in every chunk or at the end; chunks are not counted.
-    """
-    from soloist.bench import record
-    from soloist.bench import serve as bench_serve
-    from soloist.cli import tables
-
-    if prompt is not None and prompt_tokens:
-        raise SettingError("--prompt-tokens", prompt_tokens[0], "without --prompt")
-    prefixes = _checked_prefixes(prefix)
-    known = read_baseline(baseline, threshold)
-    traffic = _read_traffic(config, precision, bandwidth_file)
-    rows = bench_serve.measure(
-        bench_serve.Plan(
-            url=url,
-            api=_checked_api(api),
-            model=model,
-            key=api_key,
-            name=name,
-            prompt=prompt,
-            prompt_tokens=tuple(prompt_tokens or (256,)),
-            max_tokens=max_tokens,
-            runs=runs,
-            prefixes=prefixes,
-            traffic=traffic,
-        )
-    )
-    if output is not None:
-        record.write(output, rows)
-    tables.show_serve(rows, as_json=json)
-    hold_against(known, rows)
-
 
 _PREFIXES: "dict[str, tuple[Prefix, ...]]" = {
     "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
 }  # fmt: skip
 
 
-def _checked_prefixes(given: str) -> "tuple[Prefix, ...]":
+def checked_prefixes(given: str) -> "tuple[Prefix, ...]":
+    """What --prefix names.
+
+    Raises:
+        SettingError: nothing.
+    """
     if given not in _PREFIXES:
         raise SettingError("--prefix", given, ", ".join(_PREFIXES))
     return _PREFIXES[given]
@@ -176,7 +63,7 @@ def prefill(
 
     checked = o.checked_precision(precision)
     o.check_only_one(shape, model)
-    prefixes = _checked_prefixes(prefix)
+    prefixes = checked_prefixes(prefix)
     known = read_baseline(baseline, threshold)
     plan = bench_prefill.Plan(
         asked=EngineConfig(model or o.DEFAULT_MODEL, device, checked),
@@ -190,78 +77,6 @@ def prefill(
         record.write(output, rows)
     tables.show_prefill(rows, as_json=json)
     hold_against(known, rows)
-
-
-def agent(
-    url: _Url,
-    api: _Api = "chat",
-    model: _ServedModel = None,
-    api_key: _ApiKey = None,
-    name: _Name = None,
-    turns: Annotated[int, typer.Option(help="Steps of a loop.")] = 8,
-    prompt_tokens: Annotated[
-        int, typer.Option(help="Length of the first prompt, at four characters a token.")
-    ] = 2000,
-    tool_tokens: Annotated[
-        int, typer.Option(help="What a tool's result adds before each further step, likewise.")
-    ] = 500,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Of an answer.")] = 128,
-    runs: Annotated[int, typer.Option(help="Loops that count, after one to warm up.")] = 3,
-    price: Annotated[
-        float | None,
-        typer.Option(help="Of the server's machine, an hour.", rich_help_panel=_COST),
-    ] = None,
-    utilisation: Annotated[
-        float,
-        typer.Option(
-            help="Share of the paid hours in which the machine answers.", rich_help_panel=_COST
-        ),
-    ] = 1.0,
-    api_price: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROMPT/NEW",
-            help="Of a million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
-            rich_help_panel=_COST,
-        ),
-    ] = None,
-    output: o.Output = None,
-    baseline: o.Baseline = None,
-    threshold: o.Threshold = o.THRESHOLD,
-    json: o.Json = False,
-) -> None:
-    """Time and cost of an agent's steps: a growing conversation with any OpenAI-compatible server.
-
-    Each step sends all that was said, the answers included, and what a tool returned.
-    """
-    from soloist.bench import agent as bench_agent
-    from soloist.bench import record
-    from soloist.cli import tables
-    from soloist.planning.cost import read_api_prices, read_machine
-
-    machine = None if price is None else read_machine(price, utilisation)
-    if machine is None and utilisation != 1.0:
-        raise SettingError("--utilisation", utilisation, "beside --price only")
-    known = read_baseline(baseline, threshold)
-    plan = bench_agent.Plan(
-        url=url,
-        api=_checked_api(api),
-        model=model,
-        key=api_key,
-        name=name,
-        turns=turns,
-        prompt_tokens=prompt_tokens,
-        tool_tokens=tool_tokens,
-        max_tokens=max_tokens,
-        runs=runs,
-        machine=machine,
-        api_prices=None if api_price is None else read_api_prices(api_price),
-    )
-    row = bench_agent.measure(plan)
-    if output is not None:
-        record.write(output, [row])
-    tables.show_agent(row, as_json=json)
-    hold_against(known, [row])
 
 
 def bandwidth(

@@ -228,10 +228,9 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
         return
     first = rows[0]
-    print(
-        f"{first.shape} · {first.engine} · {first.api} · up to {first.max_tokens} new tokens · "
-        f"{first.runs} runs · tokens counted by: {first.counting}"
-    )
+    print(f"{first.shape} · {first.api} · up to {first.max_tokens} new tokens · {first.runs} runs")
+    for engine, counting in {row.engine: row.counting for row in rows}.items():
+        print(f"{engine}: tokens counted by: {counting}")
 
     def count(value: int | None) -> str:
         return "?" if value is None else f"{value:,}"
@@ -241,11 +240,11 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         return ("–", "–") if d is None else (f"{d.median:.1f}", f"{d.min:.1f} – {d.max:.1f}")
 
     show_table(
-        ("prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s", "min – max",
-         "token ms 50/90/99 %", "gap ms 50/90/99 %"),
+        ("server", "prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s",
+         "min – max", "token ms 50/90/99 %", "gap ms 50/90/99 %"),
         [
             (
-                row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
+                row.engine, row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
                 count(row.new_tokens), f"{row.ttft_ms.median:.1f}", count(row.first_tokens),
                 *speeds(row), percentiles(row.token_ms), percentiles(row.gap_ms),
             )
@@ -253,26 +252,27 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         ],
     )  # fmt: skip
     for row in rows:
+        which = f"{row.engine}, {row.prefix}, {count(row.prompt_tokens)}"
         if row.mbu is not None and row.streamed_bytes_per_token is not None:
             read = gigabytes(row.streamed_bytes_per_token)
-            print(
-                f"{row.prefix}, {count(row.prompt_tokens)}: MBU {row.mbu:.0%} of "
-                f"{row.bandwidth_gb_per_s} GB/s, {read} a token"
-            )
+            print(f"{which}: MBU {row.mbu:.0%} of {row.bandwidth_gb_per_s} GB/s, {read} a token")
         if row.server_tokens_per_s is not None:
-            print(
-                f"{row.prefix}, {count(row.prompt_tokens)}: by the server's own clock "
-                f"{row.server_tokens_per_s.median:.1f} tokens/s"
-            )
+            own = row.server_tokens_per_s.median
+            print(f"{which}: by the server's own clock {own:.1f} tokens/s")
     for reason in {row.no_decode_speed for row in rows if row.no_decode_speed}:
         print(f"no decode speed: {reason}")
 
 
-def show_agent(row: "AgentRow", *, as_json: bool) -> None:
+def show_agent(rows: "Sequence[AgentRow]", *, as_json: bool) -> None:
     """What an agent's loop waits for, step by step."""
     if as_json:
-        print_json([asdict(row)])
+        print_json([asdict(row) for row in rows])
         return
+    for row in rows:
+        _show_loop(row)
+
+
+def _show_loop(row: "AgentRow") -> None:
     print(
         f"{row.shape} · {row.engine} · {row.api} · {row.turns} steps, each with up to "
         f"{row.max_tokens} new tokens and about {row.tool_tokens} of a tool · median of "

@@ -98,3 +98,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
             agent.measure(replace(PLAN, url="http://127.0.0.1:9", **changed))
     with pytest.raises(ServerFailed):
         agent.measure(replace(PLAN, url="http://127.0.0.1:9"))
+
+
+def test_servers_take_turns() -> None:
+    fast, slow = Toy(4, tokens_per_s=20_000, first_s=0.0), Toy(4, tokens_per_s=500, first_s=0.1)
+    with serving(fast), serving(slow):
+        plans = [replace(PLAN, url=toy.url, turns=1, runs=1) for toy in (fast, slow)]
+        first, second = agent.measure_in_turns(plans)
+    assert first.url != second.url
+    assert second.loop_s.median > 0.1 + 49 / 500 - 0.01
+    assert first.loop_s.median < second.loop_s.median
