@@ -55,7 +55,7 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
             parts += _figure(rows, colours, kind, figure)
         parts += _against_context(rows, kind)
     parts += _mbu(rows, colours)
-    parts += _latencies(rows)
+    parts += _latencies(rows) + _loops(rows)
     parts += ["<h2>Conditions</h2>", _table(rows)]
     style = _STYLE + "".join(
         f".c{i} {{ fill: {colour}; }} .s{i} {{ stroke: {colour}; stroke-width: 2; }} "
@@ -134,7 +134,7 @@ def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[s
     ]
     if not items:
         return []
-    note = "<p>Share of the read bandwidth that was measured in the same run.</p>"
+    note = "<p>Share of the read bandwidth that was measured on the machine.</p>"
     return [
         "<h2>Memory-bandwidth utilisation</h2>",
         note,
@@ -146,22 +146,47 @@ def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
     """Distributions of times, a plot for each model: how many of them are no longer than that."""
     parts = []
     for field, title in _LATENCIES:
-        of_model: dict[str, list[Json]] = {}
-        for _, row in rows:
+        of_model: dict[str, list[tuple[str, Json]]] = {}
+        for file, row in rows:
             if row.get(field) is not None:
-                of_model.setdefault(f"{_kind(row)}: {row.get('shape', '')}", []).append(row)
+                name = f"{_kind(row)}: {row.get('shape', '')}"
+                of_model.setdefault(name, []).append((file, row))
         for name, found in of_model.items():
             parts.append(f"<h2>{escape(name)}: {title}</h2>")
             series = {
-                f"{number}. {_words(row)}": [
+                label: [
                     (share, row[field][at])
                     for at, share in _SHARES.items()
                     if row[field].get(at) is not None
                 ]
-                for number, row in enumerate(found, 1)
+                for label, (_, row) in zip(_labels(found), found, strict=True)
             }
-            parts += [lines(series, "% of them take no longer", "ms"), _times(series, found, field)]
+            parts += [
+                lines(series, "% of them take no longer", "ms"),
+                _times(series, [row for _, row in found], field),
+            ]
     return parts
+
+
+def _loops(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """How an agent's steps change while its context grows."""
+    found = [(file, row) for file, row in rows if row.get("by_turn")]
+    if not found:
+        return []
+    series = {
+        label: [(number, turn["step_ms"]) for number, turn in enumerate(row["by_turn"], 1)]
+        for label, (_, row) in zip(_labels(found), found, strict=True)
+    }
+    return ["<h2>agent: time of each step</h2>", lines(series, "step of the loop", "ms")]
+
+
+def _labels(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """Of rows in one plot, numbered; with their files where they are not of one."""
+    several = len({file for file, _ in rows}) > 1
+    return [
+        f"{number}. {_words(row)}" + (f" · {file}" if several else "")
+        for number, (file, row) in enumerate(rows, 1)
+    ]
 
 
 def _times(names: Iterable[str], rows: Sequence[Json], field: str) -> str:

@@ -57,6 +57,22 @@ def test_distributions_of_times() -> None:
     assert "400.00 ms" in page, "the largest is in the table"
 
 
+def test_steps_of_a_loop_and_where_lines_come_from() -> None:
+    row = {
+        "bench": "agent", "engine": "x", "shape": "m", "turns": 2, "asked_prompt_tokens": 9,
+        "by_turn": [{"step_ms": 10.0}, {"step_ms": 30.0}],
+    }  # fmt: skip
+    page = report({"a.json": [row], "b.json": [row]})
+    plot = re.search(r"<h2>agent: time of each step</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    assert plot is not None
+    labels = [e.text for e in figures(plot[1], "text")]
+    assert "1. x m 2 turns from 9 · a.json" in labels
+    assert "2. x m 2 turns from 9 · b.json" in labels
+    heights = [300 - float(c.attrib["cy"]) for c in figures(plot[1], "circle")]
+    assert len(heights) == 4
+    assert heights[1] > heights[0]
+
+
 def test_clocks_stand_beside_conditions() -> None:
     clocks = {"sm_mhz": {"min": 1200, "median": 1900, "max": 1980}, "throttling": ["power"]}
     page = report({"a.json": [SERVE | {"clocks": clocks}]})
