@@ -66,9 +66,11 @@ def test_prefill_on_the_cpu(soloist, tmp_path, subject):
     )  # fmt: skip
     assert done.status == 0, done.err
     rows = json.loads(file.read_text())
-    assert [(row["prefix"], row["prompt_tokens"], row["cached_tokens"]) for row in rows] == [
-        ("cold", 100, 0), ("cold", 600, 0), ("warm", 100, 0), ("warm", 600, 512),
+    assert [(row["prefix"], row["prompt_tokens"]) for row in rows] == [
+        ("cold", 100), ("cold", 600), ("warm", 100), ("warm", 600),
     ]  # fmt: skip
+    assert [row["cached_tokens"] for row in rows[:2]] == [0, 0]
+    assert 256 <= rows[3]["cached_tokens"] < 600, "whole chunks, never the last token"
     for row in rows:
         read = row["prompt_tokens"] - row["cached_tokens"]
         by_time = read / row["ttft_ms"]["median"] * 1e3
@@ -84,7 +86,8 @@ def test_prefill_and_clocks_on_the_gpu(soloist, tmp_path, subject):
     done = soloist("bench", "prefill", *subject, *options)
     assert done.status == 0, done.err
     cold, warm = json.loads(file.read_text())
-    assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, 1024)
+    assert cold["cached_tokens"] == 0
+    assert 512 <= warm["cached_tokens"] < 1500
     assert (cold["gpus"], warm["gpus"]) == (1, 1)
     for row in (cold, warm):
         if row["clocks"] is not None:  # NVML may be absent where CUDA is not
@@ -159,6 +162,7 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("decode", "--shape", SHAPE, "--device", "cpu", "--columns", 2), "--columns"),
         (("decode", "--shape", SHAPE, "--device", "cpu", "--context", 9), "--context"),
         (("serve", "http://127.0.0.1:9", "--config", SHAPE), "--bandwidth"),
+        (("serve", "http://127.0.0.1:9", "--gpus", 2), "--gpus"),
         (("agent", "http://127.0.0.1:9", "--utilisation", 0.5), "--utilisation"),
         (("agent", "http://127.0.0.1:9", "--api-price", "cheap"), "--api-price"),
         (("startup", "etude", "--runs", 0), "--runs"),
@@ -230,8 +234,10 @@ def test_utilisation_of_a_server_s_memory(soloist, tmp_path):
         asked = ("bench", "serve", toy.url, "--prompt", "x" * 400, "-n", 100, "--runs", 1)
         known = ("--config", SHAPE, "--precision", "bf16", "--bandwidth", machine)
         done = soloist(*asked, *known, "--prefix", "warm", "-o", file)
+        shared = soloist(*asked, *known, "--prefix", "warm", "--gpus", 2, "--json")
     assert done.status == 0, done.err
     (row,) = json.loads(file.read_text())
+    assert json.loads(shared.out)[0]["bandwidth_gb_per_s"] == 2 * row["bandwidth_gb_per_s"] == 200
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
     kv_bytes = 2 * layers * heads * config["head_dim"] * 2 * (100 + 50)
     facts = json.loads(soloist("info", "etude-draft", "--json").out)

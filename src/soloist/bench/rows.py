@@ -289,7 +289,7 @@ class ServeRow:
         versions, commit, command, date: as in `DecodeRow`.
         server_tokens_per_s: decode speed by the server's own clock (`timings`), where it tells.
         streamed_bytes_per_token: as in `DecodeRow`; from the configuration that was given.
-        bandwidth_gb_per_s: of the server's machine, from the result file that was given.
+        bandwidth_gb_per_s: of all its GPUs, from the result file that was given for one.
         mbu: as in `DecodeRow`, at one token a step: a server that speculates may be above 1.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soloist.bench import record
+from soloist.bench.sizes import require_at_least
 from soloist.errors import SettingError, UserError
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -45,21 +46,23 @@ class Traffic:
         return weights + kv_bytes_seen(self.config, Dtype.BF16, position)
 
 
-def read_traffic(config: Path, precision: str, bandwidth: Path) -> Traffic:
+def read_traffic(config: Path, precision: str, bandwidth: Path, gpus: int = 1) -> Traffic:
     """The model of a configuration on the machine of a result file.
 
     Args:
         config: a config.json.
         precision: one of `PRECISIONS`.
-        bandwidth: result file of `soloist bench bandwidth` on the server's machine.
+        bandwidth: result file of `soloist bench bandwidth` on the server's machine, of one GPU.
+        gpus: that share the model, and read it together.
 
     Raises:
         ConfigError: the configuration cannot be used.
-        SettingError: there is no such precision.
+        SettingError: there is no such precision or number of GPUs.
         UserError: the file cannot be read, or holds no bandwidth.
     """
     if precision not in PRECISIONS:
         raise SettingError("--precision", precision, ", ".join(PRECISIONS))
+    require_at_least(("--gpus", gpus, 1))
     model = read_config(config)
     found = [row for row in record.read(bandwidth) if row.get("bench") == "bandwidth"]
     if len(found) != 1:
@@ -67,5 +70,5 @@ def read_traffic(config: Path, precision: str, bandwidth: Path) -> Traffic:
             f"{bandwidth} holds {len(found)} rows of bandwidth, not one",
             "on the server's machine: soloist bench bandwidth -o FILE",
         )
-    rate = float(found[0]["gb_per_s"]["median"]) * 1e9
+    rate = float(found[0]["gb_per_s"]["median"]) * 1e9 * gpus
     return Traffic(model, tensors(model), precision, rate)

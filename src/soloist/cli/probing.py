@@ -72,19 +72,21 @@ def _checked_api(given: str) -> "Api":
 
 
 def _read_traffic(
-    config: Path | None, precision: str | None, bandwidth: Path | None
+    config: Path | None, precision: str | None, bandwidth: Path | None, gpus: int
 ) -> "Traffic | None":
-    """What three options tell together; None without them."""
+    """What the options tell together; None without them."""
     from soloist.bench.traffic import read_traffic
 
     if config is None and precision is None and bandwidth is None:
+        if gpus != 1:
+            raise SettingError("--gpus", gpus, "beside --config, --precision and --bandwidth only")
         return None
     if config is None or precision is None or bandwidth is None:
         given = [str(x) for x in (config, precision, bandwidth) if x is not None]
         raise SettingError(
             "--config, --precision and --bandwidth", ", ".join(given), "all three, for MBU, or none"
         )
-    return read_traffic(config, precision, bandwidth)
+    return read_traffic(config, precision, bandwidth, gpus)
 
 
 def serve(
@@ -130,6 +132,9 @@ def serve(
             rich_help_panel=_MBU,
         ),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(help="That share the model in the server.", rich_help_panel=_MBU)
+    ] = 1,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -148,7 +153,7 @@ def serve(
         raise SettingError("--prompt-tokens", prompt_tokens[0], "without --prompt")
     prefixes = benching.checked_prefixes(prefix)
     known = benching.read_baseline(baseline, threshold)
-    traffic = _read_traffic(config, precision, bandwidth_file)
+    traffic = _read_traffic(config, precision, bandwidth_file, gpus)
     route = _checked_api(api)
     rows = bench_serve.measure_in_turns(
         [
