@@ -31,8 +31,9 @@ def oracle() -> Engine:
 
 def load_etude() -> Engine:
     asked = EngineConfig(
-        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True
-    )
+        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True,
+        measures_bandwidth=True,
+    )  # fmt: skip
     return Engine.load(asked)
 
 

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 
 from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.errors import SettingError
-from soloist.model.memory import kv_bytes_per_token
+from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 
 
@@ -124,9 +124,7 @@ def _row(
     speed = record.Spread.of(speeds)
     chosen = engine.resolved
     middle = plan.prompt_tokens + plan.new_tokens // 2
-    streamed = engine.report.streamed_bytes + middle * kv_bytes_per_token(
-        engine.config, chosen.dtype
-    )
+    streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, chosen.dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
     return record.Row(

@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 
 from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.decode import Run
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
-    kv_bytes_seen,
     random_prompt,
     require_gpu,
     shape_dtype,
     shape_name,
     shape_on_gpu,
 )
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import Precision
 from soloist.engine.engine import device_name
 from soloist.engine.kernel import KernelModel
@@ -33,6 +32,7 @@ from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.memory import kv_bytes_seen
 from soloist.model.tensors import streamed_values
 from soloist.sampling import Sampler, SamplingParams
 

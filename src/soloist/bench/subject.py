@@ -16,7 +16,7 @@ from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
+from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, kv_bytes_seen, require_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import random_weights
 from soloist.settings import read_settings
@@ -175,13 +175,3 @@ def random_prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[i
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
     return [int(i) for i in ids]
-
-
-def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
-    """Keys and values that a step at `position` sees."""
-    values = 0
-    for layer in config.layers:
-        a = layer.attention
-        seen = position if a.window is None else min(position, a.window)
-        values += 2 * a.num_kv_heads * a.head_dim * seen
-    return values * dtype.num_bytes

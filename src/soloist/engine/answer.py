@@ -13,6 +13,7 @@ class Answer:
 
     Attributes:
         finish_reason: None while the request goes on.
+        decode_bytes: see `Timings`.
 
     Args:
         tokenizer: turns tokens into text.
@@ -31,7 +32,7 @@ class Answer:
         shown_ids: AbstractSet[int] = frozenset(),
     ) -> None:
         self.finish_reason: FinishReason | None = None
-        self.num_cached = 0
+        self.num_cached = self.decode_bytes = 0
         self._stream = TextStream(tokenizer, sampler.params.stop, shown_ids=shown_ids)
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._accepted = self._started = self._first = self._last = accepted
@@ -80,6 +81,7 @@ class Answer:
                 total_s=now - self._accepted,
                 queue_s=self._started - self._accepted,
                 cached_tokens=self.num_cached,
+                decode_bytes=self.decode_bytes,
             ),
             seed=self._sampler.params.seed,
             stop=self._stream.stopped,

@@ -19,6 +19,7 @@ from soloist.engine.executor import Executor, Outcome, Running
 from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
 from soloist.text import Tokenizer
@@ -81,6 +82,7 @@ class EngineLoop:
         executor: used by this loop alone, in a thread of its own, until `close` returns.
         tokenizer: of its model.
         vocab_size: V.
+        traffic: what tokens make the device read; None counts nothing.
         most_waiting: requests that may wait for a column.
         flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
         on_failure: called once, in the loop's thread, if the device fails.
@@ -92,12 +94,14 @@ class EngineLoop:
         tokenizer: Tokenizer,
         vocab_size: int,
         *,
+        traffic: Traffic | None = None,
         most_waiting: int = 64,
         flush_s: float = 0.001,
         on_failure: Callable[[SoloistError], None] = lambda _: None,
     ) -> None:
         self._executor, self._tokenizer, self._vocab_size = executor, tokenizer, vocab_size
         self._flush_s, self._on_failure = flush_s, on_failure
+        self._traffic, self._burst = traffic, Burst(None, ())
         self._scheduler: Scheduler[_Job] = Scheduler(executor.num_columns, most_waiting)
         self._condition = threading.Condition()
         self._state = _State()
@@ -289,9 +293,11 @@ class EngineLoop:
         running = [job.running for job in jobs if job.running is not None]
         most = max(r.num_wanted for r in running) if most is None else most
         told_at = time.perf_counter()
+        self._burst = Burst(self._traffic, [r.position + 1 for r in running])
         with closing(self._executor.rounds(running, most)) as rounds:
             for outcomes in rounds:
                 now = time.perf_counter()
+                self._burst.num_rounds += 1
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     if not job.is_over:
                         self._take(job, outcome, now)
@@ -304,9 +310,12 @@ class EngineLoop:
                     with self._condition:
                         self._answer_pings()
         _flush(jobs)
+        read_bytes, self._burst = self._burst.num_bytes, Burst(None, ())
         for job in jobs:
             if job.is_over:
                 self._leave(job, None)
+            else:
+                job.answer.decode_bytes += read_bytes
 
     def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
         """Hand out what a round brought; the room stays until the rounds are over."""
@@ -321,6 +330,7 @@ class EngineLoop:
             self._finish(job, now)
 
     def _finish(self, job: _Job, now: float) -> None:
+        job.answer.decode_bytes += self._burst.num_bytes
         rest, completion = job.answer.finish(now)
         events: list[Event] = [completion] if rest is None else [rest, completion]
         job.is_over = self._has_news = True

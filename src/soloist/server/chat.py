@@ -122,7 +122,7 @@ class _Chat:
         body = {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends),
+            "usage": figures.usage(ends, self._ready),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
         if self._asked.return_token_ids:
@@ -179,7 +179,7 @@ class _Chat:
                 yield self._last(head, index, end, is_first=index not in begun)
         if self._asked.includes_usage:
             answers = [ends[i] for i in sorted(ends)]
-            yield event({**head, "choices": [], "usage": figures.usage(answers)})
+            yield event({**head, "choices": [], "usage": figures.usage(answers, self._ready)})
         yield DONE
 
     def _tail(self, made: dict[int, int]) -> bytes:

@@ -108,7 +108,7 @@ class _Texts:
         return {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends, len(self._prompts)),
+            "usage": figures.usage(ends, self._ready, len(self._prompts)),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
 
@@ -152,7 +152,7 @@ class _Texts:
                 ends[delta.index] = delta.end
                 yield self._last(delta.index, delta.end)
         if self._asked.includes_usage:
-            total = figures.usage([ends[i] for i in sorted(ends)], len(self._prompts))
+            total = figures.usage([ends[i] for i in sorted(ends)], self._ready, len(self._prompts))
             yield event({**self._head, "choices": [], "usage": total})
         yield DONE
 

@@ -160,24 +160,17 @@ class Generation:
 
 def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
     """Raises Problem for a failure."""
-    if len(events) == 1 and isinstance(chunk := events[0], Chunk):  # the common case, made quick
-        num_made += len(chunk.token_ids)
-        return Delta(index, chunk.text, chunk.token_ids, chunk.logprobs, num_made, None)
-    text: list[str] = []
-    ids: list[int] = []
-    shown: list[TokenLogprobs] = []
     end: Completion | None = None
-    for event in events:
-        match event:
-            case Chunk():
-                text.append(event.text)
-                ids += event.token_ids
-                shown += event.logprobs
-            case Completion():
-                end = event
-            case Failure():
-                raise problem_of(event.error)
-    return Delta(index, "".join(text), tuple(ids), tuple(shown), num_made + len(ids), end)
+    match events[-1]:
+        case Completion() as end:
+            events = events[:-1]
+        case Failure(error):
+            raise problem_of(error)
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    ids = tuple([token_id for chunk in chunks for token_id in chunk.token_ids])
+    logprobs = tuple([one for chunk in chunks for one in chunk.logprobs])
+    text = "".join([chunk.text for chunk in chunks])
+    return Delta(index, text, ids, logprobs, num_made + len(ids), end)
 
 
 def _too_long(limit_s: float) -> Problem:
