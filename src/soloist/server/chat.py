@@ -29,6 +29,7 @@ from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartFormat
 
 # A chunk: its start, index, text and end.
@@ -52,7 +53,8 @@ async def chat_completions(request: Request) -> Response:
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = _Chat(ready, asked, request_id, model, one)
     chat.tellers = [Teller(style, prompt_end) for _ in answers]
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
     return json_reply(chat.whole(await collect(request, generation)))

@@ -21,6 +21,7 @@ from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import TEXT, RequestTrace
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -46,7 +47,8 @@ async def completions(request: Request) -> Response:
     if len(answers) > MOST_CHOICES:
         raise invalid("n", f"{len(answers)} answers in all (allowed: at most {MOST_CHOICES})")
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, TEXT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     texts = _Texts(ready, asked, request_id, model, prompts)
     if asked.stream:
         return Events(generation, with_errors(texts.stream(generation)))

@@ -20,6 +20,7 @@ from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
 from soloist.server.problems import Problem, problem_of
+from soloist.server.tracing import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +64,26 @@ class Generation:
         request_id: by which DELETE finds it.
         asked: one for each answer.
         accepted: when the HTTP request came, by `time.perf_counter`.
+        trace: of the request.
 
     Raises:
         SoloistError: one of them is not taken; then none is.
     """
 
     def __init__(
-        self, host: Host, ready: Ready, request_id: str, asked: Sequence[Asked], accepted: float
+        self,
+        host: Host,
+        ready: Ready,
+        request_id: str,
+        asked: Sequence[Asked],
+        accepted: float,
+        trace: RequestTrace,
     ) -> None:
-        self._host, self._request_id = host, request_id
+        self._host, self._request_id, self._trace = host, request_id, trace
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         self._cut: Problem | None = None
         self.tickets: list[Ticket] = []
+        trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
             for one in asked:
                 self.tickets.append(
@@ -87,8 +96,9 @@ class Generation:
                         accepted=accepted,
                     )
                 )
-        except SoloistError:
+        except SoloistError as error:
             self._cancel()
+            trace.close(problem_of(error).word)
             raise
 
     async def __aenter__(self) -> Self:
@@ -106,6 +116,10 @@ class Generation:
         self._timer.cancel()
         del self._host.running[self._request_id]
         self._cancel()
+        if self._cut is not None:
+            self._trace.close(self._cut.word)
+        else:
+            self._trace.close(None if error is None else type(error).__name__)
 
     def cut(self, problem: Problem) -> None:
         """End all answers; the client is told why."""
@@ -126,6 +140,9 @@ class Generation:
             for index, ticket in list(running.items()):
                 if not (events := ticket.take()):
                     continue
+                if isinstance(last := events[-1], Failure):
+                    self._cut = problem_of(last.error)
+                    raise self._cut
                 delta = _merged(index, events, num_made[index])
                 num_made[index] = delta.num_made
                 if delta.end is not None:
@@ -135,6 +152,7 @@ class Generation:
 
     def _count(self, completion: Completion) -> None:
         self._host.metrics.count(completion)
+        self._trace.ended(completion)
         t = completion.timings
         speed = t.decode_tokens_per_s
         log.info(
@@ -159,13 +177,8 @@ class Generation:
 
 
 def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
-    """Raises Problem for a failure."""
-    end: Completion | None = None
-    match events[-1]:
-        case Completion() as end:
-            events = events[:-1]
-        case Failure(error):
-            raise problem_of(error)
+    last = events[-1]
+    end = last if isinstance(last, Completion) else None
     chunks = [event for event in events if isinstance(event, Chunk)]
     ids = tuple([token_id for chunk in chunks for token_id in chunk.token_ids])
     logprobs = tuple([one for chunk in chunks for one in chunk.logprobs])

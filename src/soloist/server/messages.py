@@ -24,6 +24,7 @@ from soloist.server.problems import Problem, problem_of, unsupported
 from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
@@ -75,7 +76,8 @@ async def messages(request: Request) -> Response:
     given = [asked.messages, asked.system, asked.tools]
     one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"msg_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
     reply = _Message(ready, request_id, model, reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))

@@ -25,6 +25,7 @@ from soloist.server.problems import Problem, problem_of, unsupported
 from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
 
@@ -73,7 +74,8 @@ async def responses(request: Request) -> Response:
     given = [asked.input, asked.instructions, asked.tools]
     one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"resp_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
     reply = _Reply(ready, _head(asked, one, request_id, model), reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
