@@ -1,4 +1,4 @@
-"""The application without sockets: requests as an ASGI server hands them over, thousands a second."""
+"""The application without sockets: requests as an ASGI server hands them over."""
 
 import asyncio
 import json

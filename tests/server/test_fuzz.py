@@ -25,6 +25,7 @@ from soloist.server.responses import ResponsesRequest
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
 
 SIDE_BY_SIDE = 16
+PART = {"type": "text", "text": "x"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
 
 PATHS = {
@@ -36,7 +37,7 @@ PATHS = {
 
 # Values of a field that may well be right.
 LIKELY = {
-    "messages": [MESSAGES, MESSAGES[1:], [{"role": "user", "content": [{"type": "text", "text": "x"}]}]],
+    "messages": [MESSAGES, MESSAGES[1:], [{"role": "user", "content": [PART]}]],
     "prompt": ["def", "", ["a", "b"], [1, 2], [[1], [2, 3]]],
     "input": ["x", [{"role": "user", "content": "x"}], [{"type": "reasoning", "content": "x"}]],
     "tokens": [[], [1, 2, 3], [9999]], "model": ["gpt", "etude-draft", "no"],
@@ -70,7 +71,8 @@ def junk(rng: random.Random, depth: int = 3) -> object:
         return made | ({"type": rng.choice(KINDS)} if rng.random() < 0.5 else {})
     return [
         None, rng.random() < 0.5, rng.randrange(-5, 40), rng.choice([2**65, -(2**63), 10**9]),
-        rng.choice([0.5, -1e300, 1e-9]), rng.choice(WORDS + KINDS), rng.choice(["é🦀", "\0", "x" * 9]),
+        rng.choice([0.5, -1e300, 1e-9]), rng.choice(WORDS + KINDS),
+        rng.choice(["é🦀", "\0", "x" * 9]),
     ][kind]  # fmt: skip
 
 
