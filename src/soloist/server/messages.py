@@ -30,6 +30,9 @@ from soloist.text.parts import PartReader
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _AUTO, _NONE = {"type": "auto"}, {"type": "none"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
+# What Anthropic does where these fields are left out, and what is done here: clients send both.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_DEFAULT_EFFORT = {"effort": "high"}
 
 
 class ConversationFields(Fields):
@@ -43,6 +46,8 @@ class ConversationFields(Fields):
     )
     tool_choice: only(_AUTO, _NONE) = None  # type: ignore[valid-type]
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
+    output_config: only({}, _DEFAULT_EFFORT) = None  # type: ignore[valid-type]
 
     @property
     def offers_tools(self) -> bool:

@@ -28,6 +28,8 @@ from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
+_SEALED = "reasoning.encrypted_content"
+
 
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
@@ -39,6 +41,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
+    client_metadata: Harmless = None
     metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
@@ -51,9 +54,9 @@ class ResponsesRequest(SamplingFields):
         default=None, description="Functions, for models whose calls can be read."
     )
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
-    include: only([]) = None  # type: ignore[valid-type]
+    include: only([], [_SEALED]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
-    reasoning: only() = None  # type: ignore[valid-type]
+    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
@@ -76,7 +79,8 @@ async def responses(request: Request) -> Response:
     request_id = f"resp_{uuid.uuid4().hex}"
     trace = RequestTrace(request.headers, CHAT, model, accepted)
     generation = Generation(host, ready, request_id, [one], accepted, trace)
-    reply = _Reply(ready, _head(asked, one, request_id, model), reader)
+    items = Items(seals_reasoning=asked.include == [_SEALED])
+    reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
@@ -91,9 +95,7 @@ def _prepared(engine: Engine, asked: ResponsesRequest) -> tuple[Asked, PartReade
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
     style = part_format(engine, tools)
-    chat = plain_conversation(asked.input)
-    if asked.instructions:
-        chat.insert(0, {"role": "system", "content": asked.instructions})
+    chat = plain_conversation(asked.input, asked.instructions)
     text = engine.chat_template.render(
         for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
@@ -129,9 +131,11 @@ def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> d
 class _Reply:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, head: dict[str, object], reader: PartReader) -> None:
+    def __init__(
+        self, ready: Ready, head: dict[str, object], reader: PartReader, items: Items
+    ) -> None:
         self._ready, self._head, self._reader = ready, head, reader
-        self._items = Items()
+        self._items = items
         self._num_events = 0
 
     def whole(self, end: Completion) -> dict[str, object]:
