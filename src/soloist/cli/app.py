@@ -222,7 +222,7 @@ def serve(
     checked = o.checked_precision(precision)
     asked = EngineConfig(
         model, device, checked, context, revision,
-        sequences=sequences, keeps_prefixes=prefix_cache,
+        sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 

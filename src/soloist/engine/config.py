@@ -39,6 +39,7 @@ class EngineConfig:
         sequences: requests that may run side by side, 1 … 8.
         keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
             room requests leave.
+        measures_bandwidth: read memory for half a second while loading, so that MBU is known.
     """
 
     model: str = "etude"
@@ -49,6 +50,7 @@ class EngineConfig:
     prepare: bool = True
     sequences: int = 1
     keeps_prefixes: bool = False
+    measures_bandwidth: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
+from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
@@ -22,6 +23,7 @@ from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.model.checkpoint import open_checkpoint
@@ -54,6 +56,7 @@ class LoadReport:
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
     """
 
     folder: Path
@@ -64,6 +67,7 @@ class LoadReport:
     device_name: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    bandwidth_gb_per_s: float | None = None
 
 
 class Engine:
@@ -134,6 +138,7 @@ class Engine:
 
         resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
+        bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(specs) * resolved.dtype.num_bytes
@@ -177,6 +182,7 @@ class Engine:
             device_name=device_name(resolved.device),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -188,6 +194,13 @@ class Engine:
             TokenizerError: it has none.
         """
         return ChatTemplate.from_folder(self._folder)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tokens make the device read."""
+        return Traffic(
+            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
@@ -248,6 +261,9 @@ class Engine:
                 yield answer.take(token_id, None, time.perf_counter())
                 if answer.finish_reason is not None:
                     break
+        burst = Burst(self.traffic, [len(prompt_ids) + 1])
+        burst.num_rounds = max(0, answer.num_made - 1)
+        answer.decode_bytes = burst.num_bytes
         rest, completion = answer.finish(time.perf_counter())
         if rest is not None:
             yield rest

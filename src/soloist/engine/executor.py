@@ -70,9 +70,11 @@ class Executor(ABC):
 
     Attributes:
         num_columns: sequences that may be open at once.
+        shares_steps: whether a round reads the weights once for all its sequences.
     """
 
     num_columns: int
+    shares_steps: bool = True
 
     def bind(self) -> None:  # noqa: B027 - most executors need nothing
         """Make the calling thread the one that uses the device; the loading thread already is."""

@@ -46,6 +46,8 @@ class ReferenceModel(Executor):
             that begin alike.
     """
 
+    shares_steps = False
+
     def __init__(
         self,
         config: ModelConfig,
