@@ -20,6 +20,7 @@ from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import Constraint
 from soloist.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class EngineLoop:
         top_logprobs: int | None = None,
         listen: Callable[[], None] = lambda: None,
         accepted: float | None = None,
+        constraint: Constraint | None = None,
     ) -> Ticket:
         """Queue a request.
 
@@ -134,6 +136,7 @@ class EngineLoop:
             top_logprobs: None for no log probabilities, else how many alternatives to name.
             listen: called in the loop's thread when `take` has something; must not block.
             accepted: when the request came, by `time.perf_counter`; default: now.
+            constraint: the form that the answer must have; taken over.
 
         Raises:
             QueueFull: as many wait as may.
@@ -141,7 +144,8 @@ class EngineLoop:
             RequestError: token ids outside the vocabulary.
         """
         accepted = time.perf_counter() if accepted is None else accepted
-        sampler = Sampler(params, self._vocab_size, prompt_ids, self._tokenizer.eos_ids)
+        eos_ids = self._tokenizer.eos_ids
+        sampler = Sampler(params, self._vocab_size, prompt_ids, eos_ids, constraint)
         answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted)
         ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._flush_s, self._news)
         job = _Job(ticket, sampler, answer, accepted)
@@ -307,11 +311,15 @@ class EngineLoop:
             job.is_over = self._has_news = True
             job.ticket.put(Failure(outcome), now, is_urgent=True)
             return
-        is_first = not job.answer.num_made
-        chunk = job.answer.take(outcome.token_id, outcome.logprobs, now)
-        job.ticket.put(chunk, now, is_urgent=is_first)
-        if job.answer.finish_reason is not None:
-            self._finish(job, now)
+        if outcome is None:
+            return
+        for token_id in outcome.token_ids:
+            is_first = not job.answer.num_made
+            chunk = job.answer.take(token_id, outcome.logprobs, now)
+            job.ticket.put(chunk, now, is_urgent=is_first)
+            if job.answer.finish_reason is not None:
+                self._finish(job, now)
+                return
 
     def _finish(self, job: _Job, now: float) -> None:
         rest, completion = job.answer.finish(now)

@@ -145,6 +145,10 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         return ids[len(newline) :]
 
+    def to_json(self) -> str:
+        """What tokenizer.json would hold, with the tokens that only other files know."""
+        return self._backend.to_str()
+
     @property
     def fills_in(self) -> bool:
         """Whether the model knows marks for a prefix, a suffix and the gap between them."""

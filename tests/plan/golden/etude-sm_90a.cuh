@@ -12,12 +12,15 @@ constexpr unsigned kMaxColumns = 8u;
 constexpr bool kSamples = false;
 constexpr unsigned kMaxStops = 16u;
 constexpr unsigned kStuckNs = 2000000000u;
+constexpr unsigned long long kMaskNs = 60000000000ull;
+constexpr unsigned kMaskTurnWords = 16u;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
 constexpr unsigned kLayers = 8u;
 constexpr unsigned kHidden = 320u;
 constexpr unsigned kTurns = 4u;
 constexpr unsigned kVocab = 8192u;
 constexpr unsigned kVocabRows = 8320u;
+constexpr unsigned kVocabWords = 256u;
 constexpr unsigned kRanks = 1u;
 constexpr unsigned kShareVocab = 8192u;
 constexpr unsigned kQueryHeads = 8u;
@@ -133,10 +136,12 @@ constexpr unsigned int kFractionBits = 0x18u;
 
 constexpr unsigned int kSampleGreedy = 0x1u;
 constexpr unsigned int kSamplePenalties = 0x2u;
+constexpr unsigned int kSampleMasked = 0x4u;
 constexpr unsigned int kNoTokenNan = 0xffffffffu;
 constexpr unsigned int kNoTokenInfinite = 0xfffffffeu;
 constexpr unsigned int kNoTokenNegativeInfinite = 0xfffffffdu;
 constexpr unsigned int kSeenInPrompt = 0x80000000u;
+constexpr unsigned int kMaskEnd = 0xffffffffu;
 struct SampleParams {
   float temperature;
   unsigned int flags;

@@ -1,0 +1,146 @@
+"""Which tokens a grammar allows next: llguidance on the tokenizer of a model.
+
+`answers.py` writes grammars; nothing here knows what they are for. The state of one answer is a
+`Matcher`; it satisfies `soloist.sampling.constraint.Constraint`.
+"""
+
+from threading import Lock
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from soloist.errors import BadGrammar, GrammarFailed, TokenizerError
+from soloist.text.tokenizer import Tokenizer
+
+# What one grammar may take: a schema with 3,000 properties, which is compiled in half a second,
+# comes near the first, and a mask that reaches the others takes some 15 ms.
+_MOST_SYMBOLS, _MOST_FUEL, _MOST_ITEMS = 500_000, 200_000, 50_000
+
+
+class Grammars:
+    """Compiles grammars for one model, from any thread.
+
+    The tokenizer's tree of bytes is built with the first one: 0.06 s for étude's 8,192 tokens,
+    about a second for 128,256.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: V, logits the model gives; tokens that only one of the two knows never come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = Lock()
+        self._built: llguidance.LLTokenizer | None = None
+
+    def compile(self, source: str) -> "Grammar":
+        """A grammar in llguidance's own form: Lark, or JSON that holds several.
+
+        Raises:
+            BadGrammar: it is none, or too large.
+            TokenizerError: llguidance does not know this kind of tokenizer.
+        """
+        limits = llguidance.LLParserLimits(
+            max_grammar_size=_MOST_SYMBOLS,
+            step_lexer_fuel=_MOST_FUEL,
+            step_max_items=_MOST_ITEMS,
+            verbose_errors=False,
+        )
+        tree = self._tree()
+        matcher = llguidance.LLMatcher(tree, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise BadGrammar(matcher.get_error().strip())
+        return Grammar(matcher, tree, self._vocab_size)
+
+    def _tree(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._built is None:
+                eos_ids = sorted(self._tokenizer.eos_ids) or None
+                try:
+                    self._built = llguidance.LLTokenizer(
+                        self._tokenizer.to_json(), eos_token=eos_ids
+                    )
+                except ValueError as error:
+                    raise TokenizerError(
+                        f"llguidance cannot follow answers in this model's tokenizer: {error}",
+                        "ask without a schema, pattern, grammar or forced tool call",
+                    ) from error
+            return self._built
+
+
+class Grammar:
+    """A grammar that was compiled; `start` begins an answer."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, tree: llguidance.LLTokenizer, vocab_size: int
+    ) -> None:
+        self._matcher, self._tree, self._vocab_size = matcher, tree, vocab_size
+
+    def start(self) -> "Matcher":
+        """The state of an answer that is still empty."""
+        return Matcher(self._matcher.deep_copy(), self._tree, self._vocab_size)
+
+
+class Matcher:
+    """One answer: what was taken, and what the grammar allows after it.
+
+    Raises GrammarFailed from every method that looks at the grammar, where a limit is reached.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, tree: llguidance.LLTokenizer, vocab_size: int
+    ) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._num_taken = 0
+        self._buffer = np.zeros(-(-tree.vocab_size // 32), np.uint32)
+        # Whether an answer may end is told apart from which tokens end it.
+        self._never = [i for i in tree.eos_tokens if i < vocab_size]
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the grammar accepts the answer as it is."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it does, and nothing may be appended."""
+        return self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Bits [ceil(V / 32)] of the tokens that may come next; none where nothing may."""
+        words = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+        self._check()
+        count = min(len(words), len(self._buffer))
+        words[:count] = self._buffer[:count]
+        if left := self._vocab_size % 32:
+            words[-1] &= np.uint32((1 << left) - 1)
+        for token_id in self._never:
+            words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return words
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next: those that the tokenizer makes of the forced text."""
+        if self._matcher.is_stopped():
+            return []
+        found = self._matcher.compute_ff_tokens()
+        self._check()
+        return found
+
+    def take(self, token_id: int) -> None:
+        """Append a token; refuses one that is not allowed."""
+        self._matcher.consume_token(token_id)
+        self._check()
+        self._num_taken += 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        self._matcher.rollback(num_tokens)
+        self._check()
+        self._num_taken -= num_tokens
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            told = self._matcher.get_error().partition("\n")[0]
+            raise GrammarFailed(self._num_taken, told)
