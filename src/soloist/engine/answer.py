@@ -1,5 +1,7 @@
 """One request's answer while it grows: tokens in, text and figures out."""
 
+from collections.abc import Set as AbstractSet
+
 from soloist.engine.events import Chunk, Completion, FinishReason, Timings
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs
@@ -17,14 +19,20 @@ class Answer:
         sampler: of the request.
         prompt_tokens: tokens read.
         accepted: time of acceptance, by `time.perf_counter`.
+        shown_ids: special tokens that are part of the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, sampler: Sampler, prompt_tokens: int, accepted: float
+        self,
+        tokenizer: Tokenizer,
+        sampler: Sampler,
+        prompt_tokens: int,
+        accepted: float,
+        shown_ids: AbstractSet[int] = frozenset(),
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.num_cached = 0
-        self._stream = TextStream(tokenizer, stop=sampler.params.stop)
+        self._stream = TextStream(tokenizer, sampler.params.stop, shown_ids=shown_ids)
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._accepted = self._started = self._first = self._last = accepted
         self._made: list[int] = []

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class EngineLoop:
         tokenizer: of its model.
         vocab_size: V.
         most_waiting: requests that may wait for a column.
-        flush_s: how often a request's listener is told of new tokens; 0 for each token.
+        flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
         on_failure: called once, in the loop's thread, if the device fails.
     """
 
@@ -124,6 +125,7 @@ class EngineLoop:
         params: SamplingParams,
         *,
         top_logprobs: int | None = None,
+        shown_ids: AbstractSet[int] = frozenset(),
         listen: Callable[[], None] = lambda: None,
         accepted: float | None = None,
         constraint: Constraint | None = None,
@@ -134,6 +136,7 @@ class EngineLoop:
             prompt_ids: checked by `Engine.check_prompt`.
             params: how to sample and when to stop.
             top_logprobs: None for no log probabilities, else how many alternatives to name.
+            shown_ids: special tokens that are part of the text.
             listen: called in the loop's thread when `take` has something; must not block.
             accepted: when the request came, by `time.perf_counter`; default: now.
             constraint: the form that the answer must have; taken over.
@@ -146,8 +149,8 @@ class EngineLoop:
         accepted = time.perf_counter() if accepted is None else accepted
         eos_ids = self._tokenizer.eos_ids
         sampler = Sampler(params, self._vocab_size, prompt_ids, eos_ids, constraint)
-        answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted)
-        ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._flush_s, self._news)
+        answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted, shown_ids)
+        ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._news)
         job = _Job(ticket, sampler, answer, accepted)
         with self._condition:
             self._require_open()
@@ -289,19 +292,23 @@ class EngineLoop:
     def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
         most = max(r.num_wanted for r in running) if most is None else most
+        told_at = time.perf_counter()
         with closing(self._executor.rounds(running, most)) as rounds:
             for outcomes in rounds:
                 now = time.perf_counter()
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     if not job.is_over:
                         self._take(job, outcome, now)
+                if now - told_at >= self._flush_s:
+                    told_at = now
+                    _flush(jobs)
                 if self._has_news:
                     self._executor.stop()
                 if self._state.pings:
                     with self._condition:
                         self._answer_pings()
+        _flush(jobs)
         for job in jobs:
-            job.ticket.flush()
             if job.is_over:
                 self._leave(job, None)
 
@@ -309,14 +316,14 @@ class EngineLoop:
         """Hand out what a round brought; the room stays until the rounds are over."""
         if isinstance(outcome, RequestError):
             job.is_over = self._has_news = True
-            job.ticket.put(Failure(outcome), now, is_urgent=True)
+            job.ticket.put(Failure(outcome), is_urgent=True)
             return
         if outcome is None:
             return
         for token_id in outcome.token_ids:
             is_first = not job.answer.num_made
             chunk = job.answer.take(token_id, outcome.logprobs, now)
-            job.ticket.put(chunk, now, is_urgent=is_first)
+            job.ticket.put(chunk, is_urgent=is_first)
             if job.answer.finish_reason is not None:
                 self._finish(job, now)
                 return
@@ -326,7 +333,7 @@ class EngineLoop:
         events: list[Event] = [completion] if rest is None else [rest, completion]
         job.is_over = self._has_news = True
         for event in events:
-            job.ticket.put(event, now, is_urgent=event is completion)
+            job.ticket.put(event, is_urgent=event is completion)
 
     def _leave(self, job: _Job, error: SoloistError | None) -> None:
         """Give a request's room back; one that is not over yet fails or was cancelled."""
@@ -343,7 +350,7 @@ class EngineLoop:
             return
         if error is not None:
             job.is_over = True
-            job.ticket.put(Failure(error), now, is_urgent=True)
+            job.ticket.put(Failure(error), is_urgent=True)
         else:
             self._finish(job, now)
 
@@ -359,8 +366,12 @@ class EngineLoop:
             self._state.failure = failure
             jobs = list(self._state.jobs)
             self._state.jobs.clear()
-        now = time.perf_counter()
         for job in jobs:
             if not job.is_over:
-                job.ticket.put(Failure(failure), now, is_urgent=True)
+                job.ticket.put(Failure(failure), is_urgent=True)
         self._on_failure(failure)
+
+
+def _flush(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        job.ticket.flush()

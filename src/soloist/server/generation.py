@@ -26,11 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt, ready for the engine."""
+    """One prompt, ready for the engine; see `EngineLoop.submit`."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     top_logprobs: int | None = None
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Generation:
                         one.prompt_ids,
                         one.params,
                         top_logprobs=one.top_logprobs,
+                        shown_ids=one.shown_ids,
                         listen=self._listen,
                         accepted=accepted,
                     )
@@ -147,7 +149,7 @@ class Generation:
     def _listen(self) -> None:
         """In the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._woken.set)
+            self._host.bell.ring(self._woken.set)
         except RuntimeError:  # the event loop has ended, and nobody listens
             log.debug("%s: nobody listens any more", self._request_id)
 

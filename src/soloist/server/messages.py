@@ -19,9 +19,9 @@ from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
 from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
 from soloist.text.parts import PartReader
@@ -116,8 +116,9 @@ def _prepared(engine: Engine, asked: MessagesRequest) -> tuple[Asked, PartReader
     text = _prompt(engine, asked)
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     engine.check_prompt(prompt_ids, asked.max_tokens)
-    style = part_format(engine, has_tools=asked.offers_tools)
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    style = part_format(engine, _tools(asked))
+    one = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style))
+    return one, PartReader(style, text[-PROMPT_END:])
 
 
 def _prompt(engine: Engine, asked: ConversationFields) -> str:
@@ -125,17 +126,21 @@ def _prompt(engine: Engine, asked: ConversationFields) -> str:
     if system:
         chat.insert(0, {"role": "system", "content": system})
     variables: dict[str, Any] = {}
-    if asked.thinking == _DISABLED and part_format(engine, has_tools=False).thinks:
+    if asked.thinking == _DISABLED and part_format(engine, ()).thinks:
         if "enable_thinking" not in engine.chat_template.source:
             raise unsupported("thinking", "leave it out; this model always reasons")
         variables["enable_thinking"] = False
     return engine.chat_template.render(
-        chat,
-        tools=plain_tools(asked.tools or ()) if asked.offers_tools else None,
+        for_template(engine, chat),
+        tools=_tools(asked) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
         **variables,
     )
+
+
+def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
+    return plain_tools(asked.tools or ()) if asked.offers_tools else []
 
 
 class _Message:

@@ -20,9 +20,9 @@ from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items, plain_conversation, plain_tools
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
 from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere, with_objects
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
 from soloist.text.parts import PartReader
@@ -88,16 +88,17 @@ def _prepared(engine: Engine, asked: ResponsesRequest) -> tuple[Asked, PartReade
         raise unsupported("parallel_tool_calls", "true beside tools")
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    style = part_format(engine, has_tools=bool(tools))
+    style = part_format(engine, tools)
     chat = plain_conversation(asked.input)
     if asked.instructions:
         chat.insert(0, {"role": "system", "content": asked.instructions})
     text = engine.chat_template.render(
-        with_objects(chat), tools=tools or None, add_generation_prompt=True
+        for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    asked_for = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style))
+    return asked_for, PartReader(style, text[-PROMPT_END:])
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
