@@ -128,8 +128,8 @@ class Executor(ABC):
         """Rounds as they come, with one outcome for each of `running`, in that order.
 
         Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens
-        or its form, or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops what the
-        device made meanwhile.
+        or its form, or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops
+        what the device made meanwhile.
 
         Raises:
             DeviceError: the device failed.

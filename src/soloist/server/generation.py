@@ -20,6 +20,7 @@ from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
 from soloist.server.problems import Problem, problem_of
+from soloist.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Asked:
     params: SamplingParams
     top_logprobs: int | None = None
     shown_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Generation:
                         shown_ids=one.shown_ids,
                         listen=self._listen,
                         accepted=accepted,
+                        constraint=None if one.grammar is None else one.grammar.start(),
                     )
                 )
         except SoloistError:

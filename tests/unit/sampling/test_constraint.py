@@ -113,7 +113,7 @@ def test_what_is_complete_is_over() -> None:
 def test_where_nothing_is_allowed_the_request_fails() -> None:
     sampler = sampler_of([{8}], stop_token_ids=frozenset({8}))
     assert list(sampler.forced_ids) == [], "a stop token is never forced"
-    with pytest.raises(GrammarFailed, match="after 0 tokens .* no token of the vocabulary"):
+    with pytest.raises(GrammarFailed, match="no token of the vocabulary"):
         sampler.pick(logits_of({}), 2)
     with pytest.raises(GrammarFailed):
         sampler_of([{5}]).observe(6)
