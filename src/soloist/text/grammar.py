@@ -10,7 +10,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from soloist.errors import BadGrammar, GrammarFailed, TokenizerError
+from soloist.errors import BadGrammar, GrammarFailed
 from soloist.text.tokenizer import Tokenizer
 
 # What one grammar may take: a schema with 3,000 properties, which is compiled in half a second,
@@ -39,7 +39,6 @@ class Grammars:
 
         Raises:
             BadGrammar: it is none, or too large.
-            TokenizerError: llguidance does not know this kind of tokenizer.
         """
         limits = llguidance.LLParserLimits(
             max_grammar_size=_MOST_SYMBOLS,
@@ -56,17 +55,34 @@ class Grammars:
     def _tree(self) -> llguidance.LLTokenizer:
         with self._lock:
             if self._built is None:
-                eos_ids = sorted(self._tokenizer.eos_ids) or None
-                try:
-                    self._built = llguidance.LLTokenizer(
-                        self._tokenizer.to_json(), eos_token=eos_ids
-                    )
-                except ValueError as error:
-                    raise TokenizerError(
-                        f"llguidance cannot follow answers in this model's tokenizer: {error}",
-                        "ask without a schema, pattern, grammar or forced tool call",
-                    ) from error
+                tokens = _Tokens(self._tokenizer)
+                self._built = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
             return self._built
+
+
+class _Tokens:
+    """The tokenizer as llguidance asks for it: the bytes that Soloist shows for each token.
+
+    llguidance reads tokenizer.json by itself too, but takes the space marks of some kinds of
+    tokenizers for characters.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._encode = tokenizer.encode_inside
+        special = tokenizer.special_ids
+        # Which tokens end an answer is for the sampler to say; this one does not exist.
+        self.eos_token_id = tokenizer.vocab_size
+        self.special_token_ids = [*sorted(special), self.eos_token_id]
+        self.tokens = [
+            (tokenizer.token(i) or "").encode() if i in special else tokenizer.token_bytes(i)
+            for i in range(tokenizer.vocab_size)
+        ]
+        self.tokens.append(b"<the end>")
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
 
 
 class Grammar:
@@ -94,8 +110,7 @@ class Matcher:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._num_taken = 0
         self._buffer = np.zeros(-(-tree.vocab_size // 32), np.uint32)
-        # Whether an answer may end is told apart from which tokens end it.
-        self._never = [i for i in tree.eos_tokens if i < vocab_size]
+        self._end = tree.eos_token
 
     @property
     def may_end(self) -> bool:
@@ -116,8 +131,8 @@ class Matcher:
         words[:count] = self._buffer[:count]
         if left := self._vocab_size % 32:
             words[-1] &= np.uint32((1 << left) - 1)
-        for token_id in self._never:
-            words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        if self._end < self._vocab_size:
+            words[self._end // 32] &= ~np.uint32(1 << self._end % 32)
         return words
 
     def forced(self) -> list[int]:
