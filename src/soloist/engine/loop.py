@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from soloist.engine.answer import Answer
 from soloist.engine.events import Event, Failure
-from soloist.engine.executor import Executor, Outcome, Running
+from soloist.engine.executor import Executor, KeptTokens, Outcome, Running
 from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import Constraint
@@ -56,12 +57,14 @@ class Load:
         num_waiting: in the queue.
         num_columns: how many may run.
         most_waiting: how many may wait.
+        num_pauses: how often one had to make room for those before it.
     """
 
     num_running: int
     num_waiting: int
     num_columns: int
     most_waiting: int
+    num_pauses: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class _State:
     is_closing: bool = False
     failure: SoloistError | None = None
     mean_s: float = 1.0
+    num_pauses: int = 0
 
 
 class EngineLoop:
@@ -82,6 +86,7 @@ class EngineLoop:
         executor: used by this loop alone, in a thread of its own, until `close` returns.
         tokenizer: of its model.
         vocab_size: V.
+        traffic: what tokens make the device read; None counts nothing.
         most_waiting: requests that may wait for a column.
         flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
         on_failure: called once, in the loop's thread, if the device fails.
@@ -93,12 +98,14 @@ class EngineLoop:
         tokenizer: Tokenizer,
         vocab_size: int,
         *,
+        traffic: Traffic | None = None,
         most_waiting: int = 64,
         flush_s: float = 0.001,
         on_failure: Callable[[SoloistError], None] = lambda _: None,
     ) -> None:
         self._executor, self._tokenizer, self._vocab_size = executor, tokenizer, vocab_size
         self._flush_s, self._on_failure = flush_s, on_failure
+        self._traffic, self._burst = traffic, Burst(None, ())
         self._scheduler: Scheduler[_Job] = Scheduler(executor.num_columns, most_waiting)
         self._condition = threading.Condition()
         self._state = _State()
@@ -112,7 +119,14 @@ class EngineLoop:
     def load(self) -> Load:
         """How busy it is."""
         s = self._scheduler
-        return Load(s.num_running, s.num_waiting, s.num_columns, s.most_waiting)
+        return Load(
+            s.num_running, s.num_waiting, s.num_columns, s.most_waiting, self._state.num_pauses
+        )
+
+    @property
+    def kept(self) -> KeptTokens:
+        """How much of earlier prompts is kept."""
+        return self._executor.kept
 
     @property
     def failure(self) -> SoloistError | None:
@@ -250,17 +264,36 @@ class EngineLoop:
                 self._decode(jobs, most)
 
     def _join(self, job: _Job) -> None:
-        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
-        job.running = self._executor.open(ids, job.sampler, wanted)
+        was_paused = job.running is not None
+        has_joined = self._resume(job) if was_paused else self._open(job)
         with self._condition:
-            if job.running is None:
+            if not has_joined:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
+        if not was_paused:
+            self._start(job)
+
+    def _open(self, job: _Job) -> bool:
+        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
+        job.running = self._executor.open(ids, job.sampler, wanted)
+        return job.running is not None
+
+    def _resume(self, job: _Job) -> bool:
+        assert job.running is not None, "it was paused"
+        return self._executor.resume(job.running)
+
+    def _start(self, job: _Job) -> None:
+        """Say what is known of a request that has just begun."""
+        assert job.running is not None, "it joined"
+        if job.running.num_spilled:
+            log.info(
+                "a prompt of %d tokens: %d come back from the host's memory",
+                len(job.ticket.prompt_ids), job.running.num_spilled,
+            )  # fmt: skip
         if job.running.divergence is not None:
             self._tell(job.ticket, job.running.divergence)
-        job.ticket.num_cached = job.running.num_cached
-        job.answer.start(time.perf_counter(), job.running.num_cached)
+        job.answer.start(time.perf_counter())
 
     def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
         """Say where a prompt could have been cached for longer; text only where it is asked for."""
@@ -274,28 +307,49 @@ class EngineLoop:
             log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
             log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
 
+    def _has_room(self, running: Sequence[Running]) -> bool:
+        """Whether the next step has room; if not, one request is paused."""
+        if self._executor.make_room(running):
+            return True
+        with self._condition:
+            job = self._scheduler.exhausted()
+        assert job.running is not None, "it joined"
+        self._executor.pause(job.running)
+        job.ticket.flush()
+        self._state.num_pauses += 1
+        log.info("a request waits: %d tokens are more than there is room for", job.running.position)
+        return False
+
     def _read(self, job: _Job) -> None:
         assert job.running is not None, "it joined"
+        if not self._has_room([job.running]):
+            return
         try:
             picked = self._executor.read(job.running)
         except RequestError as error:
             self._leave(job, error)
             return
-        if picked is None:
+        if not job.running.is_read:
             return
         with self._condition:
             self._scheduler.was_read(job)
-        self._take(job, picked, time.perf_counter())
+        if picked is not None:
+            job.ticket.num_cached = job.answer.num_cached = job.running.num_cached
+            self._take(job, picked, time.perf_counter())
         if job.is_over:
             self._leave(job, None)
 
     def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
+        if not self._has_room(running):
+            return
         most = max(r.num_wanted for r in running) if most is None else most
         told_at = time.perf_counter()
+        self._burst = Burst(self._traffic, [r.position + 1 for r in running])
         with closing(self._executor.rounds(running, most)) as rounds:
             for outcomes in rounds:
                 now = time.perf_counter()
+                self._burst.num_rounds += 1
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     if not job.is_over:
                         self._take(job, outcome, now)
@@ -308,9 +362,12 @@ class EngineLoop:
                     with self._condition:
                         self._answer_pings()
         _flush(jobs)
+        read_bytes, self._burst = self._burst.num_bytes, Burst(None, ())
         for job in jobs:
             if job.is_over:
                 self._leave(job, None)
+            else:
+                job.answer.decode_bytes += read_bytes
 
     def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
         """Hand out what a round brought; the room stays until the rounds are over."""
@@ -329,6 +386,7 @@ class EngineLoop:
                 return
 
     def _finish(self, job: _Job, now: float) -> None:
+        job.answer.decode_bytes += self._burst.num_bytes
         rest, completion = job.answer.finish(now)
         events: list[Event] = [completion] if rest is None else [rest, completion]
         job.is_over = self._has_news = True

@@ -53,6 +53,8 @@ class Build:
         silent_block: a block that never publishes its activations, so that the others get stuck.
         stuck_ns: how long a block may get nowhere, less than 2^32.
         mask_ns: how long it may wait for the host to say which tokens are allowed.
+        racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
+            itself what its warp's first lane tells for all, and the watchdog does not look.
     """
 
     samples: bool = False
@@ -61,6 +63,7 @@ class Build:
     silent_block: int | None = None
     stuck_ns: int = STUCK_NS
     mask_ns: int = MASK_NS
+    racecheck: bool = False
 
 
 # What builds leave out; the order is that of the constants in cuda/sync/wait.cuh.
@@ -85,6 +88,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kStuckNs": build.stuck_ns,
         "kMaskNs": build.mask_ns,
         "kMaskTurnWords": MASK_TURN_WORDS,
+        "kRacecheck": build.racecheck,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,

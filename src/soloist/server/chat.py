@@ -30,6 +30,7 @@ from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, shape_of
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartFormat
 
 # A chunk: its start, index, text and end.
@@ -58,7 +59,8 @@ async def chat_completions(request: Request) -> Response:
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = _Chat(ready, asked, request_id, model, one)
     chat.tellers = [Teller(style, prompt_end) for _ in answers]
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
     return json_reply(chat.whole(await collect(request, generation)))
@@ -137,7 +139,7 @@ class _Chat:
         body = {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends),
+            "usage": figures.usage(ends, self._ready),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
         if self._asked.return_token_ids:
@@ -194,7 +196,7 @@ class _Chat:
                 yield self._last(head, index, end, is_first=index not in begun)
         if self._asked.includes_usage:
             answers = [ends[i] for i in sorted(ends)]
-            yield event({**head, "choices": [], "usage": figures.usage(answers)})
+            yield event({**head, "choices": [], "usage": figures.usage(answers, self._ready)})
         yield DONE
 
     def _tail(self, made: dict[int, int]) -> bytes:

@@ -135,6 +135,7 @@ class Host:
             engine.model,
             engine.tokenizer,
             engine.config.vocab_size,
+            traffic=engine.traffic,
             most_waiting=self.config.most_waiting,
             flush_s=self.config.flush_ms / 1e3,
             on_failure=self._fail,

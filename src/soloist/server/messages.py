@@ -25,10 +25,14 @@ from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, ToolUse, anthropic_choice, grammar_of, output_shape
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
+# What Anthropic does where these fields are left out, and what is done here: clients send both.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_DEFAULT_EFFORT = {"effort": "high"}
 
 
 class ConversationFields(Fields):
@@ -44,6 +48,8 @@ class ConversationFields(Fields):
         default=None, description="Type auto, none, any, or tool with a name."
     )
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
+    output_config: only({}, _DEFAULT_EFFORT) = None  # type: ignore[valid-type]
 
     @property
     def offers_tools(self) -> bool:
@@ -84,7 +90,8 @@ async def messages(request: Request) -> Response:
         is_slow=shape is not None or bool(use.field),
     )
     request_id = f"msg_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
     reply = _Message(ready, request_id, model, reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))

@@ -26,7 +26,10 @@ from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, text_shape
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
+
+_SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(SamplingFields):
@@ -39,6 +42,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
+    client_metadata: Harmless = None
     metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
@@ -53,9 +57,9 @@ class ResponsesRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="auto, none, required, or the name of a function."
     )
-    include: only([]) = None  # type: ignore[valid-type]
+    include: only([], [_SEALED]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
-    reasoning: only() = None  # type: ignore[valid-type]
+    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
@@ -81,8 +85,10 @@ async def responses(request: Request) -> Response:
         is_slow=shape is not None or bool(use.field),
     )
     request_id = f"resp_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
-    reply = _Reply(ready, _head(asked, one, request_id, model), reader)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
+    items = Items(seals_reasoning=asked.include == [_SEALED])
+    reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
@@ -104,9 +110,7 @@ def _prepared(
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
     style = part_format(engine, tools)
-    chat = plain_conversation(asked.input)
-    if asked.instructions:
-        chat.insert(0, {"role": "system", "content": asked.instructions})
+    chat = plain_conversation(asked.input, asked.instructions)
     text = engine.chat_template.render(
         for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
@@ -153,9 +157,11 @@ def _format(asked: ResponsesRequest) -> dict[str, object]:
 class _Reply:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, head: dict[str, object], reader: PartReader) -> None:
+    def __init__(
+        self, ready: Ready, head: dict[str, object], reader: PartReader, items: Items
+    ) -> None:
         self._ready, self._head, self._reader = ready, head, reader
-        self._items = Items()
+        self._items = items
         self._num_events = 0
 
     def whole(self, end: Completion) -> dict[str, object]:

@@ -14,6 +14,7 @@ constexpr unsigned kMaxStops = 16u;
 constexpr unsigned kStuckNs = 2000000000u;
 constexpr unsigned long long kMaskNs = 60000000000ull;
 constexpr unsigned kMaskTurnWords = 16u;
+constexpr bool kRacecheck = false;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
 constexpr unsigned kLayers = 8u;
 constexpr unsigned kHidden = 320u;
