@@ -160,3 +160,26 @@ def test_a_constraint_that_fails_ends_its_request_alone() -> None:
     failed, other = next(iter(p.executor.rounds(running, 20)))
     assert isinstance(failed, GrammarFailed)
     assert other is None
+
+
+@pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["sampled"]])
+@pytest.mark.parametrize("length", [9, 30])
+def test_a_request_that_is_paused_goes_on_with_the_same_tokens(length, params) -> None:
+    """Also where forced tokens were not fed yet."""
+    prompt = prompt_of(length)
+    for seed in range(4):
+        p, made, num_behind = parts(), [], 0
+        running = p.executor.open(prompt, sampler_of(prompt, params, steps(seed)))
+        while not (made and is_over(running)):
+            while not running.is_read:
+                if (picked := p.executor.read(running)) is not None:
+                    made += picked.token_ids
+            if not is_over(running):
+                for (outcome,) in p.executor.rounds([running], 3):
+                    made += () if outcome is None else outcome.token_ids
+            num_behind += running.num_behind
+            if not is_over(running):
+                p.executor.pause(running)
+                assert p.executor.resume(running)
+        assert made == expected(prompt, params, steps(seed))
+        assert num_behind > 0
