@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.running import etude, is_idle, oracle, wait_for
 from soloist import engine
+from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 
 PROMPT = "def fibonacci(n):\n"
@@ -55,6 +56,18 @@ def test_a_completion_is_the_engines(client) -> None:
     assert 0 < timings["ttft_ms"] < timings["total_ms"]
     assert timings["executor"] == "reference"
     assert timings["device"] == etude().report.device_name
+    report, traffic = etude().report, etude().traffic
+    seen = [kv_bytes_seen(traffic.config, traffic.dtype, len(ids) + 1 + n) for n in range(19)]
+    assert timings["predicted_bytes"] == 19 * report.streamed_bytes + sum(seen)
+    read_gb_per_s = timings["predicted_bytes"] / timings["predicted_ms"] / 1e6
+    assert timings["mbu"] == pytest.approx(read_gb_per_s / report.bandwidth_gb_per_s)
+    assert timings["bandwidth_gb_per_s"] == report.bandwidth_gb_per_s
+    usage = reply.usage
+    assert usage.mbu == timings["mbu"]
+    assert usage.decode_tokens_per_second == timings["predicted_per_second"]
+    assert usage.time_to_first_token == pytest.approx(timings["ttft_ms"] / 1e3)
+    assert usage.queue_time + usage.prompt_time == pytest.approx(usage.time_to_first_token)
+    assert usage.device == timings["device"]
 
 
 def test_a_chat_is_the_engines(client) -> None:

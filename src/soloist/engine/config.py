@@ -42,6 +42,7 @@ class EngineConfig:
         sequences: requests that may run side by side, 1 … 8.
         keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
             room requests leave.
+        measures_bandwidth: read memory for half a second while loading, so that MBU is known.
         host_cache_bytes: of pinned host memory, at most, for kept prompts that the GPU has no room
             for; None takes a share of what is free.
     """
@@ -54,6 +55,7 @@ class EngineConfig:
     prepare: bool = True
     sequences: int = 1
     keeps_prefixes: bool = False
+    measures_bandwidth: bool = False
     host_cache_bytes: int | None = None
 
 

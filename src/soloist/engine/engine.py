@@ -15,6 +15,7 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
+from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
@@ -22,6 +23,7 @@ from soloist.engine.executor import Executor, Running
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.model.checkpoint import open_checkpoint
@@ -36,6 +38,7 @@ from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
+from soloist.text.grammar import Grammar, Grammars
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -54,6 +57,7 @@ class LoadReport:
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
         host_cache_bytes: of host memory that kept prompts may take.
     """
 
@@ -65,6 +69,7 @@ class LoadReport:
     device_name: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    bandwidth_gb_per_s: float | None = None
     host_cache_bytes: int = 0
 
 
@@ -136,6 +141,7 @@ class Engine:
 
         resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
+        bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(specs) * resolved.dtype.num_bytes
@@ -183,6 +189,7 @@ class Engine:
             device_name=device_name(resolved.device),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
             host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
@@ -196,6 +203,18 @@ class Engine:
         """
         return ChatTemplate.from_folder(self._folder)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like, for this model's tokens."""
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tokens make the device read."""
+        return Traffic(
+            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
@@ -205,7 +224,11 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, cancel: Cancel | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        cancel: Cancel | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[Chunk | Completion]:
         """Answer one prompt: chunks as tokens come, one completion at the end.
 
@@ -213,6 +236,7 @@ class Engine:
             prompt: text, or token ids.
             params: how to sample and when to stop.
             cancel: ends the request at its next token once set.
+            grammar: of the answer, made by `grammars`.
 
         Raises:
             RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
@@ -222,7 +246,11 @@ class Engine:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check_prompt(prompt_ids, params.max_tokens)
         params.check_vocabulary(self.config.vocab_size)
-        return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
+        sampler = Sampler(
+            params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
+            None if grammar is None else grammar.start(),
+        )  # fmt: skip
+        return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
 
     def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
         """Refuse a prompt that cannot be answered with so many tokens.
@@ -243,11 +271,10 @@ class Engine:
     def _events(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        sampler: Sampler,
         cancel: Cancel,
         accepted: float,
     ) -> Iterator[Chunk | Completion]:
-        sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
 
         def was_read(running: Running) -> None:
@@ -259,6 +286,9 @@ class Engine:
                 yield answer.take(token_id, None, time.perf_counter())
                 if answer.finish_reason is not None:
                     break
+        burst = Burst(self.traffic, [len(prompt_ids) + 1])
+        burst.num_rounds = max(0, answer.num_made - 1)
+        answer.decode_bytes = burst.num_bytes
         rest, completion = answer.finish(time.perf_counter())
         if rest is not None:
             yield rest

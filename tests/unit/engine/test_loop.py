@@ -20,9 +20,11 @@ from soloist.errors import (
     ShuttingDown,
 )
 from soloist.megakernel.sampling_header import NO_TOKEN
+from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
+from unit.engine.test_traffic import TRAFFIC
 
 WAIT_S = 20
 
@@ -446,6 +448,23 @@ def test_listeners_hear_of_the_first_token_and_the_end_and_seldom_between(parts)
     assert heard[0] == 0
     assert heard[-1] == 99
     assert all(at % 16 == 0 for at in heard[:-1])
+
+
+def test_bytes_of_decoding_count_every_round_once(parts) -> None:
+    p = parts(traffic=TRAFFIC)
+    prompt = prompt_of(30)
+    alone = ended(p.loop.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))[2]
+    # The first token comes from the prompt; the round after it sees 31 positions.
+    seen = [kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(39)]
+    assert alone.timings.decode_bytes == 39 * TRAFFIC.weights_bytes + sum(seen)
+    p.decoder.pause_s = 0.001
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    both = [ended(t)[2].timings for t in [p.loop.submit(prompt, params) for _ in range(2)]]
+    # Weights are read once for both, caches for each.
+    cache = sum(kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(199))
+    for t in both:
+        assert 199 * TRAFFIC.weights_bytes + 1.5 * cache < t.decode_bytes
+        assert t.decode_bytes <= 199 * TRAFFIC.weights_bytes + 2 * cache
 
 
 # The reference ------------------------------------------------------------------------------------
