@@ -147,7 +147,7 @@ def test_ten_thousand_requests_get_answers_or_clear_refusals() -> None:
     for path in PATHS:
         assert min(statuses[path, 200], statuses[path, 400]) > 30, statuses
     assert executor.num_open == 0
-    assert of_one_kind(Generation, Ticket) == before
+    assert not of_one_kind(Generation, Ticket) - before
 
 
 def paged(num_pages: int) -> tuple[Engine, KernelExecutor]:
@@ -204,7 +204,7 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
 
     asyncio.run(all_of_them())
     assert outcomes["cut"] > 300, outcomes
-    assert of_one_kind(Generation, Ticket) == before
+    assert not of_one_kind(Generation, Ticket) - before
     kept = executor._tree
     assert kept is not None
     for pages in kept.drop(10_000):
