@@ -2,13 +2,15 @@
 
 import torch
 
-from soloist.bench import record
+from soloist.bench import record, rows
+from soloist.bench.caches import gpu_uuid
+from soloist.bench.clocks import watching
 from soloist.engine.bandwidth import read_bandwidth
 from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
 
 
-def measure(asked: str) -> record.BandwidthRow:
+def measure(asked: str) -> rows.BandwidthRow:
     """A row for one device.
 
     Args:
@@ -18,16 +20,18 @@ def measure(asked: str) -> record.BandwidthRow:
         DeviceMissing: there is no such device.
     """
     device = torch.device(resolve_device(asked, devices()))
-    found = read_bandwidth(device)
-    return record.BandwidthRow(
+    with watching(gpu_uuid(device)) as watch:
+        found = read_bandwidth(device)
+    return rows.BandwidthRow(
         bench="bandwidth",
         device=device_name(str(device)),
         gpus=int(device.type == "cuda"),
-        gb_per_s=record.Spread.of(found.rates_gb_per_s),
+        gb_per_s=rows.Spread.of(found.rates_gb_per_s),
         method=found.method,
         runs=len(found.rates_gb_per_s),
         versions=record.versions("torch"),
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        clocks=watch.clocks,
     )

@@ -71,6 +71,11 @@ def serve(
             status("read bandwidth not measured (too little memory is free): replies have no MBU")
         else:
             status(f"read bandwidth {bandwidth:,.1f} GB/s, measured")
+        if engine.report.host_cache_bytes:
+            status(
+                f"up to {gigabytes(engine.report.host_cache_bytes)} of the host's memory for "
+                "prompts that are kept"
+            )
         status("ready")
 
     def listening(url: str) -> None:

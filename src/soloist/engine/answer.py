@@ -14,6 +14,7 @@ class Answer:
     Attributes:
         finish_reason: None while the request goes on.
         decode_bytes: see `Timings`.
+        num_cached: tokens of the prompt that were not read for it.
 
     Args:
         tokenizer: turns tokens into text.
@@ -44,9 +45,9 @@ class Answer:
         """Tokens taken."""
         return len(self._made)
 
-    def start(self, now: float, num_cached: int) -> None:
-        """The request has a column, and so many tokens of its prompt were cached."""
-        self._started, self.num_cached = now, num_cached
+    def start(self, now: float) -> None:
+        """The request has a column."""
+        self._started = now
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Chunk:
         """The next token; sets `finish_reason` if it is the last one."""

@@ -16,10 +16,10 @@ import torch
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
-from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
@@ -57,6 +57,7 @@ class LoadReport:
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
         bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        host_cache_bytes: of host memory that kept prompts may take.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class LoadReport:
     executor: ExecutorName = "reference"
     refusal: str = ""
     bandwidth_gb_per_s: float | None = None
+    host_cache_bytes: int = 0
 
 
 class Engine:
@@ -147,6 +149,10 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
+        has_kernel = support.plan is not None
+        host_bytes = host_cache_bytes(
+            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+        )
         home = torch.device("cpu") if is_staged else device
         with early_files(upload, home) as open_stored:
             weights = load_weights(
@@ -168,7 +174,7 @@ class Engine:
                 support.plan, weights, context, device, settings.cache,
                 keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
                 chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-                keeps_prefixes=asked.keeps_prefixes,
+                keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
@@ -183,6 +189,7 @@ class Engine:
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
             bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -255,7 +262,11 @@ class Engine:
     ) -> Iterator[Chunk | Completion]:
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
+
+        def was_read(running: Running) -> None:
+            answer.num_cached = running.num_cached
+
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from soloist.engine.answer import Answer
 from soloist.engine.events import Event, Failure
-from soloist.engine.executor import Executor, Outcome, Running
+from soloist.engine.executor import Executor, KeptTokens, Outcome, Running
 from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
@@ -56,12 +56,14 @@ class Load:
         num_waiting: in the queue.
         num_columns: how many may run.
         most_waiting: how many may wait.
+        num_pauses: how often one had to make room for those before it.
     """
 
     num_running: int
     num_waiting: int
     num_columns: int
     most_waiting: int
+    num_pauses: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class _State:
     is_closing: bool = False
     failure: SoloistError | None = None
     mean_s: float = 1.0
+    num_pauses: int = 0
 
 
 class EngineLoop:
@@ -115,7 +118,14 @@ class EngineLoop:
     def load(self) -> Load:
         """How busy it is."""
         s = self._scheduler
-        return Load(s.num_running, s.num_waiting, s.num_columns, s.most_waiting)
+        return Load(
+            s.num_running, s.num_waiting, s.num_columns, s.most_waiting, self._state.num_pauses
+        )
+
+    @property
+    def kept(self) -> KeptTokens:
+        """How much of earlier prompts is kept."""
+        return self._executor.kept
 
     @property
     def failure(self) -> SoloistError | None:
@@ -250,17 +260,36 @@ class EngineLoop:
                 self._decode(jobs, most)
 
     def _join(self, job: _Job) -> None:
-        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
-        job.running = self._executor.open(ids, job.sampler, wanted)
+        was_paused = job.running is not None
+        has_joined = self._resume(job) if was_paused else self._open(job)
         with self._condition:
-            if job.running is None:
+            if not has_joined:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
+        if not was_paused:
+            self._start(job)
+
+    def _open(self, job: _Job) -> bool:
+        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
+        job.running = self._executor.open(ids, job.sampler, wanted)
+        return job.running is not None
+
+    def _resume(self, job: _Job) -> bool:
+        assert job.running is not None, "it was paused"
+        return self._executor.resume(job.running)
+
+    def _start(self, job: _Job) -> None:
+        """Say what is known of a request that has just begun."""
+        assert job.running is not None, "it joined"
+        if job.running.num_spilled:
+            log.info(
+                "a prompt of %d tokens: %d come back from the host's memory",
+                len(job.ticket.prompt_ids), job.running.num_spilled,
+            )  # fmt: skip
         if job.running.divergence is not None:
             self._tell(job.ticket, job.running.divergence)
-        job.ticket.num_cached = job.running.num_cached
-        job.answer.start(time.perf_counter(), job.running.num_cached)
+        job.answer.start(time.perf_counter())
 
     def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
         """Say where a prompt could have been cached for longer; text only where it is asked for."""
@@ -274,23 +303,42 @@ class EngineLoop:
             log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
             log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
 
+    def _has_room(self, running: Sequence[Running]) -> bool:
+        """Whether the next step has room; if not, one request is paused."""
+        if self._executor.make_room(running):
+            return True
+        with self._condition:
+            job = self._scheduler.exhausted()
+        assert job.running is not None, "it joined"
+        self._executor.pause(job.running)
+        job.ticket.flush()
+        self._state.num_pauses += 1
+        log.info("a request waits: %d tokens are more than there is room for", job.running.position)
+        return False
+
     def _read(self, job: _Job) -> None:
         assert job.running is not None, "it joined"
+        if not self._has_room([job.running]):
+            return
         try:
             picked = self._executor.read(job.running)
         except RequestError as error:
             self._leave(job, error)
             return
-        if picked is None:
+        if not job.running.is_read:
             return
         with self._condition:
             self._scheduler.was_read(job)
-        self._take(job, picked, time.perf_counter())
+        if picked is not None:
+            job.ticket.num_cached = job.answer.num_cached = job.running.num_cached
+            self._take(job, picked, time.perf_counter())
         if job.is_over:
             self._leave(job, None)
 
     def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
+        if not self._has_room(running):
+            return
         most = max(r.num_wanted for r in running) if most is None else most
         told_at = time.perf_counter()
         self._burst = Burst(self._traffic, [r.position + 1 for r in running])

@@ -10,12 +10,13 @@ the next; only of models of a few tens of megabytes could it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import kv_bytes_per_token, kv_bytes_seen
-from soloist.model.tensors import TensorSpec, streamed_values
+from soloist.model.tensors import TensorSpec
+from soloist.planning.mixture import Mixture
 from soloist.planning.precision import Precision, streamed_bytes
 
 
@@ -26,7 +27,7 @@ class StepCost:
     Attributes:
         weight_bytes: weights read; of a mixture of experts only those that take part.
         kv_bytes: keys and values read.
-        flops: multiplications and additions.
+        flops: multiplications and additions, of all columns.
         exchanging_layers: layers whose blocks wait for each other; None: not like those measured.
     """
 
@@ -53,17 +54,58 @@ def speed_limit(num_bytes: int, bandwidth: float, gpus: int) -> float:
 
 
 def step_cost(
-    config: ModelConfig, specs: Iterable[TensorSpec], precision: Precision, context_tokens: int
+    config: ModelConfig,
+    specs: Iterable[TensorSpec],
+    precision: Precision,
+    context_tokens: int,
+    *,
+    mixture: Mixture | None = None,
+    columns: int = 1,
 ) -> StepCost:
-    """The step that sees `context_tokens` positions."""
-    specs = tuple(specs)
-    values = streamed_values(specs, tied_head=config.tied_head)
+    """The step that sees `context_tokens` positions.
+
+    Args:
+        config: of the model.
+        specs: its tensors.
+        precision: of its weights.
+        context_tokens: positions in sight.
+        mixture: its experts, if it has any.
+        columns: positions of the sequence that the step makes: they share what is read, but each
+            may choose experts of its own.
+    """
+
+    def share_read(spec: TensorSpec, columns: int = columns) -> float:
+        return 1.0 if mixture is None else mixture.share_read(spec, columns)
+
+    specs, tied = tuple(specs), config.tied_head
+    used = sum(
+        spec.num_values * share_read(spec, 1) for spec in specs if tied or spec.name != "embedding"
+    )
     return StepCost(
-        weight_bytes=streamed_bytes(specs, precision, tied_head=config.tied_head),
+        weight_bytes=streamed_bytes(specs, precision, tied_head=tied, share_read=share_read),
         kv_bytes=kv_bytes_read(config, context_tokens),
-        flops=2 * values + attention_flops(config, context_tokens),
-        # With lanes, sums arrive late and are not waited for in the same places.
-        exchanging_layers=config.num_layers if config.lanes is None else None,
+        flops=columns * (2 * used + attention_flops(config, context_tokens)),
+        # With lanes, sums arrive late and are not waited for in the same places; what experts wait
+        # for was not measured.
+        exchanging_layers=config.num_layers if config.lanes is None and mixture is None else None,
+    )
+
+
+def prompt_cost(
+    config: ModelConfig,
+    specs: Iterable[TensorSpec],
+    precision: Precision,
+    tokens: int,
+    mixture: Mixture | None = None,
+) -> StepCost:
+    """Reading a prompt of so many tokens: one wide step over half of it, on average, and no head.
+
+    The head is left out, since only the last token needs it.
+    """
+    headless = replace(config, tied_head=False)
+    rest = [spec for spec in specs if spec.name != "head"]
+    return step_cost(
+        headless, rest, precision, max(1, tokens // 2), mixture=mixture, columns=tokens
     )
 
 
