@@ -13,6 +13,7 @@ from server.running import Scripted, etude, scripted, with_tools
 from server.test_openai import MESSAGES
 from soloist.engine import Engine, Ticket
 from soloist.engine.columns import KernelExecutor
+from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -22,7 +23,7 @@ from soloist.server.fields import (
 from soloist.server.generation import Generation
 from soloist.server.messages import CountRequest, MessagesRequest
 from soloist.server.responses import ResponsesRequest
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 
 SIDE_BY_SIDE = 16
 PART = {"type": "text", "text": "x"}
@@ -155,7 +156,7 @@ def paged(num_pages: int) -> tuple[Engine, KernelExecutor]:
     cache = Cache()
     executor = KernelExecutor(
         FakeDecoder(cache, 16, sequences=4), FakePrefill(cache, 64), num_pages, VOCAB, 64,
-        keeps_prefixes=True,
+        keeps_prefixes=True, host=FakeHost(cache, 6),
     )  # fmt: skip
     engine = scripted(Scripted(), 600)
     small = replace(engine.config, vocab_size=VOCAB)
@@ -164,7 +165,8 @@ def paged(num_pages: int) -> tuple[Engine, KernelExecutor]:
 
 def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
     rng, outcomes = random.Random(3), Counter()
-    engine, executor = paged(30)
+    num_pages = 24  # of 4 sequences with up to 10 each
+    engine, executor = paged(num_pages)
     before = of_one_kind(Generation, Ticket)
 
     async def one(app: object, host: object) -> None:
@@ -205,9 +207,8 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
     asyncio.run(all_of_them())
     assert outcomes["cut"] > 300, outcomes
     assert not of_one_kind(Generation, Ticket) - before
-    kept = executor._tree
-    assert kept is not None
-    for pages in kept.drop(10_000):
-        executor._pages.give_back(reversed(pages))
-    assert executor._pages.num_free == 30, "every page came back"
-    assert len(executor._free_slots) == executor.num_columns
+    rooms, kept = executor.rooms, executor.kept
+    kept_pages = kept.on_device // PAGE_POSITIONS
+    assert rooms.pages.num_free + kept_pages == num_pages, "every page came back"
+    assert rooms.host_pages.num_free + kept.on_host // PAGE_POSITIONS == 6
+    assert len(rooms._free_slots) == executor.num_columns
