@@ -26,6 +26,7 @@ from soloist.server.responses import ResponsesRequest
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 
 SIDE_BY_SIDE = 16
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 PART = {"type": "text", "text": "x"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
 
@@ -53,6 +54,13 @@ LIKELY = {
     "system": ["x", [{"type": "text", "text": "x"}]], "tool_choice": ["auto", "none", "required"],
     "tools": [[], [TOOL], [TOOL | TOOL["function"]], [{"name": "f", "input_schema": {}}]],
     "thinking": [{"type": "adaptive"}, {"type": "disabled"}], "metadata": [{"a": "b"}],
+    "response_format": [{"type": "json_object"}, {"type": "text"}, SCHEMA, {"type": "x"}],
+    "text": [{"format": {"type": "json_object"}}, {"format": SCHEMA | SCHEMA["json_schema"]}],
+    "output_config": [{"effort": "high"}, {"format": {"type": "json_schema", "schema": {}}}],
+    "structured_outputs": [{"regex": "[ab]+"}, {"choice": ["a", "b"]}, {"regex": "["}],
+    "guided_regex": ["a|b"], "guided_choice": [["x"]], "guided_grammar": ["start: \"a\""],
+    "guided_json": [{"type": "integer"}, {"type": "no"}], "context_management": [{"edits": []}],
+    "include": [["reasoning.encrypted_content"]], "reasoning": [{"summary": "auto"}],
     "instructions": ["x"], "chat_template_kwargs": [{"think": True}, {"messages": 1}],
 }  # fmt: skip
 WORDS = ["type", "text", "role", "user", "content", "function", "name", "arguments", "id", ""]
