@@ -36,6 +36,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "--parts", type=Path, default=ROOT / "build" / "parts",
         help="folder for what commands measured; those that are there are not run again",
     )  # fmt: skip
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for result files")
     asked = parser.parse_args(given)
     files = SUITES[asked.suite]
     unknown = sorted({*(asked.only or ())} - {*files})
@@ -44,14 +45,15 @@ def main(given: Sequence[str] | None = None) -> int:
     incomplete = [
         name
         for name, file in files.items()
-        if (not asked.only or name in asked.only) and not _record(name, file, asked.parts)
+        if (not asked.only or name in asked.only)
+        and not _record(name, file, asked.parts, asked.results)
     ]
     for name in incomplete:
         print(f"{name}: not all of its commands succeeded, so it stays as it is")
     return 1 if incomplete else 0
 
 
-def _record(name: str, file: File, parts: Path) -> bool:
+def _record(name: str, file: File, parts: Path, results: Path) -> bool:
     """Run what is missing, and write the file if nothing is any more."""
     places = [parts / name / f"{_key(command)}.json" for command in file.commands]
     missing = [c for c, place in zip(file.commands, places, strict=True) if not place.exists()]
@@ -64,7 +66,8 @@ def _record(name: str, file: File, parts: Path) -> bool:
     if not all(place.exists() for place in places):
         return False
     rows = [row for place in places for row in json.loads(place.read_text(encoding="utf-8"))]
-    (RESULTS / name).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    results.mkdir(parents=True, exist_ok=True)
+    (results / name).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     print(f"{name}: {len(rows)} rows")
     return True
 

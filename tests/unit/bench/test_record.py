@@ -25,7 +25,6 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         return subprocess.CompletedProcess(command, 3 * (words[1] == "bad"), rows, "error: no GPU")
 
     monkeypatch.setattr(record.subprocess, "run", run)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
     files = {
         "a.json": suites.File(("bench one --name 'two words'", "bench two")),
         "b.json": suites.File(("bench three", "bench bad")),
@@ -37,7 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_a_run_that_stopped_goes_on(script, tmp_path: Path, capsys) -> None:
     (tmp_path / "b.json").write_text("[1]\n")
-    parts = ["here", "--parts", str(tmp_path / "parts")]
+    parts = ["here", "--parts", str(tmp_path / "parts"), "--results", str(tmp_path)]
     assert script.main(parts) == 1
     assert script.made[0] == "bench one --name two words --json"
     rows = json.loads((tmp_path / "a.json").read_text())
