@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def script(monkeypatch: pytest.MonkeyPatch):
     """The script on a suite of two files, and a machine where the command `bad` fails."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     record = importlib.import_module("record")
