@@ -31,8 +31,9 @@ def oracle() -> Engine:
 
 def load_etude() -> Engine:
     asked = EngineConfig(
-        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True
-    )
+        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True,
+        measures_bandwidth=True,
+    )  # fmt: skip
     return Engine.load(asked)
 
 
@@ -51,9 +52,9 @@ TOOLS_TEMPLATE = (
 )
 
 
-def with_tools(executor: "Scripted") -> Engine:
+def with_tools(executor: "Scripted", context_tokens: int = 4096) -> Engine:
     """An engine whose template knows tools and reasoning."""
-    engine = scripted(executor)
+    engine = scripted(executor, context_tokens)
     engine.__dict__["chat_template"] = ChatTemplate({"default": TOOLS_TEMPLATE})
     return engine
 

@@ -244,6 +244,26 @@ def test_items_of_reasoning_text_and_calls(client) -> None:
     assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
+def test_sealed_reasoning_comes_back_as_it_was(client) -> None:
+    ask = {"model": "gpt", "input": "Weather?", "include": ["reasoning.encrypted_content"]}
+    first = client.responses.create(**ask).output[0]
+    with client.responses.stream(**ask) as stream:
+        *_, last = stream
+    assert last.response.output[0].encrypted_content == first.encrypted_content
+    told = {"type": "reasoning", "id": "rs_1", "summary": []}
+    user = {"role": "user", "content": "Weather?"}
+    answer = {"role": "assistant", "content": "Rain."}
+
+    def tokens_with(reasoning: dict) -> int:
+        items = [user, told | reasoning, answer, {"role": "user", "content": "And?"}]
+        reply = client.responses.create(model="gpt", input=items, max_output_tokens=1)
+        return reply.usage.input_tokens
+
+    plain = {"content": [{"type": "reasoning_text", "text": "They want it."}]}
+    sealed = {"encrypted_content": first.encrypted_content}
+    assert tokens_with(sealed) == tokens_with(plain) > tokens_with({"content": []})
+
+
 def test_items_of_earlier_turns_reach_the_template(calling) -> None:
     client, server = calling
     first = client.responses.create(model="gpt", input="Weather?", tools=ITEM_TOOLS)

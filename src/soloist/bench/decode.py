@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from soloist.bench import record, rows
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.errors import SettingError
 from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from soloist.bench import record, rows
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.decode import Run, gaps_s, token_ms
@@ -26,6 +25,7 @@ from soloist.bench.subject import (
     shape_on_cpu,
     shape_on_gpu,
 )
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 
 from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
 from soloist.bench.timeline import About, Timeline, timeline, times_by_phase
 from soloist.engine import EngineConfig
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import Precision
 from soloist.errors import SettingError
 from soloist.megakernel.header import ABLATIONS, Build

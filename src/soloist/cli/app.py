@@ -144,7 +144,11 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
-    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
+    # Every turn begins as the last one did.
+    asked = EngineConfig(
+        model, device, o.checked_precision(precision), context, revision,
+        keeps_prefixes=True, host_cache_bytes=0,
+    )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 
 
@@ -186,6 +190,13 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
     ] = True,
+    host_cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Host memory, at most, for kept prompts that the GPU has no room for.",
+            show_default="a quarter of what is free",
+        ),
+    ] = None,
     logs: Annotated[bool, typer.Option(help="A line for each request, without its text.")] = True,
     log_text: Annotated[
         bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
@@ -222,7 +233,8 @@ def serve(
     checked = o.checked_precision(precision)
     asked = EngineConfig(
         model, device, checked, context, revision,
-        sequences=sequences, keeps_prefixes=prefix_cache,
+        sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
+        host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 

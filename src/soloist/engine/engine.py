@@ -15,13 +15,15 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
-from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.bandwidth import brief_bandwidth
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.model.checkpoint import open_checkpoint
@@ -54,6 +56,8 @@ class LoadReport:
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        host_cache_bytes: of host memory that kept prompts may take.
     """
 
     folder: Path
@@ -64,6 +68,8 @@ class LoadReport:
     device_name: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    bandwidth_gb_per_s: float | None = None
+    host_cache_bytes: int = 0
 
 
 class Engine:
@@ -134,6 +140,7 @@ class Engine:
 
         resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
+        bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(specs) * resolved.dtype.num_bytes
@@ -142,6 +149,10 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
+        has_kernel = support.plan is not None
+        host_bytes = host_cache_bytes(
+            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+        )
         home = torch.device("cpu") if is_staged else device
         with early_files(upload, home) as open_stored:
             weights = load_weights(
@@ -163,7 +174,7 @@ class Engine:
                 support.plan, weights, context, device, settings.cache,
                 keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
                 chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-                keeps_prefixes=asked.keeps_prefixes,
+                keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
@@ -177,6 +188,8 @@ class Engine:
             device_name=device_name(resolved.device),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -188,6 +201,13 @@ class Engine:
             TokenizerError: it has none.
         """
         return ChatTemplate.from_folder(self._folder)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tokens make the device read."""
+        return Traffic(
+            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
@@ -242,12 +262,19 @@ class Engine:
     ) -> Iterator[Chunk | Completion]:
         sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
+
+        def was_read(running: Running) -> None:
+            answer.num_cached = running.num_cached
+
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())
                 if answer.finish_reason is not None:
                     break
+        burst = Burst(self.traffic, [len(prompt_ids) + 1])
+        burst.num_rounds = max(0, answer.num_made - 1)
+        answer.decode_bytes = burst.num_bytes
         rest, completion = answer.finish(time.perf_counter())
         if rest is not None:
             yield rest

@@ -29,6 +29,25 @@ class Picked:
 Outcome = Picked | RequestError
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Prompt tokens whose keys and values are kept, and how many have moved since the start.
+
+    Attributes:
+        on_device: kept where they can be used at once.
+        on_host: kept in the host's memory.
+        spilled: ever copied to the host.
+        fetched: ever copied back.
+        dropped: ever forgotten.
+    """
+
+    on_device: int = 0
+    on_host: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    dropped: int = 0
+
+
 class Running:
     """One sequence that an executor has opened.
 
@@ -38,7 +57,10 @@ class Running:
         top_logprobs: None where no log probabilities are wanted, else how many of the likeliest
             tokens to name beside the chosen one.
         num_cached: prompt tokens whose keys and values were there already.
-        num_read: prompt tokens whose keys and values are there now.
+        num_spilled: of these, how many had to come back from the host's memory.
+        num_read: of the tokens to be read before rounds begin, how many are.
+        num_to_read: the prompt, and of a sequence that was paused all of its answer but the latest
+            token.
         divergence: where the prompt leaves one that is kept, if it does.
     """
 
@@ -46,8 +68,14 @@ class Running:
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> None:
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
-        self.num_cached = self.num_read = 0
+        self.num_cached = self.num_spilled = self.num_read = 0
+        self.num_to_read = len(prompt_ids)
         self.divergence: Divergence | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what comes next are rounds."""
+        return self.num_read >= self.num_to_read
 
     @property
     def num_wanted(self) -> int:
@@ -70,9 +98,11 @@ class Executor(ABC):
 
     Attributes:
         num_columns: sequences that may be open at once.
+        shares_steps: whether a round reads the weights once for all its sequences.
     """
 
     num_columns: int
+    shares_steps: bool = True
 
     def bind(self) -> None:  # noqa: B027 - most executors need nothing
         """Make the calling thread the one that uses the device; the loading thread already is."""
@@ -81,16 +111,47 @@ class Executor(ABC):
     def open(
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> Running | None:
-        """Reserve room for a prompt and its answer.
+        """Begin a sequence.
 
         Returns:
             The sequence; None where the room is taken until another sequence is closed. A sequence
             that fits the context can always be opened where no other is open.
         """
 
+    def make_room(self, running: Sequence[Running]) -> bool:  # noqa: ARG002 - `open` reserved all
+        """Make room for the next step: of one sequence that is read, or of several that decode.
+
+        Returns:
+            False where the room is taken until one of the open sequences is paused or closed. A
+            sequence alone always has room.
+        """
+        return True
+
+    def pause(self, running: Running) -> None:  # noqa: ARG002 - never called
+        """Give a sequence's room back for now; `resume` begins it again."""
+        raise AssertionError("room never ran out")
+
+    def resume(self, running: Running) -> bool:  # noqa: ARG002 - never called
+        """Begin a paused sequence again; it is read once more, then goes on with the same bits.
+
+        Returns:
+            False, as `open` returns None.
+        """
+        raise AssertionError("nothing was paused")
+
+    @property
+    def kept(self) -> KeptTokens:
+        """How much of earlier prompts is kept; may be asked from any thread."""
+        return KeptTokens()
+
     @abstractmethod
     def read(self, running: Running) -> Picked | None:
-        """Read the next chunk of the prompt; with its last one, choose the first token.
+        """Read the next chunk; with the last one of a prompt, choose the first token.
+
+        Before, `make_room` said that there is room.
+
+        Returns:
+            The first token; None where more is to be read, or the sequence was paused and has it.
 
         Raises:
             BadLogits: no first token can be chosen.
@@ -103,7 +164,7 @@ class Executor(ABC):
 
         Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens,
         or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops what the
-        device made meanwhile.
+        device made meanwhile. Before, `make_room` said that there is room.
 
         Raises:
             DeviceError: the device failed.
@@ -118,7 +179,11 @@ class Executor(ABC):
         """Give a sequence's room back."""
 
     def generate(
-        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool],
+        on_read: Callable[[Running], None] = lambda _: None,
     ) -> Generator[int, None, None]:
         """One sequence alone: yield tokens, at most the request's largest number.
 
@@ -128,6 +193,7 @@ class Executor(ABC):
             prompt_ids: at least one token; with the answer they fit the context.
             sampler: chooses and observes tokens.
             cancelled: asked before every chunk of the prompt and after every token.
+            on_read: called with the sequence when its prompt is read, before the first token.
 
         Raises:
             BadLogits: the best score is NaN or infinite.
@@ -141,6 +207,7 @@ class Executor(ABC):
                 if cancelled():
                     return
                 picked = self.read(running)
+            on_read(running)
             yield picked.token_id
             while running.num_wanted > 0 and not cancelled():
                 with closing(self.rounds([running], running.num_wanted)) as rounds:

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.memory import kv_bytes_per_token, kv_bytes_seen
 from soloist.model.tensors import TensorSpec
 from soloist.planning.mixture import Mixture
 from soloist.planning.precision import Precision, streamed_bytes
-
-_KV_BYTES = 2  # a key's or value's number is 16-bit in every precision of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +110,13 @@ def prompt_cost(
 
 
 def kv_bytes_read(config: ModelConfig, context_tokens: int) -> int:
-    """Keys and values in sight of a step: at most its window in layers that slide."""
-    attentions = [layer.attention for layer in config.layers]
-    values = sum(
-        2 * a.num_kv_heads * a.head_dim * min(context_tokens, a.window or context_tokens)
-        for a in attentions
-    )
-    return values * _KV_BYTES
+    """Keys and values in sight of a step, 16-bit numbers in every precision of the weights."""
+    return kv_bytes_seen(config, Dtype.BF16, context_tokens)
 
 
 def kv_bytes_held(config: ModelConfig, context_tokens: int) -> int:
     """KV cache of so many positions, which layers that slide hold in full as well."""
-    return config.kv_values_per_token * _KV_BYTES * context_tokens
+    return kv_bytes_per_token(config, Dtype.BF16) * context_tokens
 
 
 def attention_flops(config: ModelConfig, context_tokens: int) -> int:

@@ -21,6 +21,7 @@ from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import TEXT, RequestTrace
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -46,7 +47,8 @@ async def completions(request: Request) -> Response:
     if len(answers) > MOST_CHOICES:
         raise invalid("n", f"{len(answers)} answers in all (allowed: at most {MOST_CHOICES})")
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, TEXT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     texts = _Texts(ready, asked, request_id, model, prompts)
     if asked.stream:
         return Events(generation, with_errors(texts.stream(generation)))
@@ -108,7 +110,7 @@ class _Texts:
         return {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends, len(self._prompts)),
+            "usage": figures.usage(ends, self._ready, len(self._prompts)),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
 
@@ -152,7 +154,7 @@ class _Texts:
                 ends[delta.index] = delta.end
                 yield self._last(delta.index, delta.end)
         if self._asked.includes_usage:
-            total = figures.usage([ends[i] for i in sorted(ends)], len(self._prompts))
+            total = figures.usage([ends[i] for i in sorted(ends)], self._ready, len(self._prompts))
             yield event({**self._head, "choices": [], "usage": total})
         yield DONE
 

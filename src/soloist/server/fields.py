@@ -149,7 +149,21 @@ class CompletionRequest(GenerationFields):
     response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
 
 
-class ChatRequest(GenerationFields):
+class ChatFields(Fields):
+    """What makes a prompt of a conversation."""
+
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables for the chat template, such as enable_thinking."
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions, for models whose calls can be read."
+    )
+
+
+class ChatRequest(GenerationFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -159,14 +173,6 @@ class ChatRequest(GenerationFields):
     max_tokens: int | None = Field(default=None, description="An older name of the same.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables for the chat template, such as enable_thinking."
-    )
-    tools: list[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose calls can be read."
-    )
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     functions: only([]) = None  # type: ignore[valid-type]
@@ -185,14 +191,14 @@ class ChatRequest(GenerationFields):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(ChatFields):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="Default true for a prompt, false for messages."
+    )
 
 
 class DetokenizeRequest(Fields):

@@ -19,16 +19,20 @@ from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
 from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _AUTO, _NONE = {"type": "auto"}, {"type": "none"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
+# What Anthropic does where these fields are left out, and what is done here: clients send both.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_DEFAULT_EFFORT = {"effort": "high"}
 
 
 class ConversationFields(Fields):
@@ -42,6 +46,8 @@ class ConversationFields(Fields):
     )
     tool_choice: only(_AUTO, _NONE) = None  # type: ignore[valid-type]
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
+    output_config: only({}, _DEFAULT_EFFORT) = None  # type: ignore[valid-type]
 
     @property
     def offers_tools(self) -> bool:
@@ -75,7 +81,8 @@ async def messages(request: Request) -> Response:
     given = [asked.messages, asked.system, asked.tools]
     one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"msg_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
     reply = _Message(ready, request_id, model, reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
@@ -116,8 +123,9 @@ def _prepared(engine: Engine, asked: MessagesRequest) -> tuple[Asked, PartReader
     text = _prompt(engine, asked)
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     engine.check_prompt(prompt_ids, asked.max_tokens)
-    style = part_format(engine, has_tools=asked.offers_tools)
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    style = part_format(engine, _tools(asked))
+    one = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style))
+    return one, PartReader(style, text[-PROMPT_END:])
 
 
 def _prompt(engine: Engine, asked: ConversationFields) -> str:
@@ -125,17 +133,21 @@ def _prompt(engine: Engine, asked: ConversationFields) -> str:
     if system:
         chat.insert(0, {"role": "system", "content": system})
     variables: dict[str, Any] = {}
-    if asked.thinking == _DISABLED and part_format(engine, has_tools=False).thinks:
+    if asked.thinking == _DISABLED and part_format(engine, ()).thinks:
         if "enable_thinking" not in engine.chat_template.source:
             raise unsupported("thinking", "leave it out; this model always reasons")
         variables["enable_thinking"] = False
     return engine.chat_template.render(
-        chat,
-        tools=plain_tools(asked.tools or ()) if asked.offers_tools else None,
+        for_template(engine, chat),
+        tools=_tools(asked) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
         **variables,
     )
+
+
+def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
+    return plain_tools(asked.tools or ()) if asked.offers_tools else []
 
 
 class _Message:

@@ -20,12 +20,15 @@ from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items, plain_conversation, plain_tools
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
 from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere, with_objects
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
+
+_SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(SamplingFields):
@@ -38,6 +41,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
+    client_metadata: Harmless = None
     metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
@@ -50,9 +54,9 @@ class ResponsesRequest(SamplingFields):
         default=None, description="Functions, for models whose calls can be read."
     )
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
-    include: only([]) = None  # type: ignore[valid-type]
+    include: only([], [_SEALED]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
-    reasoning: only() = None  # type: ignore[valid-type]
+    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
@@ -73,8 +77,10 @@ async def responses(request: Request) -> Response:
     given = [asked.input, asked.instructions, asked.tools]
     one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
     request_id = f"resp_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
-    reply = _Reply(ready, _head(asked, one, request_id, model), reader)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
+    items = Items(seals_reasoning=asked.include == [_SEALED])
+    reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
@@ -88,16 +94,15 @@ def _prepared(engine: Engine, asked: ResponsesRequest) -> tuple[Asked, PartReade
         raise unsupported("parallel_tool_calls", "true beside tools")
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    style = part_format(engine, has_tools=bool(tools))
-    chat = plain_conversation(asked.input)
-    if asked.instructions:
-        chat.insert(0, {"role": "system", "content": asked.instructions})
+    style = part_format(engine, tools)
+    chat = plain_conversation(asked.input, asked.instructions)
     text = engine.chat_template.render(
-        with_objects(chat), tools=tools or None, add_generation_prompt=True
+        for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    asked_for = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style))
+    return asked_for, PartReader(style, text[-PROMPT_END:])
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
@@ -126,9 +131,11 @@ def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> d
 class _Reply:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, head: dict[str, object], reader: PartReader) -> None:
+    def __init__(
+        self, ready: Ready, head: dict[str, object], reader: PartReader, items: Items
+    ) -> None:
         self._ready, self._head, self._reader = ready, head, reader
-        self._items = Items()
+        self._items = items
         self._num_events = 0
 
     def whole(self, end: Completion) -> dict[str, object]:

@@ -175,3 +175,39 @@ class FakePrefill:
         self.chunks.append(len(token_ids))
         last = position + len(token_ids) - 1
         return self.cache.logits(page_table, last)[:VOCAB] if want_logits else None
+
+
+class FakeHost:
+    """Copies tokens of pages; what is fetched arrives as late as it may."""
+
+    def __init__(self, cache: Cache, num_pages: int) -> None:
+        self.cache, self.num_pages = cache, num_pages
+        self._host: dict[tuple[int, int], int] = {}
+        self._coming: list[tuple[int, int]] = []
+
+    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+        self.join()
+        self._copy(self.cache.tokens, self._host, pages, host_pages)
+        return True
+
+    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._coming.extend(zip(host_pages, pages, strict=True))
+        for page in pages:
+            for i in range(PAGE_POSITIONS):
+                self.cache.tokens.pop((page, i), None)
+
+    def join(self) -> None:
+        host_pages, pages = zip(*self._coming, strict=True) if self._coming else ((), ())
+        self._coming.clear()
+        self._copy(self._host, self.cache.tokens, host_pages, pages)
+
+    @staticmethod
+    def _copy(
+        source: dict[tuple[int, int], int],
+        to: dict[tuple[int, int], int],
+        source_pages: Sequence[int],
+        to_pages: Sequence[int],
+    ) -> None:
+        for source_page, to_page in zip(source_pages, to_pages, strict=True):
+            for i in range(PAGE_POSITIONS):
+                to[to_page, i] = source[source_page, i]

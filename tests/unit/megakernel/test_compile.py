@@ -14,7 +14,7 @@ import pytest
 
 from interpreter.models import CASES
 from plan.shapes import PUBLIC, SHAPES, SMALL, etude
-from soloist.bench.bandwidth import header as read_header
+from soloist.engine.bandwidth import header as read_header
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
