@@ -116,15 +116,16 @@ def test_what_is_no_call_is_content_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "t"}}},
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 5}}]},
          "tools[0].function.strict"),
     ],
 )  # fmt: skip
-def test_what_would_need_a_grammar_is_refused(client, more, param) -> None:
+def test_tools_that_are_refused(client, more, param) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, **more)
     assert caught.value.param == param
@@ -297,9 +298,9 @@ def test_items_of_earlier_turns_reach_the_template(calling) -> None:
     ("more", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
-        ({"tools": ITEM_TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": ITEM_TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "name": "f", "strict": 5}]}, "tools[0].strict"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"tools": ITEM_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"input": [{"type": "function_call", "name": "f", "namespace": "n"}]},
          "input[0].namespace"),
     ],

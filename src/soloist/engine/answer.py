@@ -60,10 +60,16 @@ class Answer:
         piece = self._stream.push([token_id]) if is_shown else ""
         if self._stream.stopped is not None:
             reason = "stop"
+        if reason in (None, "length") and self._is_complete:
+            reason = "stop"  # it has the form that was asked for
         self.finish_reason = reason
         if piece:
             self._text.append(piece)
         return Chunk(piece, (token_id,), (logprobs,) if logprobs is not None and is_shown else ())
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._sampler.is_complete and len(self._made) == len(self._sampler.output_ids)
 
     def finish(self, now: float) -> tuple[Chunk | None, Completion]:
         """Text that was held back, if any, and the end; cancelled if nothing else ended it."""

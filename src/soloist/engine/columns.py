@@ -19,10 +19,11 @@ from soloist.engine.executor import (
     Running,
     pick,
     picked,
+    take_forced,
 )
 from soloist.engine.grid import Grid, growing_grid
 from soloist.engine.rooms import Host, Room, Rooms
-from soloist.errors import BadLogits
+from soloist.errors import BadLogits, RequestError
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
@@ -30,11 +31,15 @@ from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler
+from soloist.sampling.constraint import Words
 
 # Prompts of up to so many tokens ride the decode kernel: three rounds of eight columns take less
 # time than the launches of one pass of prefill.
 RIDING_TOKENS = 24
 
+# Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
+# ends, and they ride: that costs the round that is running, and two starts of the kernel.
+SPAN_TOKENS = 4
 # A sequence joins if there are pages for what it has come to and so many tokens more.
 _MARGIN_TOKENS = 256
 # Kept prompts have to make place for so many rounds; longer launches take what is free.
@@ -60,6 +65,14 @@ class Launches(Protocol):
 
     def stop(self) -> None:
         """Ask the launch to end soon."""
+        ...
+
+    def allow(self, column: int, words: Words | None) -> None:
+        """Say what a column may choose next; None: the launch ends, whatever it chooses."""
+        ...
+
+    def abandon(self) -> None:
+        """Have the launch end soon; nobody asks what its tokens are."""
         ...
 
     def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
@@ -184,7 +197,7 @@ class KernelExecutor(Executor):
 
     def _begin(self, running: Running, room: Room) -> None:
         running.num_to_read = max(len(running.prompt_ids), running.position)
-        running.num_read = room.num_joined
+        running.num_read, running.num_behind = room.num_joined, 0
 
     def close(self, running: Running) -> None:
         """See Executor."""
@@ -267,9 +280,15 @@ class KernelExecutor(Executor):
 
     def _replay(self, running: Running) -> None:
         """Let the kernel make keys and values of an answer's next tokens anew."""
-        start, slot = running.num_read, self._show(running)
-        stop = min(start + _REPLAYED_TOKENS, running.num_to_read)
-        first = start - len(running.prompt_ids)
+        stop = min(running.num_read + _REPLAYED_TOKENS, running.num_to_read)
+        self._feed(running, running.num_read, stop)
+        running.num_read = stop
+
+    def _feed(self, running: Running, start: int, stop: int) -> None:
+        """Let the kernel make keys and values of an answer's tokens at these positions."""
+        if start == stop:
+            return
+        slot, first = self._show(running), start - len(running.prompt_ids)
         ids = running.sampler.output_ids[first : first + stop - start]
         # Whole rounds only: what follows the last token may be somebody else's page.
         full = len(ids) // MAX_COLUMNS * MAX_COLUMNS
@@ -280,7 +299,6 @@ class KernelExecutor(Executor):
             ]
             if columns:
                 self._launches.run(columns, len(part) // width)
-        running.num_read = stop
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -293,17 +311,28 @@ class KernelExecutor(Executor):
         shows_logits = any(r.top_logprobs is not None for r in running)
         count = 1 if shows_logits else min(most, self._launches.max_rounds)
         count = self._take_pages(running, min(count, *(r.num_wanted for r in running)))
-        failed: dict[int, BadLogits] = {}
-        self._launches.start([_column(r, self._show(r)) for r in running], count)
+        columns = []
+        for number, one in enumerate(running):
+            self._feed(one, one.position - one.num_behind, one.position)
+            one.num_behind = 0
+            try:
+                columns.append(_column(one, self._show(one)))
+            except RequestError as error:
+                yield [error if n == number else None for n in range(len(running))]
+                return
+        settled: dict[int, Outcome] = {}
+        self._launches.start(columns, count)
         tokens = self._launches.tokens()
         try:
             for chosen in list(tokens) if shows_logits else tokens:
                 yield [
-                    self._outcome(column, r, chosen[column], failed)
+                    settled[column]
+                    if column in settled
+                    else self._outcome(column, r, chosen[column], settled)
                     for column, r in enumerate(running)
                 ]
         finally:
-            self._launches.stop()
+            self._launches.abandon()
             for _ in tokens:
                 pass
 
@@ -318,16 +347,31 @@ class KernelExecutor(Executor):
         return count
 
     def _outcome(
-        self, column: int, running: Running, token_id: int, failed: dict[int, BadLogits]
+        self, column: int, running: Running, token_id: int, settled: dict[int, Outcome]
     ) -> Outcome:
-        if token_id >= self._vocab_size:
-            failed.setdefault(column, BadLogits(running.position + 1, bad_score(token_id)))
-        if column in failed:
-            return failed[column]
-        running.sampler.observe(token_id)
-        if running.top_logprobs is None:
-            return Picked(token_id)
-        return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
+        """What a column's token means.
+
+        `settled` has what the launch's further rounds bring for columns whose tokens mean nothing
+        any more; this one may join them.
+        """
+        try:
+            if token_id >= self._vocab_size:
+                raise BadLogits(running.position + 1, bad_score(token_id))
+            running.sampler.observe(token_id)
+            if running.top_logprobs is not None:
+                return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
+            outcome = Picked(token_id, forced=take_forced(running, SPAN_TOKENS))
+            if running.sampler.is_constrained:
+                # As soon as it is known: the kernel may be waiting for it.
+                ends = bool(running.num_behind) or running.is_over
+                self._launches.allow(column, None if ends else running.sampler.allowed())
+                if ends:
+                    settled[column] = None
+        except RequestError as error:
+            self._launches.allow(column, None)
+            settled[column] = error
+            return error
+        return outcome
 
     def stop(self) -> None:
         """See Executor."""
@@ -351,6 +395,7 @@ def _choice(sampler: Sampler) -> Choice | None:
     """How tokens are chosen from here on; None if every one is that with the largest logit."""
     params, ending_ids = sampler.params, sampler.stop_test.ending_ids
     is_banned = len(sampler.output_ids) < params.min_tokens and bool(ending_ids)
-    if params.is_greedy and not (params.has_penalties or params.logit_bias or is_banned):
+    is_plain = not (params.has_penalties or params.logit_bias or is_banned)
+    if params.is_greedy and is_plain and not sampler.is_constrained:
         return None
-    return Choice(params, sampler.counts, ending_ids)
+    return Choice(params, sampler.counts, ending_ids, sampler.allowed())

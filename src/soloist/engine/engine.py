@@ -38,6 +38,7 @@ from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
+from soloist.text.grammar import Grammar, Grammars
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -202,6 +203,11 @@ class Engine:
         """
         return ChatTemplate.from_folder(self._folder)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like, for this model's tokens."""
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
     @property
     def traffic(self) -> Traffic:
         """What tokens make the device read."""
@@ -218,7 +224,11 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, cancel: Cancel | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        cancel: Cancel | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[Chunk | Completion]:
         """Answer one prompt: chunks as tokens come, one completion at the end.
 
@@ -226,6 +236,7 @@ class Engine:
             prompt: text, or token ids.
             params: how to sample and when to stop.
             cancel: ends the request at its next token once set.
+            grammar: of the answer, made by `grammars`.
 
         Raises:
             RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
@@ -235,7 +246,11 @@ class Engine:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check_prompt(prompt_ids, params.max_tokens)
         params.check_vocabulary(self.config.vocab_size)
-        return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
+        sampler = Sampler(
+            params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
+            None if grammar is None else grammar.start(),
+        )  # fmt: skip
+        return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
 
     def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
         """Refuse a prompt that cannot be answered with so many tokens.
@@ -256,11 +271,10 @@ class Engine:
     def _events(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        sampler: Sampler,
         cancel: Cancel,
         accepted: float,
     ) -> Iterator[Chunk | Completion]:
-        sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
 
         def was_read(running: Running) -> None:

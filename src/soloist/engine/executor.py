@@ -19,14 +19,27 @@ from soloist.sampling.logprobs import TokenLogprobs, logprobs
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A token that was chosen; the sampler has observed it."""
+    """A token that was chosen; the sampler has observed it.
+
+    Attributes:
+        token_id: which one.
+        logprobs: where they are wanted.
+        forced: tokens behind it, observed too, that were not chosen: no others could follow.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    forced: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.token_id, *self.forced)
 
 
-# What a round brings for one sequence: a token, or why none can be chosen any more.
-Outcome = Picked | RequestError
+# What a round brings for one sequence: a token; why none can be chosen any more; or nothing, since
+# the sequence waits for the next rounds.
+Outcome = Picked | RequestError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,8 @@ class Running:
         num_read: of the tokens to be read before rounds begin, how many are.
         num_to_read: the prompt, and of a sequence that was paused all of its answer but the latest
             token.
+        num_behind: tokens of the output before the latest one whose keys and values are not there:
+            forced ones, which are to be fed together.
         divergence: where the prompt leaves one that is kept, if it does.
     """
 
@@ -68,7 +83,7 @@ class Running:
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> None:
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
-        self.num_cached = self.num_spilled = self.num_read = 0
+        self.num_cached = self.num_spilled = self.num_read = self.num_behind = 0
         self.num_to_read = len(prompt_ids)
         self.divergence: Divergence | None = None
 
@@ -91,6 +106,17 @@ class Running:
     def position(self) -> int:
         """Of the latest token."""
         return len(self.prompt_ids) + len(self.sampler.output_ids) - 1
+
+    @property
+    def ids_behind(self) -> list[int]:
+        """The tokens that `num_behind` counts; the last one is right before the latest token."""
+        made = self.sampler.output_ids
+        return made[len(made) - 1 - self.num_behind : len(made) - 1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow, by length or by the form of the answer."""
+        return self.num_wanted <= 0 or self.sampler.is_complete
 
 
 class Executor(ABC):
@@ -154,7 +180,7 @@ class Executor(ABC):
             The first token; None where more is to be read, or the sequence was paused and has it.
 
         Raises:
-            BadLogits: no first token can be chosen.
+            BadLogits, GrammarFailed: no first token can be chosen.
             DeviceError: the device failed.
         """
 
@@ -162,9 +188,9 @@ class Executor(ABC):
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
         """Rounds as they come, with one outcome for each of `running`, in that order.
 
-        Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens,
-        or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops what the
-        device made meanwhile. Before, `make_room` said that there is room.
+        Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens
+        or its form, or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops
+        what the device made meanwhile. Before, `make_room` said that there is room.
 
         Raises:
             DeviceError: the device failed.
@@ -197,6 +223,7 @@ class Executor(ABC):
 
         Raises:
             BadLogits: the best score is NaN or infinite.
+            GrammarFailed: the answer cannot get its form any more.
             DeviceError: the device failed.
         """
         running = self.open(prompt_ids, sampler)
@@ -208,13 +235,14 @@ class Executor(ABC):
                     return
                 picked = self.read(running)
             on_read(running)
-            yield picked.token_id
-            while running.num_wanted > 0 and not cancelled():
+            yield from picked.token_ids
+            while not running.is_over and not cancelled():
                 with closing(self.rounds([running], running.num_wanted)) as rounds:
                     for (outcome,) in rounds:
                         if isinstance(outcome, RequestError):
                             raise outcome
-                        yield outcome.token_id
+                        if outcome is not None:
+                            yield from outcome.token_ids
                         if cancelled():
                             return
         finally:
@@ -226,6 +254,7 @@ def pick(running: Running, logits: Tensor) -> Picked:
 
     Raises:
         BadLogits: the best score is NaN or infinite.
+        GrammarFailed: no token is allowed.
     """
     token_id = running.sampler.pick(logits, running.position + 1)
     running.sampler.observe(token_id)
@@ -233,6 +262,26 @@ def pick(running: Running, logits: Tensor) -> Picked:
 
 
 def picked(running: Running, token_id: int, logits: Tensor) -> Picked:
-    """A token with what the request wants to know of the logits [V] it was chosen from."""
+    """An observed token, what is to be known of its logits [V], and what must follow it."""
     wanted = running.top_logprobs
-    return Picked(token_id, None if wanted is None else logprobs(logits, token_id, wanted))
+    if wanted is not None:
+        return Picked(token_id, logprobs(logits, token_id, wanted))
+    return Picked(token_id, forced=take_forced(running))
+
+
+def take_forced(running: Running, least: int = 1) -> tuple[int, ...]:
+    """Append what must follow without asking the model, if that is at least so many tokens.
+
+    Where log probabilities are wanted nothing is: they need logits, so forced tokens come one a
+    round, each the only one allowed.
+    """
+    taken: list[int] = []
+    while True:
+        span = list(running.sampler.forced_ids)[: running.num_wanted]
+        if not span or len(taken) + len(span) < least:
+            break
+        for token_id in span:
+            running.sampler.observe(token_id)
+        taken += span
+    running.num_behind += len(taken)
+    return tuple(taken)

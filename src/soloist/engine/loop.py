@@ -22,6 +22,7 @@ from soloist.engine.ticket import Ticket
 from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import Constraint
 from soloist.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class EngineLoop:
         shown_ids: AbstractSet[int] = frozenset(),
         listen: Callable[[], None] = lambda: None,
         accepted: float | None = None,
+        constraint: Constraint | None = None,
     ) -> Ticket:
         """Queue a request.
 
@@ -151,6 +153,7 @@ class EngineLoop:
             shown_ids: special tokens that are part of the text.
             listen: called in the loop's thread when `take` has something; must not block.
             accepted: when the request came, by `time.perf_counter`; default: now.
+            constraint: the form that the answer must have; taken over.
 
         Raises:
             QueueFull: as many wait as may.
@@ -158,7 +161,8 @@ class EngineLoop:
             RequestError: token ids outside the vocabulary.
         """
         accepted = time.perf_counter() if accepted is None else accepted
-        sampler = Sampler(params, self._vocab_size, prompt_ids, self._tokenizer.eos_ids)
+        eos_ids = self._tokenizer.eos_ids
+        sampler = Sampler(params, self._vocab_size, prompt_ids, eos_ids, constraint)
         answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted, shown_ids)
         ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._news)
         job = _Job(ticket, sampler, answer, accepted)
@@ -371,11 +375,15 @@ class EngineLoop:
             job.is_over = self._has_news = True
             job.ticket.put(Failure(outcome), is_urgent=True)
             return
-        is_first = not job.answer.num_made
-        chunk = job.answer.take(outcome.token_id, outcome.logprobs, now)
-        job.ticket.put(chunk, is_urgent=is_first)
-        if job.answer.finish_reason is not None:
-            self._finish(job, now)
+        if outcome is None:
+            return
+        for token_id in outcome.token_ids:
+            is_first = not job.answer.num_made
+            chunk = job.answer.take(token_id, outcome.logprobs, now)
+            job.ticket.put(chunk, is_urgent=is_first)
+            if job.answer.finish_reason is not None:
+                self._finish(job, now)
+                return
 
     def _finish(self, job: _Job, now: float) -> None:
         job.answer.decode_bytes += self._burst.num_bytes

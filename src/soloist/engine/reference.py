@@ -8,7 +8,7 @@ from torch import Tensor
 from soloist.engine.executor import Executor, KeptTokens, Outcome, Picked, Running, pick
 from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
-from soloist.errors import BadLogits
+from soloist.errors import RequestError
 from soloist.model.config import ModelConfig
 from soloist.model.memory import CHUNK_TOKENS
 from soloist.model.weights import Weights
@@ -152,17 +152,26 @@ class ReferenceModel(Executor):
         self._is_asked_to_stop = False
         for _ in range(min(most, *(r.num_wanted for r in running))):
             yield [self._outcome(r) for r in running]
-            if self._is_asked_to_stop:
+            if self._is_asked_to_stop or any(r.is_over for r in running):
                 return
 
     def _outcome(self, running: Running) -> Outcome:
         assert isinstance(running, _Running), "opened here"
         self._token.fill_(running.last)
-        logits = self.reference.forward(self._token, running.position, running.cache)
+        ids, start = self._token, running.position
+        while running.num_behind:
+            behind = running.ids_behind[: self._chunk_tokens]
+            start = running.position - running.num_behind
+            running.num_behind -= len(behind)
+            if running.num_behind:
+                self.reference.forward(ids.new_tensor(behind), start, running.cache, "none")
+            else:
+                ids = ids.new_tensor([*behind, running.last])
+        logits = self.reference.forward(ids, start, running.cache, "last")
         assert logits is not None, "the last row was asked for"
         try:
             return pick(running, logits[0])
-        except BadLogits as error:
+        except RequestError as error:
             return error
 
     def stop(self) -> None:

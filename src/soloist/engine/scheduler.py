@@ -114,6 +114,7 @@ class Scheduler(Generic[Key]):
         (self._reading if key in self._reading else self._decoding).remove(key)
         self._waiting.appendleft(key)
         self._is_blocked = True
+        self._decode_is_due = True  # streams that wait have not gone on
         return key
 
     def was_read(self, key: Key) -> None:

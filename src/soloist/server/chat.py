@@ -25,9 +25,10 @@ from soloist.server.parts import (
     part_format,
     shown_ids,
 )
-from soloist.server.problems import invalid, unsupported
+from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, shape_of
 from soloist.server.sse import DONE, Events, event, with_errors
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartFormat
@@ -47,8 +48,13 @@ async def chat_completions(request: Request) -> Response:
     asked.check_stream_options()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only beside logprobs: true")
-    given = [asked.messages, asked.tools]
-    one, style, prompt_end = await elsewhere(given, lambda: _prepared(ready.engine, asked))
+    given, shape = [asked.messages, asked.tools], shape_of(asked)
+    use = _tool_use(asked)
+    one, style, prompt_end = await elsewhere(
+        given,
+        lambda: _prepared(ready.engine, asked, shape, use),
+        is_slow=shape is not None or bool(use.field),
+    )
     answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = _Chat(ready, asked, request_id, model, one)
@@ -80,11 +86,18 @@ def room(engine: Engine, prompt_ids: list[int], wanted: int | None) -> int:
     return wanted
 
 
-def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, PartFormat, str]:
-    """What to ask of the engine, what its answer looks like, and how the prompt ends."""
+def _tool_use(asked: ChatRequest) -> ToolUse:
     checked_tools(asked.tools or ())
-    if asked.offered_tools and asked.parallel_tool_calls is False:
-        raise unsupported("parallel_tool_calls", "true beside tools")
+    choice, tools = openai_choice(asked.tool_choice), asked.offered_tools or ()
+    strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
+    several = asked.parallel_tool_calls is not False
+    return ToolUse(tools, strict, choice, several, "tools[{}].function.parameters")
+
+
+def _prepared(
+    engine: Engine, asked: ChatRequest, shape: Shape | None, use: ToolUse
+) -> tuple[Asked, PartFormat, str]:
+    """What to ask of the engine, what its answer looks like, and how the prompt ends."""
     wanted = asked.max_completion_tokens
     if wanted is None:
         wanted = asked.max_tokens
@@ -98,8 +111,10 @@ def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, PartFormat, st
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
     wanted = (asked.top_logprobs or 0) if asked.logprobs else None
-    one = Asked(prompt_ids, params, wanted, shown_ids(engine, style))
-    return one, style, text[-PROMPT_END:]
+    end = text[-PROMPT_END:]
+    grammar = grammar_of(engine, shape, use, style, end)
+    one = Asked(prompt_ids, params, wanted, shown_ids(engine, style), grammar)
+    return one, style, end
 
 
 class _Chat:

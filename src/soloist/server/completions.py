@@ -20,6 +20,7 @@ from soloist.server.names import served_name
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts, elsewhere
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, plain_grammar, shape_of
 from soloist.server.sse import DONE, Events, event, with_errors
 from soloist.server.tracing import TEXT, RequestTrace
 
@@ -38,7 +39,10 @@ async def completions(request: Request) -> Response:
     asked.check_stream_options()
     if asked.echo and asked.logprobs is not None:
         raise unsupported("logprobs beside echo", "either of them")
-    prompts = await elsewhere(asked.prompt, lambda: _prepared(ready.engine, asked))
+    shape = shape_of(asked)
+    prompts = await elsewhere(
+        asked.prompt, lambda: _prepared(ready.engine, asked, shape), is_slow=shape is not None
+    )
     answers = [
         replace(one, params=params)
         for one in prompts
@@ -55,7 +59,7 @@ async def completions(request: Request) -> Response:
     return json_reply(texts.whole(await collect(request, generation)))
 
 
-def _prepared(engine: Engine, asked: CompletionRequest) -> list[Asked]:
+def _prepared(engine: Engine, asked: CompletionRequest, shape: Shape | None) -> list[Asked]:
     wanted = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     params = asked.params(wanted)
     params.check_vocabulary(engine.config.vocab_size)
@@ -64,7 +68,8 @@ def _prepared(engine: Engine, asked: CompletionRequest) -> list[Asked]:
         raise invalid("prompt", "an empty list; give at least one prompt")
     for ids in prompts:
         room(engine, ids, wanted)
-    return [Asked(ids, params, asked.logprobs) for ids in prompts]
+    grammar = plain_grammar(engine, shape)
+    return [Asked(ids, params, asked.logprobs, grammar=grammar) for ids in prompts]
 
 
 class _Texts:

@@ -56,6 +56,8 @@ def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         match tool:
             case {"type": str(kind)} if kind != "custom":
                 raise unsupported(f"tools[{index}].type", "'custom'")
+            case {"strict": given} if given not in (None, True, False):
+                raise invalid(f"tools[{index}].strict", "expected true or false")
             case {"name": str(name), "input_schema": dict(schema)} if name:
                 function = {
                     "name": name, "description": tool.get("description", ""), "parameters": schema,

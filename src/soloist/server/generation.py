@@ -21,6 +21,7 @@ from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
 from soloist.server.problems import Problem, problem_of
 from soloist.server.tracing import RequestTrace
+from soloist.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Asked:
     params: SamplingParams
     top_logprobs: int | None = None
     shown_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Generation:
                         shown_ids=one.shown_ids,
                         listen=self._listen,
                         accepted=accepted,
+                        constraint=None if one.grammar is None else one.grammar.start(),
                     )
                 )
         except SoloistError as error:

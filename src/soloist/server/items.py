@@ -58,8 +58,10 @@ def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise unsupported(f"tools[{index}].type", "'function'")
-        if tool.get("strict"):
-            raise unsupported(f"tools[{index}].strict", "false")
+        if tool.get("strict") not in (None, True, False):
+            raise invalid(f"tools[{index}].strict", "expected true or false")
+        if not isinstance(tool.get("parameters", {}), dict | None):
+            raise invalid(f"tools[{index}].parameters", "expected a JSON schema, an object")
         if not isinstance(tool.get("name"), str):
             raise invalid(f"tools[{index}].name", "expected the function's name")
         function = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k)}

@@ -37,9 +37,18 @@ def part_format(engine: Engine, tools: Sequence[Mapping[str, Any]]) -> PartForma
 
 def shown_ids(engine: Engine, style: PartFormat) -> frozenset[int]:
     """Marks that are special tokens, which a text otherwise leaves out."""
+    return frozenset(special_marks(engine, style).values())
+
+
+def special_marks(engine: Engine, style: PartFormat) -> dict[str, int]:
+    """Those marks that are special tokens, with their ids."""
     tokenizer = engine.tokenizer
-    marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in style.marks]
-    return frozenset(ids[0] for ids in marks if len(ids) == 1) & tokenizer.special_ids
+    marks = {mark: tokenizer.encode(mark, add_special_tokens=False) for mark in style.marks}
+    return {
+        mark: ids[0]
+        for mark, ids in marks.items()
+        if len(ids) == 1 and ids[0] in tokenizer.special_ids
+    }
 
 
 def _json_parameters(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
@@ -75,14 +84,20 @@ def checked_tools(tools: Sequence[dict[str, Any]]) -> None:
     for index, tool in enumerate(tools):
         match tool:
             case {"type": "function", "function": {"name": str(name), **rest}} if name:
-                if rest.get("strict"):
-                    raise unsupported(f"tools[{index}].function.strict", "false")
+                _check_parameters(rest, f"tools[{index}].function")
             case {"type": str(kind)} if kind != "function":
                 raise unsupported(f"tools[{index}].type", "'function'")
             case _:
                 raise invalid(
                     f"tools[{index}]", 'expected {"type": "function", "function": {"name": …}}'
                 )
+
+
+def _check_parameters(function: Mapping[Any, Any], place: str) -> None:
+    if not isinstance(function.get("parameters", {}), dict | None):
+        raise invalid(f"{place}.parameters", "expected a JSON schema, which is an object")
+    if function.get("strict") not in (None, True, False):
+        raise invalid(f"{place}.strict", "expected true or false")
 
 
 class Teller:

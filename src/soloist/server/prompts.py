@@ -22,14 +22,15 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 Made = TypeVar("Made")
 
 
-async def elsewhere(given: object, make: Callable[[], Made]) -> Made:
-    """`make()`, in a thread where `given` is long, so that streams go on meanwhile.
+async def elsewhere(given: object, make: Callable[[], Made], *, is_slow: bool = False) -> Made:
+    """`make()`, in a thread where `given` is long or it `is_slow`, so that streams go on meanwhile.
 
     Raises:
         Problem: the request is nested too deeply to be looked at.
     """
     try:
-        return make() if size_of(given) <= INLINE_CHARACTERS else await asyncio.to_thread(make)
+        is_quick = not is_slow and size_of(given) <= INLINE_CHARACTERS
+        return make() if is_quick else await asyncio.to_thread(make)
     except RecursionError as error:
         raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
 
