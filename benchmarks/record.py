@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,9 @@ def _running(service: Service) -> Iterator[None]:
     missing = [package for package in service.needs if find_spec(package) is None]
     if missing:
         raise SystemExit(f"{service.name} needs more: pip install {' '.join(missing)}")
+    with socket.socket() as probe:
+        if probe.connect_ex(("localhost", service.port)) == 0:
+            raise SystemExit(f"port {service.port} is taken: {service.name} needs it")
     starts = f"import runpy; runpy.run_module({service.module!r}, run_name='__main__')"
     if service.module.startswith("transformers"):
         starts = f"from {service.module} import main; main()"
@@ -118,7 +122,8 @@ def _wait_for(url: str, process: "subprocess.Popen[bytes]", name: str) -> None:
     while process.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=10):
-                return
+                if process.poll() is None:
+                    return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     raise SystemExit(f"{name} did not start: {url} gives no answer")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import socket
 import subprocess
 from pathlib import Path
 
@@ -56,3 +57,10 @@ def test_a_service_that_lacks_a_package(script) -> None:
     service = script.Service("x serve", 1, "x", "serve", needs=("no_such_package",))
     with pytest.raises(SystemExit, match="pip install no_such_package"):
         script._running(service).__enter__()
+
+
+def test_a_service_whose_port_is_taken(script) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        service = script.Service("x serve", other.getsockname()[1], "x", "serve")
+        with pytest.raises(SystemExit, match="is taken"):
+            script._running(service).__enter__()
