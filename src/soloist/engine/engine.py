@@ -150,9 +150,8 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
-        has_kernel = support.plan is not None
         host_bytes = host_cache_bytes(
-            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+            asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
         home = torch.device("cpu") if is_staged else device
         with early_files(upload, home) as open_stored:
