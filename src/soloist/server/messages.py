@@ -30,7 +30,7 @@ from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
-# What Anthropic does where these fields are left out, and what is done here: clients send both.
+# What Anthropic does where the field is left out, and what is done here: clients send it.
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
