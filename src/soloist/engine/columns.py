@@ -8,7 +8,6 @@ in which every sequence has a column.
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from soloist.engine.executor import Executor, Outcome, Picked, Running, pick, picked
@@ -34,6 +33,10 @@ class Launches(Protocol):
     max_rounds: int
     logits: Tensor
     page_tables: Tensor
+
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """The first pages of a sequence."""
+        ...
 
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         """Start a launch."""
@@ -149,7 +152,7 @@ class KernelExecutor(Executor):
         slot, pages = self._free_slots.pop(), kept + own
         if self._rows[slot][:wanted] != pages:
             self._rows[slot][:wanted] = pages
-            self._launches.page_tables[slot, :wanted].copy_(torch.tensor(pages, dtype=torch.int32))
+            self._launches.write_pages(slot, pages)
         running = _Running(prompt_ids, sampler, top_logprobs, slot, pages)
         running.owned = set(own)
         if match is not None:
