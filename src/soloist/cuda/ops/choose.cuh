@@ -62,15 +62,18 @@ __device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
 }
 // All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells.
 __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, u32 note) {
-  const u32 t = threadIdx.x;
-  sync_consumers();  // thread r tells rank r of what all threads of the block have stored there
-  if (t < kRanks) {
+  sync_consumers();
+  // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below. And all ranks
+  // hear of the same wish, which may change meanwhile.
+  if (threadIdx.x == 0) {
     __threadfence_system();
-    release_to_peer(arrivals(params.peers[t], params.rank) + block, 2 * (round + 1) + note);
+#pragma unroll
+    for (u32 r = 0; r < kRanks; ++r)
+      store_to_peer(arrivals(params.peers[r], params.rank) + block, 2 * (round + 1) + note);
   }
   const u32* words = arrivals(params.workspace, 0);
 #pragma unroll 1
-  for (u32 i = t; i < kRanks * kNumBlocks; i += kConsumerThreads)
+  for (u32 i = threadIdx.x; i < kRanks * kNumBlocks; i += kConsumerThreads)
     while (acquire_from_peers(words + i) / 2 != round + 1) {
     }
   sync_consumers();

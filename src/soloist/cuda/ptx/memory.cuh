@@ -67,10 +67,7 @@ __device__ __forceinline__ void store_to_peer(void* p, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};"
                ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// What this thread knows of is visible to whoever acquires the word, on any GPU.
-__device__ __forceinline__ void release_to_peer(u32* p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
+// What the thread of any GPU knew of that stored the word after a fence is visible from here on.
 __device__ __forceinline__ u32 acquire_from_peers(const u32* p) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
