@@ -121,7 +121,7 @@ class StartupRow:
         kernel_cache: 'warm', with all kernels compiled before, or 'cold', with none.
         runs: processes timed after one that was not, which read all files.
         total_s: from starting the process to its first token.
-        weights_s: of them, reading weights.
+        weights_s: of them, reading weights, beside imports where a GPU is used.
         kernels_s: of them, compiling kernels.
         rest_s: of them, all else: interpreter, libraries, GPU, packing, tokenizer, prompt.
         kernels_built: kernels compiled.

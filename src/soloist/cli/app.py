@@ -78,9 +78,9 @@ def run(
 
     The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, revision)
     from soloist.cli import generation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -105,7 +105,7 @@ def run(
     checked = o.checked_precision(precision)
     # One request: what others would need is not worth waiting for.
     asked = EngineConfig(model, device, checked, context, revision, prepare=False)
-    generation.run(asked, text, suffix, params, as_json=json)
+    generation.run(asked, text, suffix, params, upload, as_json=json)
 
 
 @app.command()
@@ -128,9 +128,9 @@ def chat(
 
     Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, revision)
     from soloist.cli import conversation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -145,7 +145,7 @@ def chat(
         max_tokens=max_tokens,
     )
     asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
-    conversation.chat(asked, system, params)
+    conversation.chat(asked, system, params, upload)
 
 
 @app.command()
@@ -200,6 +200,9 @@ def serve(
     The port is open at once; requests are answered with 503 until the model is loaded. SIGTERM and
     Ctrl-C let running requests finish by a deadline.
     """
+    from soloist.cli.early import begin
+
+    upload = begin(model, device, revision)
     from soloist.cli import serving
     from soloist.engine import EngineConfig
     from soloist.server.config import ServerConfig
@@ -221,7 +224,7 @@ def serve(
         model, device, checked, context, revision,
         sequences=sequences, keeps_prefixes=prefix_cache,
     )  # fmt: skip
-    serving.serve(asked, config, logs=logs, shows_text=log_text)
+    serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 
 
 @app.command()

@@ -5,7 +5,7 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.jit.upload import Upload
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -48,7 +50,7 @@ class LoadReport:
         num_parameters: of the model.
         streamed_bytes: that one decode step has to read at batch 1, KV cache apart.
         checkpoint_bytes: read from disk.
-        load_s: from opening the files to weights in place.
+        load_s: reading them, to weights in place; before torch was imported or afterwards.
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
@@ -90,13 +92,28 @@ class Engine:
         self._folder = folder
 
     @classmethod
-    def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
-        """Find, check, estimate and load a model; nothing is allocated before the estimate.
+    def load(
+        cls,
+        asked: EngineConfig,
+        on_progress: OnProgress = lambda _: None,
+        upload: Upload | None = None,
+    ) -> "Engine":
+        """Find, check, estimate and load a model; nothing more is allocated before the estimate.
+
+        Args:
+            asked: what to load.
+            on_progress: told after every tensor.
+            upload: the model's files, if they are on their way to its GPU; closed here.
 
         Raises:
             UserError: the model, its files or an option cannot be used.
             DeviceError: it does not fit, or the device does not exist.
         """
+        with nullcontext() if upload is None else closing(upload):
+            return cls._load(asked, on_progress, upload)
+
+    @classmethod
+    def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         config = read_config(folder / CONFIG_FILE)
@@ -105,6 +122,8 @@ class Engine:
         checkpoint.check(specs, FAMILIES[config.family].ignored)
         device = torch.device(resolve_device(asked.device, devices()))
         free_bytes = _free_bytes(device)
+        if upload is not None:
+            free_bytes += upload.held_bytes()  # until weights are in place
 
         @cache
         def support_in(dtype: Dtype) -> Support:
@@ -123,14 +142,15 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
-        weights = load_weights(
-            checkpoint,
-            specs,
-            resolved.dtype,
-            torch.device("cpu") if is_staged else device,
-            on_progress,
-        )
-        load_s = time.perf_counter() - start
+        home = torch.device("cpu") if is_staged else device
+        with early_files(upload, home) as open_stored:
+            weights = load_weights(
+                checkpoint, specs, resolved.dtype, home, on_progress, open_stored
+            )
+        end = time.perf_counter()
+        load_s = end - start
+        if upload is not None:
+            load_s = upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
         model: Executor
         if support.plan is None:
             model = ReferenceModel(

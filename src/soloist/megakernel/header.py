@@ -46,6 +46,8 @@ class Build:
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
         stuck_ns: how long a block may get nowhere, less than 2^32.
+        racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
+            itself what its warp's first lane tells for all, and the watchdog does not look.
     """
 
     samples: bool = False
@@ -53,6 +55,7 @@ class Build:
     ablation: int = 0
     silent_block: int | None = None
     stuck_ns: int = STUCK_NS
+    racecheck: bool = False
 
 
 # What builds leave out; the order is that of the constants in cuda/sync/wait.cuh.
@@ -75,6 +78,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
+        "kRacecheck": build.racecheck,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,

@@ -12,6 +12,7 @@ constexpr unsigned kMaxColumns = 8u;
 constexpr bool kSamples = false;
 constexpr unsigned kMaxStops = 16u;
 constexpr unsigned kStuckNs = 2000000000u;
+constexpr bool kRacecheck = false;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
 constexpr unsigned kLayers = 8u;
 constexpr unsigned kHidden = 320u;

@@ -91,9 +91,10 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     [
         Build(trace_round=3),
         Build(silent_block=3, stuck_ns=10**8),
+        Build(racecheck=True),
         *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
     ],
-    ids=["trace", "silent", *(name for name in ABLATIONS if name != "none")],
+    ids=["trace", "silent", "racecheck", *(name for name in ABLATIONS if name != "none")],
 )
 def test_builds_for_looking_inside_compile(build: Build) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
