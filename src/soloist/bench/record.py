@@ -68,7 +68,8 @@ class Row:
             that of steps times columns.
         streamed_bytes_per_token: weights that a step has to read, and KV at the middle of the run.
         bandwidth_gb_per_s: measured read bandwidth of this device, in this run.
-        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth.
+        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth of all
+            GPUs.
         speculation: whether tokens were drafted.
         output_ids_sha256: hash of the tokens made, so that runs can be compared.
         versions: of Python and the libraries that matter.

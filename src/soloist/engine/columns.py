@@ -31,8 +31,16 @@ class Launches(Protocol):
     """What generating needs of a `Decoder`."""
 
     max_rounds: int
-    logits: Tensor
-    page_tables: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[8, at least V] fp32, of the last round."""
+        ...
+
+    @property
+    def page_tables(self) -> Tensor:
+        """[sequences, pages] int32, to be read; `write_pages` changes them."""
+        ...
 
     def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
         """The first pages of a sequence."""

@@ -24,8 +24,6 @@ from soloist.megakernel.header import MAX_STOPS, Build, header
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
 from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
-from soloist.megakernel.sharding import shard
-from soloist.megakernel.share import Share
 from soloist.megakernel.trace import num_words
 from soloist.model.weights import TORCH_DTYPES, Weights
 
@@ -150,8 +148,9 @@ class Decoder:
 
     Args:
         plan: what to build.
-        weights: row-major tensors on the GPU; entries are taken out as they are packed, so that not
-            all of them lie in memory twice (unless `keep_rows`).
+        weights: row-major tensors of the rank's share (`shard_all`), best on the GPU; entries are
+            taken out as they are packed, so that not all of them lie in memory twice (unless
+            `keep_rows`).
         rope: [positions, D / 2, 2] cosine and sine, fp32.
         pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads.
         rank: which of the plan's ranks this is; see `Ranks` for launches of several.
@@ -181,7 +180,7 @@ class Decoder:
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.rank = rank
         self.image, self.vectors, self._embedding = _load_image(
-            plan, weights, device, rank, keep_rows=keep_rows
+            plan, weights, device, keep_rows=keep_rows
         )
         self._cache = cache
         self.load(build)
@@ -445,15 +444,10 @@ def _fresh_workspace(plan: Plan) -> Tensor:
 
 
 def _load_image(
-    plan: Plan, weights: Weights, device: torch.device, rank: int, *, keep_rows: bool
+    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
-    whole = weights.__getitem__ if keep_rows else weights.pop
-    share = Share(plan.model, plan.ranks, rank)
-
-    def take(name: str) -> Tensor:
-        return shard(share, name, whole(name))
-
+    take = weights.__getitem__ if keep_rows else weights.pop
     dtype = TORCH_DTYPES[plan.dtype]
     image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=dtype, device=device)
     vectors = torch.zeros(
@@ -472,9 +466,9 @@ def _load_image(
             start = plan.layer_vector_values * layer + buffer.offset // 4
             vectors[start : start + values.numel()] = values
     vectors[-plan.model.hidden_size :] = take("final_norm").float()
-    tied = plan.model.tied_head
-    embedding = whole("embedding")
-    head = shard(share, "head", embedding) if tied else take("head")
+    tied = plan.share.tied_head
+    embedding = take("embedding")
+    head = embedding if tied else take("head")
     place(plan, plan.head, 0, pack(plan, plan.head, head.to(device, dtype)), image)
-    table = None if plan.share.tied_head else embedding.to(device, dtype).contiguous()
+    table = None if tied else embedding.to(device, dtype).contiguous()
     return image, vectors, table

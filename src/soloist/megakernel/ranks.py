@@ -57,9 +57,7 @@ class Ranks:
     @property
     def logits(self) -> Tensor:
         """[8, at least V] of the last round, fetched from all ranks to the first one's GPU."""
-        out = torch.empty(
-            MAX_COLUMNS, self.plan.sampled_rows, device=self.decoders[0].pool.device
-        )
+        out = torch.empty(MAX_COLUMNS, self.plan.sampled_rows, device=self.decoders[0].pool.device)
         self._gather([d.logits for d in self.decoders], out)
         return out
 
@@ -93,8 +91,7 @@ class Ranks:
         if logits is not None:
             rows = self.decoders[0].logits.shape[1]
             parts = [
-                torch.zeros(rounds, len(columns), rows, device=d.pool.device)
-                for d in self.decoders
+                torch.zeros(rounds, len(columns), rows, device=d.pool.device) for d in self.decoders
             ]
             self._kept = (parts, logits)
         for rank, decoder in enumerate(self.decoders):
@@ -160,6 +157,10 @@ class Ranks:
         """`start`, then all tokens."""
         self.start(columns, rounds, logits=logits)
         return list(self.tokens())
+
+
+# What starts launches, of one rank or several.
+Launcher = Decoder | Ranks
 
 
 def _require_fit(device: int, blocks: int) -> None:

@@ -209,9 +209,7 @@ class FusedElementwise(Elementwise):
         self,
         entry: str,
         blocks: int,
-        args: tuple[
-            ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...
-        ],
+        args: tuple[ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...],
         threads: int = THREADS,
     ) -> None:
         self._modules[entry].launch(blocks, threads, 0, args, self._stream, cooperative=False)

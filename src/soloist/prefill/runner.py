@@ -229,7 +229,7 @@ class Prefill(PromptRunner):
         memory = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.device(device):
             if self._recorder is None:
-                self._recorder = torch.cuda.Stream(device)
+                self._recorder = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.graph(graph, pool=memory, stream=self._recorder):
                 self._forward(chunk, want_logits=True)
         self._graphs[chunk.num_rows] = graph

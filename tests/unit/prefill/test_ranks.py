@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from soloist.megakernel.share import Share, share_of
 from soloist.megakernel.sharding import shard_all
+from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.prefill.pages import PagePool
 from soloist.prefill.ranks import RankPrefill, RanksPrefill
 from soloist.prefill.runner import MakeElementwise
 from unit.prefill.models import MODELS, matrices, random_weights, vectors
-from unit.prefill.test_fused import fused, near, on_cuda
+from unit.prefill.test_fused import fused, near
 from unit.prefill.test_runner import SCATTERED, TOKENS, prefill, prompt, reference_logits
 
 CPU = torch.device("cpu")
@@ -38,9 +38,7 @@ def spread(
         made = {} if elementwise is None else {"elementwise": elementwise}
         held = matrices(weights, dtype)
         parts.append(
-            RankPrefill(
-                share, held.__getitem__, vectors(weights), pool, most_tokens=256, **made
-            )
+            RankPrefill(share, held.__getitem__, vectors(weights), pool, most_tokens=256, **made)
         )
     return RanksPrefill(parts)
 
