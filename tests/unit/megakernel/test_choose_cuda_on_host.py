@@ -68,7 +68,8 @@ struct Thread {
 };
 static Thread threads[kAll];
 static ucontext_t scheduler;
-alignas(128) static u8 memory[kRanks * kNumBlocks][kRingSlots * kSlotBytes + kShControl + kShControlBytes];
+constexpr u32 kBlockBytes = kRingSlots * kSlotBytes + kShControl + kShControlBytes;
+alignas(128) static u8 memory[kRanks * kNumBlocks][kBlockBytes];
 alignas(128) static u8 exchanges[kRanks][kWsLogits + kWsLogitsBytes + 128];
 static Params all_params[kRanks];
 static u32* tokens;
@@ -98,7 +99,8 @@ u32 acquire_from_peers(const u32* p) {
 static void share_logits(const Params& params, u32 round) {
   const float* made = params.logits + round * params.launch->logits_round_stride;
   for (u32 c = 0; c < params.launch->columns; ++c) {
-    for (u32 row = first_unit<Head>(blockIdx.x) * 8 + threadIdx.x; row < first_unit<Head>(blockIdx.x + 1) * 8;
+    const u32 end = first_unit<Head>(blockIdx.x + 1) * 8;
+    for (u32 row = first_unit<Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
          row += kConsumerThreads) {
       const u32 id = params.rank * kShareVocab + row;
       if (row >= kShareVocab || id >= kVocab) continue;
@@ -125,7 +127,8 @@ static void body() {
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
-      if (blockIdx.x == 0) tokens[(rank * control.rounds + round) * kMaxColumns + c] = control.chosen[c];
+      const u32 at = rank * control.rounds + round;
+      if (blockIdx.x == 0) tokens[at * kMaxColumns + c] = control.chosen[c];
       const bool is_given = static_cast<i32>(round + 1) < params.launch->column[c].forced;
       observe(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
                                               : min(control.chosen[c], kVocab - 1));
@@ -150,7 +153,8 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
     params.logits = const_cast<float*>(logits);
     params.forced = forced;
     if (r == 0) params.yield = yield;  // the others are told
-    params.sample = {seen + r * kValues, adjusted + r * kValues, workspace + r * kSampleWorkspaceBytes, ids, values};
+    u8* own = workspace + r * kSampleWorkspaceBytes;
+    params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
     params.rank = r;
     params.workspace = exchanges[r];
     for (u32 p = 0; p < kRanks; ++p) params.peers[p] = exchanges[p];

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from soloist.jit.peers import allow_access
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
+from soloist.prefill.elementwise import OwnRows
 from soloist.prefill.pages import PagePool
 from soloist.prefill.ranks import RankPrefill, RanksPrefill
 from soloist.prefill.runner import MakeElementwise
@@ -112,8 +114,6 @@ def test_prompts_on_ranks_that_share_a_gpu(
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("name", ["biases", "qwen3"])
 def test_prompts_on_two_gpus_and_their_graphs(name: str, tmp_path: Path) -> None:
-    from soloist.jit.peers import allow_access
-
     config, ids = MODELS[name], prompt(MODELS[name])
     wanted = reference_logits(config, ids)
     allow_access([0, 1])
@@ -163,8 +163,6 @@ def test_a_sum_over_ranks_is_the_definitions(has_parts: bool, tmp_path: Path) ->
                 own = range(rows * i // ranks, rows * (i + 1) // ranks)
                 mine = residual[own.start : own.stop].cuda()
                 weights = e[i].layers[0]
-                from soloist.prefill.elementwise import OwnRows
-
                 e[i].sum_norm(
                     reaches[i], OwnRows(own, mine, last_row), weights.down_bias, weights.mlp_norm,
                     has_parts=has_parts,
