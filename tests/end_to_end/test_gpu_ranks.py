@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop
+from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
 from soloist.engine.kernel import KernelModel
 from soloist.errors import LaunchError
 from soloist.megakernel.choice import Choice
@@ -141,8 +142,11 @@ PARAMS = {
 
 
 @cache
-def engine(ranks: int) -> Engine:
-    """étude on so many ranks that share GPU 0, or on one."""
+def engine(ranks: int, _for: str = "requests") -> Engine:
+    """étude on so many ranks that share GPU 0, or on one.
+
+    Launches by hand have one of their own: requests take pages as they like.
+    """
     shared = (0,) * ranks if ranks > 1 else ()
     asked = EngineConfig(
         "etude", device="cuda:0", context_tokens=2048, sequences=2, rank_devices=shared
@@ -155,7 +159,7 @@ def engine(ranks: int) -> Engine:
 
 
 def kernel_model(ranks: int) -> KernelModel:
-    model = engine(ranks).model
+    model = engine(ranks, "launches").model
     assert isinstance(model, KernelModel)
     return model
 
@@ -202,19 +206,23 @@ REQUESTS = {
 NEAR_TIE = 0.25
 
 
+def require_near_ties(ids: list[int], made: list[int]) -> None:
+    """Greedy tokens are the best ones by the logits of one rank, or nearly."""
+    vocab = engine(1).config.vocab_size
+    logits = forced_logits(kernel_model(1).decoder, vocab, [*ids, *made[:-1]], 8, 512)
+    logits = logits[len(ids) - 1 :].cpu()
+    chosen = logits[torch.arange(len(made)), made]
+    assert (logits.amax(1) - chosen).max() < NEAR_TIE
+    assert (logits.argmax(1) == torch.tensor(made)).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["riding", "long"])
 def test_requests_are_those_of_one_gpu_but_for_near_ties(name: str, ranks: int) -> None:
     text, params = REQUESTS[name]
     *_, end = engine(ranks).generate(text, params)
     assert isinstance(end, Completion)
-    made, ids = list(end.token_ids), ids_of(text)
-    decoder, vocab = kernel_model(1).decoder, engine(1).config.vocab_size
-    given = [*ids, *made[:-1]]
-    logits = forced_logits(decoder, vocab, given, 8, 512)[len(ids) - 1 :].cpu()
-    chosen = logits[torch.arange(len(made)), made]
-    assert (logits.amax(1) - chosen).max() < NEAR_TIE
-    assert (logits.argmax(1) == torch.tensor(made)).float().mean() > 0.9
+    require_near_ties(ids_of(text), list(end.token_ids))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -236,9 +244,7 @@ def _end(loop: EngineLoop, ids: list[int], params: SamplingParams) -> tuple[int,
     return _finished(loop.submit(ids, params))
 
 
-def _finished(ticket: object) -> tuple[int, ...]:
-    import time
-
+def _finished(ticket: Ticket) -> tuple[int, ...]:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for event in ticket.take():
@@ -249,20 +255,17 @@ def _finished(ticket: object) -> tuple[int, ...]:
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("name", REQUESTS)
-def test_two_gpus_make_the_tokens_of_two_ranks_on_one(name: str) -> None:
+@pytest.mark.parametrize("name", ["riding", "long"])
+def test_requests_on_two_gpus_are_those_of_one_but_for_near_ties(name: str) -> None:
     text, params = REQUESTS[name]
     apart = Engine.load(EngineConfig("etude", device="cuda", context_tokens=2048, gpus=2))
     assert apart.resolved.num_gpus == 2
-    texts = []
-    for one in (apart, engine(2)):
-        *_, end = one.generate(text, params)
-        assert isinstance(end, Completion)
-        texts.append(end.token_ids)
-    shorter = min(map(len, texts))
-    same = sum(a == b for a, b in zip(*texts, strict=False))
-    # Plans differ in how many blocks they have, and so in the order of sums within a rank.
-    assert same > 0.5 * shorter
+    *_, end = apart.generate(text, params)
+    assert isinstance(end, Completion)
+    require_near_ties(ids_of(text), list(end.token_ids))
+    *_, again = apart.generate(text, params)
+    assert isinstance(again, Completion)
+    assert again.token_ids == end.token_ids
 
 
 @pytest.mark.gpus(2)

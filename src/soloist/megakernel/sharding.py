@@ -40,12 +40,12 @@ def shard(share: Share, name: str, values: Tensor) -> Tensor:
 
 
 def shard_all(share: Share, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a rank, of a model whose weights are `weights`.
+    """A rank's parts of all or some of a model's tensors.
 
     On several ranks there are both the whole embedding and a head, also where the model ties them.
     """
     parts = {name: shard(share, name, values) for name, values in weights.items()}
-    if share.ranks > 1 and share.whole.tied_head:
+    if share.ranks > 1 and share.whole.tied_head and "embedding" in weights:
         parts["head"] = shard(share, "head", weights["embedding"])
     return parts
 

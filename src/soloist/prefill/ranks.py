@@ -13,7 +13,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from soloist.errors import LaunchError
+from soloist.errors import DeviceError, LaunchError
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.prefill.elementwise import Chunk, Heads, OwnRows, Reach, TorchElementwise, Vectors
@@ -183,7 +183,7 @@ class RanksPrefill(PromptRunner):
             logits = torch.cat([rank.logits.to(device) for rank in self.ranks])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # whoever fails is named here
-        except RuntimeError as error:
+        except (RuntimeError, DeviceError) as error:
             stuck = (rank.fused.failure for rank in self.ranks if rank.fused is not None)
             reason = str(error).splitlines()[0]
             failure = LaunchError("a prompt on several GPUs", reason)
