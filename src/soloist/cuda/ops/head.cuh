@@ -92,28 +92,30 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  constexpr u32 kEach = (kNumBlocks + 31) / 32;
+  // Of several ranks some at once, as far as registers go: each time is a trip to the L2.
+  constexpr u32 kEach = (kNumBlocks + 31) / 32, kAtOnce = kRanks < 4 ? kRanks : 4;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
-  for (u32 rank = 0; rank < kRanks; ++rank) {
+  for (u32 rank = 0; rank < kRanks; rank += kAtOnce) {
     const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, rank);
-    uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
+    uint4 record[kAtOnce * kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 i = 0; i < kEach; ++i) {
-        const u32 b = cx.lane + 32 * i;
+      for (u32 i = 0; i < kAtOnce * kEach; ++i) {
+        const u32 b = cx.lane + 32 * (i % kEach), at = i / kEach * kNumBlocks + b;
         if (b >= kNumBlocks) continue;
-        record[i] = kRanks == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
+        record[i] = kRanks == 1 ? load_exchanged(records + at) : load_from_peers(records + at);
         ready = ready && record[i].w == cx.round + 1;
       }
       if (__all_sync(~0u, ready)) break;
     }
     if (cx.lane == 0 && cx.warp == 0 && rank == 0) cx.shared.control().yield_agreed = record[0].z;
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-      if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
+    for (u32 i = 0; i < kAtOnce * kEach; ++i)
+      if (cx.lane + 32 * (i % kEach) < kNumBlocks)
+        best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   }
   __threadfence();  // pairs with that of `head`
   cx.mark();
