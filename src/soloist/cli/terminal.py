@@ -27,15 +27,10 @@ def status_line(engine: "Engine") -> str:
     context = f"context {chosen.context_tokens:,}"
     if chosen.context_tokens < engine.config.context_tokens:
         context += f" of {engine.config.context_tokens:,}"
-    where, ranks = r.device_name, len(chosen.rank_devices)
-    if chosen.num_gpus > 1:
-        where = f"{chosen.num_gpus} × {where}"
-    if ranks > chosen.num_gpus > 0:
-        where += f" as {ranks} ranks"
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
     return (
         f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
-        f"{chosen.dtype.value} on {where} · {runs}{context} · "
+        f"{chosen.dtype.value} on {r.place} · {runs}{context} · "
         f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s"
     )
 

@@ -55,6 +55,7 @@ class LoadReport:
         checkpoint_bytes: read from disk.
         load_s: reading them, to weights in place; before torch was imported or afterwards.
         device_name: for people.
+        place: the same with how many of them there are.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
     """
@@ -65,6 +66,7 @@ class LoadReport:
     checkpoint_bytes: int
     load_s: float
     device_name: str
+    place: str
     executor: ExecutorName = "reference"
     refusal: str = ""
 
@@ -179,6 +181,7 @@ class Engine:
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),
+            place=_place_name(resolved),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
         )
@@ -270,6 +273,13 @@ def device_name(device: str) -> str:
         if device.startswith("cuda")
         else cpu_name(torch.get_num_threads())
     )
+
+
+def _place_name(resolved: Resolved) -> str:
+    """One device's name, or how many there are of them; and of how many ranks, if they share it."""
+    name, ranks, gpus = device_name(resolved.device), len(resolved.rank_devices), resolved.num_gpus
+    several = f"{gpus} × {name}" if gpus > 1 else name
+    return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
 def _executor(
