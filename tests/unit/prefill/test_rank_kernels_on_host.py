@@ -44,7 +44,11 @@ static Index threadIdx, blockIdx, gridDim;
 inline float4 __ldg(const float4* p) { return *p; }
 inline float __frsqrt_rn(float x) { return 1.0f / std::sqrt(x); }
 inline u32 pack_pair(float low, float high) {
-  const auto half = [](float x) { u32 b; std::memcpy(&b, &x, 4); return (b + 0x7FFF + (b >> 16 & 1)) >> 16; };
+  const auto half = [](float x) {
+    u32 b;
+    std::memcpy(&b, &x, 4);
+    return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+  };
   return half(low) | half(high) << 16;
 }
 inline u64 clock_ns() { return 0; }
@@ -110,7 +114,8 @@ static float half(u32 bits) { bits <<= 16; float x; std::memcpy(&x, &bits, 4); r
 // A rank's parts, from norms.
 static float4 part_of(u32 rank, uint2 norm, u32 i) {
   const float f = 0.25f * static_cast<float>(rank + 1), g = 0.01f * static_cast<float>(i % 7);
-  return make_float4(half(norm.x & 0xFFFF) * f + g, half(norm.x >> 16) * f - g, half(norm.y & 0xFFFF) * f, g);
+  const float x = half(norm.x & 0xFFFF), y = half(norm.x >> 16), z = half(norm.y & 0xFFFF);
+  return make_float4(x * f + g, y * f - g, z * f, g);
 }
 static Peers peers_of(u32 rank, bool last) {
   Peers peers;
@@ -131,12 +136,14 @@ static void body() {
   const Peers peers = peers_of(current, kernel.last);
   const u32 first = first_row(current), rows = first_row(current + 1) - first;
   if (kernel.kind == kSumNorm) {
-    sum_norm(peers, own.residual, bias, weight, kernel.last ? &last_row : nullptr, kernel.has_parts, first, rows);
+    const i32* last = kernel.last ? &last_row : nullptr;
+    sum_norm(peers, own.residual, bias, weight, last, kernel.has_parts, first, rows);
   } else if (threadIdx.x == 0) {
     if (kernel.kind == kTell) tell(peers);
     else if (kernel.kind == kAwait) await(peers);
     else if (kernel.last)
-      for (u32 i = 0; i < kRow; ++i) own.row_part[i] = part_of(current, own.normed[last_row * kRow + i], i);
+      for (u32 i = 0; i < kRow; ++i)
+        own.row_part[i] = part_of(current, own.normed[last_row * kRow + i], i);
     else
       for (u32 i = 0; i < kRows * kRow; ++i) own.parts[i] = part_of(current, own.normed[i], i);
   }
@@ -161,7 +168,8 @@ static void start_kernel() {
   own.blocks = kernel.kind == kSumNorm && !kernel.last && rows > 1 ? rows : 1;
   start_block();
 }
-// Of the current rank: release its threads, or go on to its next block or kernel. Whether anything is left to do.
+// Of the current rank: release its threads, or go on to its next block or kernel. Whether anything
+// is left to do.
 static bool advance() {
   Rank& own = ranks[current];
   if (own.kernel == own.queue.size()) return false;
@@ -181,8 +189,8 @@ static bool advance() {
   return true;
 }
 
-// The largest difference from the same passes one step after the other; -1 where ranks wait forever, -2 where they
-// do not agree in every bit.
+// The largest difference from the same passes one step after the other; -1 where ranks wait
+// forever, -2 where they do not agree in every bit.
 extern "C" float run(u32 seed) {
   random_state = seed;
   const auto value = [] { return static_cast<float>(next_random() % 2001) / 1000.0f - 1.0f; };
@@ -197,7 +205,7 @@ extern "C" float run(u32 seed) {
   for (u32 r = 0; r < kRanks; ++r) {
     ranks[r] = Rank{};
     const u32 first = first_row(r) * kRow, end = first_row(r + 1) * kRow;
-    std::memcpy(static_cast<void*>(ranks[r].residual), wanted + first, (end - first) * sizeof(float4));
+    for (u32 i = first; i < end; ++i) ranks[r].residual[i - first] = wanted[i];
     for (u32 e = 0; e < kExchanges; ++e) {
       const bool has_parts = e % 3 > 0, last = e + 1 == kExchanges;
       if (has_parts) ranks[r].queue.push_back({kProduct, false, last});
@@ -237,10 +245,11 @@ extern "C" float run(u32 seed) {
     if (++idle > 20000000) return -1.0f;
     current = next_random() % kRanks;
     // A burst of one rank's threads, so that ranks are far apart at times.
-    for (u32 n = next_random() % 3000; n && ranks[current].kernel < ranks[current].queue.size(); --n) {
+    const Rank& own = ranks[current];
+    for (u32 n = next_random() % 3000; n && own.kernel < own.queue.size(); --n) {
       threadIdx.x = next_random() % kThreads;
-      blockIdx.x = ranks[current].block;
-      gridDim.x = ranks[current].blocks;
+      blockIdx.x = own.block;
+      gridDim.x = own.blocks;
       Thread& thread = threads[current][threadIdx.x];
       if (thread.state == kReady) swapcontext(&scheduler, &thread.context);
       else if (next_random() % 8 == 0 && !advance()) --left;
