@@ -61,7 +61,7 @@ class LoadReport:
         place: the same with how many of them there are.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
-        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        bandwidth_gb_per_s: measured read bandwidth, of all GPUs; None if it was not measured.
         host_cache_bytes: of host memory that kept prompts may take.
     """
 
@@ -188,18 +188,20 @@ class Engine:
             asked, config, support.plan, weights, resolved, placed,
             keep_rows=not is_staged, host_bytes=host_bytes,
         )  # fmt: skip
-        streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
-            streamed_bytes=streamed * resolved.dtype.num_bytes,
+            streamed_bytes=streamed_values(specs, tied_head=config.tied_head)
+            * resolved.dtype.num_bytes,
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),
             place=_place_name(resolved),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
-            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            bandwidth_gb_per_s=None
+            if bandwidth is None
+            else bandwidth.gb_per_s * max(1, resolved.num_gpus),
             host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
