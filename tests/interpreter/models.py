@@ -12,7 +12,7 @@ from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
-from soloist.megakernel.sharding import shard
+from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -128,7 +128,7 @@ def load(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
     model, share = plan.model, Share(plan.model, plan.ranks, rank)
-    weights = {name: shard(share, name, values) for name, values in weights.items()}
+    weights = shard_all(share, weights)
     image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
     vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
     matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
@@ -141,7 +141,7 @@ def load(
             values = ordered(plan, matrices[name], values) if name in matrices else values
             start = plan.layer_vector_values * layer + buffer.offset // 4
             vectors[start : start + values.numel()] = values
-    head = shard(share, "head", weights["embedding"]) if model.tied_head else weights["head"]
+    head = weights["embedding" if plan.share.tied_head else "head"]
     place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
     table = None if plan.share.tied_head else weights["embedding"].to(dtype)
     return image, torch.cat([vectors, weights["final_norm"].float()]), table
@@ -179,7 +179,7 @@ class Bench:
             )
             for _ in range(plan.ranks)
         ]
-        self.pool = pools[0]
+        self.pools, self.pool = pools, pools[0]
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         self.unused = order[3 * per_sequence :]
         for pool in pools:

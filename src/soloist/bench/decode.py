@@ -162,12 +162,13 @@ def _row(
     middle = plan.prompt_tokens + plan.new_tokens // 2
     streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, chosen.dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
+    gpus = chosen.num_gpus if name == "soloist" else min(1, chosen.num_gpus)
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
     return rows.DecodeRow(
         engine=name,
         shape=engine.report.folder.name,
         device=engine.report.device_name,
-        gpus=int(chosen.device.startswith("cuda")),
+        gpus=gpus,
         precision=chosen.dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
@@ -177,7 +178,7 @@ def _row(
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
-        mbu=round(streamed * speed.median / bandwidth.gb_per_s / 1e9, 3),
+        mbu=round(streamed * speed.median / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         versions=record.versions(*packages),

@@ -29,6 +29,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
+from soloist.engine.gpus import Placement
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
 from soloist.errors import SettingError
 from soloist.model.families import read_config
@@ -146,10 +147,15 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         executor = shape_on_cpu(config, dtype, room, keeps_prefixes=keeps)
     elif keeps:
         executor = shape_on_gpu(
-            config, dtype, room, device, chunk_tokens=SHARED_CHUNK_TOKENS, keeps_prefixes=True
+            config,
+            dtype,
+            room,
+            Placement((device,)),
+            chunk_tokens=SHARED_CHUNK_TOKENS,
+            keeps_prefixes=True,
         )
     else:
-        executor = shape_on_gpu(config, dtype, room, device)
+        executor = shape_on_gpu(config, dtype, room, Placement((device,)))
     ids = random_prompt(config, longest)
     return _Reader(shape_name(plan.shape), dtype.value, executor, config.vocab_size, ids)
 

@@ -24,11 +24,13 @@ from soloist.bench.subject import (
     shape_name,
     shape_on_cpu,
     shape_on_gpu,
+    shape_placement,
 )
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
-from soloist.engine.config import Precision, resolve_device
+from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
+from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.megakernel.launch import Column
@@ -59,6 +61,7 @@ class Plan:
         sequences: side by side.
         context: position at which decoding starts, over random keys and values; None: after the
             prompt. Time to first token is the prompt's in any case.
+        gpus: how many run it together, or 'auto'.
     """
 
     file: Path
@@ -70,6 +73,7 @@ class Plan:
     columns: int
     sequences: int
     context: int | None
+    gpus: GpuCount = 1
 
     @property
     def all_columns(self) -> int:
@@ -103,6 +107,8 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         )
     device = torch.device(resolve_device(plan.device, devices()))
     dtype = shape_dtype(plan.precision, device)
+    placed = shape_placement(plan.file, plan.precision, device, plan.device, plan.gpus)
+    device = placed.devices[0]
     prompts = [random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
     run: Callable[[], Run]
     if device.type == "cpu":
@@ -114,9 +120,9 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             return _request(plan, reference, config.vocab_size, prompts[0])
     else:
         bandwidth = read_bandwidth(device)
-        model = shape_on_gpu(config, dtype, plan.last, device, plan.sequences)
+        model = shape_on_gpu(config, dtype, plan.last, placed, plan.sequences)
         if plan.context is not None:
-            model.pool.tensor.normal_()
+            model.fill_pools()
         is_request = plan.all_columns == 1 and plan.context is None
 
         def run() -> Run:
@@ -129,7 +135,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         for _ in range(plan.runs + 1):
             flush()
             runs.append(run())
-    return [_row(plan, config, dtype, device, runs[1:], bandwidth, watch.clocks)]
+    return [_row(plan, config, dtype, placed, runs[1:], bandwidth, watch.clocks)]
 
 
 def _check(plan: Plan) -> None:
@@ -204,7 +210,7 @@ def _row(
     plan: Plan,
     config: ModelConfig,
     dtype: Dtype,
-    device: torch.device,
+    placed: Placement,
     runs: list[Run],
     bandwidth: Bandwidth,
     clocks: rows.Clocks | None,
@@ -214,12 +220,13 @@ def _row(
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.new_tokens // 2
     streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
+    all_gb_per_s = bandwidth.gb_per_s * max(1, placed.num_gpus)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return rows.DecodeRow(
         engine="soloist",
         shape=shape_name(plan.file),
-        device=device_name(str(device)),
-        gpus=int(device.type == "cuda"),
+        device=device_name(str(placed.devices[0])),
+        gpus=placed.num_gpus,
         precision=dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
@@ -229,7 +236,7 @@ def _row(
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
-        mbu=round(streamed * speed.median / plan.all_columns / bandwidth.gb_per_s / 1e9, 3),
+        mbu=round(streamed * speed.median / plan.all_columns / all_gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         versions=record.versions("torch"),

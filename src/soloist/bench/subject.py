@@ -3,19 +3,22 @@
 On the decode kernel, or a shape without a GPU on the reference.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from soloist.bench.decode import python_prompt
 from soloist.device import available_memory_bytes, usable_cores
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import Precision, resolve_device
+from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
+from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.support import find_support
+from soloist.engine.shards import distribute
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.megakernel.plan import PAGE_POSITIONS
@@ -24,7 +27,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, kv_bytes_seen, require_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import random_weights
+from soloist.model.weights import Weights, random_weights
 from soloist.prefill.runner import CHUNK_TOKENS as PASS_TOKENS
 from soloist.settings import read_settings
 
@@ -48,7 +51,7 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """The GPU."""
-        return self.model.pool.device
+        return self.model.device
 
     @property
     def device_name(self) -> str:
@@ -98,6 +101,25 @@ def require_gpu(asked: str, otherwise: str) -> torch.device:
     return torch.device(resolve_device(asked, present))
 
 
+def shape_placement(
+    file: Path, precision: Precision, device: torch.device, asked: str, gpus: GpuCount
+) -> Placement:
+    """The GPUs that a shape runs on.
+
+    Args:
+        file: its config.json.
+        precision: as of `shape_dtype`.
+        device: the GPU to begin with.
+        asked: as the user named it.
+        gpus: how many.
+
+    Raises:
+        UserError, DeviceError: it cannot run there; the message says why.
+    """
+    config, dtype = read_config(file), shape_dtype(precision)
+    return place(EngineConfig(device=asked, gpus=gpus), device, config, dtype)
+
+
 def shape_name(file: Path) -> str:
     """A configuration's name for people."""
     return file.parent.name if file.stem == "config" else file.stem
@@ -120,7 +142,7 @@ def shape_on_gpu(
     config: ModelConfig,
     dtype: Dtype,
     context_tokens: int,
-    device: torch.device,
+    placed: Placement,
     sequences: int = 1,
     *,
     chunk_tokens: int = PASS_TOKENS,
@@ -131,23 +153,29 @@ def shape_on_gpu(
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
     """
-    support = find_support(config, dtype, device)
+    support = placed.support(config, dtype)
     if support.plan is None:
         raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
-    specs = tensors(config)
+    held = placed.share_of(config)
+    specs = tensors(held)
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
-    free_bytes = torch.cuda.mem_get_info(device)[0]
+    free_bytes = placed.free_bytes()
     needs = require_memory(
-        config, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
+        held, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
     )
-    row_bytes = parameters(specs) * dtype.num_bytes
+    # On the first GPU all weights lie before they are cut.
+    row_bytes = parameters(tensors(config)) * dtype.num_bytes
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
-    home = device if keep_rows else torch.device("cpu")
+    home = placed.devices[0] if keep_rows else torch.device("cpu")
+    whole = random_weights(tensors(config), dtype, home)
+    weights = [whole]
+    if placed.ranks > 1:
+        weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
     model = KernelModel(
         support.plan,
-        random_weights(specs, dtype, home),
+        weights,
         context_tokens,
-        device,
+        placed.devices,
         read_settings().cache,
         keep_rows=keep_rows,
         sequences=sequences,
@@ -156,6 +184,12 @@ def shape_on_gpu(
     )
     model.prepare()
     return model
+
+
+def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, which leave the dictionary."""
+    for name in list(weights):
+        yield name, weights.pop(name)
 
 
 def shape_on_cpu(
@@ -174,7 +208,7 @@ def shape_on_cpu(
 
 
 def shape_subject(
-    file: Path, precision: Precision, device: torch.device, prompt_tokens: int, rounds: int,
+    file: Path, precision: Precision, placed: Placement, prompt_tokens: int, rounds: int,
     context: int | None,
 ) -> Subject:  # fmt: skip
     """A shape, a random prompt and, with `context`, a random KV cache up to there.
@@ -189,9 +223,9 @@ def shape_subject(
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    model = shape_on_gpu(config, dtype, tokens, device)
+    model = shape_on_gpu(config, dtype, tokens, placed)
     if context is not None:
-        model.pool.tensor.normal_()
+        model.fill_pools()
     return Subject(shape_name(file), model, random_prompt(config, prompt_tokens), start)
 
 

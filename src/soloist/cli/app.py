@@ -69,6 +69,7 @@ def run(
     min_tokens: o.MinTokens = 0,
     ignore_eos: o.IgnoreEos = False,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -80,7 +81,7 @@ def run(
     """
     from soloist.cli.early import begin
 
-    upload = begin(model, device, revision)
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import generation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -104,7 +105,9 @@ def run(
     )
     checked = o.checked_precision(precision)
     # One request: what others would need is not worth waiting for.
-    asked = EngineConfig(model, device, checked, context, revision, prepare=False)
+    asked = EngineConfig(
+        model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus)
+    )
     generation.run(asked, text, suffix, params, upload, as_json=json)
 
 
@@ -120,6 +123,7 @@ def chat(
     repetition_penalty: o.RepetitionPenalty = 1.0,
     seed: o.Seed = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -130,7 +134,7 @@ def chat(
     """
     from soloist.cli.early import begin
 
-    upload = begin(model, device, revision)
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import conversation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -147,7 +151,7 @@ def chat(
     # Every turn begins as the last one did.
     asked = EngineConfig(
         model, device, o.checked_precision(precision), context, revision,
-        keeps_prefixes=True, host_cache_bytes=0,
+        keeps_prefixes=True, host_cache_bytes=0, gpus=o.parsed_gpus(gpus),
     )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 
@@ -202,6 +206,7 @@ def serve(
         bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
     ] = False,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -213,7 +218,7 @@ def serve(
     """
     from soloist.cli.early import begin
 
-    upload = begin(model, device, revision)
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import serving
     from soloist.engine import EngineConfig
     from soloist.server.config import ServerConfig
@@ -235,6 +240,7 @@ def serve(
         model, device, checked, context, revision,
         sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
         host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
+        gpus=o.parsed_gpus(gpus),
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 
@@ -390,6 +396,7 @@ def trace(
         int | None, typer.Option(help="Which layer to draw; default: the middle one.")
     ] = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: Annotated[
         Path | None,
@@ -413,6 +420,7 @@ def trace(
             "--ablations": ablations or None, "--output": output, "--picture": picture,
             "--prompt-tokens": o.unless(128, prompt_tokens), "--round": o.unless(32, at_round),
             "--device": o.unless("auto", device), "--precision": o.unless("auto", precision),
+            "--gpus": o.unless("1", gpus),
         },
     )  # fmt: skip
     if source is not None:
@@ -430,6 +438,7 @@ def trace(
         at_round=at_round,
         device=device,
         precision=checked,
+        gpus=o.parsed_gpus(gpus),
     )
     if ablations:
         tracing.ablate_now(plan, as_json=json)
@@ -468,6 +477,7 @@ def bench_decode(
         ),
     ] = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -495,10 +505,11 @@ def bench_decode(
                 columns=columns,
                 sequences=sequences,
                 context=context,
+                gpus=o.parsed_gpus(gpus),
             )
         )
     else:
-        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked)
+        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus))
         rows = decode.measure(decode.Plan(asked, prompt_tokens, new_tokens, runs, against))
     if output is not None:
         record.write(output, rows)
@@ -550,6 +561,7 @@ def bench_accuracy(
         typer.Option(help="Also start so many equal launches of 64 tokens and compare their bits."),
     ] = 0,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: o.Output = None,
     json: o.Json = False,
@@ -572,6 +584,7 @@ def bench_accuracy(
         repeats=repeats,
         device=device,
         precision=checked,
+        gpus=o.parsed_gpus(gpus),
     )
     rows = accuracy.measure(plan)
     if output is not None:

@@ -105,7 +105,7 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "timings": {**asdict(t), "decode_tokens_per_s": t.decode_tokens_per_s},
         "load_s": engine.report.load_s,
         "model": status_line(engine),
-        "device": engine.report.device_name,
+        "device": engine.report.place,
         "executor": engine.report.executor,
         "precision": engine.resolved.dtype.value,
         "context_tokens": engine.resolved.context_tokens,

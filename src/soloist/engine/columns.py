@@ -8,7 +8,6 @@ in which every sequence has a column.
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from soloist.engine.executor import (
@@ -52,8 +51,20 @@ class Launches(Protocol):
     """What generating needs of a `Decoder`."""
 
     max_rounds: int
-    logits: Tensor
-    page_tables: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[8, at least V] fp32, of the last round."""
+        ...
+
+    @property
+    def page_tables(self) -> Tensor:
+        """[sequences, pages] int32, to be read; `write_pages` changes them."""
+        ...
+
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """The first pages of a sequence."""
+        ...
 
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         """Start a launch."""
@@ -225,8 +236,7 @@ class KernelExecutor(Executor):
         count, row = len(room.pages), self._rows[room.slot]
         if row[:count] != room.pages:
             row[:count] = room.pages
-            shown = torch.tensor(room.pages, dtype=torch.int32)
-            self._launches.page_tables[room.slot, :count].copy_(shown)
+            self._launches.write_pages(room.slot, room.pages)
         return room.slot
 
     # --- prompts ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from soloist.model.tensors import TensorSpec
 HOST_CACHE_SHARE = 4
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+GpuCount = int | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class EngineConfig:
         measures_bandwidth: read memory for half a second while loading, so that MBU is known.
         host_cache_bytes: of pinned host memory, at most, for kept prompts that the GPU has no room
             for; None takes a share of what is free.
+        gpus: how many run the model together: 1, 2, 4 or 8; 'auto' takes as many as there are with
+            access to each other's memory and as the model can use.
+        rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that
+            share a GPU get as many of its SMs each: for tests, it makes nothing faster.
     """
 
     model: str = "etude"
@@ -57,6 +62,8 @@ class EngineConfig:
     keeps_prefixes: bool = False
     measures_bandwidth: bool = False
     host_cache_bytes: int | None = None
+    gpus: GpuCount = 1
+    rank_devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +71,12 @@ class Resolved:
     """Every choice made.
 
     Attributes:
-        device: torch device name.
+        device: torch device name; of several ranks the first one's.
         dtype: of weights and KV cache.
         context_tokens: room for prompt and answer.
-        memory: what will be allocated.
+        memory: what will be allocated, on each of several GPUs.
         kv_tokens: positions of the KV cache, shared by all requests: at least one context.
+        rank_devices: of each rank, where there are several.
     """
 
     device: str
@@ -76,6 +84,12 @@ class Resolved:
     context_tokens: int
     memory: MemoryEstimate
     kv_tokens: int
+    rank_devices: tuple[str, ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        """0 on a CPU."""
+        return len(set(self.rank_devices)) or int(self.device.startswith("cuda"))
 
 
 def resolve_device(asked: str, present: Sequence[str]) -> str:

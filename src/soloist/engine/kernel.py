@@ -1,5 +1,8 @@
-"""A model on the decode kernel of one GPU, with prefill on the same pool of pages."""
+"""A model on the decode kernel of one GPU or several, with prefill on the same pools of pages."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -7,15 +10,19 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
-from soloist.engine.rooms import num_pages_of
+from soloist.engine.rooms import Host, num_pages_of
+from soloist.engine.shards import failures_of
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.ranks import Launcher, Ranks
+from soloist.megakernel.share import Share
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
-from soloist.prefill.host_pages import HostPages
+from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
 from soloist.prefill.pages import PagePool
+from soloist.prefill.ranks import RankPrefill, RanksPrefill
 from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
@@ -26,15 +33,85 @@ SHARED_CHUNK_TOKENS = 512
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What all ranks have alike.
+
+    Attributes:
+        context_tokens: room in each sequence.
+        sequences: rows of the page tables.
+        num_pages: of every rank's pool.
+        page_tables: pages of each sequence until requests take others.
+    """
+
+    context_tokens: int
+    sequences: int
+    num_pages: int
+    page_tables: list[list[int]]
+
+
+class _Part:
+    """One rank: its pool, its kernel, its prefill."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        weights: Weights,
+        device: torch.device,
+        sizes: _Sizes,
+        cache_root: Path | None,
+        *,
+        keep_rows: bool,
+    ) -> None:
+        config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
+        self.pool = PagePool(
+            config.num_layers, plan.kv_heads, plan.head_dim, sizes.num_pages, dtype, device
+        )
+        positions = len(sizes.page_tables[0]) * PAGE_POSITIONS
+        rope = rope_table(config.rope, plan.head_dim, positions, device)
+        vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
+        table = None if config.tied_head else weights["embedding"].to(device, dtype)
+        if table is not None:
+            weights["embedding"] = table  # prefill and the decoder share it
+        self.decoder = Decoder(
+            plan,
+            weights,
+            rope,
+            self.pool.tensor,
+            rank=rank,
+            max_sequences=sizes.sequences,
+            cache=cache_root,
+            keep_rows=keep_rows,
+        )
+        self.decoder.page_tables.copy_(torch.tensor(sizes.page_tables, dtype=torch.int32))
+        matrices: Matrices = (
+            weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
+        )
+        elementwise = partial(
+            FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
+            ranks=plan.ranks,
+        )  # fmt: skip
+        most = min(CHUNK_TOKENS, sizes.context_tokens)
+        self.prefill = (
+            Prefill(config, matrices, vectors, self.pool, elementwise, most)
+            if plan.ranks == 1
+            else RankPrefill(
+                Share(plan.model, plan.ranks, rank), matrices, vectors, self.pool, elementwise, most
+            )
+        )
+        torch.cuda.synchronize(device)
+
+
 class KernelModel(KernelExecutor):
-    """A model on one GPU: packed weights and the kernel, a KV pool, and prefill on the same pool.
+    """A model on one GPU or several: packed weights and the kernel, KV pools, and prefill.
 
     Args:
         plan: of the decode kernel.
-        weights: a tensor for each `TensorSpec` in the plan's precision, on the GPU if rows are
-            kept, else there or on the host; taken over.
+        weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
+            on its GPU if rows are kept, else there or on the host; taken over.
         context_tokens: room in each sequence.
-        device: the GPU.
+        devices: the GPU of each rank.
         cache_root: where compiled kernels are kept; None keeps nothing.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
             prefill unpacks one matrix at a time.
@@ -52,9 +129,9 @@ class KernelModel(KernelExecutor):
     def __init__(  # noqa: PLR0913 - sizes that the server and benchmarks choose
         self,
         plan: Plan,
-        weights: Weights,
+        weights: Sequence[Weights],
         context_tokens: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
         cache_root: Path | None,
         *,
         keep_rows: bool,
@@ -64,74 +141,86 @@ class KernelModel(KernelExecutor):
         keeps_prefixes: bool = False,
         host_bytes: int = 0,
     ) -> None:
-        config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
+        assert len(weights) == len(devices) == plan.ranks, "something for every rank"
         pages = num_pages_of(context_tokens)
         num_pages = pages * sequences if kv_tokens is None else num_pages_of(kv_tokens)
         self.plan = plan
-        self._device, self._keeps_rows = device, keep_rows
+        self.devices, self._keeps_rows = tuple(devices), keep_rows
         # Until requests take pages: each sequence its own, as far as the pool goes.
         self.page_tables = [
             [page % num_pages for page in range(s * pages, (s + 1) * pages)]
             for s in range(sequences)
         ]
-        with torch.cuda.device(device):
-            self.pool = PagePool(
-                config.num_layers, plan.kv_heads, plan.head_dim, num_pages, dtype, device
+        sizes = _Sizes(context_tokens, sequences, num_pages, self.page_tables)
+
+        def part(rank: int) -> _Part:
+            device = devices[rank]
+            with torch.cuda.device(device):
+                if plan.ranks == 1:
+                    return _Part(
+                        plan, 0, weights[0], device, sizes, cache_root, keep_rows=keep_rows
+                    )
+                with failures_of(rank, device):
+                    return _Part(
+                        plan, rank, weights[rank], device, sizes, cache_root, keep_rows=keep_rows
+                    )
+
+        parts = [part(0)]  # the first one compiles for all
+        if plan.ranks > 1:
+            with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
+                parts += pool.map(part, range(1, plan.ranks))
+        self.pools = [p.pool for p in parts]
+        self.decoder: Launcher = parts[0].decoder
+        self.prefill: Prefill | RanksPrefill = parts[0].prefill
+        if plan.ranks > 1:
+            self.decoder = Ranks([p.decoder for p in parts])
+            self.prefill = RanksPrefill(
+                [p.prefill for p in parts if isinstance(p.prefill, RankPrefill)]
             )
-            rope = rope_table(config.rope, plan.head_dim, pages * PAGE_POSITIONS, device)
-            vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
-            table = None if config.tied_head else weights["embedding"].to(device, dtype)
-            if table is not None:
-                weights["embedding"] = table  # prefill and the decoder share it
-            self.decoder = Decoder(
-                plan,
-                weights,
-                rope,
-                self.pool.tensor,
-                max_sequences=sequences,
-                cache=cache_root,
-                keep_rows=keep_rows,
-            )
-            self.decoder.page_tables.copy_(torch.tensor(self.page_tables, dtype=torch.int32))
-            matrices: Matrices = (
-                weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
-            )
-            self.prefill = Prefill(
-                config,
-                matrices,
-                vectors,
-                self.pool,
-                partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
-                most_tokens=min(CHUNK_TOKENS, context_tokens),
-            )
-            host = HostPages(self.pool.tensor, host_bytes)
-            torch.cuda.synchronize(device)
+        own_bytes = host_bytes // plan.ranks
+        hosts = [HostPages(pool.tensor, own_bytes) for pool in self.pools]
+        host: Host = hosts[0] if plan.ranks == 1 else HostPagesOfRanks(hosts)
         super().__init__(
-            self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
+            self.decoder, self.prefill, num_pages, plan.model.vocab_size, chunk_tokens,
             keeps_prefixes=keeps_prefixes, host=host,
         )  # fmt: skip
 
+    @property
+    def device(self) -> torch.device:
+        """The first rank's."""
+        return self.devices[0]
+
+    def fill_pools(self) -> None:
+        """Random keys and values at all positions, to measure what reading them takes."""
+        for pool in self.pools:
+            pool.tensor.normal_()
+
     def bind(self) -> None:
         """See Executor; the driver launches into the context of the calling thread."""
-        torch.cuda.set_device(self._device)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.set_device(self.device)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Return once nothing runs on its GPUs."""
+        for device in self.devices:
+            torch.cuda.synchronize(device)
 
     def prepare(self) -> None:
         """Build and record now what first requests would wait for.
 
         That is the kernel that samples and graphs of short prompts. Raises DeviceError.
         """
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self._keeps_rows:
                 first = self.grid.width(0)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < first), first])
-            torch.cuda.synchronize(self._device)
+        self.synchronize()
 
     @property
     def streamed_bytes(self) -> int:
-        """Weights that a round streams, the kernel's padding included."""
-        return self.plan.streamed_bytes
+        """Weights that a round streams from all GPUs, the kernel's padding included."""
+        return self.plan.streamed_bytes * self.plan.ranks
 
 
 class Unpacked:

@@ -95,6 +95,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.head.matrix.units * 8,
+        "kSampledRows": plan.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
         "kRanks": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
@@ -137,7 +138,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
     for name in _VECTORS:
         buffer = plan.vectors.get(name)
         constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
-    for name in ("sums_mid", "sums_in"):  # of several ranks only
+    for name in ("sums_mid", "sums_in", "arrivals", "logits"):  # of several ranks only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in plan.workspace.items():
         constants[f"kWs{_pascal(name)}"] = buffer.offset

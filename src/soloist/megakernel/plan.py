@@ -319,7 +319,17 @@ class Plan:
             # Partial sums of the rows that a block owns, from every rank.
             sums = (TURNS, self.ranks, columns, self.down.matrix.units * 8, 4)
             buffers |= {"sums_mid": sums, "sums_in": sums}
+            # For kernels that sample: which blocks' logits are here, and all of them.
+            buffers |= {
+                "arrivals": (self.ranks, blocks, 4),
+                "logits": (columns, self.sampled_rows, 4),
+            }
         return stack(buffers, value_bytes=1)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Logits from one column to the next where tokens are sampled: on ranks, all of them."""
+        return self.head.matrix.units * 8 if self.ranks == 1 else -(-self.model.vocab_size // 8) * 8
 
     @property
     def workspace_bytes(self) -> int:

@@ -59,7 +59,19 @@ def load_weights(
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
     open_with: Callable[[Path], AbstractContextManager[StoredFile]] = open_stored,
 ) -> Weights:
-    """Read every tensor that `specs` call for; the checkpoint was held against them before.
+    """Read every tensor that `specs` call for, as `read_tensors` does."""
+    return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with))
+
+
+def read_tensors(
+    checkpoint: Checkpoint,
+    specs: Iterable[TensorSpec],
+    dtype: Dtype,
+    device: torch.device,
+    on_progress: Callable[[LoadProgress], None] = lambda _: None,
+    open_with: Callable[[Path], AbstractContextManager[StoredFile]] = open_stored,
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors that `specs` call for, one by one; the checkpoint was held against them.
 
     `open_with` opens its files.
 
@@ -68,7 +80,6 @@ def load_weights(
         CheckpointError: a tensor's format is not supported, or a second copy of it differs.
     """
     specs = tuple(specs)
-    weights: Weights = {}
     sizes = {s.name: _stored_bytes(checkpoint, s.name) for spec in specs for s in spec.sources}
     total, done, start = sum(sizes.values()), 0, time.perf_counter()
     with ExitStack() as stack:
@@ -86,8 +97,7 @@ def load_weights(
                 if name in checkpoint.tensors:
                     copy = handles.open(checkpoint.tensors[name].file).get_tensor(name)
                     _require_same(spec.sources[0].name, joined, name, copy)
-            weights[spec.name] = joined
-    return weights
+            yield spec.name, joined
 
 
 def random_weights(

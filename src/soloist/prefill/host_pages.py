@@ -110,3 +110,32 @@ class HostPages:
             values = self._pool.shape[1]
             self._pieces.append(piece[: self._piece_pages * values].view(-1, values))
         return True
+
+
+class HostPagesOfRanks:
+    """The same for the pools of several ranks, whose pages have the same numbers.
+
+    Args:
+        parts: one for each rank.
+
+    Attributes:
+        num_pages: how many fit.
+    """
+
+    def __init__(self, parts: Sequence[HostPages]) -> None:
+        self._parts = list(parts)
+        self.num_pages = min(part.num_pages for part in parts)
+
+    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+        """See HostPages; what only some ranks could copy counts for nothing."""
+        return all(part.spill(pages, host_pages) for part in self._parts)
+
+    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """See HostPages."""
+        for part in self._parts:
+            part.fetch(host_pages, pages)
+
+    def join(self) -> None:
+        """See HostPages."""
+        for part in self._parts:
+            part.join()

@@ -67,6 +67,6 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "predicted_bytes": t.decode_bytes,
         "bandwidth_gb_per_s": bandwidth,
         "mbu": t.mbu(bandwidth),
-        "device": ready.engine.report.device_name,
+        "device": ready.engine.report.place,
         "executor": ready.engine.report.executor,
     }

@@ -2,6 +2,7 @@
 
 The stand-in for CUDA and the random schedule are those of test_sample_cuda_on_host.py; here blocks
 meet at the kernel's own barrier, and what one round leaves behind is what the next one starts from.
+Several ranks run side by side, each with its part of the logits at first.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
 from soloist.megakernel.launch import _Column, _Launch
-from soloist.megakernel.plan import MAX_COLUMNS, make_plan
+from soloist.megakernel.plan import MAX_COLUMNS, Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
@@ -29,10 +30,12 @@ from soloist.sampling.constraint import num_words
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, address
 from unit.sampling.constraints import Drawn
 
-BLOCKS = 3
-PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=BLOCKS))
-VOCAB, ROWS = SMALL.vocab_size, PLAN.head.matrix.units * 8
+# By ranks: blocks of each.
+BLOCKS = {1: 3, 2: 2}
+VOCAB = SMALL.vocab_size
 WORDS = num_words(VOCAB)
+ON_RANKS = pytest.mark.parametrize("library", BLOCKS, indirect=True, ids="ranks={}".format)
+ON_ONE = pytest.mark.parametrize("library", [1], indirect=True, ids="ranks={}".format)
 
 # In place of the LM head: what choose.cuh needs of the kernel around it.
 HEAD = r"""
@@ -46,18 +49,22 @@ static u8* block_memory();
 void sync_consumers();
 void add_release(u32* p, u32 v);
 u32 load_acquire(const u32* p);
+inline void store_to_peer(u32* p, u32 v) { *p = v; }
+u32 acquire_from_peers(const u32* p);
+inline void __threadfence_system() {}
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 struct Fault;
 struct float2 { float x, y; };
 template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
+inline float* all_logits(u8* workspace, u32 column);
 """
 
 HARNESS = r"""
 #include "ops/choose.cuh"
 
 enum State { kReady, kAtBlock, kEnded };
-constexpr u32 kAll = kNumBlocks * kConsumerThreads;
+constexpr u32 kAll = kRanks * kNumBlocks * kConsumerThreads;
 struct Thread {
   ucontext_t context;
   State state;
@@ -65,17 +72,23 @@ struct Thread {
 };
 static Thread threads[kAll];
 static ucontext_t scheduler;
-alignas(128) static u8 memory[kNumBlocks][kRingSlots * kSlotBytes + kShControl + kShControlBytes];
-static Params params;
+constexpr u32 kBlockBytes = kRingSlots * kSlotBytes + kShControl + kShControlBytes;
+alignas(128) static u8 memory[kRanks * kNumBlocks][kBlockBytes];
+alignas(128) static u8 exchanges[kRanks][kWsLogits + kWsLogitsBytes + 128];
+static Params all_params[kRanks];
 static u32* tokens;
 static const u32 *all_masks, *ends;
 static u32 *mask_words, *mask_turns;
-static Where where[kNumBlocks];
-static u32 num_rounds, random_state = 1;
+static Where where[kRanks * kNumBlocks];
+static u32 begun[kRanks * kNumBlocks];
+static u32 rank, num_rounds, random_state = 1;
 
-static u8* block_memory() { return memory[blockIdx.x]; }
+inline float* all_logits(u8* workspace, u32 column) {
+  return reinterpret_cast<float*>(workspace + kWsLogits) + column * kSampledRows;
+}
+static u8* block_memory() { return memory[rank * kNumBlocks + blockIdx.x]; }
 static void pause(State state) {
-  const u32 id = blockIdx.x * kConsumerThreads + threadIdx.x;
+  const u32 id = (rank * kNumBlocks + blockIdx.x) * kConsumerThreads + threadIdx.x;
   threads[id].state = state;
   swapcontext(&threads[id].context, &scheduler);
 }
@@ -85,24 +98,48 @@ u32 load_acquire(const u32* p) {
   pause(kReady);
   return *p;
 }
-u32 load_host_acquire(const u32* p) {
-  if (static_cast<Phase>(where[blockIdx.x].phase) != Phase::kMask) std::abort();
+u32 acquire_from_peers(const u32* p) {
   pause(kReady);
   return *p;
 }
-// As the host does it: what the next choice may take is there some time after the token, and the
-// words of earlier rounds are gone. In the round that `ends` says the launch is to end instead.
-static void allow(u32 round) {
+
+// As the head does: the ids of a rank's block, to all ranks.
+static void share_logits(const Params& params, u32 round) {
+  const float* made = params.logits + round * params.launch->logits_round_stride;
   for (u32 c = 0; c < params.launch->columns; ++c) {
-    if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;
+    const u32 end = first_unit<Head>(blockIdx.x + 1) * 8;
+    for (u32 row = first_unit<Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
+         row += kConsumerThreads) {
+      const u32 id = params.rank * kShareVocab + row;
+      if (row >= kShareVocab || id >= kVocab) continue;
+      for (u8* peer : exchanges) all_logits(peer, c)[id] = made[c * kSampledRows + id];
+    }
+  }
+}
+
+static Where& own_where() { return where[rank * kNumBlocks + blockIdx.x]; }
+u32 load_host_acquire(const u32* p) {
+  if (static_cast<Phase>(own_where().phase) != Phase::kMask) std::abort();
+  pause(kReady);
+  return *p;
+}
+// As the host does it: what the next choice may take is there some time after the first rank's
+// token, and the words of earlier rounds are gone. In the round that `ends` says the launch is to
+// end instead.
+static void allow(u32 round) {
+  const Launch& launch = *all_params[0].launch;
+  u32* turn_words = mask_words + (kRanks > 1 ? (round + 1) % 2 * kMaxColumns * kVocabWords : 0);
+  for (u32 c = 0; c < launch.columns; ++c) {
+    if (static_cast<i32>(round + 1) < launch.column[c].forced) continue;
     const u32* words = all_masks + (round * kMaxColumns + c) * kVocabWords;
-    std::memcpy(mask_words + c * kVocabWords, words, kVocabWords * 4);
+    std::memcpy(turn_words + c * kVocabWords, words, kVocabWords * 4);
     mask_turns[c * kMaskTurnWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
   }
 }
 
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
+  const Params& params = all_params[rank];
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
   prepare_sampling(*params.launch);
   if (threadIdx.x == 0) {
@@ -113,18 +150,26 @@ static void body() {
   sync_consumers();
   for (u32 round = 0;; ++round) {
     if (blockIdx.x == 0 && threadIdx.x == 0) control.yield = params.yield && *params.yield == round;
-    choose_sampled(params, round, &where[blockIdx.x]);
+    if (kRanks > 1) {
+      // The sums over ranks on the way to the head: all blocks have come to this round.
+      begun[rank * kNumBlocks + blockIdx.x] = round + 1;
+      for (const u32& other : begun) while (other < round + 1) pause(kReady);
+      share_logits(params, round);
+    }
+    choose_sampled(params, round, &own_where());
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
-      if (blockIdx.x == 0) tokens[round * kMaxColumns + c] = control.chosen[c];
+      const u32 at = rank * control.rounds + round;
+      if (blockIdx.x == 0) tokens[at * kMaxColumns + c] = control.chosen[c];
       const bool is_given = static_cast<i32>(round + 1) < params.launch->column[c].forced;
       observe(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
                                               : min(control.chosen[c], kVocab - 1));
     }
     if (blockIdx.x == 0) num_rounds = round + 1;
     sync_consumers();
-    if (blockIdx.x == 0 && threadIdx.x == 0 && all_masks && round + 1 < control.rounds) {
+    const bool is_first = rank == 0 && blockIdx.x == 0 && threadIdx.x == 0;
+    if (is_first && all_masks && round + 1 < control.rounds) {
       for (u32 i = 0; i < round % 3; ++i) pause(kReady);
       allow(round + 1);
     }
@@ -138,13 +183,23 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
                    const u32* yield, u32* chosen, const u32* masks, u32* words, u32* turns,
                    const u32* end_rounds) {
-  params = Params{};
-  params.launch = launch;
-  params.logits = const_cast<float*>(logits);
-  params.forced = forced;
-  params.yield = yield;
-  params.sample = {seen, adjusted, workspace, ids, values};
-  params.masks = {words, turns};
+  constexpr u32 kValues = kMaxColumns * kSampledRows;
+  std::memset(exchanges, 0xFF, sizeof exchanges);
+  std::memset(begun, 0, sizeof begun);
+  for (u32 r = 0; r < kRanks; ++r) {
+    Params& params = all_params[r];
+    params = Params{};
+    params.launch = launch;
+    params.logits = const_cast<float*>(logits);
+    params.forced = forced;
+    if (r == 0) params.yield = yield;  // the others are told
+    u8* own = workspace + r * kSampleWorkspaceBytes;
+    params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
+    params.masks = {words, turns};
+    params.rank = r;
+    params.workspace = exchanges[r];
+    for (u32 p = 0; p < kRanks; ++p) params.peers[p] = exchanges[p];
+  }
   all_masks = masks;
   ends = end_rounds;
   mask_words = words;
@@ -170,12 +225,13 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
       if (threads[i].state != kReady) continue;
       random_state = random_state * 1664525u + 1013904223u;
       if ((random_state >> 28) == 0) continue;
-      blockIdx.x = i / kConsumerThreads;
+      rank = i / kConsumerThreads / kNumBlocks;
+      blockIdx.x = i / kConsumerThreads % kNumBlocks;
       threadIdx.x = i % kConsumerThreads;
       swapcontext(&scheduler, &threads[i].context);
     }
     if (ended) return num_rounds;
-    for (u32 b = 0; b < kNumBlocks; ++b) {
+    for (u32 b = 0; b < kRanks * kNumBlocks; ++b) {
       const u32 begin = b * kConsumerThreads;
       bool all = true;
       for (u32 i = 0; i < kConsumerThreads; ++i) all = all && threads[begin + i].state == kAtBlock;
@@ -187,8 +243,14 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
 """
 
 
+@dataclass(frozen=True)
+class Built:
+    plan: Plan
+    code: ctypes.CDLL
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library(request, tmp_path_factory):
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
@@ -200,7 +262,11 @@ def library(tmp_path_factory):
     wait = (CUDA / "sync" / "wait.cuh").read_text()
     structs += wait[wait.index("enum class Phase") : wait.index("// Host memory: 1")]
     macros = "#define __constant__\n"
-    spec = header(PLAN, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
+    ranks = request.param
+    gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
+    plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
+    assert plan.blocks == BLOCKS[ranks]
+    spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs)
     (folder / "spec.cuh").write_text(spec)
@@ -211,7 +277,7 @@ def library(tmp_path_factory):
     subprocess.run(
         [*command, f"-I{folder}", f"-I{CUDA}", "-o", built, folder / "harness.cc"], check=True
     )
-    return ctypes.CDLL(str(built))
+    return Built(plan, ctypes.CDLL(str(built)))
 
 
 def launched(
@@ -232,9 +298,10 @@ def launched(
     ends: by column, the round in which it ends the launch instead of getting a mask.
     """
     rounds, columns = logits.shape[:2]
+    ranks, size = library.plan.ranks, library.plan.sampled_rows
     given = given or [[0]] * columns
     strides = strides or [1] * columns
-    launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * ROWS)
+    launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * size)
     forced = np.zeros((columns, rounds), np.uint32)
     for c in range(columns):
         launch.column[c] = _Column(0, 70 + c, strides[c], len(given[c]), 0, 0)
@@ -253,21 +320,21 @@ def launched(
     packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
     launch.sampling[:] = packed.params.tobytes()
     launch.step[:] = packed.steps.tobytes()
-    seen = np.full((MAX_COLUMNS, ROWS), 77, np.uint32)
+    seen = np.full((ranks, MAX_COLUMNS, size), 77, np.uint32)
     for c, words in packed.seen.items():
-        seen[c, :VOCAB] = words
-    adjusted = np.full((MAX_COLUMNS, ROWS), np.nan, np.float32)
-    workspace = np.zeros(sample_workspace_bytes(BLOCKS) + 128, np.uint8)
+        seen[:, c, :VOCAB] = words
+    adjusted = np.full((ranks, MAX_COLUMNS, size), np.nan, np.float32)
+    workspace = np.zeros(ranks * sample_workspace_bytes(library.plan.blocks) + 128, np.uint8)
     aligned = workspace[-workspace.ctypes.data % 128 :]
-    tokens = np.zeros((rounds, MAX_COLUMNS), np.uint32)
+    tokens = np.zeros((ranks, rounds, MAX_COLUMNS), np.uint32)
     yield_word = None if yield_in is None else np.array([yield_in], np.uint32)
-    padded = np.full((rounds, columns, ROWS), np.inf, np.float32)
+    padded = np.full((rounds, columns, size), np.inf, np.float32)
     padded[:, :, :VOCAB] = logits
-    # The kernel's side of the masks: words of one round, and turns.
-    words = np.zeros((MAX_COLUMNS, WORDS), np.uint32)
+    # The kernel's side of the masks: words of one round, of ranks of two, and turns.
+    words = np.zeros((2, MAX_COLUMNS, WORDS), np.uint32)
     turns = np.zeros((MAX_COLUMNS, MASK_TURN_WORDS), np.uint32)
     end_rounds = None if ends is None else np.array(ends, np.uint32)
-    done = library.run(
+    done = library.code.run(
         ctypes.byref(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
@@ -276,7 +343,8 @@ def launched(
         None if end_rounds is None else address(end_rounds),
     )  # fmt: skip
     assert done > 0, "threads wait for each other forever"
-    return tokens[:done, :columns]
+    assert (tokens[:, :done] == tokens[0, :done]).all(), "ranks choose alike"
+    return tokens[0, :done, :columns]
 
 
 def sampler_of(params, prompt=(1, 5, 5, 7), observed=4, constraint=None):
@@ -307,6 +375,7 @@ def requests():
     ]
 
 
+@ON_RANKS
 @pytest.mark.parametrize("columns", [1, 3, 5, 8])
 def test_rounds_of_a_launch_are_the_definitions(library, columns):
     samplers = [sampler_of(p) for p in requests()[-columns:]]
@@ -322,6 +391,7 @@ def test_rounds_of_a_launch_are_the_definitions(library, columns):
             sampler.observe(given[c][r + 1] if r + 1 < len(given[c]) else expected)
 
 
+@ON_ONE
 def test_positions_side_by_side_choose_by_their_position(library):
     params = SamplingParams(temperature=1.1, seed=9, top_p=0.95)
     samplers = [sampler_of(params) for _ in range(4)]
@@ -332,6 +402,7 @@ def test_positions_side_by_side_choose_by_their_position(library):
             assert tokens[r, c] == sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + 4 * r)
 
 
+@ON_ONE
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("params", [requests()[i] for i in (0, 2, 4)], ids=["plain", "top", "all"])
 def test_bad_logits_end_the_launch(library, params, bad):
@@ -364,6 +435,7 @@ def masked_samplers(columns, seed):
     ]
 
 
+@ON_RANKS
 @pytest.mark.parametrize("columns", [1, 3, 8])
 def test_columns_choose_what_the_host_allows(library, columns):
     rounds, seed = 9, 40 * columns
@@ -398,6 +470,7 @@ def sampler_like(sampler):
     return made
 
 
+@ON_RANKS
 @pytest.mark.parametrize("column", [0, 2])
 def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, column):
     samplers = masked_samplers(3, seed=2)
@@ -412,6 +485,7 @@ def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, column):
     assert (cut == whole[:5]).all(), "and the other columns' tokens count"
 
 
+@ON_ONE
 def test_a_column_that_may_choose_nothing_is_told_so(library):
     samplers = masked_samplers(1, seed=3)
     masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
@@ -421,6 +495,7 @@ def test_a_column_that_may_choose_nothing_is_told_so(library):
     assert bad_score(tokens[3, 0]) == -math.inf
 
 
+@ON_ONE
 def test_bad_logits_before_a_given_token_end_nothing(library):
     samplers = [sampler_of(requests()[0])]
     logits = random_logits(6, 1, seed=4)
@@ -430,6 +505,7 @@ def test_bad_logits_before_a_given_token_end_nothing(library):
     assert tokens[1, 0] == NO_TOKEN["NAN"][0]
 
 
+@ON_RANKS
 def test_all_blocks_hear_that_the_host_wants_to_stop(library):
     tokens = launched(library, [sampler_of(requests()[2])], random_logits(9, 1, seed=5), yield_in=3)
     assert len(tokens) == 4

@@ -126,9 +126,21 @@ def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_public_shapes_on_ranks_compile_cleanly(ranks: int) -> None:
-    require_sound(make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], ranks))
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
+def test_public_shapes_on_ranks_compile_cleanly(samples: bool) -> None:
+    plan = make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], 8)
+    require_sound(plan, Build(samples=samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shapes_on_ranks_compile_cleanly(
+    name: str, ranks: int, samples: bool, tmp_path: Path
+) -> None:
+    plan = make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks)
+    require_sound(plan, Build(samples=samples))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@
 #include "ops/choose.cuh"
 #include "ops/clean.cuh"
 #include "ops/head.cuh"
+#include "ops/missing.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
 #include "ptx/registers.cuh"
@@ -151,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
-      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty));
+      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty),
+            [&] { return missing_ranks(params, &where); });
     else if (warp == kConsumerWarps + 2)
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {

@@ -21,7 +21,8 @@ struct SampleState {
 };
 static_assert(sizeof(SampleState) <= kShSamplingBytes && sizeof(SampleShared) <= kShReduceBytes,
               "shared memory of the plan");
-static_assert(Head::kMaxUnits * 8 / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
+constexpr u32 kMostOwnIds = (kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
+static_assert(kMostOwnIds / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
 
 // All blocks run at once, so they may wait for each other.
 struct WholeGrid {
@@ -46,11 +47,13 @@ struct WholeGrid {
   }
 };
 
-// Token ids whose logits a block makes, without rows of padding.
+// Token ids that a block looks at, without rows of padding: of one rank those whose logits it makes.
 struct OwnIds {
   u32 begin, end;
-  __device__ __forceinline__ explicit OwnIds(u32 block)
-      : begin(min(kVocab, first_unit<Head>(block) * 8)), end(min(kVocab, first_unit<Head>(block + 1) * 8)) {}
+  static __device__ __forceinline__ u32 first(u32 block) {
+    return min(kVocab, block * (kSampledRows / 8) / kNumBlocks * 8);
+  }
+  __device__ __forceinline__ explicit OwnIds(u32 block) : begin(first(block)), end(first(block + 1)) {}
 };
 
 __device__ __forceinline__ u8* shared_part(u32 offset) {
@@ -99,6 +102,47 @@ __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u
   return masked;
 }
 
+// One word from every block of every rank, [rank][block]: the number of rounds that it has logits of, and beside it
+// what block 0 of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks
+// that it needed on the way there came after everybody's choice.
+constexpr u32 kToldBits = kMaxColumns + 1;  // masked columns, and whether the launch ends
+__device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
+  return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
+}
+__device__ __forceinline__ bool any_masked(u32 columns) {
+  bool any = false;
+#pragma unroll 1
+  for (u32 c = 0; c < columns; ++c) any |= (sample_state().params[c].flags & kSampleMasked) != 0;
+  return any;
+}
+// All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells; only
+// it hears of the host's wishes, which may change meanwhile.
+__device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, const Control& control,
+                                          volatile Where* where) {
+  sync_consumers();
+  // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below.
+  if (threadIdx.x == 0) {
+    u32 word = (round + 1) << kToldBits;
+    if (params.rank == 0 && block == 0) {
+      u32 ended = *const_cast<const volatile u32*>(&control.yield);
+      const u32 masked = wait_for_masks(params, round, control.columns, where, ended);
+      word |= masked << 1 | (ended ? 1 : 0);
+    }
+    __threadfence_system();
+#pragma unroll
+    for (u32 r = 0; r < kRanks; ++r) store_to_peer(arrivals(params.peers[r], params.rank) + block, word);
+    if (any_masked(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
+  }
+  const u32* words = arrivals(params.workspace, 0);
+#pragma unroll 1
+  for (u32 i = threadIdx.x; i < kRanks * kNumBlocks; i += kConsumerThreads)
+    while (acquire_from_peers(words + i) >> kToldBits != round + 1) {
+    }
+  sync_consumers();
+  if (threadIdx.x == 0) where->phase = static_cast<u32>(Phase::kChoose);
+  return acquire_from_peers(words) & ((1u << kToldBits) - 1);
+}
+
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
 __device__ __noinline__ void choose_sampled(const Params& params, u32 round, volatile Where* where) {
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
@@ -110,13 +154,26 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds own(grid.block());
+  u32 told = 0;
+  if constexpr (kRanks > 1) {
+    logits = all_logits(params.workspace, 0);
+    told = meet_ranks(params, grid.block(), round, control, where);
+  }
   const SampleArgs& args = state.args;
   if (grid.thread() == 0) {
-    u32 yield = *const_cast<volatile u32*>(&control.yield);
-    const u32 masked = wait_for_masks(params, round, control.columns, where, yield);
+    u32 yield, masked;
+    const u32* masks = params.masks.words;
+    if constexpr (kRanks == 1) {
+      yield = *const_cast<volatile u32*>(&control.yield);
+      masked = wait_for_masks(params, round, control.columns, where, yield);
+    } else {
+      yield = told & 1;
+      masked = told >> 1;
+      masks += (round + 1) % 2 * (kMaxColumns * kVocabWords);  // as the host's turns
+    }
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
-                  params.sample.list_ids, params.sample.list_values, kVocabRows, own.begin, own.end,
-                  control.columns, yield, params.masks.words, kVocabWords, masked};
+                  params.sample.list_ids, params.sample.list_values, kSampledRows, own.begin, own.end,
+                  control.columns, yield, masks, kVocabWords, masked};
   }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, turns);
@@ -144,5 +201,5 @@ __device__ __forceinline__ void observe(const Params& params, u32 block, u32 col
   const SampleParams& p = sample_state().params[column];
   const OwnIds own(block);
   if (p.flags & kSamplePenalties)
-    record_token(params.sample.seen + static_cast<u64>(p.history) * kVocabRows, id, own.begin, own.end);
+    record_token(params.sample.seen + static_cast<u64>(p.history) * kSampledRows, id, own.begin, own.end);
 }

@@ -20,18 +20,22 @@ __device__ __forceinline__ Best warp_best(Best best) {
 }
 // {value, id, what block 0 of rank 0 tells, round + 1}, [rank][block]; two copies take turns, and the round says whose
 // it is.
-__device__ __forceinline__ uint4* best_records(const Context& cx, u8* workspace, u32 column, u32 rank) {
-  const u32 at = ((cx.round & 1) * kMaxColumns + column) * kRanks + rank;
+__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 rank) {
+  const u32 at = ((round & 1) * kMaxColumns + column) * kRanks + rank;
   return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kNumBlocks;
 }
 __device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
   if constexpr (kRanks == 1) {
-    store_exchanged(best_records(cx, cx.params.workspace, cx.warp, 0) + cx.block, record);
+    store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, 0) + cx.block, record);
   } else {
 #pragma unroll
     for (u32 r = 0; r < kRanks; ++r)
-      store_to_peer(best_records(cx, cx.params.peers[r], cx.warp, cx.params.rank) + cx.block, record);
+      store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, cx.params.rank) + cx.block, record);
   }
+}
+// Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.
+__device__ __forceinline__ float* all_logits(u8* workspace, u32 column) {
+  return reinterpret_cast<float*>(workspace + kWsLogits) + static_cast<u64>(column) * kSampledRows;
 }
 
 __device__ __forceinline__ void head(Context& cx, float* logits) {
@@ -66,6 +70,10 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
         const float y = reduction.get(cx.warp, r - start) * factor;
         if (id < kVocab && (kRanks == 1 || row < kShareVocab)) {
           logits[static_cast<u64>(cx.warp) * kVocabRows + row] = y;
+          if constexpr (kSamples && kRanks > 1)
+#pragma unroll
+            for (u32 r = 0; r < kRanks; ++r)
+              store_to_peer(all_logits(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           best = better(best, Best{y, id});
         }
       }
@@ -84,28 +92,30 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  constexpr u32 kEach = (kNumBlocks + 31) / 32;
+  // Of several ranks some at once, as far as registers go: each time is a trip to the L2.
+  constexpr u32 kEach = (kNumBlocks + 31) / 32, kAtOnce = kRanks < 4 ? kRanks : 4;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
-  for (u32 rank = 0; rank < kRanks; ++rank) {
-    const uint4* records = best_records(cx, cx.params.workspace, cx.warp, rank);
-    uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
+  for (u32 rank = 0; rank < kRanks; rank += kAtOnce) {
+    const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, rank);
+    uint4 record[kAtOnce * kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 i = 0; i < kEach; ++i) {
-        const u32 b = cx.lane + 32 * i;
+      for (u32 i = 0; i < kAtOnce * kEach; ++i) {
+        const u32 b = cx.lane + 32 * (i % kEach), at = i / kEach * kNumBlocks + b;
         if (b >= kNumBlocks) continue;
-        record[i] = kRanks == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
+        record[i] = kRanks == 1 ? load_exchanged(records + at) : load_from_peers(records + at);
         ready = ready && record[i].w == cx.round + 1;
       }
       if (__all_sync(~0u, ready)) break;
     }
     if (cx.lane == 0 && cx.warp == 0 && rank == 0) cx.shared.control().yield_agreed = record[0].z;
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-      if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
+    for (u32 i = 0; i < kAtOnce * kEach; ++i)
+      if (cx.lane + 32 * (i % kEach) < kNumBlocks)
+        best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   }
   __threadfence();  // pairs with that of `head`
   cx.mark();
