@@ -96,6 +96,8 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
          "input[0].encrypted_content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
