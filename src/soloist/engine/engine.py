@@ -167,9 +167,8 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
-        has_kernel = support.plan is not None
         host_bytes = host_cache_bytes(
-            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+            asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
         # Several ranks' shares are cut on the host, where one tensor after the other lies.
         home = device if placed.ranks == 1 and not is_staged else torch.device("cpu")
