@@ -57,6 +57,16 @@ def test_decode_on_the_cpu(soloist, tmp_path, subject):
     assert "a token every" in done.out
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_shape_in_any_precision_on_the_cpu(soloist, precision):
+    options = ("--prompt-tokens", 8, "--new-tokens", 3, "--runs", 1, "--device", "cpu")
+    done = soloist(
+        "bench", "decode", "--shape", SHAPE, "--precision", precision, *options, "--json"
+    )
+    assert done.status == 0, done.err
+    assert json.loads(done.out)[0]["precision"] == precision
+
+
 @SUBJECTS
 def test_prefill_on_the_cpu(soloist, tmp_path, subject):
     file = tmp_path / "rows.json"

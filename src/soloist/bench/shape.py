@@ -130,10 +130,11 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
                 return _request(plan, model, config.vocab_size, prompts[0])
             return _launch(plan, model, prompts)
 
-    flush, runs = Flush(device), []
+    flushes, runs = [Flush(one) for one in placed.devices], []
     with watching(gpu_uuid(device)) as watch:
         for _ in range(plan.runs + 1):
-            flush()
+            for flush in flushes:
+                flush()
             runs.append(run())
     return [_row(plan, config, dtype, placed, runs[1:], bandwidth, watch.clocks)]
 

@@ -59,10 +59,10 @@ class Subject:
         return device_name(str(self.device))
 
     def streamed_bytes(self, position: int) -> int:
-        """Weights, keys and values that the token at `position` has to read."""
+        """Weights, keys and values that one GPU has to read for the token at `position`."""
         config, dtype = self.model.plan.model, self.model.plan.dtype
         weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
-        return weights + kv_bytes_seen(config, dtype, position)
+        return (weights + kv_bytes_seen(config, dtype, position)) // self.model.plan.ranks
 
     def phase_bytes(self, position: int) -> dict[str, int]:
         """The same by phases of a round; norms and biases are in none of them."""
@@ -76,7 +76,8 @@ class Subject:
             phase = phases.get(spec.name.rpartition(".")[2])
             if phase is not None:
                 sums[phase] += spec.num_values * dtype.num_bytes
-        return {**sums, "attention": kv_bytes_seen(config, dtype, position)}
+        sums["attention"] = kv_bytes_seen(config, dtype, position)
+        return {phase: total // self.model.plan.ranks for phase, total in sums.items()}
 
 
 def require_gpu(asked: str, otherwise: str) -> torch.device:
@@ -116,7 +117,7 @@ def shape_placement(
     Raises:
         UserError, DeviceError: it cannot run there; the message says why.
     """
-    config, dtype = read_config(file), shape_dtype(precision)
+    config, dtype = read_config(file), shape_dtype(precision, device)
     return place(EngineConfig(device=asked, gpus=gpus), device, config, dtype)
 
 

@@ -28,7 +28,7 @@ class About:
         precision: of weights and KV cache.
         position: of the round's token.
         num_layers: of the model.
-        streamed_bytes: weights and KV that the round has to read.
+        streamed_bytes: weights and KV that the round has to read, on this GPU.
         bandwidth_gb_per_s: measured read bandwidth of the device.
         untraced_us: a round of the kernel without time stamps, median.
         commit, command, date: where the file comes from.
