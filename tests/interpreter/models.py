@@ -1,5 +1,6 @@
 """Tiny models of every dense family, and what runs them: the interpreter and the reference."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
+from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
+from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
 from soloist.megakernel.sharding import shard
@@ -127,7 +130,17 @@ def load(
     plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
-    model, share = plan.model, Share(plan.model, plan.ranks, rank)
+    parts = [_load_share(plan, weights, dtype, share) for share in plan.shares(rank)]
+    images, vectors = zip(*parts, strict=True)
+    table = None if plan.share.tied_head else weights["embedding"].to(dtype)
+    return torch.cat(images), torch.cat(vectors[: plan.vector_lanes]), table
+
+
+def _load_share(
+    plan: Plan, weights: Weights, dtype: torch.dtype, share: Share | LaneShare
+) -> tuple[Tensor, Tensor]:
+    """(image, vectors) of a rank or a lane."""
+    model, tied = plan.model, weights["embedding"]
     weights = {name: shard(share, name, values) for name, values in weights.items()}
     image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
     vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
@@ -141,10 +154,9 @@ def load(
             values = ordered(plan, matrices[name], values) if name in matrices else values
             start = plan.layer_vector_values * layer + buffer.offset // 4
             vectors[start : start + values.numel()] = values
-    head = shard(share, "head", weights["embedding"]) if model.tied_head else weights["head"]
+    head = shard(share, "head", tied) if model.tied_head else weights["head"]
     place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
-    table = None if plan.share.tied_head else weights["embedding"].to(dtype)
-    return image, torch.cat([vectors, weights["final_norm"].float()]), table
+    return image, torch.cat([vectors, weights["final_norm"].float()])
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,20 @@ class Launch:
     ) -> tuple[Tensor, list[int]]:
         """(logits [columns, V], chosen tokens)."""
         return round_of_ranks(self.ranks, tokens, sequences, positions)
+
+
+@dataclass(frozen=True)
+class LaneLaunch:
+    """All lanes of a launch, in any order if there is one."""
+
+    ranks: list[LaneInterpreter]
+    order: random.Random | None = None
+
+    def round(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """(logits [columns, V], chosen tokens)."""
+        return round_of_lanes(self.ranks, tokens, sequences, positions, self.order)
 
 
 class Bench:
@@ -175,7 +201,8 @@ class Bench:
         pages = 3 * per_sequence + 2
         pools = [
             PagePool(
-                config.num_layers, plan.kv_heads, plan.head_dim, pages, stored, torch.device("cpu")
+                config.num_layers, plan.pool_kv_heads, plan.head_dim, pages, stored,
+                torch.device("cpu"),
             )
             for _ in range(plan.ranks)
         ]
@@ -192,8 +219,10 @@ class Bench:
         ]
         self.memory = self._memories[0]
 
-    def launch(self) -> "Launch":
-        """A new launch over the same memory."""
+    def launch(self, order: random.Random | None = None) -> "Launch | LaneLaunch":
+        """A new launch over the same memory; `order` of lanes."""
+        if self.plan.model.lanes is not None:
+            return LaneLaunch(lanes_of_plan(self.plan, self._memories, self._dtype), order)
         ranks = [
             Interpreter(self.plan, memory, self._dtype, rank)
             for rank, memory in enumerate(self._memories)
