@@ -45,11 +45,14 @@ struct WholeGrid {
   }
 };
 
-// Token ids whose logits a block makes, without rows of padding.
+// Token ids whose logits a block makes, without rows of padding. For one rank.
 struct OwnIds {
   u32 begin, end;
   __device__ __forceinline__ explicit OwnIds(u32 block)
-      : begin(min(kVocab, first_unit<Head>(block) * 8)), end(min(kVocab, first_unit<Head>(block + 1) * 8)) {}
+      : begin(id(first_unit<Head>(block) * 8)), end(id(first_unit<Head>(block + 1) * 8)) {}
+  __device__ static __forceinline__ u32 id(u32 row) {
+    return min(kVocab, kHasLanes ? lane_here() * kShareVocab + min(kShareVocab, row) : row);
+  }
 };
 
 __device__ __forceinline__ u8* shared_part(u32 offset) {
@@ -86,7 +89,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
   WholeGrid grid{&workspace.arrivals, state.arrivals};
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
-  const OwnIds own(grid.block());
+  const OwnIds own(lane_block());
   const u32 yield = *const_cast<volatile u32*>(&control.yield);
   const SampleArgs& args = state.args;
   if (grid.thread() == 0)

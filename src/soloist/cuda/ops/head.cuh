@@ -1,6 +1,8 @@
 // The LM head: logits to memory, and this block's best token of every column.
 #pragma once
-#include "ops/hidden.cuh"
+#include "ops/meet.cuh"
+
+using HeadStream = StreamOf<kMeets>::Type;
 
 struct Best {
   float value;
@@ -18,30 +20,42 @@ __device__ __forceinline__ Best warp_best(Best best) {
   }
   return best;
 }
-// {value, id, what block 0 of rank 0 tells, round + 1}, [rank][block]; two copies take turns, and the round says whose
-// it is.
-__device__ __forceinline__ uint4* best_records(const Context& cx, u8* workspace, u32 column, u32 rank) {
-  const u32 at = ((cx.round & 1) * kMaxColumns + column) * kRanks + rank;
-  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kNumBlocks;
+// {value, id, what the first block of rank 0 tells, round + 1}, [rank or lane][block]; two copies take turns, and the
+// round says whose it is.
+inline constexpr u32 kRecordSets = kRanks * kLanes;
+__device__ __forceinline__ uint4* best_records(const Context& cx, u8* workspace, u32 column, u32 set) {
+  const u32 at = ((cx.round & 1) * kMaxColumns + column) * kRecordSets + set;
+  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kLaneBlocks;
 }
 __device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
-  if constexpr (kRanks == 1) {
-    store_exchanged(best_records(cx, cx.params.workspace, cx.warp, 0) + cx.block, record);
+  if constexpr (kPeers == 1) {
+    store_exchanged(best_records(cx, cx.params.workspace, cx.warp, lane_here()) + cx.block, record);
   } else {
+    const u32 set = kHasLanes ? own_lane(cx.params) : cx.params.rank;
 #pragma unroll
-    for (u32 r = 0; r < kRanks; ++r)
-      store_to_peer(best_records(cx, cx.params.peers[r], cx.warp, cx.params.rank) + cx.block, record);
+    for (u32 r = 0; r < kPeers; ++r)
+      store_to_peer(best_records(cx, cx.params.peers[r], cx.warp, set) + cx.block, record);
   }
+}
+
+// Rows of the vocabulary before this rank's or lane's.
+__device__ __forceinline__ u32 first_id(const Params& params) {
+  return kHasLanes ? own_lane(params) * kShareVocab : kRanks > 1 ? params.rank * kShareVocab : 0;
 }
 
 __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
-  GlobalOperand operand(stream_operand<InStream>(cx, cx.next_in()), cx.warp, cx.lane, cx.columns);
+  using Stream = HeadStream;
+  const u32 in = kMeets ? cx.round + 1 : cx.next_in();
+  GlobalOperand operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
   Ahead<Head> ahead;
-  Scale<InStream> scale;
+  Scale<Stream> scale;
   ahead.fill(operand);
-  scale.load(cx, cx.next_in());
-  const float factor = scale.take(cx, cx.next_in());
+  float factor = 1.0f;
+  if constexpr (!kMeets || kSumBeforeNorm) {
+    scale.load(cx, in);
+    factor = scale.take(cx, in);
+  }
   cx.mark();
   // Other blocks may read the keys and values that this one stored in the round: its record, which they wait for,
   // comes after them. The consumers have met since, and the stream hides what the fence takes.
@@ -62,10 +76,10 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
       if (cx.warp >= cx.columns) return;
 #pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
-        const u32 row = first + group * 8 + r, id = (kRanks > 1 ? cx.params.rank * kShareVocab : 0) + row;
+        const u32 row = first + group * 8 + r, id = first_id(cx.params) + row;
         const float y = reduction.get(cx.warp, r - start) * factor;
-        if (id < kVocab && (kRanks == 1 || row < kShareVocab)) {
-          logits[static_cast<u64>(cx.warp) * kVocabRows + row] = y;
+        if (id < kVocab && ((kRanks == 1 && !kHasLanes) || row < kShareVocab)) {
+          logits[static_cast<u64>(cx.warp) * kVocabRows + lane_here() * kShareVocab + row] = y;
           best = better(best, Best{y, id});
         }
       }
@@ -75,7 +89,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   if (cx.warp < cx.columns) {
     best = warp_best(best);
     if (cx.lane == 0) {
-      const u32 yield = cx.block == 0 ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
+      const u32 yield = cx.is_first() ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
       publish_best(cx, make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
     }
   }
@@ -84,11 +98,14 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  constexpr u32 kEach = (kNumBlocks + 31) / 32;
+  // A trip to the L2 for the records of a rank, or for as many of lanes as registers hold.
+  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kMost = 256;
+  constexpr u32 kAtOnce = !kHasLanes ? kLaneBlocks : kRecords < kMost ? kRecords : kMost, kEach = (kAtOnce + 31) / 32;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
-  for (u32 rank = 0; rank < kRanks; ++rank) {
-    const uint4* records = best_records(cx, cx.params.workspace, cx.warp, rank);
+  for (u32 begin = 0; begin < kRecords; begin += kAtOnce) {
+    const uint4* records = best_records(cx, cx.params.workspace, cx.warp, 0) + begin;
+    const u32 count = kRecords % kAtOnce == 0 ? kAtOnce : min(kAtOnce, kRecords - begin);
     uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1
     for (;;) {
@@ -96,16 +113,16 @@ __device__ __forceinline__ void choose(Context& cx) {
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i) {
         const u32 b = cx.lane + 32 * i;
-        if (b >= kNumBlocks) continue;
-        record[i] = kRanks == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
+        if (b >= count) continue;
+        record[i] = kPeers == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
         ready = ready && record[i].w == cx.round + 1;
       }
       if (__all_sync(~0u, ready)) break;
     }
-    if (cx.lane == 0 && cx.warp == 0 && rank == 0) cx.shared.control().yield_agreed = record[0].z;
+    if (cx.lane == 0 && cx.warp == 0 && begin == 0) cx.shared.control().yield_agreed = record[0].z;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i)
-      if (cx.lane + 32 * i < kNumBlocks) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
+      if (cx.lane + 32 * i < count) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   }
   __threadfence();  // pairs with that of `head`
   cx.mark();

@@ -103,6 +103,7 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors);
+  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors, layer);
+  listen<MidStream, AttentionOutput>(cx, layer + 1);
   cx.mark();
 }
