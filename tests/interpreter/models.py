@@ -201,7 +201,11 @@ class Bench:
         pages = 3 * per_sequence + 2
         pools = [
             PagePool(
-                config.num_layers, plan.pool_kv_heads, plan.head_dim, pages, stored,
+                config.num_layers,
+                plan.pool_kv_heads,
+                plan.head_dim,
+                pages,
+                stored,
                 torch.device("cpu"),
             )
             for _ in range(plan.ranks)

@@ -34,8 +34,8 @@ class Support:
             return None
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
-        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.head.matrix.units * 8 * 4
-        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.blocks)
+        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.logit_rows * 4
+        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.grid_blocks)
         return KernelMemory(
             image_bytes=plan.image_bytes,
             workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh

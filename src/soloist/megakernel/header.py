@@ -132,7 +132,9 @@ def header(plan: Plan, build: Build = Build()) -> str:
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
     for name, buffer in plan.told.items():  # behind the lanes' workspaces
-        constants[f"kWs{_pascal(name)}"] = plan.lane_workspace_bytes * plan.lanes_here + buffer.offset
+        constants[f"kWs{_pascal(name)}"] = (
+            plan.lane_workspace_bytes * plan.lanes_here + buffer.offset
+        )
     for name, buffer in plan.shared.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes

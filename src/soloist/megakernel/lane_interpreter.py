@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from soloist.megakernel.interpreter import Interpreter, Memory, Operand, Stream, no_records
 from soloist.megakernel.interpreter import Exchange as Values
+from soloist.megakernel.interpreter import Interpreter, Memory, Operand, Stream, no_records
 from soloist.megakernel.lanes import modules_of, rules_of
 from soloist.megakernel.plan import Operation, Plan
 
@@ -56,7 +56,10 @@ class Told:
 
     def hear(self, name: str, turn: int, block: int, rows: range, columns: int) -> Tensor:
         """[lanes, columns, rows] of a turn."""
-        turns, self._heard[name, turn, block] = self._turns[name], self._heard[name, turn, block] + 1
+        turns, self._heard[name, turn, block] = (
+            self._turns[name],
+            self._heard[name, turn, block] + 1,
+        )
         where = (turn % len(turns), slice(None), slice(columns), slice(rows.start, rows.stop))
         assert (turns[where] == turn).all(), f"{name}: heard before it is told"
         return self._values[name][where]
@@ -107,7 +110,9 @@ class LaneInterpreter(Interpreter):
         self._rules = rules_of(plan.model)
         self._modules = dict(zip(("mid", "in"), modules_of(plan.model), strict=True))
         if plan.meets:
-            self._out = Stream(Operand(plan, "hidden_out", plan.head), Values(plan, "squares_out", 4))
+            self._out = Stream(
+                Operand(plan, "hidden_out", plan.head), Values(plan, "squares_out", 4)
+            )
 
     def _tell(self, name: str, turn: int, block: int, values: Tensor) -> None:
         rows = self._rows(self.plan.down, block)
@@ -179,9 +184,7 @@ class LaneInterpreter(Interpreter):
             total = sum(others, first)
             if self._rules.sum_before_norm:
                 self._residual[block, :columns, : len(rows)] = total
-                self._publish(
-                    self._out, turn, block, columns, plan.model.num_layers, "final_norm"
-                )
+                self._publish(self._out, turn, block, columns, plan.model.num_layers, "final_norm")
             else:
                 mean = self._to_half(total / self._rules.num_lanes)
                 k = torch.arange(rows.start, rows.stop)

@@ -1,4 +1,4 @@
-"""What Laneformer's lanes mean to the kernel: whose they are, how large, when they hear each other. Pure.
+"""What Laneformer's lanes mean to the kernel: whose they are, when they hear each other. Pure.
 
 A lane has its own residual stream and whole heads and neurons, so for the kernel it is a small
 model of its own, on blocks of its own. A rank runs some lanes side by side.

@@ -6,6 +6,7 @@ shared memory is left for the weight ring. `docs/megakernel.md` explains why.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -114,7 +115,7 @@ class Plan:
         """Sizes of what one rank (or lane) has: the model's own where there is one."""
         return lane_of(self.model) if self.model.lanes else share_of(self.model, self.ranks)
 
-    def shares(self, rank: int) -> list[Share] | list[LaneShare]:
+    def shares(self, rank: int) -> Sequence[Share | LaneShare]:
         """What a rank has: its one share, or that of each of its lanes."""
         if self.model.lanes is None:
             return [Share(self.model, self.ranks, rank)]
@@ -514,7 +515,7 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Pla
     first = Plan(model, dtype, gpu, 1, ranks)
     kv_heads = first.kv_heads
     # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
-    # Of q, k and v ranks and lanes have few; blocks without publish enough in the rest of the layer.
+    # Of q, k and v ranks and lanes have few; blocks without publish enough in the rest of a layer.
     whole = ranks == 1 and model.lanes is None
     owned = first.layer_operations[0 if whole else 1 :]
     most = min(gpu.num_sms // first.lanes_here, *(op.matrix.units for op in owned))

@@ -26,7 +26,7 @@ class Ranks:
         self._decoders = list(decoders)
         devices = [d.pool.device.index or 0 for d in decoders]
         for device in set(devices):
-            _require_fit(device, devices.count(device) * decoders[0].plan.blocks)
+            _require_fit(device, devices.count(device) * decoders[0].plan.grid_blocks)
         allow_access(sorted(set(devices)))
         for decoder in self._decoders:
             decoder.peers = self._decoders
