@@ -10,9 +10,11 @@ from soloist.engine.columns import KernelExecutor, num_pages_of
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.sharding import rope_in_halves
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.lanes import LANE_CHUNK_TOKENS, LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
 
@@ -72,11 +74,15 @@ class KernelModel(KernelExecutor):
         ]
         with torch.cuda.device(device):
             self.pool = PagePool(
-                config.num_layers, plan.kv_heads, plan.head_dim, num_pages, dtype, device
+                config.num_layers, plan.pool_kv_heads, plan.head_dim, num_pages, dtype, device
             )
             rope = rope_table(config.rope, plan.head_dim, pages * PAGE_POSITIONS, device)
-            vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
-            table = None if config.tied_head else weights["embedding"].to(device, dtype)
+            vectors = {
+                name: values.to(device, torch.float32)
+                for name, values in weights.items()
+                if name.endswith(("norm", "bias"))
+            }
+            table = None if plan.share.tied_head else weights["embedding"].to(device, dtype)
             if table is not None:
                 weights["embedding"] = table  # prefill and the decoder share it
             self.decoder = Decoder(
@@ -92,14 +98,21 @@ class KernelModel(KernelExecutor):
             matrices: Matrices = (
                 weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
             )
-            self.prefill = Prefill(
-                config,
-                matrices,
-                vectors,
-                self.pool,
-                partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
-                most_tokens=min(CHUNK_TOKENS, context_tokens),
-            )
+            self.prefill: Prefill | LanePrefill
+            if config.lanes is None:
+                self.prefill = Prefill(
+                    config,
+                    matrices,
+                    vectors,
+                    self.pool,
+                    partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
+                    most_tokens=min(CHUNK_TOKENS, context_tokens),
+                )
+            else:
+                if keep_rows:
+                    turn_halves(plan, weights)
+                most = min(LANE_CHUNK_TOKENS, context_tokens)
+                self.prefill = LanePrefill(config, matrices, vectors, self.pool, rope, most)
             torch.cuda.synchronize(device)
         super().__init__(
             self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
@@ -118,7 +131,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self._device):
             self.decoder.prepare_sampling()
-            if self._keeps_rows:
+            if self._keeps_rows and isinstance(self.prefill, Prefill):
                 most = self.prefill.most_tokens
                 self.prefill.capture([n for n in CAPTURED_TOKENS if n < most] + [most])
             torch.cuda.synchronize(self._device)
@@ -129,8 +142,17 @@ class KernelModel(KernelExecutor):
         return self.plan.streamed_bytes
 
 
+def turn_halves(plan: Plan, weights: Weights) -> None:
+    """Bring rows of q and k of all lanes into the order that the decoder's keys have."""
+    for layer in range(plan.model.num_layers):
+        name = f"layers.{layer}.qkv"
+        weights[name] = rope_in_halves(plan.share.layers[0].attention, weights[name])
+
+
 class Unpacked:
     """Row-major matrices by name, each unpacked from the kernel's image when asked for.
+
+    Of a model with lanes they have lanes first, where the checkpoint has them so.
 
     Args:
         plan: how the image is laid out.
@@ -143,12 +165,20 @@ class Unpacked:
         self._operations = {op.matrix.name: op for op in plan.layer_operations}
 
     def __call__(self, name: str) -> Tensor:
-        """[out, in], contiguous."""
+        """[out, in] or [L, out, in], contiguous."""
         if name == "embedding" and self._table is not None:
             return self._table
         layer, operation = 0, self._plan.head
         if name not in ("embedding", "head"):
             _, number, short = name.split(".")
             layer, operation = int(number), self._operations[short]
-        packed = gather(self._plan, operation, layer, self._image)
-        return unpack(self._plan, operation, packed).contiguous()
+        lanes = self._plan.model.lanes
+        parts = [
+            unpack(self._plan, operation, gather(self._plan, operation, layer, image))
+            for image in torch.split(self._image, self._plan.blocks)
+        ]
+        if lanes is None:
+            return parts[0].contiguous()
+        if operation is self._plan.head and lanes.head == "replicate":
+            return torch.cat(parts)[: self._plan.model.vocab_size]
+        return torch.stack(parts)

@@ -58,16 +58,16 @@ def _of_lane(share: LaneShare, name: str, values: Tensor) -> Tensor:
 
 
 def rope_in_halves(attention: Attention, qkv: Tensor) -> Tensor:
-    """Rows [(Q + 2 K) · D, H] in which rope turns i and i + D / 2, where it turned 2i and 2i + 1.
+    """Rows [..., (Q + 2 K) · D, H] in which rope turns i and i + D / 2, where it turned 2i, 2i + 1.
 
     Products of queries and keys do not notice that both have their values in another order.
     """
-    heads = qkv.unflatten(0, (-1, attention.head_dim))
+    heads = qkv.unflatten(-2, (-1, attention.head_dim))  # [..., Q + 2 K, D, H]
     rotating, values = heads.split(
-        [attention.num_query_heads + attention.num_kv_heads, attention.num_kv_heads]
+        [attention.num_query_heads + attention.num_kv_heads, attention.num_kv_heads], dim=-3
     )
-    halves = torch.cat([rotating[:, ::2], rotating[:, 1::2]], dim=1)
-    return torch.cat([halves, values]).flatten(0, 1)
+    halves = torch.cat([rotating[..., ::2, :], rotating[..., 1::2, :]], dim=-2)
+    return torch.cat([halves, values], dim=-3).flatten(-3, -2)
 
 
 def _taken(values: Tensor, places: Sequence[int | None]) -> Tensor:

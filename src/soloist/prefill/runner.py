@@ -6,7 +6,7 @@ the faster attention that is slow to set up.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -151,17 +151,7 @@ class Prefill:
             fp32 logits [V] of the last token, valid until the next call; None where `cancelled`,
             which is asked before every chunk, said so.
         """
-        ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
-        pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
-        logits = None
-        for start in range(0, len(ids), chunk_tokens):
-            if cancelled():
-                return None
-            stop = min(start + chunk_tokens, len(ids))
-            logits = self.run(
-                ids[start:stop], position + start, pages, want_logits=stop == len(ids)
-            )
-        return logits
+        return run_chunks(self.run, token_ids, page_table, chunk_tokens, cancelled, position)
 
     @torch.inference_mode()
     def capture(self, sizes: Iterable[int]) -> None:
@@ -296,6 +286,41 @@ class Prefill:
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.pool.device)
+
+
+class RunChunk(Protocol):
+    """`run` of a prefill."""
+
+    def __call__(
+        self,
+        token_ids: Tensor | Sequence[int],
+        position: int,
+        page_table: Tensor | Sequence[int],
+        *,
+        want_logits: bool = True,
+    ) -> Tensor | None:
+        """Logits [V] of the last token, where they are wanted."""
+        ...
+
+
+def run_chunks(
+    run: RunChunk,
+    token_ids: Tensor | Sequence[int],
+    page_table: Tensor | Sequence[int],
+    chunk_tokens: int,
+    cancelled: Callable[[], bool],
+    position: int,
+) -> Tensor | None:
+    """`Prefill.run_prompt` by its `run`."""
+    ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
+    pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
+    logits = None
+    for start in range(0, len(ids), chunk_tokens):
+        if cancelled():
+            return None
+        stop = min(start + chunk_tokens, len(ids))
+        logits = run(ids[start:stop], position + start, pages, want_logits=stop == len(ids))
+    return logits
 
 
 def require_prefill(config: ModelConfig) -> None:

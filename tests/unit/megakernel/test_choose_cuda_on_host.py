@@ -47,6 +47,8 @@ inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 struct Fault;
 struct float2 { float x, y; };
 template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
+inline u32 lane_here() { return 0; }
+inline u32 lane_block() { return blockIdx.x; }
 """
 
 HARNESS = r"""

@@ -1,0 +1,125 @@
+"""Laneformer on one GPU, as one rank and as several with SMs of their own, is the reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter.lane_models import CASES, configured
+from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
+from soloist.megakernel.choice import Choice
+from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.ranks import Ranks
+from soloist.model.config import ModelConfig
+from soloist.prefill.pages import PagePool
+from soloist.sampling import Sampler, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 150  # three pages
+# Relative error of all logits: what rounding to bf16 may do (the interpreter's is 0.007 at most).
+MOST_ERROR = 0.02
+
+
+class Spread:
+    """A Laneformer over the ranks of a plan, all on the current GPU."""
+
+    def __init__(self, config: ModelConfig, plan: Plan, weights: dict[str, Tensor]) -> None:
+        self.plan = plan
+        device = torch.device("cuda", torch.cuda.current_device())
+        on_gpu = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
+        pages = -(-CONTEXT // PAGE_POSITIONS)
+        self.decoders = []
+        for rank in range(plan.ranks):
+            pool = PagePool(
+                config.num_layers, plan.pool_kv_heads, plan.head_dim, 2 * pages, torch.bfloat16,
+                device,
+            )  # fmt: skip
+            decoder = Decoder(
+                plan, on_gpu, rope_table(config, CONTEXT).to(device), pool.tensor, rank=rank,
+                max_rounds=256, max_sequences=2, keep_rows=True,
+            )  # fmt: skip
+            decoder.page_tables.copy_(torch.arange(2 * pages).flip(0).view(2, -1))
+            self.decoders.append(decoder)
+        self.ranks = Ranks(self.decoders)
+
+    def logits(self, ids: list[int], columns: int, sequence: int = 0) -> Tensor:
+        """[T, V] of forced tokens, `columns` positions side by side."""
+        rounds, plan = len(ids) // columns, self.plan
+        kept = [torch.zeros(rounds, columns, plan.logit_rows, device="cuda") for _ in self.decoders]
+        side_by_side = [
+            Column(sequence, c, ids[c::columns], stride=columns) for c in range(columns)
+        ]
+        self.ranks.run(side_by_side, rounds, logits=kept)
+        parts = []
+        for rank, part in enumerate(kept):
+            rows = sum(len(share.vocabulary) for share in plan.shares(rank))
+            parts.append(part.flatten(0, 1)[:, :rows])
+        return torch.cat(parts, dim=1)
+
+
+def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.to(torch.bfloat16) for k, v in weights.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> None:
+    config, plan, weights = configured(name, tmp_path, ranks)
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, rounded(weights), ids)
+    spread = Spread(config, plan, weights)
+    one_by_one = spread.logits(ids, 1)
+    error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
+    assert error < MOST_ERROR
+    for columns in (2, 5):
+        assert torch.equal(spread.logits(ids, columns), one_by_one)
+    assert torch.equal(spread.logits(ids, 3, sequence=1), one_by_one)
+
+
+def test_bits_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    ids, seen = None, []
+    for ranks in (1, 2, 8):
+        config, plan, weights = configured("seven layers", tmp_path, ranks)
+        ids = ids or prompt(config, TOKENS)
+        seen.append(Spread(config, plan, weights).logits(ids, 5))
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_lanes_choose_alike_again_and_again(ranks: int, tmp_path: Path) -> None:
+    config, plan, weights = configured("seven layers", tmp_path, ranks)
+    spread = Spread(config, plan, weights)
+    columns = [Column(0, 0, prompt(config, 20)), Column(1, 0, prompt(config, 9, seed=1))]
+    made = spread.ranks.run(columns, 150)
+    chosen = [d._shown[:150, :2].tolist() for d in spread.decoders]
+    assert chosen == [made] * ranks
+    for _ in range(20):
+        assert spread.ranks.run(columns, 150) == made
+
+
+def test_a_launch_stops_on_request(tmp_path: Path) -> None:
+    config, plan, weights = configured("mean of lanes", tmp_path, 2)
+    spread = Spread(config, plan, weights)
+    spread.ranks.start([Column(0, 0, [1])], 150)
+    spread.ranks.stop()
+    made = list(spread.ranks.tokens())
+    assert 1 <= len(made) <= 150
+    assert spread.ranks.run([Column(0, 0, [1])], len(made)) == made
+
+
+@pytest.mark.parametrize("name", ["mean of lanes", "vocabulary slices"])
+def test_lanes_of_one_rank_sample_as_the_host_does(name: str, tmp_path: Path) -> None:
+    config, plan, weights = configured(name, tmp_path, 1)
+    decoder = Spread(config, plan, weights).decoders[0]
+    params = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True)
+    sampler = Sampler(params, config.vocab_size, [7])
+    kept = torch.zeros(60, 1, plan.logit_rows, device="cuda")
+    column = Column(0, 0, [7], choice=Choice(params, sampler.counts, frozenset()))
+    made = decoder.run([column], 60, logits=kept)
+    for i, (token,) in enumerate(made):
+        assert sampler.pick(kept[i, 0, : config.vocab_size].cpu(), i + 1) == token
+        sampler.observe(token)
