@@ -109,7 +109,7 @@ class LanePrefill:
         product = self._product(h, f"{name}qkv").view(*h.shape[:2], -1, attention.head_dim)
         q, k = attention.num_query_heads // lanes, attention.num_kv_heads // lanes
         turns = self._rope[position:stop]
-        queries, keys, values = (self._by_token(x) for x in product.split([q, k, k], dim=2))
+        queries, keys, values = (self._by_token(x) for x in torch.split(product, [q, k, k], 2))
         if attention.rope:
             queries, keys = _rotated(queries, turns), _rotated(keys, turns)
         queries, keys, values = (x.to(self.pool.dtype) for x in (queries, keys, values))

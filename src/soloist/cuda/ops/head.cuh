@@ -99,7 +99,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
   // A trip to the L2 for the records of a rank, or for as many of lanes as registers hold.
-  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kMost = 256;
+  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kMost = 512;
   constexpr u32 kAtOnce = !kHasLanes ? kLaneBlocks : kRecords < kMost ? kRecords : kMost, kEach = (kAtOnce + 31) / 32;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
