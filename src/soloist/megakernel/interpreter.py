@@ -381,7 +381,8 @@ class Interpreter:
             x = self._mid.operand.all_of(self._hidden_mid, columns)
             y = (self._weights(plan.gate_up, layer, block) @ x)[:, :columns]
             y = y * self._factor(self._mid, self._hidden_mid, block, columns)
-            y = (y + self._vector(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
+            y = y + self._vector(layer, "gate_up_bias", rows)[:, None]
+            y = y.unflatten(0, (-1, 2, plan.gate_up.matrix.unit_neurons))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
             gated = self._to_half(torch.nn.functional.silu(gate) * up)
             neurons = _places(range(rows.start // 2, rows.stop // 2))

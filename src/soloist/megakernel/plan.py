@@ -7,7 +7,7 @@ shared memory is left for the weight ring. `docs/megakernel.md` explains why.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
@@ -201,6 +201,12 @@ class Plan:
         rows, hidden = 2 * self.intermediate, self.model.hidden_size
         matrix = Matrix("gate_up", rows, hidden, RowOrder.PAIRED, self.blocks)
         groups = -(-matrix.max_tiles // self.most_tiles)
+        if groups == 1 and self.grid_blocks * self.ranks != self.blocks:
+            # A share has few rows for each block: smaller units part them more evenly.
+            matrix = min(
+                matrix, replace(matrix, order=RowOrder.FINELY_PAIRED),
+                key=lambda m: m.max_block_bytes,
+            )  # fmt: skip
         return self._in_groups(matrix, -(-matrix.max_tiles // groups))
 
     @cached_property

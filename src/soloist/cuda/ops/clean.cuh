@@ -52,8 +52,9 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
       clear_sums<MidStream>(params, layers + 2, columns, block, lane);
-      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns, first_unit<GateUp>(block) * 8,
-                    num_units<GateUp>(block) * 8, lane);
+      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns,
+                    first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
+                    num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
                   first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
       if (head < kKvHeads) {
