@@ -431,6 +431,27 @@ class GpuUnsupported(DeviceError):
         )
 
 
+class GpusMissing(DeviceError):
+    """More GPUs were asked for than this machine has of one kind."""
+
+    def __init__(self, given: int, present: list[int]) -> None:
+        super().__init__(
+            f"{given} GPUs were asked for and this machine has {len(present)} of one kind",
+            f"--gpus auto takes those there are: {present}" if present else "leave --gpus out",
+        )
+
+
+class RanksUnsupported(DeviceError):
+    """A model cannot be spread over so many GPUs."""
+
+    def __init__(self, given: int, reason: str, fine: list[int]) -> None:
+        counts = ", ".join(map(str, fine)) or "none: only the reference runs this model"
+        super().__init__(
+            f"this model cannot run on {given} GPUs: {reason} (it can run on: {counts})",
+            f"take --gpus {fine[-1]}" if fine else "leave --gpus out",
+        )
+
+
 class NoPeerAccess(DeviceError):
     """GPUs that are to run one model cannot reach each other's memory."""
 

@@ -310,3 +310,16 @@ def test_fill_in_the_middle_without_its_tokens(soloist, etude):
 def test_debug_shows_the_traceback(tmp_path):
     with pytest.raises(Exception, match="is empty"):
         main(["run", str(tmp_path), "--prompt", "x", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--gpus", 3), "--gpus is '3' (allowed: 1, 2, 4, 8, auto)"),
+        (("--gpus", 2, "--device", "cpu"), "--gpus is 2 (allowed: 1 or auto without a GPU)"),
+    ],
+)
+def test_numbers_of_gpus(soloist, options, told) -> None:
+    done = soloist("run", "etude-draft", "-p", "x", "-n", 1, *options)
+    assert done.status == 2
+    assert told in done.err

@@ -12,6 +12,7 @@ from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
 from soloist.megakernel.ranks import Ranks
+from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.prefill.pages import PagePool
 from soloist.sampling import Sampler, SamplingParams
@@ -29,7 +30,7 @@ class Spread:
     def __init__(self, config: ModelConfig, plan: Plan, weights: dict[str, Tensor]) -> None:
         self.plan = plan
         device = torch.device("cuda", torch.cuda.current_device())
-        on_gpu = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
+        whole = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
         pages = -(-CONTEXT // PAGE_POSITIONS)
         self.decoders = []
         for rank in range(plan.ranks):
@@ -38,8 +39,8 @@ class Spread:
                 device,
             )  # fmt: skip
             decoder = Decoder(
-                plan, on_gpu, rope_table(config, CONTEXT).to(device), pool.tensor, rank=rank,
-                max_rounds=256, max_sequences=2, keep_rows=True,
+                plan, shard_all(plan.part_of(rank), whole), rope_table(config, CONTEXT).to(device),
+                pool.tensor, rank=rank, max_rounds=256, max_sequences=2,
             )  # fmt: skip
             decoder.page_tables.copy_(torch.arange(2 * pages).flip(0).view(2, -1))
             self.decoders.append(decoder)
@@ -47,17 +48,13 @@ class Spread:
 
     def logits(self, ids: list[int], columns: int, sequence: int = 0) -> Tensor:
         """[T, V] of forced tokens, `columns` positions side by side."""
-        rounds, plan = len(ids) // columns, self.plan
-        kept = [torch.zeros(rounds, columns, plan.logit_rows, device="cuda") for _ in self.decoders]
+        rounds = len(ids) // columns
+        kept = torch.zeros(rounds, columns, self.plan.sampled_rows, device="cuda")
         side_by_side = [
             Column(sequence, c, ids[c::columns], stride=columns) for c in range(columns)
         ]
         self.ranks.run(side_by_side, rounds, logits=kept)
-        parts = []
-        for rank, part in enumerate(kept):
-            rows = sum(len(share.vocabulary) for share in plan.shares(rank))
-            parts.append(part.flatten(0, 1)[:, :rows])
-        return torch.cat(parts, dim=1)
+        return kept.flatten(0, 1)[:, : self.plan.model.vocab_size]
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -111,15 +108,16 @@ def test_a_launch_stops_on_request(tmp_path: Path) -> None:
     assert spread.ranks.run([Column(0, 0, [1])], len(made)) == made
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("name", ["mean of lanes", "vocabulary slices"])
-def test_lanes_of_one_rank_sample_as_the_host_does(name: str, tmp_path: Path) -> None:
-    config, plan, weights = configured(name, tmp_path, 1)
-    decoder = Spread(config, plan, weights).decoders[0]
+def test_lanes_sample_as_the_host_does(name: str, ranks: int, tmp_path: Path) -> None:
+    config, plan, weights = configured(name, tmp_path, ranks)
+    launches = Spread(config, plan, weights).ranks
     params = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True)
     sampler = Sampler(params, config.vocab_size, [7])
-    kept = torch.zeros(60, 1, plan.logit_rows, device="cuda")
+    kept = torch.zeros(60, 1, plan.sampled_rows, device="cuda")
     column = Column(0, 0, [7], choice=Choice(params, sampler.counts, frozenset()))
-    made = decoder.run([column], 60, logits=kept)
+    made = launches.run([column], 60, logits=kept)
     for i, (token,) in enumerate(made):
         assert sampler.pick(kept[i, 0, : config.vocab_size].cpu(), i + 1) == token
         sampler.observe(token)

@@ -64,7 +64,7 @@ def model() -> KernelModel:
     assert support.plan is not None, support.refusal
     weights = load_weights(open_checkpoint(folder), tensors(config), Dtype.BF16, device)
     return KernelModel(
-        support.plan, weights, 1024, device, read_settings().cache, keep_rows=True, sequences=2
+        support.plan, [weights], 1024, [device], read_settings().cache, keep_rows=True, sequences=2
     )
 
 

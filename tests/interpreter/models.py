@@ -12,11 +12,9 @@ from torch import Tensor
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
 from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
-from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
-from soloist.megakernel.sharding import shard
-from soloist.megakernel.share import Share
+from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -130,18 +128,24 @@ def load(
     plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
-    parts = [_load_share(plan, weights, dtype, share) for share in plan.shares(rank)]
-    images, vectors = zip(*parts, strict=True)
+    parts = shard_all(plan.part_of(rank), weights)
+    loaded = [_load_lane(plan, parts, dtype, place) for place in range(plan.lanes_here)]
+    images, vectors = zip(*loaded, strict=True)
     table = None if plan.share.tied_head else weights["embedding"].to(dtype)
     return torch.cat(images), torch.cat(vectors[: plan.vector_lanes]), table
 
 
-def _load_share(
-    plan: Plan, weights: Weights, dtype: torch.dtype, share: Share | LaneShare
+def _load_lane(
+    plan: Plan, parts: Weights, dtype: torch.dtype, place_here: int
 ) -> tuple[Tensor, Tensor]:
-    """(image, vectors) of a rank or a lane."""
-    model, tied = plan.model, weights["embedding"]
-    weights = {name: shard(share, name, values) for name, values in weights.items()}
+    """(image, vectors) of a rank, or of one of its lanes."""
+    model = plan.model
+    weights = {
+        name: values
+        if values.ndim == (1 if name.endswith(("norm", "bias")) else 2)
+        else values[place_here]
+        for name, values in parts.items()
+    }
     image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
     vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
     matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
@@ -154,7 +158,7 @@ def _load_share(
             values = ordered(plan, matrices[name], values) if name in matrices else values
             start = plan.layer_vector_values * layer + buffer.offset // 4
             vectors[start : start + values.numel()] = values
-    head = shard(share, "head", tied) if model.tied_head else weights["head"]
+    head = weights["embedding" if plan.share.tied_head else "head"]
     place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
     return image, torch.cat([vectors, weights["final_norm"].float()])
 

@@ -32,7 +32,7 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
     config, plan = case
     weights = random_weights(config)
     exact = replace(plan, dtype=Dtype.FP32)
-    decoders = _load_image(exact, weights, CPU, 0, keep_rows=True)[:2]
+    decoders = _load_image(exact, weights, CPU, keep_rows=True)[:2]
     own = load(exact, weights, torch.float32)[:2]
     for seen, wanted in zip(decoders, own, strict=True):
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])

@@ -21,13 +21,14 @@ from soloist.bench.folder import write_random_model
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import random_prompt, shape_name
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import Precision, resolve_device
+from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import BitsDiffer, SettingError, UserError
-from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.launch import Column
 from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.ranks import Launcher
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -54,6 +55,7 @@ class Plan:
         repeats: equal launches whose bits are compared; 0 for none.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: 'bf16', 'fp16', or 'auto' for the checkpoint's own, bf16 where that is fp32.
+        gpus: how many run the model together, or 'auto'.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Plan:
     repeats: int
     device: str
     precision: Precision
+    gpus: GpuCount = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +154,10 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
     engine = Engine.load(
         EngineConfig(
             str(files.folder),
-            str(device),
+            plan.device,
             files.dtype.value,
             context_tokens=min(room, files.config.context_tokens),
+            gpus=plan.gpus,
         )
     )
     ids = _token_ids(plan, engine)
@@ -161,7 +165,9 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
         decoder, vocab = engine.model.decoder, engine.config.vocab_size
         logits, same_bits = _kernel_logits(decoder, vocab, ids[:-1])
         _require_repeats(plan.repeats, decoder, ids)
-        return ids, _Read("soloist, decode kernel", logits, same_bits)
+        gpus = engine.resolved.num_gpus
+        name = "soloist, decode kernel" + (f" on {gpus} GPUs" if gpus > 1 else "")
+        return ids, _Read(name, logits.to(device), same_bits)
     if plan.repeats:
         raise SettingError("--repeats", plan.repeats, "on the decode kernel only")
     assert isinstance(engine.model, ReferenceModel), "the only other executor"
@@ -186,7 +192,7 @@ def _token_ids(plan: Plan, engine: Engine) -> list[int]:
 
 
 def _kernel_logits(
-    decoder: Decoder, vocab_size: int, ids: list[int]
+    decoder: Launcher, vocab_size: int, ids: list[int]
 ) -> tuple[Tensor, tuple[str, ...]]:
     """One column in one launch, and the names of other ways that gave the same bits."""
     all_of_them = len(ids)
@@ -203,7 +209,7 @@ def _kernel_logits(
     return first, ("1 column in one launch", *ways)
 
 
-def _require_repeats(repeats: int, decoder: Decoder, ids: list[int]) -> None:
+def _require_repeats(repeats: int, decoder: Launcher, ids: list[int]) -> None:
     if not repeats:
         return
     column = [Column(0, 0, ids[:3])]

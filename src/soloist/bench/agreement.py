@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from soloist.errors import BitsDiffer
-from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.launch import Column
+from soloist.megakernel.ranks import Launcher
 
 # Positions compared at once: distributions are computed in fp64.
 _CHUNK = 64
@@ -65,7 +66,7 @@ def agreement(right: Tensor, logits: Tensor, targets: Tensor) -> Agreement:
 
 
 def forced_logits(
-    decoder: Decoder, vocab_size: int, token_ids: Sequence[int], columns: int, rounds: int
+    decoder: Launcher, vocab_size: int, token_ids: Sequence[int], columns: int, rounds: int
 ) -> Tensor:
     """fp32 logits [T, V] after each token of a given text, from the decode kernel.
 

@@ -68,7 +68,8 @@ class Row:
             that of steps times columns.
         streamed_bytes_per_token: weights that a step has to read, and KV at the middle of the run.
         bandwidth_gb_per_s: measured read bandwidth of this device, in this run.
-        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth.
+        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth of all
+            GPUs.
         speculation: whether tokens were drafted.
         output_ids_sha256: hash of the tokens made, so that runs can be compared.
         versions: of Python and the libraries that matter.
@@ -121,7 +122,7 @@ class StartupRow:
         kernel_cache: 'warm', with all kernels compiled before, or 'cold', with none.
         runs: processes timed after one that was not, which read all files.
         total_s: from starting the process to its first token.
-        weights_s: of them, reading weights.
+        weights_s: of them, reading weights, beside imports where a GPU is used.
         kernels_s: of them, compiling kernels.
         rest_s: of them, all else: interpreter, libraries, GPU, packing, tokenizer, prompt.
         kernels_built: kernels compiled.

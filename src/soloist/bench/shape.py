@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.decode import Run
@@ -23,9 +21,11 @@ from soloist.bench.subject import (
     shape_dtype,
     shape_name,
     shape_on_gpu,
+    shape_placement,
 )
-from soloist.engine.config import Precision
+from soloist.engine.config import GpuCount, Precision
 from soloist.engine.engine import device_name
+from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.megakernel.launch import Column
@@ -55,6 +55,7 @@ class Plan:
         sequences: side by side.
         context: position at which decoding starts, over random keys and values; None: after the
             prompt. Time to first token is the prompt's in any case.
+        gpus: how many run it together, or 'auto'.
     """
 
     file: Path
@@ -66,6 +67,7 @@ class Plan:
     columns: int
     sequences: int
     context: int | None
+    gpus: GpuCount = 1
 
     @property
     def all_columns(self) -> int:
@@ -99,15 +101,16 @@ def measure(plan: Plan) -> list[record.Row]:
         )
     dtype = shape_dtype(plan.precision)
     device = require_gpu(plan.device, "without one, measure a model: soloist bench decode MODEL")
-    bandwidth = read_bandwidth(device)
-    model = shape_on_gpu(config, dtype, plan.last, device, plan.sequences)
+    placed = shape_placement(plan.file, plan.precision, device, plan.device, plan.gpus)
+    bandwidth = read_bandwidth(placed.devices[0])
+    model = shape_on_gpu(config, dtype, plan.last, placed, plan.sequences)
     if plan.context is not None:
-        model.pool.tensor.normal_()
+        model.fill_pools()
     prompts = [random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
     is_request = plan.all_columns == 1 and plan.context is None
     run = partial(_request if is_request else _launch, plan, model, prompts)
     runs = [run() for _ in range(plan.runs + 1)][1:]
-    return [_row(plan, config, dtype, device, runs, bandwidth)]
+    return [_row(plan, config, dtype, placed, runs, bandwidth)]
 
 
 def _check(plan: Plan) -> None:
@@ -132,7 +135,7 @@ def _check(plan: Plan) -> None:
 
 def _request(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
     """One greedy request, from token ids to its last token."""
-    torch.cuda.synchronize(model.pool.device)
+    model.synchronize()
     params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
     made, times = [], []
     start = time.perf_counter()
@@ -145,7 +148,7 @@ def _request(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
 
 def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
     """All prompts one after the other, the first one timed; then one launch for all columns."""
-    torch.cuda.synchronize(model.pool.device)
+    model.synchronize()
     start = time.perf_counter()
     first = []
     for i, prompt in enumerate(prompts):
@@ -174,7 +177,7 @@ def _row(
     plan: Plan,
     config: ModelConfig,
     dtype: Dtype,
-    device: torch.device,
+    placed: Placement,
     runs: list[Run],
     bandwidth: Bandwidth,
 ) -> record.Row:
@@ -183,12 +186,13 @@ def _row(
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.new_tokens // 2
     streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
+    all_gb_per_s = bandwidth.gb_per_s * placed.ranks
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return record.Row(
         engine="soloist",
         shape=shape_name(plan.file),
-        device=device_name(str(device)),
-        gpus=1,
+        device=device_name(str(placed.devices[0])),
+        gpus=placed.ranks,
         precision=dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
@@ -198,7 +202,7 @@ def _row(
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
-        mbu=round(streamed * speed.median / plan.all_columns / bandwidth.gb_per_s / 1e9, 3),
+        mbu=round(streamed * speed.median / plan.all_columns / all_gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         versions=record.versions("torch"),

@@ -54,7 +54,8 @@ class Start:
 
     Attributes:
         total_s: from starting it to its first token.
-        weights_s: of them, reading weights, to where they stay or are packed from.
+        weights_s: of them, reading weights, to where they stay or are packed from; on a GPU
+            they are read while Python imports, and the two are not told apart.
         kernels_s: of them, compiling kernels.
         num_kernels: compiled; 0 where all were in the cache, or none is needed.
         report: what `soloist run --json` printed.

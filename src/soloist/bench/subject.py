@@ -1,16 +1,19 @@
-"""What is measured on the decode kernel: a model, or a shape with random weights, on one GPU."""
+"""What is measured on the decode kernel: a model, or a shape with random weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from soloist.bench.decode import python_prompt
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import Precision, resolve_device
+from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
+from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import KernelModel
-from soloist.engine.support import find_support
+from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
@@ -18,7 +21,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import random_weights
+from soloist.model.weights import Weights, random_weights
 from soloist.settings import read_settings
 
 
@@ -41,7 +44,7 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """The GPU."""
-        return self.model.pool.device
+        return self.model.device
 
     @property
     def device_name(self) -> str:
@@ -75,6 +78,25 @@ def require_gpu(asked: str, otherwise: str) -> torch.device:
     return torch.device(resolve_device(asked, present))
 
 
+def shape_placement(
+    file: Path, precision: Precision, device: torch.device, asked: str, gpus: GpuCount
+) -> Placement:
+    """The GPUs that a shape runs on.
+
+    Args:
+        file: its config.json.
+        precision: as of `shape_dtype`.
+        device: the GPU to begin with.
+        asked: as the user named it.
+        gpus: how many.
+
+    Raises:
+        UserError, DeviceError: it cannot run there; the message says why.
+    """
+    config, dtype = read_config(file), shape_dtype(precision)
+    return place(EngineConfig(device=asked, gpus=gpus), device, config, dtype)
+
+
 def shape_name(file: Path) -> str:
     """A configuration's name for people."""
     return file.parent.name if file.stem == "config" else file.stem
@@ -95,7 +117,7 @@ def shape_on_gpu(
     config: ModelConfig,
     dtype: Dtype,
     context_tokens: int,
-    device: torch.device,
+    placed: Placement,
     sequences: int = 1,
 ) -> KernelModel:
     """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
@@ -103,23 +125,30 @@ def shape_on_gpu(
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
     """
-    support = find_support(config, dtype, device)
+    support = placed.support(config, dtype)
     if support.plan is None:
         raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
-    specs = tensors(config)
+    held = placed.share_of(config)
+    specs = tensors(held)
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
-    free_bytes = torch.cuda.mem_get_info(device)[0]
+    free_bytes = placed.free_bytes()
     needs = require_memory(
-        config, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
+        held, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
     )
-    row_bytes = parameters(specs) * dtype.num_bytes
+    # On the first GPU all weights lie before they are cut.
+    row_bytes = parameters(tensors(config)) * dtype.num_bytes
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
-    home = device if keep_rows else torch.device("cpu")
+    home = placed.devices[0] if keep_rows else torch.device("cpu")
+    whole = random_weights(tensors(config), dtype, home)
+    if placed.ranks == 1:
+        weights = [of_one(_taken(whole), config)]
+    else:
+        weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
     model = KernelModel(
         support.plan,
-        random_weights(specs, dtype, home),
+        weights,
         context_tokens,
-        device,
+        placed.devices,
         read_settings().cache,
         keep_rows=keep_rows,
         sequences=sequences,
@@ -128,8 +157,14 @@ def shape_on_gpu(
     return model
 
 
+def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, which leave the dictionary."""
+    for name in list(weights):
+        yield name, weights.pop(name)
+
+
 def shape_subject(
-    file: Path, precision: Precision, device: torch.device, prompt_tokens: int, rounds: int,
+    file: Path, precision: Precision, placed: Placement, prompt_tokens: int, rounds: int,
     context: int | None,
 ) -> Subject:  # fmt: skip
     """A shape, a random prompt and, with `context`, a random KV cache up to there.
@@ -144,9 +179,9 @@ def shape_subject(
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    model = shape_on_gpu(config, dtype, tokens, device)
+    model = shape_on_gpu(config, dtype, tokens, placed)
     if context is not None:
-        model.pool.tensor.normal_()
+        model.fill_pools()
     return Subject(shape_name(file), model, random_prompt(config, prompt_tokens), start)
 
 

@@ -11,10 +11,16 @@ from statistics import median
 from soloist.bench import record
 from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.sizes import require_at_least
-from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
+from soloist.bench.subject import (
+    Subject,
+    model_subject,
+    require_gpu,
+    shape_placement,
+    shape_subject,
+)
 from soloist.bench.timeline import About, Timeline, timeline
 from soloist.engine import EngineConfig
-from soloist.engine.config import Precision
+from soloist.engine.config import GpuCount, Precision
 from soloist.errors import SettingError
 from soloist.megakernel.header import ABLATIONS, Build
 from soloist.megakernel.launch import Column
@@ -39,6 +45,7 @@ class Plan:
         at_round: which of a launch's rounds to look at, or how many to time.
         device: 'auto', 'cuda' or 'cuda:N'.
         precision: of weights and KV cache.
+        gpus: how many run it together, or 'auto'; a trace shows the first one.
     """
 
     model: str
@@ -49,6 +56,7 @@ class Plan:
     at_round: int
     device: str
     precision: Precision
+    gpus: GpuCount = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +172,11 @@ def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
     )
     bandwidth, rounds = read_bandwidth(device), plan.at_round + 2
     if plan.shape is None:
-        asked = EngineConfig(plan.model, str(device), plan.precision)
+        asked = EngineConfig(plan.model, plan.device, plan.precision, gpus=plan.gpus)
         return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds), bandwidth
+    placed = shape_placement(plan.shape, plan.precision, device, plan.device, plan.gpus)
     subject = shape_subject(
-        plan.shape, plan.precision, device, plan.prompt_tokens, rounds, plan.context
+        plan.shape, plan.precision, placed, plan.prompt_tokens, rounds, plan.context
     )
     return subject, bandwidth
 

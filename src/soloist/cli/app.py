@@ -69,6 +69,7 @@ def run(
     min_tokens: o.MinTokens = 0,
     ignore_eos: o.IgnoreEos = False,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -78,9 +79,9 @@ def run(
 
     The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import generation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -104,8 +105,10 @@ def run(
     )
     checked = o.checked_precision(precision)
     # One request: what others would need is not worth waiting for.
-    asked = EngineConfig(model, device, checked, context, revision, prepare=False)
-    generation.run(asked, text, suffix, params, as_json=json)
+    asked = EngineConfig(
+        model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus)
+    )
+    generation.run(asked, text, suffix, params, upload, as_json=json)
 
 
 @app.command()
@@ -120,6 +123,7 @@ def chat(
     repetition_penalty: o.RepetitionPenalty = 1.0,
     seed: o.Seed = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -128,9 +132,9 @@ def chat(
 
     Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import conversation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -144,8 +148,10 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
-    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
-    conversation.chat(asked, system, params)
+    asked = EngineConfig(
+        model, device, o.checked_precision(precision), context, revision, gpus=o.parsed_gpus(gpus)
+    )
+    conversation.chat(asked, system, params, upload)
 
 
 @app.command()
@@ -191,6 +197,7 @@ def serve(
         bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
     ] = False,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     context: o.Context = None,
     revision: o.Revision = None,
@@ -200,6 +207,9 @@ def serve(
     The port is open at once; requests are answered with 503 until the model is loaded. SIGTERM and
     Ctrl-C let running requests finish by a deadline.
     """
+    from soloist.cli.early import begin
+
+    upload = begin(model, device, gpus, revision)
     from soloist.cli import serving
     from soloist.engine import EngineConfig
     from soloist.server.config import ServerConfig
@@ -219,9 +229,9 @@ def serve(
     checked = o.checked_precision(precision)
     asked = EngineConfig(
         model, device, checked, context, revision,
-        sequences=sequences, keeps_prefixes=prefix_cache,
+        sequences=sequences, keeps_prefixes=prefix_cache, gpus=o.parsed_gpus(gpus),
     )  # fmt: skip
-    serving.serve(asked, config, logs=logs, shows_text=log_text)
+    serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 
 
 @app.command()
@@ -311,6 +321,7 @@ def trace(
         int | None, typer.Option(help="Which layer to draw; default: the middle one.")
     ] = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: Annotated[
         Path | None,
@@ -334,6 +345,7 @@ def trace(
             "--ablations": ablations or None, "--output": output, "--picture": picture,
             "--prompt-tokens": o.unless(128, prompt_tokens), "--round": o.unless(32, at_round),
             "--device": o.unless("auto", device), "--precision": o.unless("auto", precision),
+            "--gpus": o.unless("1", gpus),
         },
     )  # fmt: skip
     if source is not None:
@@ -351,6 +363,7 @@ def trace(
         at_round=at_round,
         device=device,
         precision=checked,
+        gpus=o.parsed_gpus(gpus),
     )
     if ablations:
         tracing.ablate_now(plan, as_json=json)
@@ -389,6 +402,7 @@ def bench_decode(
         ),
     ] = None,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -416,10 +430,11 @@ def bench_decode(
                 columns=columns,
                 sequences=sequences,
                 context=context,
+                gpus=o.parsed_gpus(gpus),
             )
         )
     else:
-        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked)
+        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus))
         rows = decode.measure(decode.Plan(asked, prompt_tokens, new_tokens, runs, against))
     if output is not None:
         record.write(output, rows)
@@ -471,6 +486,7 @@ def bench_accuracy(
         typer.Option(help="Also start so many equal launches of 64 tokens and compare their bits."),
     ] = 0,
     device: o.Device = "auto",
+    gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     output: o.Output = None,
     json: o.Json = False,
@@ -493,6 +509,7 @@ def bench_accuracy(
         repeats=repeats,
         device=device,
         precision=checked,
+        gpus=o.parsed_gpus(gpus),
     )
     rows = accuracy.measure(plan)
     if output is not None:

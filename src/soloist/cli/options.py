@@ -24,6 +24,13 @@ OptionalModel = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
+Gpus = Annotated[
+    str,
+    typer.Option(
+        help="GPUs that run the model together: 1, 2, 4, 8, or auto for as many as can.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Precision = Annotated[
     str,
     typer.Option(help="Of weights and KV cache: auto, fp32, bf16, fp16.", rich_help_panel=_MODEL),
@@ -141,6 +148,15 @@ def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
     if given not in _PRECISIONS:
         raise SettingError("--precision", given, ", ".join(_PRECISIONS))
     return given  # type: ignore[return-value]  # the line above narrowed it
+
+
+def parsed_gpus(given: str) -> int | Literal["auto"]:
+    """How many, or an error that names the allowed counts."""
+    if given == "auto":
+        return "auto"
+    if given not in ("1", "2", "4", "8"):
+        raise SettingError("--gpus", given, "1, 2, 4, 8, auto")
+    return int(given)
 
 
 def check_shape(

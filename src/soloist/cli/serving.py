@@ -8,6 +8,7 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
+from soloist.jit.upload import Upload
 from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
 from soloist.server.serve import serve as serve_http
@@ -41,13 +42,20 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     return (folder.resolve().name,) if folder.is_dir() else (model,)
 
 
-def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool, shows_text: bool) -> None:
+def serve(
+    asked: EngineConfig,
+    config: ServerConfig,
+    upload: Upload | None,
+    *,
+    logs: bool,
+    shows_text: bool,
+) -> None:
     """Serve until a signal; a line for each request on stderr, without its text unless asked."""
     if logs:
         _log_requests(logging.DEBUG if shows_text else logging.INFO)
 
     def load(on_progress: Callable[[LoadProgress], None]) -> Engine:
-        return Engine.load(asked, on_progress)
+        return Engine.load(asked, on_progress, upload)
 
     def ready(engine: Engine) -> None:
         if engine.report.refusal:

@@ -30,7 +30,7 @@ def status_line(engine: "Engine") -> str:
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
     return (
         f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
-        f"{chosen.dtype.value} on {r.device_name} · {runs}{context} · "
+        f"{chosen.dtype.value} on {r.place} · {runs}{context} · "
         f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s"
     )
 

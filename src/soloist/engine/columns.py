@@ -8,7 +8,6 @@ in which every sequence has a column.
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from soloist.engine.executor import Executor, Outcome, Picked, Running, pick, picked
@@ -32,8 +31,20 @@ class Launches(Protocol):
     """What generating needs of a `Decoder`."""
 
     max_rounds: int
-    logits: Tensor
-    page_tables: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[8, at least V] fp32, of the last round."""
+        ...
+
+    @property
+    def page_tables(self) -> Tensor:
+        """[sequences, pages] int32, to be read; `write_pages` changes them."""
+        ...
+
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """The first pages of a sequence."""
+        ...
 
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         """Start a launch."""
@@ -149,7 +160,7 @@ class KernelExecutor(Executor):
         slot, pages = self._free_slots.pop(), kept + own
         if self._rows[slot][:wanted] != pages:
             self._rows[slot][:wanted] = pages
-            self._launches.page_tables[slot, :wanted].copy_(torch.tensor(pages, dtype=torch.int32))
+            self._launches.write_pages(slot, pages)
         running = _Running(prompt_ids, sampler, top_logprobs, slot, pages)
         running.owned = set(own)
         if match is not None:

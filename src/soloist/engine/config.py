@@ -20,6 +20,7 @@ from soloist.model.memory import (
 from soloist.model.tensors import TensorSpec
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+GpuCount = int | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class EngineConfig:
         sequences: requests that may run side by side, 1 … 8.
         keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
             room requests leave.
+        gpus: how many run the model together: 1, 2, 4 or 8; 'auto' takes as many as there are with
+            access to each other's memory and as the model can use.
+        rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that
+            share a GPU get as many of its SMs each: for tests, it makes nothing faster.
     """
 
     model: str = "etude"
@@ -49,6 +54,8 @@ class EngineConfig:
     prepare: bool = True
     sequences: int = 1
     keeps_prefixes: bool = False
+    gpus: GpuCount = 1
+    rank_devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +63,12 @@ class Resolved:
     """Every choice made.
 
     Attributes:
-        device: torch device name.
+        device: torch device name; of several ranks the first one's.
         dtype: of weights and KV cache.
         context_tokens: room for prompt and answer.
-        memory: what will be allocated.
+        memory: what will be allocated, on each of several GPUs.
         kv_tokens: positions of the KV cache, shared by all requests: at least one context.
+        rank_devices: of each rank, where there are several.
     """
 
     device: str
@@ -68,6 +76,12 @@ class Resolved:
     context_tokens: int
     memory: MemoryEstimate
     kv_tokens: int
+    rank_devices: tuple[str, ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        """0 on a CPU."""
+        return len(set(self.rank_devices)) or int(self.device.startswith("cuda"))
 
 
 def resolve_device(asked: str, present: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
@@ -16,12 +16,17 @@ import torch
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
+from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.support import Support, find_support
+from soloist.engine.shards import distribute, of_one
+from soloist.engine.support import Support
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.jit.upload import Upload
+from soloist.megakernel.plan import Plan
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -29,7 +34,7 @@ from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import LoadProgress, load_weights
+from soloist.model.weights import LoadProgress, Weights, read_tensors
 from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
@@ -48,8 +53,9 @@ class LoadReport:
         num_parameters: of the model.
         streamed_bytes: that one decode step has to read at batch 1, KV cache apart.
         checkpoint_bytes: read from disk.
-        load_s: from opening the files to weights in place.
+        load_s: reading them, to weights in place; before torch was imported or afterwards.
         device_name: for people.
+        place: the same with how many of them there are.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
     """
@@ -60,6 +66,7 @@ class LoadReport:
     checkpoint_bytes: int
     load_s: float
     device_name: str
+    place: str
     executor: ExecutorName = "reference"
     refusal: str = ""
 
@@ -90,13 +97,28 @@ class Engine:
         self._folder = folder
 
     @classmethod
-    def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
-        """Find, check, estimate and load a model; nothing is allocated before the estimate.
+    def load(
+        cls,
+        asked: EngineConfig,
+        on_progress: OnProgress = lambda _: None,
+        upload: Upload | None = None,
+    ) -> "Engine":
+        """Find, check, estimate and load a model; nothing more is allocated before the estimate.
+
+        Args:
+            asked: what to load.
+            on_progress: told after every tensor.
+            upload: the model's files, if they are on their way to its GPU; closed here.
 
         Raises:
             UserError: the model, its files or an option cannot be used.
             DeviceError: it does not fit, or the device does not exist.
         """
+        with nullcontext() if upload is None else closing(upload):
+            return cls._load(asked, on_progress, upload)
+
+    @classmethod
+    def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         config = read_config(folder / CONFIG_FILE)
@@ -104,49 +126,53 @@ class Engine:
         checkpoint = open_checkpoint(folder)
         checkpoint.check(specs, FAMILIES[config.family].ignored)
         device = torch.device(resolve_device(asked.device, devices()))
-        free_bytes = _free_bytes(device)
+        placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
+        device = placed.devices[0]
+        if upload is not None and placed.ranks > 1:
+            upload.close()  # ranks read their shares
+            upload = None
+        free_bytes = _free_bytes(device) if placed.ranks == 1 else placed.free_bytes()
+        if upload is not None:
+            free_bytes += upload.held_bytes()  # until weights are in place
 
         @cache
         def support_in(dtype: Dtype) -> Support:
-            return find_support(config, dtype, device)
+            return placed.support(config, dtype)
 
         def kernel(dtype: Dtype) -> KernelMemory | None:
             return support_in(dtype).memory
 
-        resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
+        held = placed.share_of(config)  # by each GPU
+        resolved = resolve(
+            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes, kernel
+        )
+        if placed.ranks > 1:
+            resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
         _set_threads(settings)
         start = time.perf_counter()
         support = support_in(resolved.dtype)
-        row_bytes = parameters(specs) * resolved.dtype.num_bytes
+        row_bytes = parameters(tensors(held)) * resolved.dtype.num_bytes
         room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
         # Weights that do not fit into the GPU twice come from the host, one after the other.
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
-            require_host_memory(row_bytes, available_memory_bytes())
-        weights = load_weights(
-            checkpoint,
-            specs,
-            resolved.dtype,
-            torch.device("cpu") if is_staged else device,
-            on_progress,
+            require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
+        # Several ranks' shares are cut on the host, where one tensor after the other lies.
+        home = device if placed.ranks == 1 and not is_staged else torch.device("cpu")
+        with early_files(upload, home) as open_stored:
+            read = read_tensors(checkpoint, specs, resolved.dtype, home, on_progress, open_stored)
+            weights = (
+                [dict(read) if support.plan is None else of_one(read, config)]
+                if placed.ranks == 1
+                else distribute(read, config, placed.devices, stays_on_host=is_staged)
+            )
+        end = time.perf_counter()
+        load_s = end - start
+        if upload is not None:
+            load_s = upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
+        model = _executor(
+            asked, config, support.plan, weights, resolved, placed, keep_rows=not is_staged
         )
-        load_s = time.perf_counter() - start
-        model: Executor
-        if support.plan is None:
-            model = ReferenceModel(
-                config, weights, resolved.kv_tokens, asked.sequences,
-                keeps_prefixes=asked.keeps_prefixes,
-            )  # fmt: skip
-        else:
-            context = resolved.context_tokens
-            model = kernel_model = KernelModel(
-                support.plan, weights, context, device, settings.cache,
-                keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
-                chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-                keeps_prefixes=asked.keeps_prefixes,
-            )  # fmt: skip
-            if asked.prepare:
-                kernel_model.prepare()
         streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
@@ -155,6 +181,7 @@ class Engine:
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),
+            place=_place_name(resolved),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
         )
@@ -246,6 +273,45 @@ def device_name(device: str) -> str:
         if device.startswith("cuda")
         else cpu_name(torch.get_num_threads())
     )
+
+
+def _place_name(resolved: Resolved) -> str:
+    """One device's name, or how many there are of them; and of how many ranks, if they share it."""
+    name, ranks, gpus = device_name(resolved.device), len(resolved.rank_devices), resolved.num_gpus
+    several = f"{gpus} × {name}" if gpus > 1 else name
+    return f"{several} as {ranks} ranks" if ranks > gpus else several
+
+
+def _executor(
+    asked: EngineConfig,
+    config: ModelConfig,
+    plan: Plan | None,
+    weights: list[Weights],
+    resolved: Resolved,
+    placed: Placement,
+    *,
+    keep_rows: bool,
+) -> Executor:
+    """What runs the model: the kernel by its plan, or the reference where there is none."""
+    if plan is None:
+        return ReferenceModel(
+            config, weights[0], resolved.kv_tokens, asked.sequences,
+            keeps_prefixes=asked.keeps_prefixes,
+        )  # fmt: skip
+    model = KernelModel(
+        plan, weights, resolved.context_tokens, placed.devices, read_settings().cache,
+        keep_rows=keep_rows, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
+        chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
+        keeps_prefixes=asked.keeps_prefixes,
+    )  # fmt: skip
+    if asked.prepare:
+        model.prepare()
+    return model
+
+
+def _gpu_dtype(asked: EngineConfig, stored: Dtype) -> Dtype:
+    """What weights on a GPU are in; `resolve` refuses other names of precisions."""
+    return next((dtype for dtype in Dtype if dtype.value == asked.precision), stored)
 
 
 def _free_bytes(device: torch.device) -> int:

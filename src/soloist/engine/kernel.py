@@ -1,5 +1,8 @@
-"""A model on the decode kernel of one GPU, with prefill on the same pool of pages."""
+"""A model on the decode kernel of one GPU or several, with prefill on the same pools of pages."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -7,16 +10,20 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor, num_pages_of
+from soloist.engine.ride import Ride
+from soloist.engine.shards import failures_of
+from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
-from soloist.megakernel.sharding import rope_in_halves
+from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.lanes import LANE_CHUNK_TOKENS, LanePrefill
 from soloist.prefill.pages import PagePool
-from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
+from soloist.prefill.ranks import RankPrefill, RanksPrefill
+from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill, PromptRunner
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -26,15 +33,92 @@ SHARED_CHUNK_TOKENS = 512
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What all ranks have alike.
+
+    Attributes:
+        context_tokens: room in each sequence.
+        sequences: rows of the page tables.
+        num_pages: of every rank's pool.
+        page_tables: pages of each sequence until requests take others.
+    """
+
+    context_tokens: int
+    sequences: int
+    num_pages: int
+    page_tables: list[list[int]]
+
+
+class _Part:
+    """One rank: its pool, its kernel, its prefill."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        weights: Weights,
+        device: torch.device,
+        sizes: _Sizes,
+        cache_root: Path | None,
+        *,
+        keep_rows: bool,
+    ) -> None:
+        config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
+        self.pool = PagePool(
+            config.num_layers, plan.pool_kv_heads, plan.head_dim, sizes.num_pages, dtype, device
+        )
+        positions = len(sizes.page_tables[0]) * PAGE_POSITIONS
+        rope = rope_table(config.rope, plan.head_dim, positions, device)
+        vectors = {
+            name: values.to(device, torch.float32)
+            for name, values in weights.items()
+            if name.endswith(("norm", "bias"))
+        }
+        table = None if config.tied_head else weights["embedding"].to(device, dtype)
+        if table is not None:
+            weights["embedding"] = table  # prefill and the decoder share it
+        self.decoder = Decoder(
+            plan,
+            weights,
+            rope,
+            self.pool.tensor,
+            rank=rank,
+            max_sequences=sizes.sequences,
+            cache=cache_root,
+            keep_rows=keep_rows,
+        )
+        self.decoder.page_tables.copy_(torch.tensor(sizes.page_tables, dtype=torch.int32))
+        matrices: Matrices = (
+            weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
+        )
+        elementwise = partial(
+            FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
+            ranks=plan.ranks,
+        )  # fmt: skip
+        most = min(CHUNK_TOKENS, sizes.context_tokens)
+        part = plan.part_of(rank)
+        self.prefill: PromptRunner | None
+        if isinstance(part, LaneShare):  # on several ranks prompts ride the kernel
+            most = min(LANE_CHUNK_TOKENS, sizes.context_tokens)
+            alone = LanePrefill(plan.model, matrices, vectors, self.pool, rope, most)
+            self.prefill = alone if plan.ranks == 1 else None
+        elif plan.ranks == 1:
+            self.prefill = Prefill(config, matrices, vectors, self.pool, elementwise, most)
+        else:
+            self.prefill = RankPrefill(part, matrices, vectors, self.pool, elementwise, most)
+        torch.cuda.synchronize(device)
+
+
 class KernelModel(KernelExecutor):
-    """A model on one GPU: packed weights and the kernel, a KV pool, and prefill on the same pool.
+    """A model on one GPU or several: packed weights and the kernel, KV pools, and prefill.
 
     Args:
         plan: of the decode kernel.
-        weights: a tensor for each `TensorSpec` in the plan's precision, on the GPU if rows are
-            kept, else there or on the host; taken over.
+        weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
+            on its GPU if rows are kept, else there or on the host; taken over.
         context_tokens: room in each sequence.
-        device: the GPU.
+        devices: the GPU of each rank.
         cache_root: where compiled kernels are kept; None keeps nothing.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
             prefill unpacks one matrix at a time.
@@ -51,9 +135,9 @@ class KernelModel(KernelExecutor):
     def __init__(  # noqa: PLR0913 - sizes that the server and benchmarks choose
         self,
         plan: Plan,
-        weights: Weights,
+        weights: Sequence[Weights],
         context_tokens: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
         cache_root: Path | None,
         *,
         keep_rows: bool,
@@ -62,97 +146,89 @@ class KernelModel(KernelExecutor):
         chunk_tokens: int = CHUNK_TOKENS,
         keeps_prefixes: bool = False,
     ) -> None:
-        config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
+        assert len(weights) == len(devices) == plan.ranks, "something for every rank"
         pages = num_pages_of(context_tokens)
         num_pages = pages * sequences if kv_tokens is None else num_pages_of(kv_tokens)
         self.plan = plan
-        self._device, self._keeps_rows = device, keep_rows
+        self.devices, self._keeps_rows = tuple(devices), keep_rows
         # Until requests take pages: each sequence its own, as far as the pool goes.
         self.page_tables = [
             [page % num_pages for page in range(s * pages, (s + 1) * pages)]
             for s in range(sequences)
         ]
-        with torch.cuda.device(device):
-            self.pool = PagePool(
-                config.num_layers, plan.pool_kv_heads, plan.head_dim, num_pages, dtype, device
-            )
-            rope = rope_table(config.rope, plan.head_dim, pages * PAGE_POSITIONS, device)
-            vectors = {
-                name: values.to(device, torch.float32)
-                for name, values in weights.items()
-                if name.endswith(("norm", "bias"))
-            }
-            table = None if plan.share.tied_head else weights["embedding"].to(device, dtype)
-            if table is not None:
-                weights["embedding"] = table  # prefill and the decoder share it
-            self.decoder = Decoder(
-                plan,
-                weights,
-                rope,
-                self.pool.tensor,
-                max_sequences=sequences,
-                cache=cache_root,
-                keep_rows=keep_rows,
-            )
-            self.decoder.page_tables.copy_(torch.tensor(self.page_tables, dtype=torch.int32))
-            matrices: Matrices = (
-                weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
-            )
-            self.prefill: Prefill | LanePrefill
-            if config.lanes is None:
-                self.prefill = Prefill(
-                    config,
-                    matrices,
-                    vectors,
-                    self.pool,
-                    partial(FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope),
-                    most_tokens=min(CHUNK_TOKENS, context_tokens),
-                )
-            else:
-                if keep_rows:
-                    turn_halves(plan, weights)
-                most = min(LANE_CHUNK_TOKENS, context_tokens)
-                self.prefill = LanePrefill(config, matrices, vectors, self.pool, rope, most)
-            torch.cuda.synchronize(device)
+        sizes = _Sizes(context_tokens, sequences, num_pages, self.page_tables)
+
+        def part(rank: int) -> _Part:
+            device = devices[rank]
+            with torch.cuda.device(device):
+                if plan.ranks == 1:
+                    return _Part(
+                        plan, 0, weights[0], device, sizes, cache_root, keep_rows=keep_rows
+                    )
+                with failures_of(rank, device):
+                    return _Part(
+                        plan, rank, weights[rank], device, sizes, cache_root, keep_rows=keep_rows
+                    )
+
+        parts = [part(0)]  # the first one compiles for all
+        if plan.ranks > 1:
+            with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
+                parts += pool.map(part, range(1, plan.ranks))
+        self.pools = [p.pool for p in parts]
+        self.decoder: Launcher = parts[0].decoder
+        if plan.ranks > 1:
+            self.decoder = Ranks([p.decoder for p in parts])
+        ranks = [p.prefill for p in parts if isinstance(p.prefill, RankPrefill)]
+        self.prefill: PromptRunner = (
+            RanksPrefill(ranks) if ranks else parts[0].prefill or Ride(self.decoder, plan.model)
+        )
         super().__init__(
-            self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
+            self.decoder, self.prefill, num_pages, plan.model.vocab_size, chunk_tokens,
             keeps_prefixes=keeps_prefixes,
         )  # fmt: skip
 
+    @property
+    def device(self) -> torch.device:
+        """The first rank's."""
+        return self.devices[0]
+
+    def fill_pools(self) -> None:
+        """Random keys and values at all positions, to measure what reading them takes."""
+        for pool in self.pools:
+            pool.tensor.normal_()
+
     def bind(self) -> None:
         """See Executor; the driver launches into the context of the calling thread."""
-        torch.cuda.set_device(self._device)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.set_device(self.device)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Return once nothing runs on its GPUs."""
+        for device in self.devices:
+            torch.cuda.synchronize(device)
 
     def prepare(self) -> None:
         """Build and record now what first requests would wait for.
 
         That is the kernel that samples and graphs of short prompts. Raises DeviceError.
         """
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._keeps_rows and isinstance(self.prefill, Prefill):
+            if self._keeps_rows and isinstance(self.prefill, Prefill | RanksPrefill):
                 most = self.prefill.most_tokens
                 self.prefill.capture([n for n in CAPTURED_TOKENS if n < most] + [most])
-            torch.cuda.synchronize(self._device)
+        self.synchronize()
 
     @property
     def streamed_bytes(self) -> int:
-        """Weights that a round streams, the kernel's padding included."""
-        return self.plan.streamed_bytes
-
-
-def turn_halves(plan: Plan, weights: Weights) -> None:
-    """Bring rows of q and k of all lanes into the order that the decoder's keys have."""
-    for layer in range(plan.model.num_layers):
-        name = f"layers.{layer}.qkv"
-        weights[name] = rope_in_halves(plan.share.layers[0].attention, weights[name])
+        """Weights that a round streams from all GPUs, the kernel's padding included."""
+        return self.plan.streamed_bytes * self.plan.ranks
 
 
 class Unpacked:
     """Row-major matrices by name, each unpacked from the kernel's image when asked for.
 
-    Of a model with lanes they have lanes first, where the checkpoint has them so.
+    Of a model with lanes they have lanes first.
 
     Args:
         plan: how the image is laid out.
@@ -172,13 +248,8 @@ class Unpacked:
         if name not in ("embedding", "head"):
             _, number, short = name.split(".")
             layer, operation = int(number), self._operations[short]
-        lanes = self._plan.model.lanes
         parts = [
             unpack(self._plan, operation, gather(self._plan, operation, layer, image))
             for image in torch.split(self._image, self._plan.blocks)
         ]
-        if lanes is None:
-            return parts[0].contiguous()
-        if operation is self._plan.head and lanes.head == "replicate":
-            return torch.cat(parts)[: self._plan.model.vocab_size]
-        return torch.stack(parts)
+        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)

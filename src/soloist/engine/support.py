@@ -35,8 +35,9 @@ class Support:
             return None
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
-        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.logit_rows * 4
+        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.sampled_rows * 4
         exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.grid_blocks)
+        # Counted for each rank, and so is everything here.
         return KernelMemory(
             image_bytes=plan.image_bytes,
             workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh
@@ -45,8 +46,18 @@ class Support:
         )
 
 
-def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Support:
-    """What the kernel makes of this model, precision and device."""
+def find_support(
+    config: ModelConfig, dtype: Dtype, device: torch.device, ranks: int = 1, sharing: int = 1
+) -> Support:
+    """What the kernel makes of this model, precision and device.
+
+    Args:
+        config: the model.
+        dtype: of its weights.
+        device: any of the ranks'; they are of one kind.
+        ranks: over how many the model is spread.
+        sharing: how many of them share a device.
+    """
     if device.type != "cuda":
         return Support(None)
     try:
@@ -58,7 +69,8 @@ def find_support(config: ModelConfig, dtype: Dtype, device: torch.device) -> Sup
         )
     p = torch.cuda.get_device_properties(device)
     shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
-    return support_on((p.major, p.minor), p.multi_processor_count, shared_bytes, config, dtype)
+    num_sms = p.multi_processor_count // sharing
+    return support_on((p.major, p.minor), num_sms, shared_bytes, config, dtype, ranks)
 
 
 def support_on(
@@ -67,12 +79,13 @@ def support_on(
     shared_bytes: int,
     config: ModelConfig,
     dtype: Dtype,
+    ranks: int = 1,
 ) -> Support:
     """The same for a GPU in figures."""
     try:
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
-        plan = make_plan(config, dtype, gpu)
-        if config.lanes is None:  # of others the plan knows all that `LanePrefill` needs
+        plan = make_plan(config, dtype, gpu, ranks)
+        if config.lanes is None:  # of others the plan knows all that reading prompts needs
             require_prefill(config)
         return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Larger clusters work on some chips only, and have to be asked for.
 _PORTABLE_CLUSTER = 8
+# The driver from which on it can be told to load one function: of CUDA 12.4.
+_LOADS_FUNCTIONS = 12040
 
 
 class Module:
@@ -40,6 +42,18 @@ class Module:
         module = self._call(loading, "cuModuleLoadData", cubin.data)
         self._function = self._call(loading, "cuModuleGetFunction", module, entry.encode())
         self._parameter_bytes = self._read_parameters()
+
+    def make_ready(self, dynamic_smem: int) -> None:
+        """Do now what the first launch would do, and what may wait for all kernels of the context.
+
+        The driver loads code when it is first needed. Kernels that wait for each other would wait
+        forever if the second one had yet to be loaded.
+        """
+        what = f"making kernel '{self._entry}' ready"
+        with self._current_context(what):
+            if self._call(what, "cuDriverGetVersion") >= _LOADS_FUNCTIONS:
+                self._call(what, "cuFuncLoad", self._function)
+            self._allow_dynamic_smem(dynamic_smem)
 
     def max_active_blocks(self, threads: int, dynamic_smem: int) -> int:
         """Blocks of `threads` threads that one SM holds at once; 0 where not even one fits."""

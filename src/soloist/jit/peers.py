@@ -16,15 +16,7 @@ def allow_access(devices: Sequence[int]) -> None:
             can.
         LaunchError: the driver refuses.
     """
-    api = driver()
-
-    def call(function: str, *args: object) -> Any:  # noqa: ANN401 - the bindings have no types
-        result, *values = getattr(api, function)(*args)
-        if int(result) not in (0, int(api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)):
-            name = api.cuGetErrorName(result)[1].decode()
-            raise LaunchError(f"access between GPUs {list(devices)}", f"{function}: {name}")
-        return values[0] if values else None
-
+    call = _calls(f"access between GPUs {list(devices)}")
     call("cuInit", 0)
     handles = {number: call("cuDeviceGet", number) for number in devices}
     require_access(
@@ -37,6 +29,32 @@ def allow_access(devices: Sequence[int]) -> None:
             if other is not own:
                 call("cuCtxEnablePeerAccess", other, 0)
         call("cuCtxPopCurrent")
+
+
+def can_access(own: int, other: int) -> bool:
+    """Whether the first GPU can use the second one's memory.
+
+    Raises:
+        LaunchError: the driver does not say.
+    """
+    call = _calls(f"access of GPU {own} to GPU {other}")
+    call("cuInit", 0)
+    handles = [call("cuDeviceGet", number) for number in (own, other)]
+    return bool(call("cuDeviceCanAccessPeer", *handles))
+
+
+def _calls(what: str) -> Callable[..., Any]:
+    """The driver's functions by name; that access is given already is no failure."""
+    api = driver()
+
+    def call(function: str, *args: object) -> Any:  # noqa: ANN401 - the bindings have no types
+        result, *values = getattr(api, function)(*args)
+        if int(result) not in (0, int(api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)):
+            name = api.cuGetErrorName(result)[1].decode()
+            raise LaunchError(what, f"{function}: {name}")
+        return values[0] if values else None
+
+    return call
 
 
 def require_access(devices: Sequence[int], reaches: Callable[[int, int], bool]) -> None:

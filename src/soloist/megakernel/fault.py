@@ -1,6 +1,6 @@
 """What the watchdog tells the host of a stuck block, in words. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 # What consumers do, in the order of `Phase` in cuda/sync/wait.cuh, and what each waits for.
@@ -29,6 +29,7 @@ class Fault:
         copies: slots of the ring that the producer has asked memory for, in this launch.
         landed: of them, those that memory has delivered.
         released: of them, those that all consumer warps have read.
+        missing: bits of the ranks whose data its consumers lack.
     """
 
     block: int
@@ -41,6 +42,7 @@ class Fault:
     copies: int
     landed: int
     released: int
+    missing: int
 
     @classmethod
     def of_words(cls, words: Sequence[int]) -> "Fault | None":
@@ -77,3 +79,67 @@ class Fault:
             f"{self.copies} copies, of which {self.landed} landed and {self.released} were read; "
             f"{verdict}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFault:
+    """What several ranks reported, of which at least one has.
+
+    Attributes:
+        faults: by rank; None of a rank that said nothing.
+        devices: the GPU of each rank.
+    """
+
+    faults: Mapping[int, Fault | None]
+    devices: Sequence[int]
+
+    @property
+    def rank(self) -> int:
+        """Where to look: a rank that waits for no other, or else the first that reported."""
+        reported = [rank for rank, fault in self.faults.items() if fault is not None]
+        return next((rank for rank in reported if not self._awaited(rank)), reported[0])
+
+    def _awaited(self, rank: int) -> list[int]:
+        """Whom a rank waits for; nobody as long as its own data is missing too."""
+        fault = self.faults[rank]
+        if fault is None or fault.missing >> rank & 1:
+            return []
+        return [other for other in self.faults if fault.missing >> other & 1]
+
+    @property
+    def _own(self) -> Fault:
+        fault = self.faults[self.rank]
+        assert fault is not None, "it reported"
+        return fault
+
+    @property
+    def where(self) -> str:
+        """Rank and GPU, then as of one rank."""
+        return f"{self._name(self.rank)}: {self._own.where}"
+
+    @property
+    def needs(self) -> str:
+        """What its phase waits for."""
+        others = self._awaited(self.rank)
+        partial = f"partial sums or choices of {_listed(others)}" if others else ""
+        return partial or self._own.needs
+
+    @property
+    def seen(self) -> str:
+        """How far its stream is, and who waited for whom."""
+        told = [self._own.seen]
+        for rank, fault in self.faults.items():
+            if fault is None:
+                told.append(f"{self._name(rank)} said nothing")
+            elif rank != self.rank:
+                others = self._awaited(rank)
+                awaited = _listed(others) if others else "blocks of its own"
+                told.append(f"{self._name(rank)} waited for {awaited} ({fault.where})")
+        return "; ".join(told)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on GPU {self.devices[rank]}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -46,6 +46,8 @@ class Build:
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
         stuck_ns: how long a block may get nowhere, less than 2^32.
+        racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
+            itself what its warp's first lane tells for all, and the watchdog does not look.
     """
 
     samples: bool = False
@@ -53,6 +55,7 @@ class Build:
     ablation: int = 0
     silent_block: int | None = None
     stuck_ns: int = STUCK_NS
+    racecheck: bool = False
 
 
 # What builds leave out; the order is that of the constants in cuda/sync/wait.cuh.
@@ -76,12 +79,14 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
+        "kRacecheck": build.racecheck,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.logit_rows,
+        "kSampledRows": plan.sampled_rows,
         "kRanks": 1 if model.lanes else plan.ranks,
         "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
@@ -126,7 +131,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
     for name in _VECTORS:
         buffer = plan.vectors.get(name)
         constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
-    for name in ("sums_mid", "sums_in", "hidden_out", "squares_out"):  # of some plans only
+    names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
+    for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in plan.workspace.items():
         constants[f"kWs{_pascal(name)}"] = buffer.offset

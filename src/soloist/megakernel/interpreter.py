@@ -150,7 +150,7 @@ class Interpreter:
         self, plan: Plan, memory: Memory, dtype: torch.dtype | None = None, rank: int = 0
     ) -> None:
         self.plan, self.memory, self._dtype, self.rank = plan, memory, dtype, rank
-        self._vocabulary = plan.shares(rank)[0].vocabulary
+        self._vocabulary = plan.part_of(rank).vocabulary
         self.peers: Sequence[Interpreter] = [self]  # of all ranks
         self._first_head = 0  # in the pool
         self._sums = {
@@ -167,6 +167,8 @@ class Interpreter:
         self._partial = Exchange(plan, "partial", 4)
         self._stats = Exchange(plan, "partial_stats", 4)
         self._best = no_records(plan)
+        # Of all ranks, for kernels that sample.
+        self._logits = torch.full((MAX_COLUMNS, plan.sampled_rows), torch.nan)
         rows = plan.shared["residual"].shape[1]
         self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
@@ -283,7 +285,7 @@ class Interpreter:
     ) -> Generator[None, None, tuple[Tensor, list[int]]]:
         """The round of one rank; stops where others have to come as far.
 
-        Returns logits of its part of the vocabulary, and the chosen tokens.
+        Returns all ranks' logits as they lie here, and the chosen tokens.
         """
         columns = len(tokens)
         assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
@@ -297,8 +299,11 @@ class Interpreter:
         for layer in range(self.plan.model.num_layers):
             yield from self._layer(layer, sequences, positions)
         yield from self._meet(columns)
-        logits = self._head(columns)
+        self._logits[:] = torch.nan
+        yield
+        self._head(columns)
         yield from self._until_recorded(columns)
+        logits = self._all_logits(columns)
         chosen = self._choose(columns)
         self._in.operand.clear(self._hidden_in + 2)
         self._in.squares.clear(self._hidden_in + 2)
@@ -356,6 +361,12 @@ class Interpreter:
         """What a block of `rank` stores here: its partial sums [columns, rows]."""
         where = (rank, slice(len(values)), slice(rows.start, rows.stop), 0)
         self._sums[name].write(epoch, where, values)
+
+    def accept_logits(self, first: int, values: Tensor) -> None:
+        """What a block of any rank stores here: logits [columns, ids] from a token id on."""
+        place = self._logits[: len(values), first : first + values.shape[1]]
+        assert place.isnan().all(), "a logit is stored twice"
+        place.copy_(values)
 
     def accept_best(self, column: int, rank: int, block: int, record: Tensor) -> None:
         """What a block of `rank` stores here: its best score, that token, and the round."""
@@ -417,22 +428,26 @@ class Interpreter:
         for peer in self.peers:
             peer.accept_best(column, self.rank, block, record)
 
-    def _head(self, columns: int) -> Tensor:
+    def _head(self, columns: int) -> None:
         vocab = len(self._vocabulary)
-        logits = torch.full((columns, vocab), torch.nan)
         for block in self._blocks():
             rows = self._rows(self.plan.head, block)
             x, factor = self._head_input(block, columns)
             y = (self._weights(self.plan.head, 0, block) @ x)[:, :columns] * factor
             y = y[: max(0, vocab - rows.start)]
-            logits[:, rows.start : rows.start + len(y)] = y.T
+            first = self._vocabulary.start + rows.start
+            for peer in self.peers:
+                peer.accept_logits(first, y.T)
             for c in range(columns):
                 top = float(y[:, c].max()) if len(y) else -math.inf
                 ids = (y[:, c] == top).nonzero()
-                first = self._vocabulary.start + rows.start
                 lowest = first + int(ids[0]) if len(ids) else 2**32 - 1
                 record = torch.tensor([top, lowest, 0, self._round + 1], dtype=torch.float64)
                 self._record(c, block, record)
+
+    def _all_logits(self, columns: int) -> Tensor:
+        """[columns, V]."""
+        logits = self._logits[:columns, : self.plan.model.vocab_size].clone()
         assert not logits.isnan().any(), "a logit is nobody's"
         return logits
 
@@ -671,7 +686,8 @@ def round_of_ranks(
     assert len(outcomes) == len(ranks), "ranks stop together"
     logits, chosen = zip(*outcomes, strict=True)
     assert all(c == chosen[0] for c in chosen), "ranks choose alike"
-    return torch.cat(logits, dim=1), chosen[0]
+    assert all(torch.equal(x, logits[0]) for x in logits), "ranks hold the same logits"
+    return logits[0], chosen[0]
 
 
 class _Softmax:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from soloist.megakernel.interpreter import Exchange as Values
 from soloist.megakernel.interpreter import Interpreter, Memory, Operand, Stream, no_records
-from soloist.megakernel.lanes import modules_of, rules_of
+from soloist.megakernel.lanes import modules_of, rules_of, vocabulary_of
 from soloist.megakernel.plan import Operation, Plan
 
 
@@ -103,7 +103,7 @@ class LaneInterpreter(Interpreter):
             vectors=memory.vectors[first : first + values],
         )
         super().__init__(plan, own, dtype, rank)
-        self._vocabulary = plan.shares(rank)[place].vocabulary
+        self._vocabulary = vocabulary_of(plan.model, lane)
         self._first_head = place * plan.kv_heads
         self._told, self._told_here = told, told[rank]
         self._best = self._told_here.best
@@ -199,6 +199,13 @@ class LaneInterpreter(Interpreter):
         if self._rules.sum_before_norm:
             return x, self._factor(self._out, turn, block, columns)
         return x, torch.ones(columns)
+
+    def _all_logits(self, columns: int) -> Tensor:
+        """[columns, rows] of the lane's part of the vocabulary."""
+        own = self._vocabulary
+        logits = self._logits[:columns, own.start : own.stop].clone()
+        assert not logits.isnan().any(), "a logit is nobody's"
+        return logits
 
     def _record(self, column: int, block: int, record: Tensor) -> None:
         """See Interpreter."""

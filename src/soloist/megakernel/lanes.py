@@ -4,7 +4,6 @@ A lane has its own residual stream and whole heads and neurons, so for the kerne
 model of its own, on blocks of its own. A rank runs some lanes side by side.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from soloist.errors import ShapeUnsupported
@@ -16,22 +15,29 @@ _UNIT = 8
 
 @dataclass(frozen=True, slots=True)
 class LaneShare:
-    """One lane's part of a model.
+    """One rank's part of a model: some lanes, and their rows of the vocabulary.
 
     Attributes:
         whole: the model.
-        lane: whose part this is.
+        ranks: over how many it is spread.
+        rank: whose part this is.
     """
 
     whole: ModelConfig
-    lane: int
+    ranks: int
+    rank: int
+
+    @property
+    def lanes(self) -> range:
+        """Which lanes are the rank's."""
+        here = rules_of(self.whole).num_lanes // self.ranks
+        return range(self.rank * here, (self.rank + 1) * here)
 
     @property
     def vocabulary(self) -> range:
-        """Which rows of the LM head are the lane's; its matrix may have room for more."""
-        rows = lane_of(self.whole).vocab_size
-        last = self.whole.vocab_size
-        return range(min(last, rows * self.lane), min(last, rows * (self.lane + 1)))
+        """Which rows of the LM head are the rank's; its matrices may have room for more."""
+        parts = [vocabulary_of(self.whole, lane) for lane in self.lanes]
+        return range(parts[0].start, parts[-1].stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +83,34 @@ def rules_of(model: ModelConfig) -> Lanes:
     return model.lanes
 
 
+def vocabulary_of(model: ModelConfig, lane: int) -> range:
+    """Which rows of the LM head are a lane's; its matrix may have room for more."""
+    rows, last = lane_of(model).vocab_size, model.vocab_size
+    return range(min(last, rows * lane), min(last, rows * (lane + 1)))
+
+
 def lane_of(model: ModelConfig) -> ModelConfig:
     """The sizes of every lane, as a model with as large a residual stream.
 
     Its LM head has the lane's rows and is not tied: any lane may need any token's embedding.
     """
     num = rules_of(model).num_lanes
+    return replace(_parted(model, num), vocab_size=-(-model.vocab_size // num), tied_head=False)
 
+
+def lanes_of_ranks(model: ModelConfig, ranks: int) -> ModelConfig:
+    """The sizes of every rank's lanes together, as a model with as many lanes."""
+    lanes = rules_of(model)
+    here = lanes.num_lanes // ranks
+    return replace(
+        _parted(model, ranks),
+        vocab_size=lane_of(model).vocab_size * here,
+        lanes=replace(lanes, num_lanes=here),
+        tied_head=False,
+    )
+
+
+def _parted(model: ModelConfig, num: int) -> ModelConfig:
     def share(layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
         return Layer(
@@ -95,20 +122,15 @@ def lane_of(model: ModelConfig) -> ModelConfig:
             replace(mlp, intermediate_size=mlp.intermediate_size // num),
         )
 
-    return replace(
-        model,
-        layers=tuple(share(layer) for layer in model.layers),
-        vocab_size=-(-model.vocab_size // num),
-        tied_head=False,
-    )
+    return replace(model, layers=tuple(share(layer) for layer in model.layers))
 
 
 def require_lanes(model: ModelConfig, ranks: int) -> None:
     """Refuse lanes that the kernel cannot run.
 
     Raises:
-        ShapeUnsupported: they do not divide over the ranks, their neurons not into units, or they
-            meet side by side.
+        ShapeUnsupported: they do not divide over the ranks, their neurons not into units, they
+            meet side by side, or never, on several ranks.
     """
     lanes, ffn = rules_of(model), model.layers[0].mlp.intermediate_size
     if lanes.num_lanes % ranks:
@@ -119,13 +141,11 @@ def require_lanes(model: ModelConfig, ranks: int) -> None:
     if ffn % (lanes.num_lanes * _UNIT):
         allowed = f"a multiple of {_UNIT} for each of {lanes.num_lanes} lanes"
         raise ShapeUnsupported(f"intermediate_size {ffn}", allowed)
+    talks = lanes.early_sum or lanes.attention_comm or lanes.mlp_comm
+    if ranks > 1 and lanes.head == "vocab_parallel" and not talks:
+        # What ranks store for sampling would have no order.
+        raise ShapeUnsupported(f"lanes that never hear each other on {ranks} ranks", "one rank")
     if lanes.head == "lane":
         raise ShapeUnsupported(
             "an LM head over all lanes side by side", "'replicate' or 'vocab_parallel'"
         )
-
-
-def lanes_of_rank(model: ModelConfig, ranks: int, rank: int) -> Sequence[int]:
-    """Which lanes a rank runs: as many as every other."""
-    here = rules_of(model).num_lanes // ranks
-    return range(rank * here, (rank + 1) * here)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from soloist.errors import KernelStuck, LaunchError
@@ -24,7 +25,6 @@ from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Operation, Plan
 from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
-from soloist.megakernel.sharding import shard
 from soloist.megakernel.trace import num_words
 from soloist.model.weights import TORCH_DTYPES, Weights
 
@@ -53,6 +53,7 @@ class _Launch(ctypes.Structure):
 
 
 _LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
+_STRIDE_AT = _Launch.logits_round_stride.offset // 4
 
 _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
@@ -101,11 +102,26 @@ class Column:
     choice: Choice | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a launch is given, ready to be copied: the same for all ranks.
+
+    Attributes:
+        words: a `_Launch`, then input tokens [column][round].
+        num_columns: 1 … 8.
+        choices: None where every column takes its largest logit.
+    """
+
+    words: NDArray[np.int32]
+    num_columns: int
+    choices: PackedChoices | None
+
+
 class _Sampler:
     """The kernel that samples, and its buffers in GPU memory."""
 
     def __init__(self, plan: Plan, module: Module, device: torch.device) -> None:
-        rows = plan.logit_rows
+        rows = plan.sampled_rows
         self.module = module
         self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
         self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
@@ -133,8 +149,9 @@ class Decoder:
 
     Args:
         plan: what to build.
-        weights: row-major tensors on the GPU; entries are taken out as they are packed, so that not
-            all of them lie in memory twice (unless `keep_rows`).
+        weights: row-major tensors of the rank's share (`shard_all`), best on the GPU; entries are
+            taken out as they are packed, so that not all of them lie in memory twice (unless
+            `keep_rows`).
         rope: [positions, D / 2, 2] cosine and sine, fp32.
         pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads (`pool_kv_heads`).
         rank: which of the plan's ranks this is; see `Ranks` for launches of several.
@@ -164,7 +181,7 @@ class Decoder:
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.rank = rank
         self.image, self.vectors, self._embedding = _load_image(
-            plan, weights, device, rank, keep_rows=keep_rows
+            plan, weights, device, keep_rows=keep_rows
         )
         self._cache = cache
         self.load(build)
@@ -200,8 +217,7 @@ class Decoder:
         self.__dict__.pop("_sampler", None)
         cubin = self._built(build)
         self.report = cubin.report.entries["decode"]
-        with torch.cuda.device(self._device):
-            self._module = Module(cubin, "decode")
+        self._module = self._loaded(cubin)
 
     def _built(self, build: Build) -> Cubin:
         source = Source("kernels/decode.cu", header(self.plan, build))
@@ -210,8 +226,14 @@ class Decoder:
     @cached_property
     def _sampler(self) -> _Sampler:
         cubin = self._built(replace(self._build_as, samples=True))
+        return _Sampler(self.plan, self._loaded(cubin), self._device)
+
+    def _loaded(self, cubin: Cubin) -> Module:
         with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
-            return _Sampler(self.plan, Module(cubin, "decode"), self._device)
+            module = Module(cubin, "decode")
+        # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
+        module.make_ready(self.plan.shared_bytes)
+        return module
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
@@ -239,16 +261,12 @@ class Decoder:
             logits: [rounds, columns, rows] fp32 to keep the logits of every round.
         """
         assert self.plan.ranks == 1, "ranks start together"
-        self.prepare(columns, rounds, logits=logits)
+        self.prepare(self.pack(columns, rounds), logits)
         self.go()
+        self.mark_end()
 
-    def prepare(
-        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
-    ) -> None:
-        """Put what a launch reads into the GPU's memory; arguments as of `start`.
-
-        No rank may start before all are prepared: ranks write to each other.
-        """
+    def pack(self, columns: Sequence[Column], rounds: int) -> Given:
+        """What a launch is given; arguments as of `start`."""
         assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
         launch = _Launch(columns=len(columns), rounds=rounds)
@@ -256,8 +274,6 @@ class Decoder:
         if packed is not None:
             launch.sampling[:] = packed.params.tobytes()
             launch.step[:] = packed.steps.tobytes()
-        if logits is not None:
-            launch.logits_round_stride = len(columns) * logits.shape[2]
         forced = np.zeros((len(columns), rounds), np.int32)
         for i, c in enumerate(columns):
             given = list(c.tokens)[:rounds]
@@ -266,21 +282,33 @@ class Decoder:
                 c.sequence, c.position, c.stride, len(given), len(c.stops), c.keep,
                 (ctypes.c_uint32 * MAX_STOPS)(*c.stops),
             )  # fmt: skip
+        words = np.zeros(_LAUNCH_WORDS + forced.size, np.int32)
+        words[: ctypes.sizeof(launch) // 4] = np.frombuffer(bytes(launch), np.int32)
+        words[_LAUNCH_WORDS:] = forced.ravel()
+        return Given(words, len(columns), packed)
+
+    def prepare(self, given: Given, logits: Tensor | None = None) -> None:
+        """Queue the copies of what a launch reads; `logits` as of `start`.
+
+        No rank may start before all are prepared: ranks write to each other.
+        """
         self._signal_values[:] = 0
         # The last launch has ended, and with it the copy of what it was given.
+        count = len(given.words)
         words = self._given_on_host.numpy()
-        words[: ctypes.sizeof(launch) // 4] = np.frombuffer(bytes(launch), np.int32)
-        count = _LAUNCH_WORDS + forced.size
-        words[_LAUNCH_WORDS:count] = forced.ravel()
+        words[:count] = given.words
+        if logits is not None:
+            stride = given.num_columns * logits.shape[2]
+            words[_STRIDE_AT : _STRIDE_AT + 2] = np.array([stride], np.uint64).view(np.int32)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
             self._workspace.copy_(self._fresh_workspace)
             self._launched, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
-            if packed is not None:
-                assert self.plan.ranks == 1, "one rank samples"
-                self._launched, sample_pointers = self._sampler.module, self._sampler.upload(packed)
+            if given.choices is not None:
+                sampler = self._sampler
+                self._launched, sample_pointers = sampler.module, sampler.upload(given.choices)
             out = self.logits if logits is None else logits
             page_values = self.pool.stride(0)
             peers = [peer.workspace_address for peer in self.peers]
@@ -297,20 +325,28 @@ class Decoder:
             )  # fmt: skip
             if self.plan.ranks > 1:
                 self._ready.record(stream)
-        self._columns = len(columns)
+        self._columns = given.num_columns
+
+    def await_copies(self) -> None:
+        """Return once what was prepared is in the GPU's memory, of a plan of several ranks."""
+        self._ready.synchronize()
 
     def go(self) -> None:
-        """Start what was prepared, once it is so on all ranks."""
-        stream = self._stream
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for peer in self.peers:
-                if peer is not self:
-                    stream.wait_event(peer._ready)  # noqa: SLF001 - of the same class
+        """Start what was prepared, once it is so on all ranks; then `mark_end`."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._launched.launch(
                 self.plan.grid_blocks, THREADS, self.plan.shared_bytes, [self._params],
-                stream.cuda_stream, cooperative=self._is_alone,
+                self._stream.cuda_stream, cooperative=self._is_alone,
             )  # fmt: skip
-            self._done.record(stream)
+
+    def mark_end(self) -> None:
+        """Have the GPU tell when the launch has ended.
+
+        Streams of one GPU may share a queue, where nothing passes what waits for an end: so ranks
+        mark only after all of them have started.
+        """
+        with torch.cuda.device(self._device):
+            self._done.record(self._stream)
 
     @property
     def _is_alone(self) -> bool:
@@ -353,13 +389,30 @@ class Decoder:
                 time.sleep(0)
 
     def _finished(self) -> bool:
-        try:
-            return bool(self._done.query())
-        except RuntimeError as error:
-            fault = Fault.of_words(self._signal_values[32:48].tolist())
+        reason = self.ending()
+        if reason:
+            fault = self.fault
             if fault is not None:
-                raise KernelStuck(fault.where, fault.needs, fault.seen) from error
-            raise LaunchError("the decode kernel", str(error).splitlines()[0]) from error
+                raise KernelStuck(fault.where, fault.needs, fault.seen)
+            raise LaunchError("the decode kernel", reason)
+        return reason is not None
+
+    def ending(self) -> str | None:
+        """None while the launch runs, why it failed, or nothing where it ended as it should."""
+        try:
+            return "" if self._done.query() else None
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    @property
+    def fault(self) -> Fault | None:
+        """What the launch's watchdog reported."""
+        return Fault.of_words(self._signal_values[32:48].tolist())
+
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """The first pages of a sequence; no launch may be running."""
+        row = torch.tensor(pages, dtype=torch.int32)
+        self.page_tables[sequence, : len(pages)].copy_(row)
 
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""
@@ -401,40 +454,38 @@ def _clear(workspace: Tensor, buffer: Buffer) -> None:
 
 
 def _load_image(
-    plan: Plan, weights: Weights, device: torch.device, rank: int, *, keep_rows: bool
+    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
-    whole = weights.__getitem__ if keep_rows else weights.pop
-    shares = plan.shares(rank)
+    take = weights.__getitem__ if keep_rows else weights.pop
     dtype = TORCH_DTYPES[plan.dtype]
     image = torch.zeros(plan.grid_blocks, plan.block_stride // 2, dtype=dtype, device=device)
     vectors = torch.zeros(
         plan.vector_lanes, plan.lane_vector_values, dtype=torch.float32, device=device
     )
-    images = list(zip(image.split(plan.blocks), shares, strict=True))
-    by_lane = list(zip(vectors, shares, strict=False))  # one for all lanes, or each lane's own
+    biases = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
 
     def put_matrix(op: Operation, layer: int, values: Tensor) -> None:
-        for part, share in images:
-            own = shard(share, op.matrix.name, values).to(device, dtype)
-            place(plan, op, layer, pack(plan, op, own), part)
+        for i, part in enumerate(image.split(plan.blocks)):
+            own = values if plan.model.lanes is None else values[i]
+            place(plan, op, layer, pack(plan, op, own.to(device, dtype)), part)
 
     def put_vector(start: int, name: str, values: Tensor) -> None:
-        for part, share in by_lane:
-            own = shard(share, name, values).to(device, torch.float32)
-            if name in matrices:
-                own = ordered(plan, matrices[name], own)
+        for i, part in enumerate(vectors):
+            own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
+            if name in biases:
+                own = ordered(plan, biases[name], own)
             part[start : start + own.numel()] = own
 
-    matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
     for layer in range(plan.model.num_layers):
         for op in plan.layer_operations:
-            put_matrix(op, layer, whole(f"layers.{layer}.{op.matrix.name}"))
+            put_matrix(op, layer, take(f"layers.{layer}.{op.matrix.name}"))
         for name, buffer in plan.vectors.items():
             start = plan.layer_vector_values * layer + buffer.offset // 4
-            put_vector(start, name, whole(f"layers.{layer}.{name}"))
-    put_vector(plan.layer_vector_values * plan.model.num_layers, "final_norm", whole("final_norm"))
-    embedding = whole("embedding")
-    put_matrix(plan.head, 0, embedding if plan.model.tied_head else whole("head"))
-    table = None if plan.share.tied_head else embedding.to(device, dtype).contiguous()
+            put_vector(start, name, take(f"layers.{layer}.{name}"))
+    put_vector(plan.layer_vector_values * plan.model.num_layers, "final_norm", take("final_norm"))
+    tied = plan.share.tied_head
+    embedding = take("embedding")
+    put_matrix(plan.head, 0, embedding if tied else take("head"))
+    table = None if tied else embedding.to(device, dtype).contiguous()
     return image, vectors.flatten(), table

@@ -6,20 +6,12 @@ shared memory is left for the weight ring. `docs/megakernel.md` explains why.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.lanes import (
-    LaneShare,
-    lane_of,
-    lanes_of_rank,
-    modules_of,
-    require_lanes,
-    rules_of,
-)
+from soloist.megakernel.lanes import LaneShare, lane_of, modules_of, require_lanes, rules_of
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import (
     SLOT_VALUES,
@@ -28,7 +20,7 @@ from soloist.megakernel.partition import (
     Matrix,
     RowOrder,
 )
-from soloist.megakernel.share import Share, share_of
+from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -115,11 +107,9 @@ class Plan:
         """Sizes of what one rank (or lane) has: the model's own where there is one."""
         return lane_of(self.model) if self.model.lanes else share_of(self.model, self.ranks)
 
-    def shares(self, rank: int) -> Sequence[Share | LaneShare]:
-        """What a rank has: its one share, or that of each of its lanes."""
-        if self.model.lanes is None:
-            return [Share(self.model, self.ranks, rank)]
-        return [LaneShare(self.model, x) for x in lanes_of_rank(self.model, self.ranks, rank)]
+    def part_of(self, rank: int) -> Share | LaneShare:
+        """What a rank has of the model."""
+        return part_of(self.model, self.ranks, rank)
 
     @property
     def lanes(self) -> int:
@@ -366,7 +356,7 @@ class Plan:
 
     @property
     def logit_rows(self) -> int:
-        """Logits of a column in a rank's memory, in the order of the vocabulary."""
+        """A column's logits that a rank makes, in the order of the vocabulary, and padding."""
         if self.model.lanes is None:
             return self.head.matrix.units * 8
         return -(-self.share.vocab_size * self.lanes_here // 8) * 8
@@ -403,6 +393,8 @@ class Plan:
             # Partial sums of the rows that a block owns, from every rank.
             sums = (TURNS, self.ranks, columns, self.down.matrix.units * 8, 4)
             buffers |= {"sums_mid": sums, "sums_in": sums}
+            # For kernels that sample: which blocks' logits are here, and all of them.
+            buffers |= self._sampled(blocks)
         return stack(buffers, value_bytes=1)
 
     @cached_property
@@ -421,12 +413,22 @@ class Plan:
                 buffers[name] = (self.lane_turns, lanes, columns, rows, 8)
         if self.meets:
             buffers["told_out"] = (lanes, columns, rows, 8)
+        if self.ranks > 1:
+            buffers |= self._sampled(self.grid_blocks)
         return stack(buffers, value_bytes=1)
 
     @property
     def lane_workspace_bytes(self) -> int:
         """All exchange buffers of one lane."""
         return end_of(self.workspace)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Logits from one column to the next where tokens are sampled: on ranks, all of them."""
+        return self.logit_rows if self.ranks == 1 else -(-self.model.vocab_size // 8) * 8
+
+    def _sampled(self, blocks: int) -> dict[str, tuple[int, ...]]:
+        return {"arrivals": (self.ranks, blocks, 4), "logits": (MAX_COLUMNS, self.sampled_rows, 4)}
 
     @property
     def workspace_bytes(self) -> int:

@@ -1,17 +1,26 @@
 """Launches of several ranks: prepared everywhere, then started everywhere, then heard from one."""
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from soloist.errors import LaunchError
+from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.jit.peers import allow_access
+from soloist.megakernel.fault import RanksFault
+from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.plan import MAX_COLUMNS
+
+# After one rank has failed: for the others' watchdogs to report, and longer than they take.
+_REPORTS_S = 6.0
 
 
 class Ranks:
     """The decoders of a plan's ranks, each on a GPU of its own or with SMs of its own.
+
+    To those who start launches it is what a `Decoder` is.
 
     Args:
         decoders: one for each rank, in order.
@@ -22,61 +31,135 @@ class Ranks:
     """
 
     def __init__(self, decoders: Sequence[Decoder]) -> None:
-        assert [d.rank for d in decoders] == list(range(decoders[0].plan.ranks)), "every rank"
-        self._decoders = list(decoders)
-        devices = [d.pool.device.index or 0 for d in decoders]
-        for device in set(devices):
-            _require_fit(device, devices.count(device) * decoders[0].plan.grid_blocks)
-        allow_access(sorted(set(devices)))
-        for decoder in self._decoders:
-            decoder.peers = self._decoders
+        self.plan = decoders[0].plan
+        assert [d.rank for d in decoders] == list(range(self.plan.ranks)), "every rank"
+        self.decoders = list(decoders)
+        self._devices = [d.pool.device.index or 0 for d in decoders]
+        for device in set(self._devices):
+            _require_fit(device, self._devices.count(device) * self.plan.grid_blocks)
+        allow_access(sorted(set(self._devices)))
+        for decoder in self.decoders:
+            decoder.peers = self.decoders
+        self.max_rounds = min(d.max_rounds for d in decoders)
+        self._kept: tuple[list[Tensor], Tensor] | None = None
+
+    @property
+    def page_tables(self) -> Tensor:
+        """[sequences, pages] int32, to be read; `write_pages` changes them."""
+        return self.decoders[0].page_tables
+
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """The first pages of a sequence, in every rank's pool; no launch may be running."""
+        for decoder in self.decoders:
+            decoder.write_pages(sequence, pages)
+
+    @property
+    def logits(self) -> Tensor:
+        """[8, at least V] of the last round, fetched from all ranks to the first one's GPU."""
+        out = torch.empty(MAX_COLUMNS, self.plan.sampled_rows, device=self.decoders[0].pool.device)
+        self._gather([d.logits for d in self.decoders], out)
+        return out
+
+    @property
+    def trace(self) -> Tensor:
+        """Of the first rank, as of `Decoder`."""
+        return self.decoders[0].trace
+
+    def load(self, build: Build) -> None:
+        """Take another build of the kernel on all ranks; no launch may be running."""
+        for decoder in self.decoders:
+            decoder.load(build)
+
+    def prepare_sampling(self) -> None:
+        """Build and allocate now what the first launch with a `Choice` would wait for."""
+        for decoder in self.decoders:
+            decoder.prepare_sampling()
 
     def start(
-        self,
-        columns: Sequence[Column],
-        rounds: int,
-        *,
-        logits: Sequence[Tensor] | None = None,
+        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
     ) -> None:
         """Start a launch; arguments as of `Decoder.start`.
 
         Args:
             columns: the same for all ranks.
             rounds: 1 … max_rounds.
-            logits: for each rank [rounds, columns, rows] of its part of the vocabulary.
+            logits: [rounds, columns, at least V], filled once the launch has ended.
         """
-        for rank, decoder in enumerate(self._decoders):
-            decoder.prepare(columns, rounds, logits=None if logits is None else logits[rank])
-        for decoder in self._decoders:
-            decoder.go()
+        given = self.decoders[0].pack(columns, rounds)
+        self._kept = None
+        if logits is not None:
+            rows = self.decoders[0].logits.shape[1]
+            parts = [
+                torch.zeros(rounds, len(columns), rows, device=d.pool.device) for d in self.decoders
+            ]
+            self._kept = (parts, logits)
+        for rank, decoder in enumerate(self.decoders):
+            decoder.prepare(given, None if self._kept is None else self._kept[0][rank])
+        for step in (Decoder.await_copies, Decoder.go, Decoder.mark_end):
+            for rank, decoder in enumerate(self.decoders):
+                try:
+                    step(decoder)
+                except (LaunchError, RuntimeError) as error:
+                    what = f"starting rank {rank} on GPU {self._devices[rank]}"
+                    raise LaunchError(what, str(error).splitlines()[0]) from error
 
     def tokens(self) -> Iterator[list[int]]:
         """The launch's tokens, which all ranks choose alike; ends when all have ended.
 
         Raises:
-            KernelStuck: a wait inside a kernel lasted too long.
-            LaunchError: a kernel failed.
+            KernelStuck: a wait inside a kernel lasted too long; it names who waited for whom.
+            LaunchError: a kernel failed; it names the rank.
         """
-        first, *others = self._decoders
-        yield from first.tokens()
-        for decoder in others:
-            for _ in decoder.tokens():
-                pass
+        first, *others = self.decoders
+        try:
+            yield from first.tokens()
+            for decoder in others:
+                for _ in decoder.tokens():
+                    pass
+        except DeviceError as error:
+            raise self._failure() from error
+        if self._kept is not None:
+            self._gather(*self._kept)
+
+    def _gather(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Every rank's rows of the vocabulary [..., rows] to their places in `out` [..., V]."""
+        for rank, part in enumerate(parts):
+            own = self.plan.part_of(rank).vocabulary
+            out[..., own.start : own.stop].copy_(part[..., : len(own)])
+
+    def _failure(self) -> DeviceError:
+        """What all ranks tell of a launch that failed, as soon as they have ended."""
+        deadline = time.monotonic() + _REPORTS_S
+        endings = [d.ending() for d in self.decoders]
+        while None in endings and time.monotonic() < deadline:
+            time.sleep(0.01)
+            endings = [d.ending() for d in self.decoders]
+        faults = {d.rank: d.fault for d in self.decoders}
+        if any(fault is not None for fault in faults.values()):
+            found = RanksFault(faults, self._devices)
+            return KernelStuck(found.where, found.needs, found.seen)
+        told = [
+            f"rank {rank} on GPU {self._devices[rank]} "
+            + ("goes on running" if ending is None else f"reports {ending}")
+            for rank, ending in enumerate(endings)
+            if ending != ""
+        ]
+        return LaunchError("the decode kernel", "; ".join(told))
 
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""
-        self._decoders[0].stop()
+        self.decoders[0].stop()
 
     def run(
-        self,
-        columns: Sequence[Column],
-        rounds: int,
-        *,
-        logits: Sequence[Tensor] | None = None,
+        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
     ) -> list[list[int]]:
         """`start`, then all tokens."""
         self.start(columns, rounds, logits=logits)
         return list(self.tokens())
+
+
+# What starts launches, of one rank or several.
+Launcher = Decoder | Ranks
 
 
 def _require_fit(device: int, blocks: int) -> None:

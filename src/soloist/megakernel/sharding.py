@@ -1,6 +1,6 @@
 """Cut a rank's or a lane's share out of a model's tensors. Torch, any device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         values: the whole tensor in the checkpoint's order.
     """
     if isinstance(share, LaneShare):
-        return _of_lane(share, name, values)
+        return _of_lanes(share, name, values)
     if share.ranks == 1:
         return values
     short = name.rpartition(".")[2]
@@ -31,29 +31,31 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         own = ((q, share.query_heads), (k, share.kv_heads), (v, share.kv_heads))
         return torch.cat([_taken(x, heads) for x, heads in own]).flatten(0, 1)
     if short == "attention_output":
-        heads = values.unflatten(1, (-1, attention.head_dim)).transpose(0, 1)
-        return _taken(heads, share.query_heads).transpose(0, 1).flatten(1).contiguous()
+        heads = values.unflatten(1, (-1, attention.head_dim))
+        return _taken(heads, share.query_heads, 1).flatten(1)
     if short in ("gate_up", "gate_up_bias"):
         places = padded(share.neurons, neurons)
         return torch.cat([_taken(half, places) for half in values.chunk(2)])
     if short == "down":
-        return _taken(values.T, padded(share.neurons, neurons)).T.contiguous()
+        return _taken(values, padded(share.neurons, neurons), 1)
     if short == "head":
         return _taken(values, padded(share.vocabulary, sizes.vocab_size))
     return values
 
 
-def _of_lane(share: LaneShare, name: str, values: Tensor) -> Tensor:
-    """The lane's part: a slice, since lanes come first; of a head that all share, its rows."""
+def _of_lanes(share: LaneShare, name: str, values: Tensor) -> Tensor:
+    """[lanes of the rank, ...]: a slice, since lanes come first; of a head of all, their rows."""
     short, lanes, sizes = name.rpartition(".")[2], rules_of(share.whole), lane_of(share.whole)
+    own = slice(share.lanes.start, share.lanes.stop)
     if short == "qkv":
-        return rope_in_halves(sizes.layers[0].attention, values[share.lane])
+        return rope_in_halves(sizes.layers[0].attention, values[own])
     if short in ("attention_output", "gate_up", "down"):
-        return values[share.lane]
+        return values[own]
     if short == "head" and lanes.head == "replicate":
-        return _taken(values, padded(share.vocabulary, sizes.vocab_size))
-    if short == "head" or (short.endswith("_norm") and not lanes.shared_norm_scales):
-        return values[share.lane]
+        places = padded(share.vocabulary, sizes.vocab_size * len(share.lanes))
+        return _taken(values, places).view(len(share.lanes), sizes.vocab_size, -1)
+    if short == "head" or (short.endswith("norm") and not lanes.shared_norm_scales):
+        return values[own]
     return values
 
 
@@ -70,10 +72,38 @@ def rope_in_halves(attention: Attention, qkv: Tensor) -> Tensor:
     return torch.cat([halves, values], dim=-3).flatten(-3, -2)
 
 
-def _taken(values: Tensor, places: Sequence[int | None]) -> Tensor:
-    """`values` at these places of the first dimension, zeros where there is none."""
-    index = torch.tensor([0 if p is None else p for p in places], device=values.device)
-    taken = values.index_select(0, index)
-    absent = torch.tensor([p is None for p in places], device=values.device)
-    taken[absent] = 0
+def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's parts of all or some of a model's tensors.
+
+    On several ranks, and of lanes, there are both the whole embedding and a head, also where the
+    model ties them.
+    """
+    parts = {name: shard(share, name, values) for name, values in weights.items()}
+    is_parted = share.ranks > 1 or isinstance(share, LaneShare)
+    if is_parted and share.whole.tied_head and "embedding" in weights:
+        parts["head"] = shard(share, "head", weights["embedding"])
+    return parts
+
+
+def _taken(values: Tensor, places: Sequence[int | None], dim: int = 0) -> Tensor:
+    """`values` at these places of a dimension, zeros where there is none; contiguous."""
+    shape = list(values.shape)
+    shape[dim] = len(places)
+    taken = values.new_zeros(shape)
+    at = 0
+    while at < len(places):
+        count = _run_length(places[at:])
+        first = places[at]
+        if first is not None:
+            taken.narrow(dim, at, count).copy_(values.narrow(dim, first, count))
+        at += count
     return taken
+
+
+def _run_length(places: Sequence[int | None]) -> int:
+    """How many places from the first one on follow each other, or are nowhere."""
+    first = places[0]
+    return next(
+        (i for i, p in enumerate(places) if p != (None if first is None else first + i)),
+        len(places),
+    )

@@ -99,13 +99,13 @@ def reaches(
         SettingError: it can be stored in none of these precisions.
         DoesNotFit: none of them fits; the hint says what would.
     """
-    shape_fits = not find_shape_obstacle(subject)
+    shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
     rows = [
         reach(
             subject,
             precision,
             gpus,
-            find_obstacle(subject.hardware, precision, gpus, shape_fits=shape_fits),
+            find_obstacle(subject.hardware, precision, shape_fits=shape_fits[gpus]),
         )
         for precision in precisions
         if can_store(subject.specs, precision)
@@ -173,30 +173,26 @@ def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     return max(0, min(subject.config.context_tokens, room // kv_bytes_held(subject.config, 1)))
 
 
-def find_shape_obstacle(subject: Subject) -> str:
-    """Why the decode kernel cannot run a model of this shape; empty where it can or there is none.
+def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
+    """Why the decode kernel cannot run this shape on so many GPUs; empty where it can or is none.
 
     Such a model runs on the reference.
     """
     if subject.hardware.arch is None:
         return ""
     try:
-        make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch])
+        make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
     except ShapeUnsupported as error:
         return error.message
     return ""
 
 
-def find_obstacle(
-    hardware: Hardware, precision: Precision, gpus: int, *, shape_fits: bool = True
-) -> str:
+def find_obstacle(hardware: Hardware, precision: Precision, *, shape_fits: bool = True) -> str:
     """Why Soloist's decode kernel cannot run a combination yet; empty where it can."""
     if hardware.arch is None:
         return f"no kernel for {hardware.name}"
     if not precision.runs:
         return f"no {precision.name} weights"
-    if gpus > 1:
-        return "one GPU only"
     return "" if shape_fits else "reference only"
 
 

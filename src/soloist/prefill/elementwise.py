@@ -5,7 +5,7 @@ Products come in whatever dtype the library multiplied into.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,35 @@ class Heads:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What ranks read and write of each other, each list by rank.
+
+    Attributes:
+        parts: [T, H] products, which are summed over ranks.
+        normed: [T, H], what the next product reads.
+    """
+
+    parts: Sequence[Tensor]
+    normed: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The rows of a chunk whose residual stream a rank has.
+
+    Attributes:
+        rows: of the chunk.
+        residual: [rows, H] fp32.
+        last: [1] int32, the row of the chunk that the only row of `parts` and `normed` stands for;
+            None where those have all of the chunk's rows.
+    """
+
+    rows: range
+    residual: Tensor
+    last: Tensor | None = None
+
+
 class Elementwise(ABC):
     """Everything of prefill but matrix products and attention.
 
@@ -111,6 +140,21 @@ class Elementwise(ABC):
     ) -> None:
         """`residual` [T, H] += `delta` + `bias`; `out` = its RMS norm times `weight`."""
 
+    def tell(self, reach: Reach) -> None:  # noqa: B027 - where one queue has everything in order
+        """Tell all ranks that this one's parts are there."""
+
+    def meet(self, reach: Reach) -> None:  # noqa: B027 - the same
+        """Wait until all ranks' norms are there."""
+
+    @abstractmethod
+    def sum_norm(
+        self, reach: Reach, own: OwnRows, bias: Tensor | None, weight: Tensor, *, has_parts: bool
+    ) -> None:
+        """`own.residual` += all ranks' parts, in their order, + `bias`; its norm to all ranks.
+
+        After all ranks' `tell`. Without `has_parts` only the norm.
+        """
+
     @abstractmethod
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
         """Bias, query and key norm, rope: `product` [T, (Q + 2 K) D] to `heads` and the pool."""
@@ -139,6 +183,24 @@ class TorchElementwise(Elementwise):
         if delta is not None:
             residual.add_(_biased(delta, bias))
         out.copy_(_rms_norm(residual, weight, self.config.norm_epsilon))
+
+    def sum_norm(
+        self, reach: Reach, own: OwnRows, bias: Tensor | None, weight: Tensor, *, has_parts: bool
+    ) -> None:
+        """See the base class."""
+        device, rows, residual = own.residual.device, own.rows, own.residual
+        if own.last is not None:
+            row = int(own.last)
+            if row not in rows:
+                return
+            residual, rows = residual[row - rows.start :][:1], range(1)
+        here = slice(rows.start, rows.stop)
+        if has_parts:
+            first, *others = (part[here].to(device, torch.float32) for part in reach.parts)
+            residual.add_(_biased(sum(others, first), bias))
+        norm = _rms_norm(residual, weight, self.config.norm_epsilon)
+        for normed in reach.normed:
+            normed[here] = norm
 
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
         """See the base class."""

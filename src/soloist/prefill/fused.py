@@ -1,12 +1,14 @@
 """The same operations as CUDA kernels of our own, one launch each (`cuda/kernels/prefill.cu`)."""
 
 import ctypes
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from soloist.errors import ShapeUnsupported
+from soloist.errors import DeviceError, KernelStuck, ShapeUnsupported
 from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
@@ -14,14 +16,34 @@ from soloist.jit.source import Source
 from soloist.megakernel.plan import GRANULE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.prefill.elementwise import Chunk, Elementwise, Heads, Vectors
-from soloist.prefill.header import THREADS, header
+from soloist.prefill.elementwise import Chunk, Elementwise, Heads, OwnRows, Reach, Vectors
+from soloist.prefill.header import AWAIT_NS, THREADS, header
 from soloist.prefill.pages import PagePool
 
 _KERNEL = "kernels/prefill.cu"
 _DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16}
 _ACCESS_VALUES = 8
 _STATIC_SMEM_BYTES = 48 * 1024
+
+
+_ENTRIES = ("embed", "add_norm", "qkv_rope_store", "silu_mul")
+_OF_RANKS = ("tell", "await", "sum_norm")
+# Words of `Meeting` before those of the ranks, and the one that says that nobody is waited for.
+_MEETING_WORDS, _OPEN_AT = 3, 2
+
+
+@cache
+def _peers_type(ranks: int) -> type[ctypes.Structure]:
+    class Peers(ctypes.Structure):
+        _fields_ = (
+            ("meetings", ctypes.c_void_p * ranks),
+            ("parts", ctypes.c_void_p * ranks),
+            ("normed", ctypes.c_void_p * ranks),
+            ("stuck", ctypes.c_void_p),
+            ("rank", ctypes.c_uint32),
+        )
+
+    return Peers
 
 
 class FusedElementwise(Elementwise):
@@ -34,6 +56,7 @@ class FusedElementwise(Elementwise):
         arch: architecture of the device, such as 'sm_90a'.
         cache_root: where compiled kernels are kept; None keeps nothing.
         rope: see the base class.
+        ranks: over how many the model is spread whose share `config` is; see `connect`.
 
     Raises:
         ShapeUnsupported: a size that 16-byte accesses do not divide.
@@ -50,6 +73,7 @@ class FusedElementwise(Elementwise):
         arch: str,
         cache_root: Path | None,
         rope: Tensor | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(config, vectors, pool, rope)
         attention = config.layers[0].attention
@@ -59,15 +83,41 @@ class FusedElementwise(Elementwise):
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
         assert pool.dtype in _DTYPES, "a 16-bit pool"
-        source = Source(_KERNEL, header(config, _DTYPES[pool.dtype]))
+        source = Source(_KERNEL, header(config, _DTYPES[pool.dtype], ranks))
         cubin = load_or_build(source, arch, cache_root)
         with torch.cuda.device(pool.device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             self._modules: dict[str, Module] = {}
-            for entry in ("embed", "add_norm", "qkv_rope_store", "silu_mul"):
+            for entry in (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ())):
                 require_clean(cubin, entry, 0, _STATIC_SMEM_BYTES)
                 self._modules[entry] = Module(cubin, entry)
+                self._modules[entry].make_ready(0)
         self._stream = 0
+        self._rank = 0
+        self._peers: Sequence[FusedElementwise] = [self]
+        self._reached: dict[int, tuple[Reach, ctypes.Structure]] = {}
+        words = _MEETING_WORDS + ranks
+        self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
+        self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+
+    def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:
+        """Before the first pass of several ranks: which one this is, and all of them in order."""
+        self._rank, self._peers = rank, peers
+
+    def wait_for_nobody(self, *, alone: bool) -> None:
+        """Whether `sum_norm` and `meet` go on at once, though nobody else runs."""
+        self._meeting[_OPEN_AT] = int(alone)
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """Whom this rank waited for in vain."""
+        is_stuck, awaited = self._stuck.tolist()
+        if not is_stuck:
+            return None
+        return KernelStuck(
+            f"rank {self._rank} on {self.pool.device} in prefill", f"rank {awaited}",
+            f"nothing of it for {AWAIT_NS // 10**9} seconds",
+        )  # fmt: skip
 
     def start(self) -> None:
         """See the base class."""
@@ -92,6 +142,38 @@ class FusedElementwise(Elementwise):
             _pointer(residual), _pointer(delta), _pointer(bias), _pointer(weight), _pointer(out),
         )  # fmt: skip
         self._launch("add_norm", residual.shape[0], args)
+
+    def tell(self, reach: Reach) -> None:
+        """See the base class."""
+        self._launch("tell", 1, (self._reaching(reach),), threads=1)
+
+    def meet(self, reach: Reach) -> None:
+        """See the base class."""
+        self._launch("await", 1, (self._reaching(reach),), threads=1)
+
+    def sum_norm(
+        self, reach: Reach, own: OwnRows, bias: Tensor | None, weight: Tensor, *, has_parts: bool
+    ) -> None:
+        """See the base class."""
+        args = (
+            self._reaching(reach), _pointer(own.residual), _pointer(bias), _pointer(weight),
+            _pointer(own.last), ctypes.c_uint32(has_parts), ctypes.c_uint32(own.rows.start),
+            ctypes.c_uint32(len(own.rows)),
+        )  # fmt: skip
+        self._launch("sum_norm", 1 if own.last is not None else max(1, len(own.rows)), args)
+
+    def _reaching(self, reach: Reach) -> ctypes.Structure:
+        """The kernels' `Peers`."""
+        if id(reach) not in self._reached:
+            pointers = ctypes.c_void_p * len(self._peers)
+            peers = _peers_type(len(self._peers))(
+                pointers(*(peer._meeting.data_ptr() for peer in self._peers)),  # noqa: SLF001 - same class
+                pointers(*(part.data_ptr() for part in reach.parts)),
+                pointers(*(normed.data_ptr() for normed in reach.normed)),
+                self._stuck.data_ptr(), self._rank,
+            )  # fmt: skip
+            self._reached[id(reach)] = (reach, peers)
+        return self._reached[id(reach)][1]
 
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
         """See the base class."""
@@ -127,9 +209,10 @@ class FusedElementwise(Elementwise):
         self,
         entry: str,
         blocks: int,
-        args: tuple[ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...],
+        args: tuple[ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...],
+        threads: int = THREADS,
     ) -> None:
-        self._modules[entry].launch(blocks, THREADS, 0, args, self._stream, cooperative=False)
+        self._modules[entry].launch(blocks, threads, 0, args, self._stream, cooperative=False)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -7,10 +7,12 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
 THREADS = 256
+# A rank that waits so long for others is stuck; the host may be busy between two kernels.
+AWAIT_NS = 20_000_000_000
 
 
-def header(config: ModelConfig, dtype: Dtype) -> str:
-    """The text of spec.cuh for a model whose layers are of one size."""
+def header(config: ModelConfig, dtype: Dtype, ranks: int = 1) -> str:
+    """The text of spec.cuh for a model whose layers are of one size, or one rank's share of it."""
     attention, mlp = config.layers[0].attention, config.layers[0].mlp
     counts = {
         "kThreads": THREADS,
@@ -22,6 +24,7 @@ def header(config: ModelConfig, dtype: Dtype) -> str:
         "kIntermediate": mlp.intermediate_size,
         "kPagePositions": PAGE_POSITIONS,
         "kGranulePositions": GRANULE_POSITIONS,
+        "kRanks": ranks,
     }
     (epsilon,) = struct.unpack("f", struct.pack("f", config.norm_epsilon))
     return "\n".join(
@@ -30,6 +33,7 @@ def header(config: ModelConfig, dtype: Dtype) -> str:
             "#pragma once",
             f"constexpr bool kBf16 = {str(dtype is Dtype.BF16).lower()};",
             *(f"constexpr unsigned {name} = {value}u;" for name, value in counts.items()),
+            f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
             f"constexpr float kEpsilon = {epsilon.hex()}f;",
             "",
         ]

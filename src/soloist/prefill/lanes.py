@@ -4,7 +4,7 @@ A correct way, not a tuned one: between products it is plain torch. Lanes lie fi
 in the checkpoint, and lane l has heads l · Q / L and on, so attention takes all heads at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that
@@ -15,20 +15,20 @@ from soloist.model.config import Attention, ModelConfig
 from soloist.prefill.attention import attend
 from soloist.prefill.elementwise import Vectors, rope_table
 from soloist.prefill.pages import PagePool
-from soloist.prefill.runner import Matrices, run_chunks
+from soloist.prefill.runner import Matrices, PromptRunner
 from soloist.reference.laneformer import DelayLine
 
 # Its residual streams are L times as large as those of an ordinary model.
 LANE_CHUNK_TOKENS = 512
 
 
-class LanePrefill:
+class LanePrefill(PromptRunner):
     """Runs prompts of one model on the pool's device, in the pool's dtype.
 
     Args:
         config: a model with lanes.
-        matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, lanes
-            first where the checkpoint has them so; rows of q and k in halves (`rope_in_halves`).
+        matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, cut as for
+            a rank that has all lanes (`shard_all`): [L, out, in], and 'embedding' [V, H].
         vectors: fp32 norm weights by the name of their `TensorSpec`.
         pool: gains keys and values; its heads are those of all lanes.
         rope: as from `rope_table`; None makes it.
@@ -61,7 +61,7 @@ class LanePrefill:
         *,
         want_logits: bool = True,
     ) -> Tensor | None:
-        """Run T consecutive tokens of one sequence; arguments and result as of `Prefill.run`."""
+        """See the base class."""
         ids = torch.as_tensor(token_ids, dtype=torch.int32)
         assert 0 < len(ids) <= self.most_tokens, "the caller cuts prompts into chunks"
         stop = position + len(ids)
@@ -78,17 +78,6 @@ class LanePrefill:
             h = self._normed(x, f"{layer}mlp_norm")
             x += mlp_line.reduce(self._mlp(h, layer), i)
         return self._logits(x[:, -1:]) if want_logits else None
-
-    def run_prompt(
-        self,
-        token_ids: Tensor | Sequence[int],
-        page_table: Tensor | Sequence[int],
-        chunk_tokens: int,
-        cancelled: Callable[[], bool],
-        position: int = 0,
-    ) -> Tensor | None:
-        """As `Prefill.run_prompt`."""
-        return run_chunks(self.run, token_ids, page_table, chunk_tokens, cancelled, position)
 
     def _scales(self, name: str) -> Tensor:
         """Norm scales broadcastable over [L, T, H]."""
@@ -156,11 +145,12 @@ class LanePrefill:
         if self._lanes.sum_before_norm:
             x = x.sum(0, keepdim=True)
         h = self._exactly_normed(x, "final_norm")
-        head = self._matrices("embedding" if self.config.tied_head else "head")
+        head = self._matrices("head")  # [L, V / L, H], the last lane's filled up
         if self._lanes.head == "vocab_parallel":
             return torch.bmm(h.to(self.pool.dtype), head.mT).float().flatten()
         assert self._lanes.head == "replicate", "the plan refuses others"
-        return (h.mean(0).to(self.pool.dtype) @ head.mT).float().flatten()
+        mean = h.mean(0).to(self.pool.dtype)
+        return (mean @ head.flatten(0, 1).mT).float().flatten()[: self.config.vocab_size]
 
 
 def _rotated(heads: Tensor, turns: Tensor) -> Tensor:

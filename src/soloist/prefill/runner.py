@@ -5,8 +5,9 @@ run as captured graphs: at 128 tokens launching takes longer than computing, and
 the faster attention that is slow to set up.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +54,66 @@ class _Buffers(NamedTuple):
         return _Buffers(*(buffer[:count] for buffer in self))
 
 
-class Prefill:
+class PromptRunner(ABC):
+    """Reads prompts in chunks.
+
+    Attributes:
+        most_tokens: of one chunk.
+    """
+
+    most_tokens: int
+
+    @abstractmethod
+    def run(
+        self,
+        token_ids: Tensor | Sequence[int],
+        position: int,
+        page_table: Tensor | Sequence[int],
+        *,
+        want_logits: bool = True,
+    ) -> Tensor | None:
+        """Run T consecutive tokens of one sequence; their keys and values join the pool.
+
+        Args:
+            token_ids: [T], best on the host.
+            position: of the first token; the pool holds everything before it.
+            page_table: pages of the sequence, with room for these positions; best on the host.
+            want_logits: whether the last token's are computed.
+
+        Returns:
+            fp32 logits [V] of the last token, valid until the next call, or None.
+        """
+
+    def run_prompt(
+        self,
+        token_ids: Tensor | Sequence[int],
+        page_table: Tensor | Sequence[int],
+        chunk_tokens: int,
+        cancelled: Callable[[], bool],
+        position: int = 0,
+    ) -> Tensor | None:
+        """Run a prompt in chunks of `chunk_tokens`, from `position` of its sequence on.
+
+        The host does not run ahead of the device, so `cancelled` is heard within one chunk.
+
+        Returns:
+            fp32 logits [V] of the last token, valid until the next call; None where `cancelled`,
+            which is asked before every chunk, said so.
+        """
+        ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
+        pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
+        logits = None
+        for start in range(0, len(ids), chunk_tokens):
+            if cancelled():
+                return None
+            stop = min(start + chunk_tokens, len(ids))
+            logits = self.run(
+                ids[start:stop], position + start, pages, want_logits=stop == len(ids)
+            )
+        return logits
+
+
+class Prefill(PromptRunner):
     """Runs prompts of one model on the pool's device, in the pool's dtype.
 
     Args:
@@ -97,6 +157,7 @@ class Prefill:
             _UPLOAD_HEAD + self._most_pages + most_tokens, dtype=torch.int32, device=pool.device
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._recorder: torch.cuda.Stream | None = None
         self._attends_whole = False  # while a full chunk is captured
 
     @torch.inference_mode()
@@ -108,17 +169,23 @@ class Prefill:
         *,
         want_logits: bool = True,
     ) -> Tensor | None:
-        """Run T consecutive tokens of one sequence; their keys and values join the pool.
+        """See the base class."""
+        chunk = self.placed(token_ids, position, page_table, want_logits=want_logits)
+        if self.has_graph(chunk):
+            self.replay(chunk)
+        else:
+            self._forward(chunk, want_logits=want_logits)
+        return self._logits[0].float() if want_logits else None
 
-        Args:
-            token_ids: [T], best on the host.
-            position: of the first token; the pool holds everything before it.
-            page_table: pages of the sequence, with room for these positions; best on the host.
-            want_logits: whether the last token's are computed.
-
-        Returns:
-            fp32 logits [V] of the last token, valid until the next call, or None.
-        """
+    def placed(
+        self,
+        token_ids: Tensor | Sequence[int],
+        position: int,
+        page_table: Tensor | Sequence[int],
+        *,
+        want_logits: bool,
+    ) -> Chunk:
+        """A chunk on the device, padded where that lets a graph take it; arguments as of `run`."""
         ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
         pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
         assert 0 < len(ids) <= self.most_tokens, "the caller cuts prompts into chunks"
@@ -128,30 +195,15 @@ class Prefill:
         if position == 0 and want_logits and rows < self.most_tokens:
             short = (size for size in self._graphs if rows <= size < self.most_tokens)
             rows = min(short, default=rows)
-        chunk = self._uploaded(ids, position, pages[: -(-stop // PAGE_POSITIONS)], rows)
-        if position == 0 and rows in self._graphs:
-            self._graphs[rows].replay()
-        else:
-            self._forward(chunk, want_logits=want_logits)
-        return self._logits[0].float() if want_logits else None
+        return self._uploaded(ids, position, pages[: -(-stop // PAGE_POSITIONS)], rows)
 
-    def run_prompt(
-        self,
-        token_ids: Tensor | Sequence[int],
-        page_table: Tensor | Sequence[int],
-        chunk_tokens: int,
-        cancelled: Callable[[], bool],
-        position: int = 0,
-    ) -> Tensor | None:
-        """Run a prompt in chunks of `chunk_tokens`, from `position` of its sequence on.
+    def has_graph(self, chunk: Chunk) -> bool:
+        """Whether a pass over the chunk was recorded."""
+        return chunk.position == 0 and chunk.num_rows in self._graphs
 
-        The host does not run ahead of the device, so `cancelled` is heard within one chunk.
-
-        Returns:
-            fp32 logits [V] of the last token, valid until the next call; None where `cancelled`,
-            which is asked before every chunk, said so.
-        """
-        return run_chunks(self.run, token_ids, page_table, chunk_tokens, cancelled, position)
+    def replay(self, chunk: Chunk) -> None:
+        """Queue the recorded pass; logits are computed, too."""
+        self._graphs[chunk.num_rows].replay()
 
     @torch.inference_mode()
     def capture(self, sizes: Iterable[int]) -> None:
@@ -162,22 +214,32 @@ class Prefill:
         `matrices` has to return the same addresses each time, and whatever it launches is recorded
         too.
         """
-        assert self._elementwise.capturable, "kernels read the place from the device"
         for size in sorted(set(sizes), reverse=True):  # the largest first: its memory serves others
-            assert 0 < size <= self.most_tokens, "buffers are large enough"
-            self._attends_whole = size == self.most_tokens and self._can_attend_whole()
-            # No token is stored: the pool stays as it is.
-            chunk = self._uploaded(
-                torch.zeros(0, dtype=torch.int32), 0, torch.zeros(0, dtype=torch.int32), size
-            )
+            chunk = self.begin_capture(size)
             self._forward(chunk, want_logits=True)  # libraries set themselves up
-            torch.cuda.synchronize(self.pool.device)
-            graph = torch.cuda.CUDAGraph()
-            memory = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.device(self.pool.device), torch.cuda.graph(graph, pool=memory):
+            self.record(chunk)
+
+    def begin_capture(self, size: int) -> Chunk:
+        """A chunk of so many rows and no token: the pool stays as it is."""
+        assert self._elementwise.capturable, "kernels read the place from the device"
+        assert 0 < size <= self.most_tokens, "buffers are large enough"
+        self._attends_whole = size == self.most_tokens and self._can_attend_whole()
+        nothing = torch.zeros(0, dtype=torch.int32)
+        return self._uploaded(nothing, 0, nothing, size)
+
+    def record(self, chunk: Chunk) -> None:
+        """Record the pass that `begin_capture` began, once it has run."""
+        device = self.pool.device
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        memory = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.device(device):
+            if self._recorder is None:
+                self._recorder = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(graph, pool=memory, stream=self._recorder):
                 self._forward(chunk, want_logits=True)
-            self._graphs[size] = graph
-            self._attends_whole = False
+        self._graphs[chunk.num_rows] = graph
+        self._attends_whole = False
 
     def _can_attend_whole(self) -> bool:
         b = self._buffers
@@ -286,41 +348,6 @@ class Prefill:
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.pool.device)
-
-
-class RunChunk(Protocol):
-    """`run` of a prefill."""
-
-    def __call__(
-        self,
-        token_ids: Tensor | Sequence[int],
-        position: int,
-        page_table: Tensor | Sequence[int],
-        *,
-        want_logits: bool = True,
-    ) -> Tensor | None:
-        """Logits [V] of the last token, where they are wanted."""
-        ...
-
-
-def run_chunks(
-    run: RunChunk,
-    token_ids: Tensor | Sequence[int],
-    page_table: Tensor | Sequence[int],
-    chunk_tokens: int,
-    cancelled: Callable[[], bool],
-    position: int,
-) -> Tensor | None:
-    """`Prefill.run_prompt` by its `run`."""
-    ids = torch.as_tensor(token_ids, dtype=torch.int32, device="cpu")
-    pages = torch.as_tensor(page_table, dtype=torch.int32, device="cpu")
-    logits = None
-    for start in range(0, len(ids), chunk_tokens):
-        if cancelled():
-            return None
-        stop = min(start + chunk_tokens, len(ids))
-        logits = run(ids[start:stop], position + start, pages, want_logits=stop == len(ids))
-    return logits
 
 
 def require_prefill(config: ModelConfig) -> None:

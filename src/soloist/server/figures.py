@@ -54,6 +54,6 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "queue_ms": t.queue_s * 1e3,
         "ttft_ms": t.ttft_s * 1e3,
         "total_ms": t.total_s * 1e3,
-        "device": ready.engine.report.device_name,
+        "device": ready.engine.report.place,
         "executor": ready.engine.report.executor,
     }

@@ -35,7 +35,7 @@ async def health(request: Request) -> Response:
         {
             "status": "ready",
             "model": host.config.names[0],
-            "device": ready.engine.report.device_name,
+            "device": ready.engine.report.place,
             "executor": ready.engine.report.executor,
             "requests_running": load.num_running,
             "requests_waiting": load.num_waiting,

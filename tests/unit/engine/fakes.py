@@ -99,6 +99,10 @@ class FakeDecoder:
         self.forced_choice: int | None = None
         self._samplers: list[FakeSampler | None] = []
 
+    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        assert not self.is_running, "no launch reads them"
+        self.page_tables[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
     def start(self, columns: Sequence[Column], rounds: int) -> None:
         assert not self.is_running, "the last launch has ended"
         assert 1 <= len(columns) <= 8

@@ -2,6 +2,7 @@
 
 The stand-in for CUDA and the random schedule are those of test_sample_cuda_on_host.py; here blocks
 meet at the kernel's own barrier, and what one round leaves behind is what the next one starts from.
+Several ranks run side by side, each with its part of the logits at first.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,15 +22,17 @@ from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.launch import _Column, _Launch
-from soloist.megakernel.plan import MAX_COLUMNS, make_plan
+from soloist.megakernel.plan import MAX_COLUMNS, Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, address
 
-BLOCKS = 3
-PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=BLOCKS))
-VOCAB, ROWS = SMALL.vocab_size, PLAN.head.matrix.units * 8
+# By ranks: blocks of each.
+BLOCKS = {1: 3, 4: 2}
+VOCAB = SMALL.vocab_size
+ON_RANKS = pytest.mark.parametrize("library", BLOCKS, indirect=True, ids="ranks={}".format)
+ON_ONE = pytest.mark.parametrize("library", [1], indirect=True, ids="ranks={}".format)
 
 # In place of the LM head: what choose.cuh needs of the kernel around it.
 HEAD = r"""
@@ -43,19 +46,21 @@ static u8* block_memory();
 void sync_consumers();
 void add_release(u32* p, u32 v);
 u32 load_acquire(const u32* p);
+inline void store_to_peer(u32* p, u32 v) { *p = v; }
+u32 acquire_from_peers(const u32* p);
+inline void __threadfence_system() {}
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 struct Fault;
 struct float2 { float x, y; };
 template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
-inline u32 lane_here() { return 0; }
-inline u32 lane_block() { return blockIdx.x; }
+inline float* all_logits(u8* workspace, u32 column);
 """
 
 HARNESS = r"""
 #include "ops/choose.cuh"
 
 enum State { kReady, kAtBlock, kEnded };
-constexpr u32 kAll = kNumBlocks * kConsumerThreads;
+constexpr u32 kAll = kRanks * kNumBlocks * kConsumerThreads;
 struct Thread {
   ucontext_t context;
   State state;
@@ -63,14 +68,19 @@ struct Thread {
 };
 static Thread threads[kAll];
 static ucontext_t scheduler;
-alignas(128) static u8 memory[kNumBlocks][kRingSlots * kSlotBytes + kShControl + kShControlBytes];
-static Params params;
+constexpr u32 kBlockBytes = kRingSlots * kSlotBytes + kShControl + kShControlBytes;
+alignas(128) static u8 memory[kRanks * kNumBlocks][kBlockBytes];
+alignas(128) static u8 exchanges[kRanks][kWsLogits + kWsLogitsBytes + 128];
+static Params all_params[kRanks];
 static u32* tokens;
-static u32 num_rounds, random_state = 1;
+static u32 rank, num_rounds, random_state = 1;
 
-static u8* block_memory() { return memory[blockIdx.x]; }
+inline float* all_logits(u8* workspace, u32 column) {
+  return reinterpret_cast<float*>(workspace + kWsLogits) + column * kSampledRows;
+}
+static u8* block_memory() { return memory[rank * kNumBlocks + blockIdx.x]; }
 static void pause(State state) {
-  const u32 id = blockIdx.x * kConsumerThreads + threadIdx.x;
+  const u32 id = (rank * kNumBlocks + blockIdx.x) * kConsumerThreads + threadIdx.x;
   threads[id].state = state;
   swapcontext(&threads[id].context, &scheduler);
 }
@@ -80,9 +90,28 @@ u32 load_acquire(const u32* p) {
   pause(kReady);
   return *p;
 }
+u32 acquire_from_peers(const u32* p) {
+  pause(kReady);
+  return *p;
+}
+
+// As the head does: the ids of a rank's block, to all ranks.
+static void share_logits(const Params& params, u32 round) {
+  const float* made = params.logits + round * params.launch->logits_round_stride;
+  for (u32 c = 0; c < params.launch->columns; ++c) {
+    const u32 end = first_unit<Head>(blockIdx.x + 1) * 8;
+    for (u32 row = first_unit<Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
+         row += kConsumerThreads) {
+      const u32 id = params.rank * kShareVocab + row;
+      if (row >= kShareVocab || id >= kVocab) continue;
+      for (u8* peer : exchanges) all_logits(peer, c)[id] = made[c * kSampledRows + id];
+    }
+  }
+}
 
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
+  const Params& params = all_params[rank];
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
   prepare_sampling(*params.launch);
   if (threadIdx.x == 0) {
@@ -93,11 +122,13 @@ static void body() {
   sync_consumers();
   for (u32 round = 0;; ++round) {
     if (blockIdx.x == 0 && threadIdx.x == 0) control.yield = params.yield && *params.yield == round;
+    if (kRanks > 1) share_logits(params, round);
     choose_sampled(params, round);
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
-      if (blockIdx.x == 0) tokens[round * kMaxColumns + c] = control.chosen[c];
+      const u32 at = rank * control.rounds + round;
+      if (blockIdx.x == 0) tokens[at * kMaxColumns + c] = control.chosen[c];
       const bool is_given = static_cast<i32>(round + 1) < params.launch->column[c].forced;
       observe(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
                                               : min(control.chosen[c], kVocab - 1));
@@ -113,12 +144,21 @@ static void body() {
 extern "C" int run(const Launch* launch, const float* logits, const u32* forced, u32* seen,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
                    const u32* yield, u32* chosen) {
-  params = Params{};
-  params.launch = launch;
-  params.logits = const_cast<float*>(logits);
-  params.forced = forced;
-  params.yield = yield;
-  params.sample = {seen, adjusted, workspace, ids, values};
+  constexpr u32 kValues = kMaxColumns * kSampledRows;
+  std::memset(exchanges, 0xFF, sizeof exchanges);
+  for (u32 r = 0; r < kRanks; ++r) {
+    Params& params = all_params[r];
+    params = Params{};
+    params.launch = launch;
+    params.logits = const_cast<float*>(logits);
+    params.forced = forced;
+    if (r == 0) params.yield = yield;  // the others are told
+    u8* own = workspace + r * kSampleWorkspaceBytes;
+    params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
+    params.rank = r;
+    params.workspace = exchanges[r];
+    for (u32 p = 0; p < kRanks; ++p) params.peers[p] = exchanges[p];
+  }
   tokens = chosen;
   std::memset(memory, 0xA5, sizeof memory);
   for (u32 i = 0; i < kAll; ++i) {
@@ -139,12 +179,13 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
       if (threads[i].state != kReady) continue;
       random_state = random_state * 1664525u + 1013904223u;
       if ((random_state >> 28) == 0) continue;
-      blockIdx.x = i / kConsumerThreads;
+      rank = i / kConsumerThreads / kNumBlocks;
+      blockIdx.x = i / kConsumerThreads % kNumBlocks;
       threadIdx.x = i % kConsumerThreads;
       swapcontext(&scheduler, &threads[i].context);
     }
     if (ended) return num_rounds;
-    for (u32 b = 0; b < kNumBlocks; ++b) {
+    for (u32 b = 0; b < kRanks * kNumBlocks; ++b) {
       const u32 begin = b * kConsumerThreads;
       bool all = true;
       for (u32 i = 0; i < kConsumerThreads; ++i) all = all && threads[begin + i].state == kAtBlock;
@@ -156,8 +197,14 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
 """
 
 
+@dataclass(frozen=True)
+class Built:
+    plan: Plan
+    code: ctypes.CDLL
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library(request, tmp_path_factory):
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
@@ -167,7 +214,11 @@ def library(tmp_path_factory):
     context = (CUDA / "sync" / "context.cuh").read_text()
     structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
     macros = "#define __constant__\n"
-    spec = header(PLAN, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
+    ranks = request.param
+    gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
+    plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
+    assert plan.blocks == BLOCKS[ranks]
+    spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs)
     (folder / "spec.cuh").write_text(spec)
@@ -178,15 +229,16 @@ def library(tmp_path_factory):
     subprocess.run(
         [*command, f"-I{folder}", f"-I{CUDA}", "-o", built, folder / "harness.cc"], check=True
     )
-    return ctypes.CDLL(str(built))
+    return Built(plan, ctypes.CDLL(str(built)))
 
 
 def launched(library, samplers, logits, *, given=None, strides=None, plain=(), yield_in=None):
     """Tokens [rounds, columns]; sampler c has observed column c's first input token already."""
     rounds, columns = logits.shape[:2]
+    ranks, size = library.plan.ranks, library.plan.sampled_rows
     given = given or [[0]] * columns
     strides = strides or [1] * columns
-    launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * ROWS)
+    launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * size)
     forced = np.zeros((columns, rounds), np.uint32)
     for c in range(columns):
         launch.column[c] = _Column(0, 70 + c, strides[c], len(given[c]), 0, 0)
@@ -198,24 +250,25 @@ def launched(library, samplers, logits, *, given=None, strides=None, plain=(), y
     packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
     launch.sampling[:] = packed.params.tobytes()
     launch.step[:] = packed.steps.tobytes()
-    seen = np.full((MAX_COLUMNS, ROWS), 77, np.uint32)
+    seen = np.full((ranks, MAX_COLUMNS, size), 77, np.uint32)
     for c, words in packed.seen.items():
-        seen[c, :VOCAB] = words
-    adjusted = np.full((MAX_COLUMNS, ROWS), np.nan, np.float32)
-    workspace = np.zeros(sample_workspace_bytes(BLOCKS) + 128, np.uint8)
+        seen[:, c, :VOCAB] = words
+    adjusted = np.full((ranks, MAX_COLUMNS, size), np.nan, np.float32)
+    workspace = np.zeros(ranks * sample_workspace_bytes(library.plan.blocks) + 128, np.uint8)
     aligned = workspace[-workspace.ctypes.data % 128 :]
-    tokens = np.zeros((rounds, MAX_COLUMNS), np.uint32)
+    tokens = np.zeros((ranks, rounds, MAX_COLUMNS), np.uint32)
     yield_word = None if yield_in is None else np.array([yield_in], np.uint32)
-    padded = np.full((rounds, columns, ROWS), np.inf, np.float32)
+    padded = np.full((rounds, columns, size), np.inf, np.float32)
     padded[:, :, :VOCAB] = logits
-    done = library.run(
+    done = library.code.run(
         ctypes.byref(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
         None if yield_word is None else address(yield_word), address(tokens),
     )  # fmt: skip
     assert done > 0, "threads wait for each other forever"
-    return tokens[:done, :columns]
+    assert (tokens[:, :done] == tokens[0, :done]).all(), "ranks choose alike"
+    return tokens[0, :done, :columns]
 
 
 def sampler_of(params, prompt=(1, 5, 5, 7), observed=4):
@@ -246,6 +299,7 @@ def requests():
     ]
 
 
+@ON_RANKS
 @pytest.mark.parametrize("columns", [1, 3, 5, 8])
 def test_rounds_of_a_launch_are_the_definitions(library, columns):
     samplers = [sampler_of(p) for p in requests()[-columns:]]
@@ -261,6 +315,7 @@ def test_rounds_of_a_launch_are_the_definitions(library, columns):
             sampler.observe(given[c][r + 1] if r + 1 < len(given[c]) else expected)
 
 
+@ON_ONE
 def test_positions_side_by_side_choose_by_their_position(library):
     params = SamplingParams(temperature=1.1, seed=9, top_p=0.95)
     samplers = [sampler_of(params) for _ in range(4)]
@@ -271,6 +326,7 @@ def test_positions_side_by_side_choose_by_their_position(library):
             assert tokens[r, c] == sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + 4 * r)
 
 
+@ON_ONE
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("params", [requests()[i] for i in (0, 2, 4)], ids=["plain", "top", "all"])
 def test_bad_logits_end_the_launch(library, params, bad):
@@ -289,6 +345,7 @@ def test_bad_logits_end_the_launch(library, params, bad):
     assert (tokens[:, 0] < VOCAB).all()
 
 
+@ON_ONE
 def test_bad_logits_before_a_given_token_end_nothing(library):
     samplers = [sampler_of(requests()[0])]
     logits = random_logits(6, 1, seed=4)
@@ -298,6 +355,7 @@ def test_bad_logits_before_a_given_token_end_nothing(library):
     assert tokens[1, 0] == NO_TOKEN["NAN"][0]
 
 
+@ON_RANKS
 def test_all_blocks_hear_that_the_host_wants_to_stop(library):
     tokens = launched(library, [sampler_of(requests()[2])], random_logits(9, 1, seed=5), yield_in=3)
     assert len(tokens) == 4

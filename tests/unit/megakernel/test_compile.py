@@ -92,9 +92,10 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     [
         Build(trace_round=3),
         Build(silent_block=3, stuck_ns=10**8),
+        Build(racecheck=True),
         *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
     ],
-    ids=["trace", "silent", *(name for name in ABLATIONS if name != "none")],
+    ids=["trace", "silent", "racecheck", *(name for name in ABLATIONS if name != "none")],
 )
 def test_builds_for_looking_inside_compile(build: Build) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
@@ -125,9 +126,22 @@ def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_public_shapes_on_ranks_compile_cleanly(ranks: int) -> None:
-    require_sound(make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], ranks))
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
+def test_public_shapes_on_ranks_compile_cleanly(samples: bool) -> None:
+    plan = make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], 8)
+    require_sound(plan, Build(samples=samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shapes_on_ranks_compile_cleanly(
+    name: str, arch: str, ranks: int, samples: bool, tmp_path: Path
+) -> None:
+    plan = make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch], ranks)
+    require_sound(plan, Build(samples=samples))
 
 
 # Rules that make other code: which sums are waited for, who talks, how lanes meet.

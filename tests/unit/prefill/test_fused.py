@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from plan.shapes import SHAPES
 from soloist.errors import CudaMissing, ShapeUnsupported
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.share import share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 from soloist.prefill.elementwise import Chunk, Elementwise, Heads, TorchElementwise
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.header import header
@@ -39,6 +42,21 @@ def test_kernels_compile_without_spills(name: str, arch: str, dtype: Dtype) -> N
         pytest.skip(f"no NVRTC: {error.message}")
     cubin = compile_source(Source("kernels/prefill.cu", header(MODELS[name], dtype)), arch)
     for entry in ENTRIES:
+        require_clean(cubin, entry, 0, 48 * 1024)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", ["qwen3", "laneformer-2b-as-llama", "llama-3.1-8b"])
+def test_kernels_of_ranks_compile_without_spills(name: str, ranks: int) -> None:
+    config = read_config(SHAPES[name]) if name in SHAPES else MODELS[name]
+    try:
+        nvrtc()
+    except CudaMissing as error:
+        pytest.skip(f"no NVRTC: {error.message}")
+    spec = header(share_of(config, ranks), Dtype.BF16, ranks)
+    cubin = compile_source(Source("kernels/prefill.cu", spec), "sm_90a")
+    assert not cubin.report.warnings
+    for entry in (*ENTRIES, "tell", "await", "sum_norm"):
         require_clean(cubin, entry, 0, 48 * 1024)
 
 

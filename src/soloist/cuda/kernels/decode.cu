@@ -8,6 +8,7 @@
 #include "ops/choose.cuh"
 #include "ops/clean.cuh"
 #include "ops/head.cuh"
+#include "ops/missing.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
 #include "ptx/registers.cuh"
@@ -43,7 +44,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 #pragma unroll(kMovesRegisters ? kMaxStops : 1)  // or few registers would spill
           for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
       }
-      if constexpr (kSamples) observe(cx.params, cx.block, cx.lane, control.token[cx.lane]);
+      if constexpr (kSamples) observe(cx.params, blockIdx.x, cx.lane, control.token[cx.lane]);
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   if (thread == 0) {
     for (u32 i = 0; i < kRingSlots; ++i) {
       mbarrier_init(shared_address(full + i), kStagingLanes);
-      mbarrier_init(shared_address(empty + i), kConsumerWarps);
+      mbarrier_init(shared_address(empty + i), kReleases);
     }
     for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), 1);
     where = Where{0, 0, 0, 0, 0, 0};
@@ -152,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
-      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty));
+      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty),
+            [&] { return missing_ranks(params, &where); });
     else if (warp == kConsumerWarps + 2)
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {

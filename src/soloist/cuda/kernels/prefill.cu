@@ -2,6 +2,7 @@
 //
 // Products come as fp32, but gate and up in the 16-bit type; every result is rounded once. Defined by
 // TorchElementwise (prefill/elementwise.py). Blocks have kThreads threads and one grid dimension.
+#include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
 inline constexpr u32 kWarps = kThreads / 32;
@@ -79,6 +80,110 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     out[start + i] = make_uint2(pack_pair(x[j].x * scale * w.x, x[j].y * scale * w.y),
                                 pack_pair(x[j].z * scale * w.z, x[j].w * scale * w.w));
   }
+}
+
+// Ranks. Products of attention_output and down are parts of sums over all of them. A rank owns some of the chunk's
+// rows: it adds everybody's parts of them in the order of the ranks, keeps the residual, and gives all ranks the norm.
+
+// How ranks meet, in the memory of each: it counts its own meetings, tells the count to all, and waits for theirs.
+struct Meeting {
+  u32 count;
+  u32 done;  // blocks of the sum under way
+  u32 open;  // 1: nobody is waited for, while one rank tries its graphs alone
+  u32 arrived[kRanks];
+};
+struct Peers {
+  Meeting* meetings[kRanks];
+  const float4* parts[kRanks];  // [T, H]
+  uint2* normed[kRanks];        // [T, H]
+  u32* stuck;                   // host memory: 1, and whom this rank waited for
+  u32 rank;
+};
+
+// By one thread, for all that its kernel and those before it have stored.
+__device__ __forceinline__ void tell_all(const Peers& peers) {
+  Meeting& own = *peers.meetings[peers.rank];
+  const u32 count = own.count + 1;
+  own.count = count;
+  __threadfence_system();  // pairs with the loads in await_all
+#pragma unroll
+  for (u32 r = 0; r < kRanks; ++r) store_to_peer(&peers.meetings[r]->arrived[peers.rank], count);
+}
+// By one thread: all ranks have met as often as this one.
+__device__ __forceinline__ void await_all(const Peers& peers) {
+  const Meeting& own = *peers.meetings[peers.rank];
+  const u32 count = *const_cast<const volatile u32*>(&own.count);
+  if (*const_cast<const volatile u32*>(&own.open)) return;
+  const u64 since = clock_ns();
+#pragma unroll 1
+  for (u32 r = 0; r < kRanks; ++r)
+    while (static_cast<i32>(acquire_from_peers(&own.arrived[r]) - count) < 0)
+      if (clock_ns() - since > kAwaitNs) {
+        store_host(peers.stuck + 1, r);
+        store_host_release(peers.stuck, 1);
+        __threadfence_system();
+        asm volatile("trap;");
+      }
+}
+
+// One block, one thread.
+extern "C" __global__ void tell(const __grid_constant__ Peers peers) { tell_all(peers); }
+extern "C" __global__ void await(const __grid_constant__ Peers peers) { await_all(peers); }
+
+__device__ __forceinline__ float4 sum(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Waits for all ranks, does as add_norm for the rows from `first` on that this rank owns, whose residual it has, and
+// tells all ranks. `has_parts` is 0 at the start of a pass. With `last`, the one row of parts and norms is row *last
+// of the chunk. One block a row, at least one.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    sum_norm(const __grid_constant__ Peers peers, float4* __restrict__ residual, const float4* __restrict__ bias,
+             const float4* __restrict__ weight, const i32* __restrict__ last, u32 has_parts, u32 first, u32 rows) {
+  constexpr u32 kRow = kHidden / 4, kOwn = (kRow + kThreads - 1) / kThreads;
+  if (threadIdx.x == 0) await_all(peers);
+  __syncthreads();
+  const u32 row = last ? static_cast<u32>(*last) : first + blockIdx.x;
+  if (row - first < rows) {
+    const u64 own = static_cast<u64>(row - first) * kRow, start = last ? 0 : static_cast<u64>(row) * kRow;
+    float4 x[kOwn];
+    float squares = 0.0f;
+#pragma unroll
+    for (u32 j = 0; j < kOwn; ++j) {
+      const u32 i = threadIdx.x + j * kThreads;
+      if (i >= kRow) continue;
+      x[j] = residual[own + i];
+      if (has_parts) {
+        float4 part[kRanks];
+#pragma unroll
+        for (u32 r = 0; r < kRanks; ++r) part[r] = load_from_peers(peers.parts[r] + start + i);
+#pragma unroll
+        for (u32 r = 1; r < kRanks; ++r) part[0] = sum(part[0], part[r]);
+        if (bias) part[0] = sum(part[0], __ldg(bias + i));
+        x[j] = sum(x[j], part[0]);
+        residual[own + i] = x[j];
+      }
+      squares += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+    }
+    const float scale = __frsqrt_rn(block_total(squares) * (1.0f / kHidden) + kEpsilon);
+#pragma unroll
+    for (u32 j = 0; j < kOwn; ++j) {
+      const u32 i = threadIdx.x + j * kThreads;
+      if (i >= kRow) continue;
+      const float4 w = __ldg(weight + i);
+      const uint2 norm = make_uint2(pack_pair(x[j].x * scale * w.x, x[j].y * scale * w.y),
+                                    pack_pair(x[j].z * scale * w.z, x[j].w * scale * w.w));
+#pragma unroll
+      for (u32 r = 0; r < kRanks; ++r) store_to_peer(peers.normed[r] + start + i, norm);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();  // the block's norms come before its count, and all counts before what tell_all says
+  Meeting& meeting = *peers.meetings[peers.rank];
+  if (atomicAdd(&meeting.done, 1u) + 1 < gridDim.x) return;
+  meeting.done = 0;
+  tell_all(peers);
 }
 
 // Chunk c of a key's row lies at c ^ 4 in odd rows, where rows are multiples of 128 bytes.

@@ -45,15 +45,52 @@ struct WholeGrid {
   }
 };
 
-// Token ids whose logits a block makes, without rows of padding. For one rank.
+// Token ids that a block of the grid looks at, without rows of padding: of one rank those whose logits it makes.
 struct OwnIds {
   u32 begin, end;
-  __device__ __forceinline__ explicit OwnIds(u32 block)
-      : begin(id(first_unit<Head>(block) * 8)), end(id(first_unit<Head>(block + 1) * 8)) {}
-  __device__ static __forceinline__ u32 id(u32 row) {
-    return min(kVocab, kHasLanes ? lane_here() * kShareVocab + min(kShareVocab, row) : row);
+  static __device__ __forceinline__ u32 first(u32 block) {
+    return min(kVocab, block * (kSampledRows / 8) / kNumBlocks * 8);
+  }
+  static __device__ __forceinline__ u32 id(u32 lane, u32 row) {
+    return min(kVocab, lane * kShareVocab + min(kShareVocab, row));
+  }
+  __device__ __forceinline__ explicit OwnIds(u32 block) {
+    if constexpr (kHasLanes && kPeers == 1) {
+      const u32 lane = block / kLaneBlocks, own = block % kLaneBlocks;
+      begin = id(lane, first_unit<Head>(own) * 8);
+      end = id(lane, first_unit<Head>(own + 1) * 8);
+    } else {
+      begin = first(block);
+      end = first(block + 1);
+    }
   }
 };
+
+// One word from every block of every rank, [rank][block]: twice the number of rounds it has logits of, plus what block 0
+// of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks (or what lanes
+// told) that it needed on the way there came after everybody's choice.
+__device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
+  return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
+}
+// All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells.
+__device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, u32 note) {
+  sync_consumers();
+  // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below. And all ranks
+  // hear of the same wish, which may change meanwhile.
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+#pragma unroll
+    for (u32 r = 0; r < kPeers; ++r)
+      store_to_peer(arrivals(params.peers[r], params.rank) + block, 2 * (round + 1) + note);
+  }
+  const u32* words = arrivals(params.workspace, 0);
+#pragma unroll 1
+  for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
+    while (acquire_from_peers(words + i) / 2 != round + 1) {
+    }
+  sync_consumers();
+  return acquire_from_peers(words) & 1;
+}
 
 __device__ __forceinline__ u8* shared_part(u32 offset) {
   return dynamic + kRingSlots * kSlotBytes + offset;
@@ -89,12 +126,16 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
   WholeGrid grid{&workspace.arrivals, state.arrivals};
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
-  const OwnIds own(lane_block());
-  const u32 yield = *const_cast<volatile u32*>(&control.yield);
+  const OwnIds own(grid.block());
+  u32 yield = *const_cast<volatile u32*>(&control.yield);
+  if constexpr (kPeers > 1) {
+    logits = all_logits(params.workspace, 0);
+    yield = meet_ranks(params, grid.block(), round, params.rank == 0 && grid.block() == 0 && yield);
+  }
   const SampleArgs& args = state.args;
   if (grid.thread() == 0)
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
-                  params.sample.list_ids, params.sample.list_values, kVocabRows, own.begin, own.end,
+                  params.sample.list_ids, params.sample.list_values, kSampledRows, own.begin, own.end,
                   control.columns, yield};
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, turns);
@@ -122,5 +163,5 @@ __device__ __forceinline__ void observe(const Params& params, u32 block, u32 col
   const SampleParams& p = sample_state().params[column];
   const OwnIds own(block);
   if (p.flags & kSamplePenalties)
-    record_token(params.sample.seen + static_cast<u64>(p.history) * kVocabRows, id, own.begin, own.end);
+    record_token(params.sample.seen + static_cast<u64>(p.history) * kSampledRows, id, own.begin, own.end);
 }

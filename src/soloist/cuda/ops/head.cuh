@@ -23,19 +23,23 @@ __device__ __forceinline__ Best warp_best(Best best) {
 // {value, id, what the first block of rank 0 tells, round + 1}, [rank or lane][block]; two copies take turns, and the
 // round says whose it is.
 inline constexpr u32 kRecordSets = kRanks * kLanes;
-__device__ __forceinline__ uint4* best_records(const Context& cx, u8* workspace, u32 column, u32 set) {
-  const u32 at = ((cx.round & 1) * kMaxColumns + column) * kRecordSets + set;
+__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 set) {
+  const u32 at = ((round & 1) * kMaxColumns + column) * kRecordSets + set;
   return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kLaneBlocks;
 }
 __device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
   if constexpr (kPeers == 1) {
-    store_exchanged(best_records(cx, cx.params.workspace, cx.warp, lane_here()) + cx.block, record);
+    store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, lane_here()) + cx.block, record);
   } else {
     const u32 set = kHasLanes ? own_lane(cx.params) : cx.params.rank;
 #pragma unroll
     for (u32 r = 0; r < kPeers; ++r)
-      store_to_peer(best_records(cx, cx.params.peers[r], cx.warp, set) + cx.block, record);
+      store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
   }
+}
+// Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.
+__device__ __forceinline__ float* all_logits(u8* workspace, u32 column) {
+  return reinterpret_cast<float*>(workspace + kWsLogits) + static_cast<u64>(column) * kSampledRows;
 }
 
 // Rows of the vocabulary before this rank's or lane's.
@@ -80,6 +84,10 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
         const float y = reduction.get(cx.warp, r - start) * factor;
         if (id < kVocab && ((kRanks == 1 && !kHasLanes) || row < kShareVocab)) {
           logits[static_cast<u64>(cx.warp) * kVocabRows + lane_here() * kShareVocab + row] = y;
+          if constexpr (kSamples && kPeers > 1)
+#pragma unroll
+            for (u32 r = 0; r < kPeers; ++r)
+              store_to_peer(all_logits(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           best = better(best, Best{y, id});
         }
       }
@@ -98,13 +106,14 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  // A trip to the L2 for the records of a rank, or for as many of lanes as registers hold.
-  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kMost = 512;
-  constexpr u32 kAtOnce = !kHasLanes ? kLaneBlocks : kRecords < kMost ? kRecords : kMost, kEach = (kAtOnce + 31) / 32;
+  // Of several ranks or lanes some at once, as far as registers go: each time is a trip to the L2.
+  constexpr u32 kSets = kRecordSets < 4 ? kRecordSets : 4, kMost = 512;
+  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kFitting = kRecords < kMost ? kRecords : kMost;
+  constexpr u32 kAtOnce = kHasLanes ? kFitting : kSets * kLaneBlocks, kEach = (kAtOnce + 31) / 32;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
   for (u32 begin = 0; begin < kRecords; begin += kAtOnce) {
-    const uint4* records = best_records(cx, cx.params.workspace, cx.warp, 0) + begin;
+    const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, 0) + begin;
     const u32 count = kRecords % kAtOnce == 0 ? kAtOnce : min(kAtOnce, kRecords - begin);
     uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1

@@ -24,8 +24,8 @@ struct Launch {
 
 // What kernels that sample need beside the workspace.
 struct SampleBuffers {
-  u32* seen;               // [column][kVocabRows]
-  float* adjusted;         // [column][kVocabRows]
+  u32* seen;               // [column][kSampledRows]
+  float* adjusted;         // [column][kSampledRows]
   u8* workspace;           // zeroed for each launch
   const u32* list_ids;     // of all bans and biases
   const float* list_values;

@@ -21,11 +21,13 @@ struct Where {
 };
 
 // Host memory: 1, what a stuck block was doing, and how many of the copies that its producer issued have
-// landed and were read by all consumers. Fields as in `Fault` of fault.py.
+// landed and were read by all consumers; of several ranks, bits of those whose data is missing. Fields as in `Fault`
+// of fault.py.
 struct Fault {
   u32 code, block, sm;
   Where where;
   u32 landed, released;
+  u32 missing;
 };
 // The first block to report; the others keep quiet, or the host would see a mixture.
 __device__ u32 reporters;
@@ -43,11 +45,15 @@ __device__ __forceinline__ u32 slots_behind(u32 barriers, u32 copies) {
 }
 
 // A warp of its own, so that the waits cost the others nothing: if neither consumers nor producer get
-// anywhere for kStuckNs, it tells the host where they are and ends the kernel.
-__device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished, u32 full, u32 empty) {
+// anywhere for kStuckNs, it tells the host where they are and ends the kernel. `missing` tells which ranks' data the
+// consumers' phase lacks.
+template <class Missing>
+__device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished, u32 full, u32 empty,
+                                      const Missing& missing) {
   u32 last = ~0u;
   u64 since = clock_ns();
   while (!mbarrier_try_wait(finished, 0, 1000000)) {
+    if (kRacecheck) continue;  // these looks are meant to be unordered
     const u32 now = (where->round * 64 + where->layer) * 64 + where->phase + where->copies;
     if (now != last) {
       last = now;
@@ -65,6 +71,7 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
       store_host(&fault->where.copies, copies);
       store_host(&fault->landed, copies - slots_behind(full, copies));
       store_host(&fault->released, copies - slots_behind(empty, copies));
+      if constexpr (kRanks > 1) store_host(&fault->missing, missing());
       store_host_release(&fault->code, 1);
       __threadfence_system();
       asm volatile("trap;");

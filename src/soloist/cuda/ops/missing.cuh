@@ -1,0 +1,40 @@
+// Whose data a stuck block of several ranks lacks, for the watchdog's report.
+#pragma once
+#include "ops/choose.cuh"
+
+__device__ __forceinline__ bool lacks_sums(const float* own_rows, u32 rows) {
+  bool any = false;
+#pragma unroll 1
+  for (u32 r = 0; r < rows; ++r) any |= acquire_from_peers(reinterpret_cast<const u32*>(own_rows) + r) == kAbsent;
+  return any;
+}
+__device__ __forceinline__ bool lacks_choice(const Params& params, u32 round, u32 rank) {
+  bool any = false;
+#pragma unroll 1
+  for (u32 b = 0; b < kNumBlocks; ++b) {
+    if constexpr (kSamples) any |= acquire_from_peers(arrivals(params.workspace, rank) + b) / 2 != round + 1;
+    else any |= acquire_from_peers(&best_records(params.workspace, round, 0, rank)[b].w) != round + 1;
+  }
+  return any;
+}
+
+// Bits of the ranks that the consumers' phase has not heard of. This rank's own is among them where the block has
+// not come as far as to tell the others: then it waits for blocks of its own rank.
+__device__ __forceinline__ u32 missing_ranks(const Params& params, const volatile Where* where) {
+  const u32 round = where->round, layers_done = round * kLayers + where->layer + 1;
+  const u32 first = first_unit<Down>(lane_block()) * 8, rows = num_units<Down>(lane_block()) * 8;
+  const Phase phase = static_cast<Phase>(where->phase);
+  u32 missing = 0;
+#pragma unroll 1
+  for (u32 rank = 0; rank < kRanks; ++rank) {
+    bool any = false;
+    if (phase == Phase::kOutput)
+      any = lacks_sums(rank_sums<MidStream>(params.workspace, layers_done, rank, 0) + first, rows);
+    else if (phase == Phase::kDown)
+      any = lacks_sums(rank_sums<InStream>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);
+    else if (phase == Phase::kChoose)
+      any = lacks_choice(params, round, rank);
+    missing |= any ? 1u << rank : 0;
+  }
+  return missing;
+}
