@@ -214,7 +214,7 @@ class Bench:
             )
             for _ in range(plan.ranks)
         ]
-        self.pool = pools[0]
+        self.pools, self.pool = pools, pools[0]
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         self.unused = order[3 * per_sequence :]
         for pool in pools:

@@ -9,12 +9,13 @@ import torch
 from interpreter.models import CASES, Bench, configured, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.sharding import shard
+from soloist.megakernel.sharding import shard, shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
-from unit.prefill.models import model, random_weights
+from soloist.prefill.ranks import RankPrefill, RanksPrefill
+from unit.prefill.models import matrices, model, random_weights, vectors
 
 ATOL = 1e-4
 
@@ -36,6 +37,33 @@ def test_ranks_give_the_references_logits(
         logits, chosen = launch.round([ids[position]], [0], [position])
         torch.testing.assert_close(logits[0], wanted[position], rtol=0, atol=ATOL)
         assert chosen == [int(wanted[position].argmax())]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("llama-untied-biases-32", 4), ("qwen3-norms-128", 8), ("qwen2-bias-tied-64", 2)],
+)
+def test_rounds_go_on_where_prefill_ended(name: str, ranks: int, tmp_path: Path) -> None:
+    """Both have the same heads on the same ranks, and the same pages."""
+    config, plan = configured(name, tmp_path, ranks=ranks)
+    weights, ids = random_weights(config), prompt(config, 72)
+    wanted = reference_logits(config, weights, ids)
+    bench = Bench(config, plan, weights)
+    parts = []
+    for rank in range(ranks):
+        share = Share(config, ranks, rank)
+        own = shard_all(share, weights)
+        held = matrices(own, torch.float32)
+        parts.append(RankPrefill(share, held.__getitem__, vectors(own), bench.pools[rank]))
+    read = RanksPrefill(parts)
+    for start, stop in ((0, 33), (33, 70)):
+        logits = read.run(ids[start:stop], start, bench.memory.page_tables[0])
+        assert logits is not None
+        torch.testing.assert_close(logits, wanted[stop - 1], rtol=0, atol=ATOL)
+    launch = bench.launch()
+    for position in (70, 71):
+        logits, _ = launch.round([ids[position]], [0], [position])
+        torch.testing.assert_close(logits[0], wanted[position], rtol=0, atol=ATOL)
 
 
 def test_all_ranks_hold_the_same_residual(tmp_path: Path) -> None:

@@ -128,12 +128,13 @@ def _row(
         engine.config, chosen.dtype
     )
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
+    gpus = chosen.num_gpus if name == "soloist" else min(1, chosen.num_gpus)
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
     return record.Row(
         engine=name,
         shape=engine.report.folder.name,
         device=engine.report.device_name,
-        gpus=chosen.num_gpus,
+        gpus=gpus,
         precision=chosen.dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
@@ -143,7 +144,7 @@ def _row(
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
-        mbu=round(streamed * speed.median / max(1, chosen.num_gpus) / bandwidth.gb_per_s / 1e9, 3),
+        mbu=round(streamed * speed.median / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         versions=record.versions(*packages),
