@@ -67,6 +67,15 @@ def serve(
             f"KV cache {gigabytes(memory.kv_bytes)} ({kv_tokens:,} tokens for up to "
             f"{asked.sequences} requests at once), scratch {gigabytes(memory.scratch_bytes)}"
         )
+        if (bandwidth := engine.report.bandwidth_gb_per_s) is None:
+            status("read bandwidth not measured (too little memory is free): replies have no MBU")
+        else:
+            status(f"read bandwidth {bandwidth:,.1f} GB/s, measured")
+        if engine.report.host_cache_bytes:
+            status(
+                f"up to {gigabytes(engine.report.host_cache_bytes)} of the host's memory for "
+                "prompts that are kept"
+            )
         status("ready")
 
     def listening(url: str) -> None:

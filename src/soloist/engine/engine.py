@@ -15,15 +15,17 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
-from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.bandwidth import brief_bandwidth
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.shards import distribute, of_one
 from soloist.engine.support import Support
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.megakernel.plan import Plan
@@ -39,6 +41,7 @@ from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
+from soloist.text.grammar import Grammar, Grammars
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -58,6 +61,8 @@ class LoadReport:
         place: the same with how many of them there are.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        host_cache_bytes: of host memory that kept prompts may take.
     """
 
     folder: Path
@@ -69,6 +74,8 @@ class LoadReport:
     place: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    bandwidth_gb_per_s: float | None = None
+    host_cache_bytes: int = 0
 
 
 class Engine:
@@ -118,7 +125,9 @@ class Engine:
             return cls._load(asked, on_progress, upload)
 
     @classmethod
-    def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
+    def _load(  # noqa: PLR0915 - one thing after the other
+        cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None
+    ) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         config = read_config(folder / CONFIG_FILE)
@@ -149,6 +158,7 @@ class Engine:
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
         _set_threads(settings)
+        bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(tensors(held)) * resolved.dtype.num_bytes
@@ -157,6 +167,10 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
+        has_kernel = support.plan is not None
+        host_bytes = host_cache_bytes(
+            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+        )
         # Several ranks' shares are cut on the host, where one tensor after the other lies.
         home = device if placed.ranks == 1 and not is_staged else torch.device("cpu")
         with early_files(upload, home) as open_stored:
@@ -171,8 +185,9 @@ class Engine:
         if upload is not None:
             load_s = upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
         model = _executor(
-            asked, config, support.plan, weights, resolved, placed, keep_rows=not is_staged
-        )
+            asked, config, support.plan, weights, resolved, placed,
+            keep_rows=not is_staged, host_bytes=host_bytes,
+        )  # fmt: skip
         streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
@@ -184,6 +199,8 @@ class Engine:
             place=_place_name(resolved),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -196,6 +213,18 @@ class Engine:
         """
         return ChatTemplate.from_folder(self._folder)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like, for this model's tokens."""
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tokens make the device read."""
+        return Traffic(
+            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
@@ -205,7 +234,11 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, cancel: Cancel | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        cancel: Cancel | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[Chunk | Completion]:
         """Answer one prompt: chunks as tokens come, one completion at the end.
 
@@ -213,6 +246,7 @@ class Engine:
             prompt: text, or token ids.
             params: how to sample and when to stop.
             cancel: ends the request at its next token once set.
+            grammar: of the answer, made by `grammars`.
 
         Raises:
             RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
@@ -222,7 +256,11 @@ class Engine:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check_prompt(prompt_ids, params.max_tokens)
         params.check_vocabulary(self.config.vocab_size)
-        return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
+        sampler = Sampler(
+            params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
+            None if grammar is None else grammar.start(),
+        )  # fmt: skip
+        return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
 
     def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
         """Refuse a prompt that cannot be answered with so many tokens.
@@ -243,18 +281,24 @@ class Engine:
     def _events(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        sampler: Sampler,
         cancel: Cancel,
         accepted: float,
     ) -> Iterator[Chunk | Completion]:
-        sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
+
+        def was_read(running: Running) -> None:
+            answer.num_cached = running.num_cached
+
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())
                 if answer.finish_reason is not None:
                     break
+        burst = Burst(self.traffic, [len(prompt_ids) + 1])
+        burst.num_rounds = max(0, answer.num_made - 1)
+        answer.decode_bytes = burst.num_bytes
         rest, completion = answer.finish(time.perf_counter())
         if rest is not None:
             yield rest
@@ -282,7 +326,7 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _executor(
+def _executor(  # noqa: PLR0913 - all that loading has decided
     asked: EngineConfig,
     config: ModelConfig,
     plan: Plan | None,
@@ -291,6 +335,7 @@ def _executor(
     placed: Placement,
     *,
     keep_rows: bool,
+    host_bytes: int,
 ) -> Executor:
     """What runs the model: the kernel by its plan, or the reference where there is none."""
     if plan is None:
@@ -302,7 +347,7 @@ def _executor(
         plan, weights, resolved.context_tokens, placed.devices, read_settings().cache,
         keep_rows=keep_rows, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
         chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-        keeps_prefixes=asked.keeps_prefixes,
+        keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
     )  # fmt: skip
     if asked.prepare:
         model.prepare()

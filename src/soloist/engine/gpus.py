@@ -32,6 +32,11 @@ class Placement:
         return len(self.devices)
 
     @property
+    def num_gpus(self) -> int:
+        """0 on a CPU."""
+        return len({device for device in self.devices if device.type == "cuda"})
+
+    @property
     def sharing(self) -> int:
         """How many ranks the fullest device has."""
         return max(map(self.devices.count, self.devices))

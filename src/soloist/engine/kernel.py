@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soloist.engine.columns import KernelExecutor, num_pages_of
+from soloist.engine.columns import KernelExecutor
 from soloist.engine.ride import Ride
+from soloist.engine.rooms import Host, num_pages_of
 from soloist.engine.shards import failures_of
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
@@ -20,6 +21,7 @@ from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
 from soloist.prefill.lanes import LANE_CHUNK_TOKENS, LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.ranks import RankPrefill, RanksPrefill
@@ -29,7 +31,7 @@ from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill, PromptRunner
 SHARED_CHUNK_TOKENS = 512
 
 # First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
-# full ones.
+# whole ones.
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
@@ -127,6 +129,7 @@ class KernelModel(KernelExecutor):
             contexts as there are sequences.
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
+        host_bytes: of pinned host memory, at most, for kept prompts whose pages others need.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
@@ -145,6 +148,7 @@ class KernelModel(KernelExecutor):
         kv_tokens: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         keeps_prefixes: bool = False,
+        host_bytes: int = 0,
     ) -> None:
         assert len(weights) == len(devices) == plan.ranks, "something for every rank"
         pages = num_pages_of(context_tokens)
@@ -182,9 +186,12 @@ class KernelModel(KernelExecutor):
         self.prefill: PromptRunner = (
             RanksPrefill(ranks) if ranks else parts[0].prefill or Ride(self.decoder, plan.model)
         )
+        own_bytes = host_bytes // plan.ranks
+        hosts = [HostPages(pool.tensor, own_bytes) for pool in self.pools]
+        host: Host = hosts[0] if plan.ranks == 1 else HostPagesOfRanks(hosts)
         super().__init__(
             self.decoder, self.prefill, num_pages, plan.model.vocab_size, chunk_tokens,
-            keeps_prefixes=keeps_prefixes,
+            keeps_prefixes=keeps_prefixes, host=host,
         )  # fmt: skip
 
     @property
@@ -215,8 +222,8 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self._keeps_rows and isinstance(self.prefill, Prefill | RanksPrefill):
-                most = self.prefill.most_tokens
-                self.prefill.capture([n for n in CAPTURED_TOKENS if n < most] + [most])
+                first = self.grid.width(0)
+                self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < first), first])
         self.synchronize()
 
     @property

@@ -12,6 +12,7 @@ from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.
 _REPORTS_S = 6.0
@@ -149,6 +150,14 @@ class Ranks:
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""
         self.decoders[0].stop()
+
+    def allow(self, column: int, words: Words | None) -> None:
+        """As of `Decoder`; the first rank tells the others."""
+        self.decoders[0].allow(column, words)
+
+    def abandon(self) -> None:
+        """As of `Decoder`."""
+        self.decoders[0].abandon()
 
     def run(
         self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None

@@ -20,17 +20,20 @@ from plan.shapes import SMALL
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import Build, header
+from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
 from soloist.megakernel.launch import _Column, _Launch
 from soloist.megakernel.plan import MAX_COLUMNS, Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import num_words
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, address
+from unit.sampling.constraints import Drawn
 
 # By ranks: blocks of each.
-BLOCKS = {1: 3, 4: 2}
+BLOCKS = {1: 3, 2: 2}
 VOCAB = SMALL.vocab_size
+WORDS = num_words(VOCAB)
 ON_RANKS = pytest.mark.parametrize("library", BLOCKS, indirect=True, ids="ranks={}".format)
 ON_ONE = pytest.mark.parametrize("library", [1], indirect=True, ids="ranks={}".format)
 
@@ -49,6 +52,7 @@ u32 load_acquire(const u32* p);
 inline void store_to_peer(u32* p, u32 v) { *p = v; }
 u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
+u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 struct Fault;
 struct float2 { float x, y; };
@@ -73,6 +77,10 @@ alignas(128) static u8 memory[kRanks * kNumBlocks][kBlockBytes];
 alignas(128) static u8 exchanges[kRanks][kWsLogits + kWsLogitsBytes + 128];
 static Params all_params[kRanks];
 static u32* tokens;
+static const u32 *all_masks, *ends;
+static u32 *mask_words, *mask_turns;
+static Where where[kRanks * kNumBlocks];
+static u32 begun[kRanks * kNumBlocks];
 static u32 rank, num_rounds, random_state = 1;
 
 inline float* all_logits(u8* workspace, u32 column) {
@@ -109,6 +117,26 @@ static void share_logits(const Params& params, u32 round) {
   }
 }
 
+static Where& own_where() { return where[rank * kNumBlocks + blockIdx.x]; }
+u32 load_host_acquire(const u32* p) {
+  if (static_cast<Phase>(own_where().phase) != Phase::kMask) std::abort();
+  pause(kReady);
+  return *p;
+}
+// As the host does it: what the next choice may take is there some time after the first rank's
+// token, and the words of earlier rounds are gone. In the round that `ends` says the launch is to
+// end instead.
+static void allow(u32 round) {
+  const Launch& launch = *all_params[0].launch;
+  u32* turn_words = mask_words + (kRanks > 1 ? (round + 1) % 2 * kMaxColumns * kVocabWords : 0);
+  for (u32 c = 0; c < launch.columns; ++c) {
+    if (static_cast<i32>(round + 1) < launch.column[c].forced) continue;
+    const u32* words = all_masks + (round * kMaxColumns + c) * kVocabWords;
+    std::memcpy(turn_words + c * kVocabWords, words, kVocabWords * 4);
+    mask_turns[c * kMaskTurnWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
+  }
+}
+
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
   const Params& params = all_params[rank];
@@ -122,8 +150,13 @@ static void body() {
   sync_consumers();
   for (u32 round = 0;; ++round) {
     if (blockIdx.x == 0 && threadIdx.x == 0) control.yield = params.yield && *params.yield == round;
-    if (kRanks > 1) share_logits(params, round);
-    choose_sampled(params, round);
+    if (kRanks > 1) {
+      // The sums over ranks on the way to the head: all blocks have come to this round.
+      begun[rank * kNumBlocks + blockIdx.x] = round + 1;
+      for (const u32& other : begun) while (other < round + 1) pause(kReady);
+      share_logits(params, round);
+    }
+    choose_sampled(params, round, &own_where());
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
@@ -135,6 +168,11 @@ static void body() {
     }
     if (blockIdx.x == 0) num_rounds = round + 1;
     sync_consumers();
+    const bool is_first = rank == 0 && blockIdx.x == 0 && threadIdx.x == 0;
+    if (is_first && all_masks && round + 1 < control.rounds) {
+      for (u32 i = 0; i < round % 3; ++i) pause(kReady);
+      allow(round + 1);
+    }
     if (control.yield_agreed || round + 1 == control.rounds) break;
   }
   pause(kEnded);
@@ -143,9 +181,11 @@ static void body() {
 // Rounds done; -1 where threads wait for each other forever.
 extern "C" int run(const Launch* launch, const float* logits, const u32* forced, u32* seen,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
-                   const u32* yield, u32* chosen) {
+                   const u32* yield, u32* chosen, const u32* masks, u32* words, u32* turns,
+                   const u32* end_rounds) {
   constexpr u32 kValues = kMaxColumns * kSampledRows;
   std::memset(exchanges, 0xFF, sizeof exchanges);
+  std::memset(begun, 0, sizeof begun);
   for (u32 r = 0; r < kRanks; ++r) {
     Params& params = all_params[r];
     params = Params{};
@@ -155,10 +195,16 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
     if (r == 0) params.yield = yield;  // the others are told
     u8* own = workspace + r * kSampleWorkspaceBytes;
     params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
+    params.masks = {words, turns};
     params.rank = r;
     params.workspace = exchanges[r];
     for (u32 p = 0; p < kRanks; ++p) params.peers[p] = exchanges[p];
   }
+  all_masks = masks;
+  ends = end_rounds;
+  mask_words = words;
+  mask_turns = turns;
+  if (masks) allow(0);
   tokens = chosen;
   std::memset(memory, 0xA5, sizeof memory);
   for (u32 i = 0; i < kAll; ++i) {
@@ -213,6 +259,8 @@ def library(request, tmp_path_factory):
         (folder / name).mkdir()
     context = (CUDA / "sync" / "context.cuh").read_text()
     structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
+    wait = (CUDA / "sync" / "wait.cuh").read_text()
+    structs += wait[wait.index("enum class Phase") : wait.index("// Host memory: 1")]
     macros = "#define __constant__\n"
     ranks = request.param
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
@@ -232,8 +280,23 @@ def library(request, tmp_path_factory):
     return Built(plan, ctypes.CDLL(str(built)))
 
 
-def launched(library, samplers, logits, *, given=None, strides=None, plain=(), yield_in=None):
-    """Tokens [rounds, columns]; sampler c has observed column c's first input token already."""
+def launched(
+    library,
+    samplers,
+    logits,
+    *,
+    given=None,
+    strides=None,
+    plain=(),
+    yield_in=None,
+    masks=None,
+    ends=None,
+):
+    """Tokens [rounds, columns]; sampler c has observed column c's first input token already.
+
+    masks: [rounds, MAX_COLUMNS, words] for columns whose sampler is constrained.
+    ends: by column, the round in which it ends the launch instead of getting a mask.
+    """
     rounds, columns = logits.shape[:2]
     ranks, size = library.plan.ranks, library.plan.sampled_rows
     given = given or [[0]] * columns
@@ -244,7 +307,14 @@ def launched(library, samplers, logits, *, given=None, strides=None, plain=(), y
         launch.column[c] = _Column(0, 70 + c, strides[c], len(given[c]), 0, 0)
         forced[c, : len(given[c])] = given[c]
     choices = [
-        None if c in plain else Choice(s.params, s.counts, s.stop_test.ending_ids)
+        None
+        if c in plain
+        else Choice(
+            s.params,
+            s.counts,
+            s.stop_test.ending_ids,
+            masks[0, c] if s.is_constrained else None,
+        )
         for c, s in enumerate(samplers)
     ]
     packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
@@ -260,19 +330,25 @@ def launched(library, samplers, logits, *, given=None, strides=None, plain=(), y
     yield_word = None if yield_in is None else np.array([yield_in], np.uint32)
     padded = np.full((rounds, columns, size), np.inf, np.float32)
     padded[:, :, :VOCAB] = logits
+    # The kernel's side of the masks: words of one round, of ranks of two, and turns.
+    words = np.zeros((2, MAX_COLUMNS, WORDS), np.uint32)
+    turns = np.zeros((MAX_COLUMNS, MASK_TURN_WORDS), np.uint32)
+    end_rounds = None if ends is None else np.array(ends, np.uint32)
     done = library.code.run(
         ctypes.byref(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
         None if yield_word is None else address(yield_word), address(tokens),
+        None if masks is None else address(masks), address(words), address(turns),
+        None if end_rounds is None else address(end_rounds),
     )  # fmt: skip
     assert done > 0, "threads wait for each other forever"
     assert (tokens[:, :done] == tokens[0, :done]).all(), "ranks choose alike"
     return tokens[0, :done, :columns]
 
 
-def sampler_of(params, prompt=(1, 5, 5, 7), observed=4):
-    sampler = Sampler(params, VOCAB, prompt, eos_ids=(3,))
+def sampler_of(params, prompt=(1, 5, 5, 7), observed=4, constraint=None):
+    sampler = Sampler(params, VOCAB, prompt, eos_ids=(3,), constraint=constraint)
     sampler.observe(observed)
     return sampler
 
@@ -343,6 +419,80 @@ def test_bad_logits_end_the_launch(library, params, bad):
         samplers[1].pick(torch.from_numpy(logits[4, 1]), 76)
     assert f"position 76 is {score} " in refused.value.message
     assert (tokens[:, 0] < VOCAB).all()
+
+
+MASKED = [2, 0, 5, 4, 7, 3, 6, 1]
+
+
+def masked_samplers(columns, seed):
+    """Some constrained and some not, each in its own way."""
+    requests_of = requests()
+    return [
+        sampler_of(
+            requests_of[MASKED[c]], constraint=None if c % 3 == 1 else Drawn(VOCAB, seed + c)
+        )
+        for c in range(columns)
+    ]
+
+
+@ON_RANKS
+@pytest.mark.parametrize("columns", [1, 3, 8])
+def test_columns_choose_what_the_host_allows(library, columns):
+    rounds, seed = 9, 40 * columns
+    given = [[4], [4, 11, 4], [4, 8]] * 3
+    logits = random_logits(rounds, columns, seed)
+    samplers, masks = (
+        masked_samplers(columns, seed),
+        np.zeros((rounds, MAX_COLUMNS, WORDS), np.uint32),
+    )
+    wanted = np.zeros((rounds, columns), np.uint32)
+    for c, sampler in enumerate(masked_samplers(columns, seed)):
+        for r in range(rounds):
+            is_given = r + 1 < len(given[c])
+            if sampler.is_constrained and not is_given:
+                masks[r, c] = sampler.allowed()
+                wanted[r, c] = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
+            else:  # what it may choose does not matter where the host gives the token
+                free = sampler_like(sampler)
+                wanted[r, c] = free.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
+            sampler.observe(given[c][r + 1] if is_given else int(wanted[r, c]))
+    tokens = launched(library, samplers, logits, given=given[:columns], masks=masks)
+    assert (tokens == wanted).all()
+    free = launched(library, [sampler_like(s) for s in samplers], logits, given=given[:columns])
+    assert (free != tokens).any(), "the masks matter"
+
+
+def sampler_like(sampler):
+    """The same without a constraint."""
+    made = Sampler(sampler.params, VOCAB, (1, 5, 5, 7), eos_ids=(3,))
+    for token_id in sampler.output_ids:
+        made.observe(token_id)
+    return made
+
+
+@ON_RANKS
+@pytest.mark.parametrize("column", [0, 2])
+def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, column):
+    samplers = masked_samplers(3, seed=2)
+    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    logits = random_logits(9, 3, seed=6)
+    ends = [99] * MAX_COLUMNS
+    whole = launched(library, samplers, logits, masks=masks, ends=ends)
+    assert len(whole) == 9
+    ends[column] = 4
+    cut = launched(library, masked_samplers(3, seed=2), logits, masks=masks, ends=ends)
+    assert len(cut) == 5, "all blocks end together"
+    assert (cut == whole[:5]).all(), "and the other columns' tokens count"
+
+
+@ON_ONE
+def test_a_column_that_may_choose_nothing_is_told_so(library):
+    samplers = masked_samplers(1, seed=3)
+    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    masks[3] = 0
+    tokens = launched(library, samplers, random_logits(9, 1, seed=7), masks=masks)
+    assert len(tokens) == 4
+    assert bad_score(tokens[3, 0]) == -math.inf
 
 
 @ON_ONE

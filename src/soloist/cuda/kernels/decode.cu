@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.begin(Phase::kChoose);
     if constexpr (kSamples) {
       cx.mark();
-      choose_sampled(cx.params, cx.round);
+      choose_sampled(cx.params, cx.round, cx.where);
     } else {
       choose(cx);
     }

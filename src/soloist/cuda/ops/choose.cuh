@@ -21,6 +21,8 @@ struct SampleState {
 };
 static_assert(sizeof(SampleState) <= kShSamplingBytes && sizeof(SampleShared) <= kShReduceBytes,
               "shared memory of the plan");
+constexpr u32 kMostOwnIds = (kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
+static_assert(kMostOwnIds / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
 
 // All blocks run at once, so they may wait for each other.
 struct WholeGrid {
@@ -66,32 +68,6 @@ struct OwnIds {
   }
 };
 
-// One word from every block of every rank, [rank][block]: twice the number of rounds it has logits of, plus what block 0
-// of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks (or what lanes
-// told) that it needed on the way there came after everybody's choice.
-__device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
-  return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
-}
-// All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells.
-__device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, u32 note) {
-  sync_consumers();
-  // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below. And all ranks
-  // hear of the same wish, which may change meanwhile.
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-#pragma unroll
-    for (u32 r = 0; r < kPeers; ++r)
-      store_to_peer(arrivals(params.peers[r], params.rank) + block, 2 * (round + 1) + note);
-  }
-  const u32* words = arrivals(params.workspace, 0);
-#pragma unroll 1
-  for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
-    while (acquire_from_peers(words + i) / 2 != round + 1) {
-    }
-  sync_consumers();
-  return acquire_from_peers(words) & 1;
-}
-
 __device__ __forceinline__ u8* shared_part(u32 offset) {
   return dynamic + kRingSlots * kSlotBytes + offset;
 }
@@ -116,8 +92,71 @@ __device__ __forceinline__ u32 no_token(float best) {
   return best != best ? kNoTokenNan : best > 0.0f ? kNoTokenInfinite : kNoTokenNegativeInfinite;
 }
 
+// Thread 0 of every block waits for the host to say what masked columns may choose: a bit for each column of
+// which it said so. `ended`: it wants the launch to end with this round instead. One buffer a column is
+// enough, since the host writes the next mask after it saw the round's token, for which all blocks had read
+// this one.
+__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 columns, volatile Where* where,
+                                              u32& ended) {
+  u32 masked = 0;
+  where->phase = static_cast<u32>(Phase::kMask);
+#pragma unroll 1
+  for (u32 c = 0; c < columns; ++c) {
+    if (!(sample_state().params[c].flags & kSampleMasked)) continue;
+    if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;  // the host gives the next token
+    u32 turn;
+    do turn = load_host_acquire(params.masks.turns + c * kMaskTurnWords);  // pairs with `allow` of launch.py
+    while (turn != kMaskEnd && turn != round + 1);
+    if (turn == kMaskEnd) ended = 1;
+    else masked |= 1u << c;
+  }
+  where->phase = static_cast<u32>(Phase::kChoose);
+  return masked;
+}
+
+// One word from every block of every rank, [rank][block]: the number of rounds that it has logits of, and beside it
+// what block 0 of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks
+// (or what lanes told) that it needed on the way there came after everybody's choice.
+constexpr u32 kToldBits = kMaxColumns + 1;  // masked columns, and whether the launch ends
+__device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
+  return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
+}
+__device__ __forceinline__ bool any_masked(u32 columns) {
+  bool any = false;
+#pragma unroll 1
+  for (u32 c = 0; c < columns; ++c) any |= (sample_state().params[c].flags & kSampleMasked) != 0;
+  return any;
+}
+// All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells; only
+// it hears of the host's wishes, which may change meanwhile.
+__device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, const Control& control,
+                                          volatile Where* where) {
+  sync_consumers();
+  // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below.
+  if (threadIdx.x == 0) {
+    u32 word = (round + 1) << kToldBits;
+    if (params.rank == 0 && block == 0) {
+      u32 ended = *const_cast<const volatile u32*>(&control.yield);
+      const u32 masked = wait_for_masks(params, round, control.columns, where, ended);
+      word |= masked << 1 | (ended ? 1 : 0);
+    }
+    __threadfence_system();
+#pragma unroll
+    for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals(params.peers[r], params.rank) + block, word);
+    if (any_masked(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
+  }
+  const u32* words = arrivals(params.workspace, 0);
+#pragma unroll 1
+  for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
+    while (acquire_from_peers(words + i) >> kToldBits != round + 1) {
+    }
+  sync_consumers();
+  if (threadIdx.x == 0) where->phase = static_cast<u32>(Phase::kChoose);
+  return acquire_from_peers(words) & ((1u << kToldBits) - 1);
+}
+
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
-__device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
+__device__ __noinline__ void choose_sampled(const Params& params, u32 round, volatile Where* where) {
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
   SampleState& state = sample_state();
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
@@ -127,16 +166,27 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds own(grid.block());
-  u32 yield = *const_cast<volatile u32*>(&control.yield);
+  u32 told = 0;
   if constexpr (kPeers > 1) {
     logits = all_logits(params.workspace, 0);
-    yield = meet_ranks(params, grid.block(), round, params.rank == 0 && grid.block() == 0 && yield);
+    told = meet_ranks(params, grid.block(), round, control, where);
   }
   const SampleArgs& args = state.args;
-  if (grid.thread() == 0)
+  if (grid.thread() == 0) {
+    u32 yield, masked;
+    const u32* masks = params.masks.words;
+    if constexpr (kPeers == 1) {
+      yield = *const_cast<volatile u32*>(&control.yield);
+      masked = wait_for_masks(params, round, control.columns, where, yield);
+    } else {
+      yield = told & 1;
+      masked = told >> 1;
+      masks += (round + 1) % 2 * (kMaxColumns * kVocabWords);  // as the host's turns
+    }
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
                   params.sample.list_ids, params.sample.list_values, kSampledRows, own.begin, own.end,
-                  control.columns, yield};
+                  control.columns, yield, masks, kVocabWords, masked};
+  }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, turns);
   const u32 t = grid.thread();

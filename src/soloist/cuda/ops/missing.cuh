@@ -12,7 +12,7 @@ __device__ __forceinline__ bool lacks_choice(const Params& params, u32 round, u3
   bool any = false;
 #pragma unroll 1
   for (u32 b = 0; b < kNumBlocks; ++b) {
-    if constexpr (kSamples) any |= acquire_from_peers(arrivals(params.workspace, rank) + b) / 2 != round + 1;
+    if constexpr (kSamples) any |= acquire_from_peers(arrivals(params.workspace, rank) + b) >> kToldBits != round + 1;
     else any |= acquire_from_peers(&best_records(params.workspace, round, 0, rank)[b].w) != round + 1;
   }
   return any;
@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatil
       any = lacks_sums(rank_sums<MidStream>(params.workspace, layers_done, rank, 0) + first, rows);
     else if (phase == Phase::kDown)
       any = lacks_sums(rank_sums<InStream>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);
-    else if (phase == Phase::kChoose)
+    else if (phase == Phase::kChoose || phase == Phase::kMask)
       any = lacks_choice(params, round, rank);
     missing |= any ? 1u << rank : 0;
   }
