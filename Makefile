@@ -1,4 +1,4 @@
-# make run | test | check | fix | bench | clean: each does its own set-up in .venv.
+# make run | test | check | fix | bench | tables | clean: each does its own set-up in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 
 PROMPT ?= class Point:\n    """A point in the plane."""\n\n    def __init__(self, x, y):\n
 
-.PHONY: run test check fix bench clean
+.PHONY: run test check fix bench tables clean
 
 run: $(STAMP)
 	@printf '$(PROMPT)' | tee /dev/stderr | $(BIN)/soloist run etude --prompt - --max-tokens 128
@@ -29,6 +29,10 @@ fix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/soloist bench decode etude --against transformers
+
+# The tables of the README and of benchmarks/README.md, from result files.
+tables: $(STAMP)
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

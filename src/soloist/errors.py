@@ -9,7 +9,7 @@
     │   │                     DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
-    │   │                     BadTokenId · BadLogits
+    │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
     │   ├── SettingError      options and environment
     │   └── UnknownHardware   hardware without figures
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
@@ -276,6 +276,27 @@ class BadLogits(RequestError):
             "no token can be chosen",
             "the model's activations overflowed, or logit_bias and min_tokens left no token",
         )
+
+
+class BadGrammar(RequestError):
+    """A schema, pattern or grammar that an answer should have the form of, and that is none."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"it cannot be made a grammar: {reason}",
+            "simplify it, or leave it out; docs/structured-output.md says what schemas may hold",
+        )
+
+
+class GrammarFailed(RequestError):
+    """An answer that was to have a certain form came to where it cannot."""
+
+    def __init__(self, num_tokens: int, reason: str) -> None:
+        super().__init__(
+            f"after {num_tokens} tokens the answer cannot get the form asked for: {reason}",
+            "widen the schema or grammar, or leave out stop tokens that it needs",
+        )
+        self.num_tokens = num_tokens
 
 
 class QueueFull(Unavailable):

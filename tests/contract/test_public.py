@@ -1,10 +1,14 @@
 """What the project promises about itself stays true."""
 
+import importlib
 import json
 import re
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import get_args
 
 import soloist
+from soloist.bench import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +47,59 @@ def test_links_between_documents_exist():
 def test_shipped_weights_stay_small():
     models = ROOT / "src" / "soloist" / "models"
     assert sum(f.stat().st_size for f in models.rglob("*.safetensors")) <= 30_000_000
+
+
+def test_tables_are_in_step_with_result_files(monkeypatch):
+    tables = load_script("tables", monkeypatch)
+    for document in tables.DOCUMENTS:
+        assert tables.in_step(document), f"{document.name}: make tables"
+    marks = [re.findall(r"<!-- table: (\S+) -->", d.read_text()) for d in tables.DOCUMENTS]
+    assert {name for names in marks for name in names} == set(tables.TABLES)
+
+
+def test_a_table_follows_its_file(monkeypatch, tmp_path):
+    tables = load_script("tables", monkeypatch)
+    row = json.loads((ROOT / "benchmarks" / "results" / "etude-cpu.json").read_text())[0]
+    row["decode_tokens_per_s"] = {"median": 1234.56, "min": 1000.0, "max": 2000.0}
+    (tmp_path / "etude-cpu.json").write_text(json.dumps([row]))
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- table: etude-cpu -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    made = tables.written(document)
+    assert made.startswith("before\n<!-- table: etude-cpu -->\n| engine |")
+    assert "| soloist | 51.7 | 1,234.6 | 1,000.0 – 2,000.0 | 47% |" in made
+    assert made.endswith("<!-- end -->\nafter\n")
+    assert "old" not in made
+    assert not tables.in_step(document)
+
+
+def test_recorded_rows_have_the_fields_that_are_described():
+    kinds = {kind.__name__: kind for kind in get_args(rows.AnyRow)}
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        for row in json.loads(file.read_text()):
+            kind = kinds[f"{row.get('bench', 'decode').title()}Row"]
+            known = {field.name: field.default for field in fields(kind)}
+            assert row.keys() <= known.keys(), file.name
+            needed = {name for name, default in known.items() if default is MISSING}
+            assert needed <= row.keys(), file.name
+
+
+def test_every_recorded_file_has_its_commands(monkeypatch):
+    suites = load_script("suites", monkeypatch).SUITES
+    files = {name: file for suite in suites.values() for name, file in suite.items()}
+    for recorded in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert recorded.name in files, "benchmarks/suites.py says what makes it"
+        kinds = {command.split()[1] for command in files[recorded.name].commands}
+        found = {row.get("bench", "decode") for row in json.loads(recorded.read_text())}
+        assert found == kinds, recorded.name
+
+
+def load_script(name, monkeypatch):
+    """A module of benchmarks/, which is no package."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module(name)
 
 
 def test_speeds_in_the_readme_are_those_of_the_result_file():

@@ -32,6 +32,69 @@ def test_accuracy(soloist, tmp_path, subject):
         assert {"device", "commit", "command", "date"} <= row.keys()
 
 
+@SUBJECTS
+def test_decode_on_the_cpu(soloist, tmp_path, subject):
+    """A smoke run of what the recorded files hold: every figure is there and adds up."""
+    file = tmp_path / "rows.json"
+    done = soloist(
+        "bench", "decode", *subject, "--device", "cpu", "--prompt-tokens", 40, "--new-tokens", 12,
+        "--runs", 2, "-o", file,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert (row["bench"], row["engine"], row["gpus"], row["precision"]) == (
+        "decode", "soloist", 0, "fp32",
+    )  # fmt: skip
+    assert (row["prompt_tokens"], row["new_tokens"], row["runs"]) == (40, 12, 2)
+    speed, times = row["decode_tokens_per_s"], row["token_ms"]
+    assert speed["min"] <= speed["median"] <= speed["max"]
+    assert times["min"] <= times["p10"] <= times["p50"] <= times["p99"] <= times["max"]
+    # Mean times between tokens are the decode speed's inverse, so neither is far from the other.
+    assert times["min"] <= 1e3 / speed["median"] <= times["max"]
+    moved = row["streamed_bytes_per_token"] * speed["median"]
+    assert row["mbu"] == pytest.approx(moved / row["bandwidth_gb_per_s"] / 1e9, abs=0.002)
+    assert row["clocks"] is None
+    assert "a token every" in done.out
+
+
+@SUBJECTS
+def test_prefill_on_the_cpu(soloist, tmp_path, subject):
+    file = tmp_path / "rows.json"
+    done = soloist(
+        "bench", "prefill", *subject, "--device", "cpu", "--prompt-tokens", 100,
+        "--prompt-tokens", 600, "--runs", 1, "-o", file, "--threshold", 0.9,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    rows = json.loads(file.read_text())
+    assert [(row["prefix"], row["prompt_tokens"]) for row in rows] == [
+        ("cold", 100), ("cold", 600), ("warm", 100), ("warm", 600),
+    ]  # fmt: skip
+    assert [row["cached_tokens"] for row in rows[:2]] == [0, 0]
+    assert 256 <= rows[3]["cached_tokens"] < 600, "whole chunks, never the last token"
+    for row in rows:
+        read = row["prompt_tokens"] - row["cached_tokens"]
+        by_time = read / row["ttft_ms"]["median"] * 1e3
+        assert row["prompt_tokens_per_s"]["median"] == pytest.approx(by_time, rel=0.01)
+    assert "tokens/s read" in done.out
+
+
+@pytest.mark.gpu
+@SUBJECTS
+def test_prefill_and_clocks_on_the_gpu(soloist, tmp_path, subject):
+    file = tmp_path / "rows.json"
+    options = ("--prompt-tokens", 1500, "--runs", 2, "--device", "cuda", "-o", file)
+    done = soloist("bench", "prefill", *subject, *options)
+    assert done.status == 0, done.err
+    cold, warm = json.loads(file.read_text())
+    assert cold["cached_tokens"] == 0
+    assert 512 <= warm["cached_tokens"] < 1500
+    assert (cold["gpus"], warm["gpus"]) == (1, 1)
+    for row in (cold, warm):
+        if row["clocks"] is not None:  # NVML may be absent where CUDA is not
+            assert row["clocks"]["readings"] >= 2
+            assert 100 < row["clocks"]["sm_mhz"]["max"] < 5000
+
+
 def test_accuracy_of_a_given_text(soloist, tmp_path):
     text = tmp_path / "text.py"
     text.write_text("def f(x):\n    return x\n" * 20)
@@ -92,6 +155,16 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("accuracy", "--shape", SHAPE, "--text", "x"), "--text"),
         (("accuracy", "etude-draft", "--device", "cpu", "--text", "nowhere"), "nowhere"),
         (("startup", "etude", "--shape", SHAPE), "MODEL"),
+        (("prefill", "etude", "--shape", SHAPE), "MODEL"),
+        (("prefill", "etude", "--prompt-tokens", 0), "--prompt-tokens"),
+        (("prefill", "etude", "--prompt-tokens", 8192), "8,191"),
+        (("prefill", "etude", "--prefix", "hot"), "--prefix"),
+        (("decode", "--shape", SHAPE, "--device", "cpu", "--columns", 2), "--columns"),
+        (("decode", "--shape", SHAPE, "--device", "cpu", "--context", 9), "--context"),
+        (("serve", "http://127.0.0.1:9", "--config", SHAPE), "--bandwidth"),
+        (("serve", "http://127.0.0.1:9", "--gpus", 2), "--gpus"),
+        (("agent", "http://127.0.0.1:9", "--utilisation", 0.5), "--utilisation"),
+        (("agent", "http://127.0.0.1:9", "--api-price", "cheap"), "--api-price"),
         (("startup", "etude", "--runs", 0), "--runs"),
         (("startup", "--shape", SHAPE, "--precision", "fp32", "--device", "cpu"), "--precision"),
     ],
@@ -144,6 +217,49 @@ def test_a_server_and_a_report(soloist, tmp_path):
     assert (again.status, json.loads(again.out)[0]["new_tokens"]) == (0, 40)
     assert soloist("bench", "report", file, "-o", page).status == 0
     assert "serve: TTFT ms" in page.read_text()
+    two = soloist("bench", "serve", toy.url, "http://127.0.0.1:9", "--api-key", "sk-1")
+    assert (two.status, "once for each URL" in two.err) == (2, True), "no key goes elsewhere"
     unreachable = soloist("bench", "serve", toy.url)
     assert (unreachable.status, "hint: " in unreachable.err) == (3, True)
     assert soloist("bench", "serve", toy.url, "--prefix", "hot").status == 2
+
+
+def test_utilisation_of_a_server_s_memory(soloist, tmp_path):
+    """étude-draft in bf16 at a known speed, on a machine whose bandwidth is in a file."""
+    machine, file = tmp_path / "bandwidth.json", tmp_path / "rows.json"
+    row = {"bench": "bandwidth", "gb_per_s": {"median": 100.0, "min": 90.0, "max": 110.0}}
+    machine.write_text(json.dumps([row]))
+    config = json.loads(SHAPE.read_text())
+    with serving(Toy(4, tokens_per_s=2000)) as toy:
+        asked = ("bench", "serve", toy.url, "--prompt", "x" * 400, "-n", 100, "--runs", 1)
+        known = ("--config", SHAPE, "--precision", "bf16", "--bandwidth", machine)
+        done = soloist(*asked, *known, "--prefix", "warm", "-o", file)
+        shared = soloist(*asked, *known, "--prefix", "warm", "--gpus", 2, "--json")
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert json.loads(shared.out)[0]["bandwidth_gb_per_s"] == 2 * row["bandwidth_gb_per_s"] == 200
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    kv_bytes = 2 * layers * heads * config["head_dim"] * 2 * (100 + 50)
+    facts = json.loads(soloist("info", "etude-draft", "--json").out)
+    weights = facts["by_precision"]["bf16"]["streamed_bytes_per_token"]
+    assert row["streamed_bytes_per_token"] == weights + kv_bytes
+    speed = row["decode_tokens_per_s"]["median"]
+    assert row["mbu"] == pytest.approx((weights + kv_bytes) * speed / 100e9, abs=0.001)
+    assert "MBU" in done.out
+
+
+def test_an_agent_s_loop(soloist, tmp_path):
+    file, page = tmp_path / "rows.json", tmp_path / "report.html"
+    with serving(Toy(4, tokens_per_s=20_000)) as toy:
+        done = soloist(
+            "bench", "agent", toy.url, "--turns", 3, "--prompt-tokens", 100, "-n", 20, "--runs", 1,
+            "--price", 3.6, "--utilisation", 0.5, "--api-price", "1/2", "-o", file, "--name", "toy",
+        )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert (row["bench"], len(row["by_turn"]), row["turns"]) == ("agent", 3, 3)
+    for words in ("by the machine", "× 3.6 an hour / 3600 / 0.5", "by the API"):
+        assert words in done.out
+    assert soloist("bench", "report", file, "-o", page).status == 0
+    assert "agent: s a loop" in page.read_text()
+    assert soloist("bench", "compare", file, file).status == 0

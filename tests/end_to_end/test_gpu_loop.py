@@ -1,12 +1,24 @@
 """Requests side by side on the decode kernel: the answers of each alone."""
 
+import random
 import time
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
 
 from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
-from soloist.sampling import SamplingParams
+from soloist.engine.kernel import KernelModel
+from soloist.engine.support import find_support
+from soloist.model.checkpoint import open_checkpoint
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.model.folder import shipped_folder
+from soloist.model.weights import load_weights, random_weights
+from soloist.sampling import Sampler, SamplingParams
+from soloist.settings import read_settings
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +43,14 @@ def engine() -> Engine:
 
 
 def all_of(loop: EngineLoop, ids: list[int], params: SamplingParams) -> list[object]:
-    ticket, events = loop.submit(ids, params, top_logprobs=3), []
+    return events_of(loop.submit(ids, params, top_logprobs=3))
+
+
+def events_of(ticket: Ticket) -> list[object]:
+    events: list[object] = []
+    until = time.monotonic() + 120
     while not events or not isinstance(events[-1], Completion):
+        assert time.monotonic() < until, events[-1:]
         events += ticket.take()
         time.sleep(0.0005)
     return events
@@ -83,6 +101,135 @@ def test_a_kept_prompt_gives_the_bits_of_one_that_is_read() -> None:
     *again, hit = all_of(loop, ids, PARAMS[0])
     loop.close()
     assert miss.timings.cached_tokens == 0
-    assert hit.timings.cached_tokens == 1024
+    assert hit.timings.cached_tokens == 1280
     assert again == first, "tokens and log probabilities, to the last bit"
     assert hit.timings.ttft_s < miss.timings.ttft_s
+
+
+def forget(loop: EngineLoop, model: KernelModel) -> None:
+    """Drop all that is kept, once the last request has left entirely."""
+    until = time.monotonic() + 60
+    while loop.load.num_running:
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+    loop.ping().result(60)
+    rooms = model.rooms
+    assert rooms.tree is not None
+    while rooms.tree.idle_tokens:
+        rooms._make_place()
+    while (node := rooms.tree.oldest(is_spilled=True)) is not None:
+        rooms._drop(node)
+    assert model.kept.on_device == model.kept.on_host == 0
+
+
+def test_a_hit_of_any_length_has_the_bits_of_a_miss() -> None:
+    model, rng = engine().model, random.Random(0)
+    assert isinstance(model, KernelModel)
+    loop = EngineLoop(model, engine().tokenizer, engine().config.vocab_size)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    stem = [rng.randrange(1000) for _ in range(3800)]
+    all_of(loop, stem, params)
+    for shared, more, cached in [
+        (1900, 40, 1792), (300, 700, 256), (2100, 500, 2048), (3000, 9, 2560), (3790, 3, 3584)
+    ]:  # fmt: skip
+        prompt = stem[:shared] + [rng.randrange(1000) for _ in range(more)]
+        *told, hit = all_of(loop, prompt, params)
+        assert hit.timings.cached_tokens == cached
+        forget(loop, model)
+        *told_alone, miss = all_of(loop, prompt, params)
+        assert miss.timings.cached_tokens == 0
+        assert told == told_alone, "tokens and log probabilities, to the last bit"
+        all_of(loop, stem, params)
+    loop.close()
+
+
+def test_prompts_come_back_from_the_host_bit_by_bit() -> None:
+    asked = EngineConfig("etude", device="cuda", context_tokens=4096, keeps_prefixes=True)
+    small, rng = Engine.load(asked), random.Random(1)
+    loop = EngineLoop(small.model, small.tokenizer, small.config.vocab_size)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = [[rng.randrange(1000) for _ in range(3000)] for _ in range(3)]
+    before = [all_of(loop, prompt, params) for prompt in prompts]
+    assert loop.kept.on_host > 2560, "the pool is one context"
+    for _ in range(2):
+        for prompt, (*told, _) in zip(prompts, before, strict=True):
+            fetched = loop.kept.fetched
+            *again, end = all_of(loop, prompt, params)
+            assert end.timings.cached_tokens == 2560
+            assert loop.kept.fetched > fetched
+            assert again == told, "tokens and log probabilities, to the last bit"
+    loop.close()
+
+
+def kernel_model(**sizes: int) -> KernelModel:
+    folder, device = shipped_folder("etude"), torch.device("cuda:0")
+    config = read_config(folder / "config.json")
+    support = find_support(config, Dtype.BF16, device)
+    assert support.plan is not None, support.refusal
+    weights = load_weights(open_checkpoint(folder), tensors(config), Dtype.BF16, device)
+    return KernelModel(
+        support.plan, weights, 1024, device, read_settings().cache, keep_rows=True,
+        keeps_prefixes=True, chunk_tokens=512, **sizes,
+    )  # fmt: skip
+
+
+def test_who_waits_for_room_goes_on_with_the_same_bits() -> None:
+    model = kernel_model(sequences=4, kv_tokens=1280)
+    tokenizer = engine().tokenizer
+    loop = EngineLoop(model, tokenizer, engine().config.vocab_size)
+    prompts = [tokenizer.encode("x = 1\n" * n)[:n] for n in (12, 200, 300, 70)]
+    params = [
+        SamplingParams(max_tokens=700, ignore_eos=True),
+        SamplingParams(max_tokens=680, temperature=0.9, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=690, repetition_penalty=1.2, ignore_eos=True),
+        SamplingParams(max_tokens=650, temperature=1.0, seed=4, ignore_eos=True),
+    ]
+    asked = list(zip(prompts, params, [None, 2, None, 2], strict=True))
+    alone = [events_of(loop.submit(i, p, top_logprobs=n))[:-1] for i, p, n in asked]
+    assert loop.load.num_pauses == 0
+    tickets = [loop.submit(i, p, top_logprobs=n) for i, p, n in asked]
+    together = [events_of(ticket)[:-1] for ticket in tickets]
+    assert loop.load.num_pauses > 0
+    loop.close()
+    for number, (before, after) in enumerate(zip(alone, together, strict=True)):
+        for what in ("token_ids", "logprobs"):
+            assert [v for c in before for v in getattr(c, what)] == [
+                v for c in after for v in getattr(c, what)
+            ], (number, what)
+
+
+@pytest.mark.timed
+def test_a_second_turn_over_4000_tokens_takes_less_than_20_ms() -> None:
+    shapes = Path(__file__).parents[2] / "benchmarks" / "shapes"
+    config, device = read_config(shapes / "laneformer-2b-as-llama.json"), torch.device("cuda:0")
+    config = replace(config, context_tokens=4608)
+    if "H200" not in torch.cuda.get_device_name(device):
+        pytest.skip("the bound is an H200's")
+    support = find_support(config, Dtype.BF16, device)
+    assert support.plan is not None, support.refusal
+    weights = random_weights(tensors(config), Dtype.BF16, device)
+    model = KernelModel(
+        support.plan, weights, 4608, device, read_settings().cache, keep_rows=True, sequences=2,
+        chunk_tokens=512, keeps_prefixes=True,
+    )  # fmt: skip
+    model.prepare()
+    rng = random.Random(0)
+    shared = [rng.randrange(config.vocab_size) for _ in range(4000)]
+
+    def ttft_s() -> tuple[float, int]:
+        prompt = shared + [rng.randrange(config.vocab_size) for _ in range(100)]
+        sampler = Sampler(SamplingParams(max_tokens=8), config.vocab_size, prompt, ())
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        running = model.open(prompt, sampler)
+        assert running is not None
+        while model.read(running) is None:
+            pass
+        took_s = time.perf_counter() - start
+        model.close(running)
+        return took_s, running.num_cached
+
+    first, *others = [ttft_s() for _ in range(12)]
+    assert first[1] == 0
+    assert {cached for _, cached in others} == {3584}
+    assert min(took_s for took_s, _ in others) < 0.020

@@ -41,9 +41,19 @@ def test_a_trace(soloist, tmp_path: Path, subject) -> None:
         for activity in ("waiting", "multiplying", "finishing")
     ) == pytest.approx(facts["round_us"])
     assert 0.5 < facts["round_us"] / facts["untraced_us"] < 2
+    assert list(facts["shares"]) == [
+        "streaming", "exchanges", "multiplication", "attention", "sampling", "host",
+    ]  # fmt: skip
+    assert all(us >= 0 for us in facts["shares"].values())
+    total = facts["round_us"] + facts["host_us"]
+    assert sum(facts["shares"].values()) == pytest.approx(total, rel=1e-3)
+    assert facts["shares"]["exchanges"] > 0.1 * total, "étude waits more than most"
+    read = {part["phase"]: part["num_bytes"] for part in facts["traffic"]}
+    assert read.keys() == {"qkv", "attention", "output", "gate_up", "down", "head"}
+    assert sum(read.values()) == pytest.approx(facts["streamed_bytes"], rel=0.01)
     again = soloist("trace", "--from", file)
     assert again.status == 0, again.err
-    for words in ("MBU", "gate_up", "waits for other blocks"):
+    for words in ("MBU", "gate_up", "waits for other blocks", "The wall is"):
         assert words in again.out
     assert drawing.read_text().startswith("<svg")
 

@@ -70,9 +70,56 @@ def test_some_rows_too_large_are_shown(soloist):
     assert "what fits on RTX 4090: fp16/bf16 on 2 GPUs" in done.out
 
 
+def test_costs_show_their_arithmetic(soloist):
+    options = ("--config", SHAPES / "llama-3.1-8b.json", "--hardware", "H200", "--gpus", 2)
+    paid = ("--price", 3.5, "--utilisation", 0.5, "--step", "1000/100", "--api-price", "0.5/1.5")
+    done = soloist("plan", *options, "--precision", "bf16", *paid)
+    assert done.status == 0, done.err
+    facts = json.loads(soloist("plan", *options, "--precision", "bf16", *paid, "--json").out)
+    (row,) = facts["rows"]
+    cost = row["cost"]
+    by_hand = 1000 / row["expected_tokens_per_s"] * 7 / 3600 / 0.5
+    assert cost["thousand_tokens"] == pytest.approx(by_hand, rel=1e-3)
+    assert cost["api_step"] == pytest.approx(1000 * 0.5e-6 + 100 * 1.5e-6)
+    assert cost["step_speculating"] < cost["step"]
+    for words in ("× 7 an hour / 3600 / 0.5 =", f"{cost['step']:.3g}", "1,000 × 0.5 + 100 × 1.5"):
+        assert words in done.out
+
+
+def test_speculation_is_assumed_unless_told(soloist):
+    options = ("plan", "--config", SHAPES / "llama-3.1-8b.json", "--hardware", "H200")
+    done = soloist(*options, "--gpus", 1, "--precision", "bf16")
+    assert "each stands with a = 30% where those before it do (assumed" in done.out
+    drafting = ("--draft", SHAPES / "llama-3.2-1b.json", "--drafts", 3, "--acceptance", 0.8)
+    facts = json.loads(soloist(*options, *drafting, "--json").out)
+    speculation, row = facts["speculation"], facts["rows"][0]
+    assert (speculation["drafts"], speculation["acceptance_from"]) == (3, "given")
+    assert speculation["tokens_per_round"] == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert speculation["draft_parameters"] == 1_235_814_400
+    assert row["speculating_tokens_per_s"] > 1.5 * row["expected_tokens_per_s"]
+    named = soloist(*options, "--draft", "etude")
+    assert "12.8 M parameters" in named.out
+
+
+def test_a_mixture_of_experts(soloist, tmp_path):
+    from unit.planning.test_mixture import QWEN3_30B_A3B
+
+    file = tmp_path / "qwen3-30b-a3b.json"
+    file.write_text(json.dumps(QWEN3_30B_A3B))
+    done = soloist("plan", "--config", file, "--hardware", "H200")
+    assert done.status == 0, done.err
+    for words in ("30.5 B parameters (3.35 B for a token)", "no: no experts", "8 of 128 each"):
+        assert words in done.out
+
+
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
+        (("--hardware", "H200", "--drafts", 8), "1 … 7"),
+        (("--hardware", "H200", "--acceptance", 2), "--acceptance"),
+        (("--hardware", "H200", "--utilisation", 0.5), "--price"),
+        (("--hardware", "H200", "--price", 1, "--step", "1000"), "PROMPT/NEW"),
+        (("--hardware", "H200", "--price", 1, "--api-price", "x"), "--api-price"),
         (("--hardware", "abacus"), "RTX 3090, RTX 4090"),
         (("--hardware", "H200", "--gpus", 3), "1, 2, 4, 8"),
         (("--hardware", "H200", "--precision", "fp2"), "fp16, bf16, fp8, int4, fp4"),

@@ -96,6 +96,13 @@ def test_chat_answers_every_line_and_remembers(soloist):
     assert "unknown command /what" in done.err
 
 
+def test_chat_reads_only_what_is_new(soloist):
+    script = ("word " * 200) + "\nx\n"
+    done = soloist("chat", "etude-draft", "-n", 8, stdin=script.encode())
+    assert done.status == 0
+    assert done.err.count("cached") == 1, "the second turn begins as the first"
+
+
 def test_chat_refuses_a_turn_that_does_not_fit_and_goes_on(soloist):
     script = ("word " * 100) + "\nx\n"
     done = soloist("chat", "etude-draft", "-n", 8, "--context", 64, stdin=script.encode())

@@ -9,6 +9,8 @@ from functools import cache
 
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.executor import Executor, Outcome, Picked, Running
+from soloist.errors import RequestError
+from soloist.sampling.constraint import has_bit
 from soloist.server.config import ServerConfig
 from soloist.server.serve import Server
 from soloist.text import ChatTemplate
@@ -31,8 +33,9 @@ def oracle() -> Engine:
 
 def load_etude() -> Engine:
     asked = EngineConfig(
-        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True
-    )
+        "etude-draft", device="cpu", context_tokens=2048, sequences=4, keeps_prefixes=True,
+        measures_bandwidth=True,
+    )  # fmt: skip
     return Engine.load(asked)
 
 
@@ -51,9 +54,9 @@ TOOLS_TEMPLATE = (
 )
 
 
-def with_tools(executor: "Scripted") -> Engine:
+def with_tools(executor: "Scripted", context_tokens: int = 4096) -> Engine:
     """An engine whose template knows tools and reasoning."""
-    engine = scripted(executor)
+    engine = scripted(executor, context_tokens)
     engine.__dict__["chat_template"] = ChatTemplate({"default": TOOLS_TEMPLATE})
     return engine
 
@@ -105,12 +108,21 @@ class Scripted(Executor):
             if (left := due - time.perf_counter()) > 0:
                 time.sleep(left)
             self._check()
-            yield [self._next(r) for r in running]
+            yield [self._outcome(r) for r in running]
             if self._stop:
                 return
 
+    def _outcome(self, running: Running) -> Outcome:
+        try:
+            return self._next(running)
+        except RequestError as error:
+            return error
+
     def _next(self, running: Running) -> Picked:
         token_id = self.script[len(running.sampler.output_ids) % len(self.script)]
+        allowed = running.sampler.allowed()
+        if allowed is not None and not has_bit(allowed, token_id):
+            token_id = next(i for i in range(etude().config.vocab_size) if has_bit(allowed, i))
         running.sampler.observe(token_id)
         return Picked(token_id)
 

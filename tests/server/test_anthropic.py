@@ -84,6 +84,17 @@ def wanted_params():
     return SamplingParams(max_tokens=20)
 
 
+def test_what_claude_code_sends_beside_its_messages(claude) -> None:
+    later = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    wanted = chat_answer([*PLAIN, later | {"content": "Be brief."}], max_tokens=20)
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    more = {"temperature": 0, "context_management": keep, "output_config": {"effort": "high"}}
+    reply = claude.messages.create(
+        **ask(messages=[*MESSAGES, later], thinking={"type": "adaptive"}, extra_body=more)
+    )
+    assert reply.content[0].text == wanted.text
+
+
 def test_counts(claude) -> None:
     counted = claude.messages.count_tokens(model="gpt", messages=MESSAGES, system=SYSTEM)
     assert counted.input_tokens == len(oracle().encode_chat(PLAIN))
@@ -97,7 +108,13 @@ def test_counts(claude) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"max_tokens": 5000}, "context holds 2,048"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "'user' or 'assistant'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "'user', 'assistant' or 'system'"),
+        ({"messages": [{"role": "system", "content": 3}]}, "expected a text or a list"),
+        ({"extra_body": {"output_config": {"effort": "low"}}}, "output_config is not supported"),
+        (
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}},
+            "context_management is not supported",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             r"messages\[0\].content\[0\].type is not supported",
@@ -125,7 +142,7 @@ def test_what_was_cached_is_no_input(claude) -> None:
     first = claude.messages.create(**ask(messages=long)).usage
     assert first.cache_read_input_tokens == 0
     again = claude.messages.create(**ask(messages=long)).usage
-    assert again.cache_read_input_tokens == first.input_tokens // 256 * 256 > 0
+    assert again.cache_read_input_tokens == first.input_tokens // 128 * 128 > 0
     assert again.input_tokens == first.input_tokens - again.cache_read_input_tokens
     with claude.messages.stream(**ask(messages=long)) as stream:
         start = next(iter(stream))

@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.running import etude, is_idle, oracle, wait_for
 from soloist import engine
+from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 
 PROMPT = "def fibonacci(n):\n"
@@ -55,6 +56,18 @@ def test_a_completion_is_the_engines(client) -> None:
     assert 0 < timings["ttft_ms"] < timings["total_ms"]
     assert timings["executor"] == "reference"
     assert timings["device"] == etude().report.device_name
+    report, traffic = etude().report, etude().traffic
+    seen = [kv_bytes_seen(traffic.config, traffic.dtype, len(ids) + 1 + n) for n in range(19)]
+    assert timings["predicted_bytes"] == 19 * report.streamed_bytes + sum(seen)
+    read_gb_per_s = timings["predicted_bytes"] / timings["predicted_ms"] / 1e6
+    assert timings["mbu"] == pytest.approx(read_gb_per_s / report.bandwidth_gb_per_s)
+    assert timings["bandwidth_gb_per_s"] == report.bandwidth_gb_per_s
+    usage = reply.usage
+    assert usage.mbu == timings["mbu"]
+    assert usage.decode_tokens_per_second == timings["predicted_per_second"]
+    assert usage.time_to_first_token == pytest.approx(timings["ttft_ms"] / 1e3)
+    assert usage.queue_time + usage.prompt_time == pytest.approx(usage.time_to_first_token)
+    assert usage.device == timings["device"]
 
 
 def test_a_chat_is_the_engines(client) -> None:
@@ -331,6 +344,9 @@ def test_metrics_count_the_engines_tokens(client, http, server) -> None:
     assert value("soloist_prompt_tokens_total") == prompts + len(ids)
     wait_for(lambda: is_idle(server))
     assert value("soloist_requests_running") == 0
+    assert value("soloist_requests_paused_total") == 0
+    assert value('soloist_prefix_tokens_kept{on="device"}') % 128 == 0
+    assert value('soloist_prefix_tokens_total{to="host"}') == 0
     assert value('soloist_http_replies_total{path="/v1/completions",status="200"}') >= 2
 
 
@@ -355,7 +371,7 @@ def test_a_second_turn_reads_only_what_is_new(client) -> None:
     turn = [first, {"role": "assistant", "content": "y = 1"}, {"role": "user", "content": "more"}]
     after = client.chat.completions.create(messages=turn, **ask)
     cached = after.usage.prompt_tokens_details.cached_tokens
-    assert cached == before.usage.prompt_tokens // 256 * 256 > 0
+    assert cached == before.usage.prompt_tokens // 128 * 128 > 0
     assert after.timings["cache_n"] == cached
     assert after.timings["prompt_n"] == after.usage.prompt_tokens - cached
     assert after.choices[0].message.content == chat_answer(turn, max_tokens=8).text

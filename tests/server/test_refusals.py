@@ -34,12 +34,9 @@ REFUSED = [
     ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "no tool calls"),
     ("chat/completions", {**CHAT, "tools": [{"type": "x"}]}, 400, "tools[0].type", "'function'"),
     ("chat/completions", {**CHAT, "tools": [{"a": 1}]}, 400, "tools[0]", "expected"),
-    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "'none'"),
-    (
-        "chat/completions",
-        {**CHAT, "response_format": {"type": "json_object"}},
-        400, "response_format", "allowed: {'type': 'text'}",
-    ),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "no tools"),
+    ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "'none'"),
+    ("chat/completions", {**CHAT, "tool_choice": {"a": 1}}, 400, "tool_choice", "'none'"),
     ("chat/completions", {**CHAT, "temperature": 3e9}, 400, "temperature", "0.01 … 100"),
     ("chat/completions", {**CHAT, "temperature": "1"}, 400, "temperature", "valid"),
     ("chat/completions", {**CHAT, "temperature": 0, "top_p": 7}, 400, "top_p", "at most 1"),
@@ -252,6 +249,28 @@ _LIKELY = {
 }
 
 
+_SCHEMA = st.sampled_from([{"enum": ["a", 1]}, {"type": "integer"}, {"not": 1}, {}, 7])
+_TYPES = st.sampled_from(["text", "json_object", "json_schema", "x"])
+_FORM = st.fixed_dictionaries({"type": _TYPES}, optional={"schema": _SCHEMA, "name": st.just("n")})
+_LIKELY |= {
+    "response_format": st.fixed_dictionaries(
+        {"type": _TYPES},
+        optional={"json_schema": st.fixed_dictionaries({"schema": _SCHEMA}), "schema": _JSON},
+    ),
+    "structured_outputs": st.fixed_dictionaries(
+        {}, optional={"regex": st.just("a[bc]"), "choice": st.just(["x", "yz"]), "json": _SCHEMA}
+    ),
+    "guided_regex": st.sampled_from(["a+", "(", ""]),
+    "guided_choice": st.sampled_from([["a"], [], ["", "b"]]),
+    "guided_grammar": st.sampled_from(['start: "a"', "a"]),
+    "text": st.fixed_dictionaries({}, optional={"format": _FORM, "verbosity": _JSON}),
+    "output_config": st.fixed_dictionaries({}, optional={"format": _FORM}),
+    "tool_choice": st.sampled_from(
+        ["none", "auto", "required", {"type": "any"}, {"type": "tool", "name": "f"},
+         {"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}]
+    ),
+    "parallel_tool_calls": st.booleans(),
+}  # fmt: skip
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 
 

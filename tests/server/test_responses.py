@@ -73,11 +73,28 @@ def test_items_and_parts(client) -> None:
     assert reply.output_text == chat_answer(chat, max_tokens=8).text
 
 
+def test_messages_of_the_system_side_by_side_are_one(client) -> None:
+    items = [
+        {"role": "developer", "content": "a", "id": "msg_1"},
+        {"role": "system", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    chat = [{"role": "system", "content": "Write Python.\na\nb"}, {"role": "user", "content": "c"}]
+    ask = {"model": "gpt", "instructions": "Write Python.", "input": items, "temperature": 0}
+    more = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+    reply = client.responses.create(
+        **ask, **more, max_output_tokens=8, extra_body={"client_metadata": {"a": "b"}}
+    )
+    assert reply.output_text == chat_answer(chat, max_tokens=8).text
+
+
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
+         "input[0].encrypted_content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
         ({"truncation": "auto"}, "truncation"),

@@ -1,54 +1,60 @@
 """With an engine that says tokens faster than any model, the server loses none and costs little."""
 
-import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-import orjson
 import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_until_ready
-from soloist.server.serve import Server
+from soloist.engine.executor import Picked, Running
 
 pytestmark = pytest.mark.timed
 
 TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n"
 
+# Whatever else the machine does makes a try slower, never quicker.
+TRIES = 6
 
-class Connection:
-    """One that is kept."""
 
-    @classmethod
-    async def to(cls, server: Server) -> "Connection":
-        made = cls()
-        port = int(server.url.rpartition(":")[2])
-        made.reader, made.writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-        return made
+class Watched(Scripted):
+    """Keeps how long it takes for each first token."""
 
-    async def stream(self, num_tokens: int) -> tuple[str, float, int]:
-        """A chat's text, the time of its first piece, and how many pieces there were."""
-        body = orjson.dumps(
-            {
-                "messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens,
-                "ignore_eos": True, "stream": True,
-            }
-        )  # fmt: skip
-        path = "/v1/chat/completions"
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        self.writer.write(head.encode() + body)
-        text, first, pieces = [], 0.0, 0
-        async for line in self.reader:
-            if line == b"0\r\n":  # the last chunk of the reply
-                await self.reader.readline()
-                break
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = orjson.loads(line[6:])
-            if piece := chunk["choices"][0]["delta"].get("content"):
-                first = first or time.perf_counter()
-                pieces += 1
-                text.append(piece)
-        return "".join(text), first, pieces
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.read_took: list[float] = []
+
+    def read(self, running: Running) -> Picked:
+        picked = super().read(running)
+        self.read_took.append(self.first - self.asked)
+        return picked
+
+
+@contextmanager
+def served(executor: Scripted, num_tokens: int) -> Iterator[tuple[Callable, threading.Thread]]:
+    """A way to read streams with a client in another process, and the HTTP thread."""
+    known = set(threading.enumerate())
+    with running(lambda _: scripted(executor, num_tokens + 100)) as server:
+        wait_until_ready(server)
+        new = [t for t in threading.enumerate() if t not in known]
+        (http,) = [t for t in new if t.name.startswith("Thread")]
+        port = server.url.rpartition(":")[2]
+
+        def read(streams: int, turns: int = 1) -> list[dict]:
+            script = Path(__file__).with_name("reader.py")
+            command = [sys.executable, str(script), port, str(streams), str(num_tokens), str(turns)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            with subprocess.Popen(command, **pipes) as client:
+                assert client.stdout.readline() == "ready\n"
+                out, _ = client.communicate("go\n", timeout=60)
+            return json.loads(out)
+
+        yield read, http
 
 
 def cpu_s(thread: threading.Thread) -> float:
@@ -56,62 +62,46 @@ def cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def streams(count: int, tokens_per_s: float, num_tokens: int) -> float:
-    """CPU share of the HTTP thread."""
+def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) -> float:
+    """CPU share of the HTTP thread while streams run: of several tries, the least."""
     executor = Scripted(TEXT, tokens_per_s)
-    engine = scripted(executor, num_tokens + 100)
     script = executor.script
     ids = [script[i % len(script)] for i in range(num_tokens)]
     wanted = etude().tokenizer.decode(ids)
-    known = set(threading.enumerate())
-    with running(lambda _: engine) as server:
-        wait_until_ready(server)
-        new = [t for t in threading.enumerate() if t not in known]
-        (http,) = [t for t in new if t.name.startswith("Thread")]
-
-        async def all_of_them() -> list[tuple[str, float, int]]:
-            made = [await Connection.to(server) for _ in range(count)]
-            found = await asyncio.gather(*(one.stream(num_tokens) for one in made))
-            for one in made:
-                one.writer.close()
-            return found
-
-        before, start = cpu_s(http), time.perf_counter()
-        found = asyncio.run(all_of_them())
-        share = (cpu_s(http) - before) / (time.perf_counter() - start)
-    assert all(text == wanted for text, _, _ in found), "nothing is lost"
-    # Written by time, not by token: about one piece a millisecond.
-    assert all(pieces <= num_tokens / 2 for _, _, pieces in found)
-    return share
+    least = 1.0
+    with served(executor, num_tokens) as (read, http):
+        for _ in range(TRIES):
+            before = cpu_s(http)
+            answers = read(count)
+            # Of the time that the streams should take; where they took longer it counts as well.
+            share = (cpu_s(http) - before) / (num_tokens / tokens_per_s)
+            assert all(answer["text"] == wanted for answer in answers), "nothing is lost"
+            # Written by time, not by token: about one piece a millisecond.
+            assert all(answer["pieces"] <= num_tokens / 2 for answer in answers)
+            least = min(least, share)
+            if least < bound:
+                break
+    return least
 
 
 def test_one_stream_of_10_000_tokens_a_second() -> None:
-    share = streams(1, 10_000, 6000)
-    assert share < 0.25
+    assert least_share(1, 10_000, 8000, 0.25) < 0.25
 
 
 def test_eight_streams_of_2_000_tokens_a_second() -> None:
-    share = streams(8, 2000, 1500)
-    assert share < 0.4
+    assert least_share(8, 2000, 2000, 0.25) < 0.25
 
 
-def test_the_server_adds_about_a_millisecond_to_the_first_token() -> None:
+def test_the_server_adds_less_than_a_millisecond_to_the_first_token() -> None:
     """Beside the engine: parsing, template, tokens, threads and sockets, the client's included."""
-    executor = Scripted(TEXT, 1000, read_s=0.005)
-    with running(lambda _: scripted(executor)) as server:
-        wait_until_ready(server)
-
-        async def added(connection: Connection) -> float:
-            start = time.perf_counter()
-            _, first, _ = await connection.stream(3)
-            return first - executor.first + executor.asked - start
-
-        async def several() -> list[float]:
-            connection = await Connection.to(server)
-            delays = [await added(connection) for _ in range(40)]
-            connection.writer.close()
-            return sorted(delays)
-
-        delays = asyncio.run(several())
-    # 0.8 ms, the client's part included, where the cores have nothing else to do.
-    assert delays[0] < 0.002, f"at best {delays[0] * 1e3:.2f} ms"
+    executor = Watched(TEXT, 1000, read_s=0.005)
+    with served(executor, 3) as (read, _):
+        for _ in range(TRIES):
+            executor.read_took.clear()
+            answers = read(1, turns=40)
+            # The first one warms the connection.
+            took = zip(answers, executor.read_took[1:], strict=True)
+            delay = min(answer["first_s"] - read_s for answer, read_s in took)
+            if delay < 0.001:
+                break
+    assert delay < 0.001, f"at best {delay * 1e3:.2f} ms"

@@ -116,15 +116,16 @@ def test_what_is_no_call_is_content_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "t"}}},
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 5}}]},
          "tools[0].function.strict"),
     ],
 )  # fmt: skip
-def test_what_would_need_a_grammar_is_refused(client, more, param) -> None:
+def test_tools_that_are_refused(client, more, param) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, **more)
     assert caught.value.param == param
@@ -244,6 +245,26 @@ def test_items_of_reasoning_text_and_calls(client) -> None:
     assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
+def test_sealed_reasoning_comes_back_as_it_was(client) -> None:
+    ask = {"model": "gpt", "input": "Weather?", "include": ["reasoning.encrypted_content"]}
+    first = client.responses.create(**ask).output[0]
+    with client.responses.stream(**ask) as stream:
+        *_, last = stream
+    assert last.response.output[0].encrypted_content == first.encrypted_content
+    told = {"type": "reasoning", "id": "rs_1", "summary": []}
+    user = {"role": "user", "content": "Weather?"}
+    answer = {"role": "assistant", "content": "Rain."}
+
+    def tokens_with(reasoning: dict) -> int:
+        items = [user, told | reasoning, answer, {"role": "user", "content": "And?"}]
+        reply = client.responses.create(model="gpt", input=items, max_output_tokens=1)
+        return reply.usage.input_tokens
+
+    plain = {"content": [{"type": "reasoning_text", "text": "They want it."}]}
+    sealed = {"encrypted_content": first.encrypted_content}
+    assert tokens_with(sealed) == tokens_with(plain) > tokens_with({"content": []})
+
+
 def test_items_of_earlier_turns_reach_the_template(calling) -> None:
     client, server = calling
     first = client.responses.create(model="gpt", input="Weather?", tools=ITEM_TOOLS)
@@ -277,9 +298,9 @@ def test_items_of_earlier_turns_reach_the_template(calling) -> None:
     ("more", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
-        ({"tools": ITEM_TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": ITEM_TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "name": "f", "strict": 5}]}, "tools[0].strict"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"tools": ITEM_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"input": [{"type": "function_call", "name": "f", "namespace": "n"}]},
          "input[0].namespace"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soloist.bench import record
+from soloist.bench import record, rows
 from soloist.bench.agreement import agreement, forced_logits, require_same_bits
 from soloist.bench.decode import python_prompt
 from soloist.bench.folder import write_random_model
@@ -86,7 +86,7 @@ class _Read:
     same_bits: tuple[str, ...] = ()
 
 
-def measure(plan: Plan) -> list[record.AccuracyRow]:
+def measure(plan: Plan) -> list[rows.AccuracyRow]:
     """A row for Soloist's executor and, if asked for, one for the rival.
 
     Raises:
@@ -245,12 +245,12 @@ def _free(device: torch.device) -> None:
 
 def _row(
     plan: Plan, files: _Files, device: torch.device, read: _Read, right: Tensor, targets: Tensor
-) -> record.AccuracyRow:
+) -> rows.AccuracyRow:
     a = agreement(right, read.logits, targets)
     is_ours = read.engine.startswith("soloist")
     packages = ["torch"] if is_ours else ["torch", "transformers"]
     text = "Python's argparse" if plan.text is None else plan.text.name
-    return record.AccuracyRow(
+    return rows.AccuracyRow(
         bench="accuracy",
         engine=read.engine,
         shape=files.name,

@@ -4,7 +4,7 @@ Events are read after the stream has ended, so that reading them delays none.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import httpx2
@@ -13,6 +13,8 @@ from soloist.bench.stream import Answer, ServerSaid, read_answer
 from soloist.errors import ServerFailed, SettingError
 
 Api = Literal["chat", "completions"]
+# A text, or the messages of a conversation: role and content.
+Prompt = str | Sequence[Mapping[str, str]]
 _PATHS: dict[Api, str] = {"chat": "/chat/completions", "completions": "/completions"}
 _TIMEOUT = httpx2.Timeout(600, connect=10)
 
@@ -74,8 +76,14 @@ class Client:
                 self.url, f"it lists no model ({_reason(error)})", "name one with --model"
             ) from error
 
-    def ask(self, prompt: str, max_tokens: int, model: str, extra: Mapping[str, Any]) -> Answer:
+    def ask(self, prompt: Prompt, max_tokens: int, model: str, extra: Mapping[str, Any]) -> Answer:
         """Send one greedy request and read its stream to the end.
+
+        Args:
+            prompt: what to answer; messages for the route of conversations only.
+            max_tokens: most new tokens.
+            model: as the server calls it.
+            extra: further fields.
 
         Raises:
             Refused: status 400 or 422.
@@ -85,8 +93,10 @@ class Client:
             "model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True, **extra,
         }  # fmt: skip
         if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            told = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            body["messages"] = list(told)
         else:
+            assert isinstance(prompt, str), "this route takes texts"
             body["prompt"] = prompt
         request = self._http.build_request("POST", self.url + _PATHS[self.api], json=body)
         try:

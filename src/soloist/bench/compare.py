@@ -25,7 +25,9 @@ _DECODE = Figure("decode_tokens_per_s", "decode tokens/s", True)
 _TTFT = Figure("ttft_ms", "TTFT ms", False)
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "decode": (_DECODE, _TTFT),
+    "prefill": (_TTFT,),
     "serve": (_DECODE, _TTFT),
+    "agent": (Figure("loop_s", "s a loop", False), _DECODE),
     "startup": (Figure("total_s", "startup s", False),),
     "bandwidth": (Figure("gb_per_s", "read GB/s", True),),
 }
@@ -35,7 +37,13 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
         ("shape", "device", "gpus", "precision", "prompt_tokens", "new_tokens", "columns")
     )
     | {"sequences": 1, "speculation": False},
+    "prefill": dict.fromkeys(
+        ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
+    ),
     "serve": dict.fromkeys(("shape", "api", "prefix", "max_tokens")),
+    "agent": dict.fromkeys(
+        ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")
+    ),
     "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache")),
     "bandwidth": dict.fromkeys(("device", "gpus", "method")),
 }
@@ -117,6 +125,7 @@ def conditions(row: Json) -> tuple[object, ...] | None:
     if kind == "serve":
         asked = row.get("asked_prompt_tokens")
         values.append(row.get("prompt_tokens") if asked is None else asked)
+    if kind in ("serve", "agent"):
         # Servers call one model by its folder, its owner and name, or its name.
         values[0] = _model_name(row)
     return (kind, *values)
@@ -129,6 +138,10 @@ def describe(row: Json) -> str:
     if kind in ("decode", "serve"):
         tokens = row.get("asked_prompt_tokens") or row.get("prompt_tokens")
         words.append(f"{tokens} + {row.get('new_tokens')}")
+    if kind == "agent":
+        words.append(f"{row.get('turns')} turns from {row.get('asked_prompt_tokens')}")
+    if kind == "prefill":
+        words.append(f"{row.get('prompt_tokens')} tokens")
     if row.get("columns", 1) != 1:
         words.append(f"{row['columns']} columns of {row.get('sequences', 1)}")
     if row.get("start_position") not in (None, row.get("prompt_tokens")):

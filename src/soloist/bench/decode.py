@@ -4,18 +4,23 @@ Contenders take turns, run by run, so that a slow minute of the machine hits all
 """
 
 import hashlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
-from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
+from soloist.bench import record, rows
+from soloist.bench.caches import Flush, gpu_uuid
+from soloist.bench.clocks import watching
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.errors import SettingError
-from soloist.model.memory import kv_bytes_per_token
+from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 
 
@@ -40,11 +45,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed request."""
+    """One timed request.
+
+    Attributes:
+        ttft_s: accepted → first token.
+        decode_s: first token → last token.
+        token_ids: made.
+        token_s: times between instants at which tokens came.
+    """
 
     ttft_s: float
     decode_s: float
     token_ids: tuple[int, ...]
+    token_s: tuple[float, ...]
 
 
 class Contender(Protocol):
@@ -67,12 +80,24 @@ class Ours:
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """Through `Engine.generate`, detokenisation included."""
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        *_, end = self._engine.generate(prompt_ids, params)
-        assert isinstance(end, Completion), "a request ends with a completion"
-        return Run(end.timings.ttft_s, end.timings.decode_s, end.token_ids)
+        times: list[float] = []
+        for event in self._engine.generate(prompt_ids, params):
+            if isinstance(event, Completion):
+                break
+            if event.token_ids:
+                times.append(time.perf_counter())
+        else:
+            raise AssertionError("a request ends with a completion")
+        t = event.timings
+        return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times))
 
 
-def measure(plan: Plan) -> list[record.Row]:
+def gaps_s(times: Sequence[float]) -> tuple[float, ...]:
+    """Between each two instants."""
+    return tuple(b - a for a, b in pairwise(times))
+
+
+def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure every contender; the first row is Soloist's.
 
     Raises:
@@ -89,14 +114,20 @@ def measure(plan: Plan) -> list[record.Row]:
         from soloist.bench.rival import rivals
 
         contenders += rivals(engine)
-    bandwidth = read_bandwidth(torch.device(engine.resolved.device))
+    device = torch.device(engine.resolved.device)
+    bandwidth = read_bandwidth(device)
+    flush = Flush(device)
     results: dict[str, list[Run]] = {c.name: [] for c in contenders}
-    for i in range(plan.runs + 1):
-        for contender in contenders:
-            run = contender.run(prompt_ids, plan.new_tokens)
-            if i > 0:
-                results[contender.name].append(run)
-    return [_row(plan, engine, name, runs, bandwidth) for name, runs in results.items()]
+    with watching(gpu_uuid(device)) as watch:
+        for i in range(plan.runs + 1):
+            for contender in contenders:
+                flush()
+                run = contender.run(prompt_ids, plan.new_tokens)
+                if i > 0:
+                    results[contender.name].append(run)
+    return [
+        _row(plan, engine, name, runs, bandwidth, watch.clocks) for name, runs in results.items()
+    ]
 
 
 def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
@@ -118,18 +149,21 @@ def _check(plan: Plan) -> None:
 
 
 def _row(
-    plan: Plan, engine: Engine, name: str, runs: list[Run], bandwidth: Bandwidth
-) -> record.Row:
+    plan: Plan,
+    engine: Engine,
+    name: str,
+    runs: list[Run],
+    bandwidth: Bandwidth,
+    clocks: rows.Clocks | None,
+) -> rows.DecodeRow:
     speeds = [(len(run.token_ids) - 1) / run.decode_s for run in runs]
-    speed = record.Spread.of(speeds)
+    speed = rows.Spread.of(speeds)
     chosen = engine.resolved
     middle = plan.prompt_tokens + plan.new_tokens // 2
-    streamed = engine.report.streamed_bytes + middle * kv_bytes_per_token(
-        engine.config, chosen.dtype
-    )
+    streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, chosen.dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
-    return record.Row(
+    return rows.DecodeRow(
         engine=name,
         shape=engine.report.folder.name,
         device=engine.report.device_name,
@@ -139,7 +173,7 @@ def _row(
         new_tokens=plan.new_tokens,
         columns=1,
         runs=len(runs),
-        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
@@ -152,4 +186,11 @@ def _row(
         date=record.now(),
         start_position=plan.prompt_tokens,
         bandwidth_method=bandwidth.method,
+        token_ms=token_ms(runs),
+        clocks=clocks,
     )
+
+
+def token_ms(runs: Sequence[Run]) -> rows.Percentiles:
+    """Times between tokens of all runs, in milliseconds."""
+    return rows.Percentiles.of([t * 1e3 for run in runs for t in run.token_s])

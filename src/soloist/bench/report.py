@@ -1,10 +1,10 @@
 """`bench report`: result files as one HTML page with plots, which needs nothing else. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from soloist.bench.chart import NUM_COLOURS, Bar, bars, lines
-from soloist.bench.compare import FIGURES, Figure, Json, describe
+from soloist.bench.compare import FIGURES, Figure, Json, conditions, describe
 
 _COLOURS = (
     "#3b6fb6", "#d9822b", "#4c9a5b", "#b5495b", "#7a63a8", "#8c6d4f", "#3f97a3", "#777777",
@@ -15,14 +15,23 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
   color: #222; background: #fff; }
 svg { width: 100%; height: auto; font-size: 12px; fill: #222; }
 table { border-collapse: collapse; font-size: 12px; display: block; overflow-x: auto; }
-td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; vertical-align: top; }
+td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; white-space: nowrap; }
 .file { margin: 0; } .file span { display: inline-block; width: 12px; height: 12px;
   margin-right: 8px; }
 .range { stroke: #222; stroke-width: 1.5; } .grid { stroke: #ddd; } polyline { fill: none; }
 """
-_LATENCIES = (("token_ms", "a token"), ("gap_ms", "a gap between chunks"))
+_LATENCIES = (
+    ("token_ms", "time of a token"),
+    ("gap_ms", "gaps between chunks"),
+    ("step_ms", "time of a step"),
+)
+# The largest of many times says more about a machine's worst moment than about the rest: it is in
+# the table, and not in the plot.
+_SHARES = {"min": 0, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p99": 99}
 # What judges and repeats a row.
-_CONDITIONS = ("device", "url", "counting", "bandwidth_method", "commit", "date", "command")
+_CONDITIONS = (
+    "device", "url", "counting", "bandwidth_method", "clocks", "commit", "date", "command",
+)  # fmt: skip
 
 
 def report(files: Mapping[str, Sequence[Json]]) -> str:
@@ -31,7 +40,7 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
     Args:
         files: name of each result file → its rows.
     """
-    rows = [(name, row) for name, of_file in files.items() for row in of_file]
+    rows = _side_by_side([(name, row) for name, of_file in files.items() for row in of_file])
     colours = {name: i for i, name in enumerate(files)}
     parts = [
         f"<p>{len(rows)} rows. A line over a bar is the range of runs. Decode speed counts from "
@@ -46,7 +55,7 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
             parts += _figure(rows, colours, kind, figure)
         parts += _against_context(rows, kind)
     parts += _mbu(rows, colours)
-    parts += _latencies(rows)
+    parts += _latencies(rows) + _loops(rows)
     parts += ["<h2>Conditions</h2>", _table(rows)]
     style = _STYLE + "".join(
         f".c{i} {{ fill: {colour}; }} .s{i} {{ stroke: {colour}; stroke-width: 2; }} "
@@ -59,6 +68,14 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
+
+
+def _side_by_side(rows: Sequence[tuple[str, Json]]) -> list[tuple[str, Json]]:
+    """Rows that measure the same one after the other, in the order in which they first come."""
+    groups: dict[object, list[tuple[str, Json]]] = {}
+    for file, row in rows:
+        groups.setdefault(conditions(row) or describe(row), []).append((file, row))
+    return [item for group in groups.values() for item in group]
 
 
 def _kind(row: Json) -> str:
@@ -117,7 +134,7 @@ def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[s
     ]
     if not items:
         return []
-    note = "<p>Share of the read bandwidth that was measured in the same run.</p>"
+    note = "<p>Share of the read bandwidth that was measured on the machine.</p>"
     return [
         "<h2>Memory-bandwidth utilisation</h2>",
         note,
@@ -126,18 +143,62 @@ def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[s
 
 
 def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """Distributions of times, a plot for each model: how many of them are no longer than that."""
     parts = []
     for field, title in _LATENCIES:
-        items = [
-            Bar(f"{_words(row)}, {share}", row[field][share], None, None,
-                f"{row[field][share]:.2f} ms", i)
-            for _, row in rows
-            if row.get(field) is not None
-            for i, share in enumerate(("p50", "p90", "p99", "max"))
-        ]  # fmt: skip
-        if items:
-            parts += [f"<h2>serve: time of {title}</h2>", bars(items)]
+        of_model: dict[str, list[tuple[str, Json]]] = {}
+        for file, row in rows:
+            if row.get(field) is not None:
+                name = f"{_kind(row)}: {row.get('shape', '')}"
+                of_model.setdefault(name, []).append((file, row))
+        for name, found in of_model.items():
+            parts.append(f"<h2>{escape(name)}: {title}</h2>")
+            series = {
+                label: [
+                    (share, row[field][at])
+                    for at, share in _SHARES.items()
+                    if row[field].get(at) is not None
+                ]
+                for label, (_, row) in zip(_labels(found), found, strict=True)
+            }
+            parts += [
+                lines(series, "% of them take no longer", "ms"),
+                _times(series, [row for _, row in found], field),
+            ]
     return parts
+
+
+def _loops(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """How an agent's steps change while its context grows."""
+    found = [(file, row) for file, row in rows if row.get("by_turn")]
+    if not found:
+        return []
+    series = {
+        label: [(number, turn["step_ms"]) for number, turn in enumerate(row["by_turn"], 1)]
+        for label, (_, row) in zip(_labels(found), found, strict=True)
+    }
+    return ["<h2>agent: time of each step</h2>", lines(series, "step of the loop", "ms")]
+
+
+def _labels(rows: Sequence[tuple[str, Json]]) -> list[str]:
+    """Of rows in one plot, numbered; with their files where they are not of one."""
+    several = len({file for file, _ in rows}) > 1
+    return [
+        f"{number}. {_words(row)}" + (f" · {file}" if several else "")
+        for number, (file, row) in enumerate(rows, 1)
+    ]
+
+
+def _times(names: Iterable[str], rows: Sequence[Json], field: str) -> str:
+    shares = ("p50", "p90", "p99", "max")
+    head = "".join(f"<th>{name}</th>" for name in ("", *shares))
+    body = "".join(
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f"<td>{row[field][share]:.2f} ms</td>" for share in shares)
+        + "</tr>\n"
+        for name, row in zip(names, rows, strict=True)
+    )
+    return f"<table><tr>{head}</tr>\n{body}</table>"
 
 
 def _table(rows: Sequence[tuple[str, Json]]) -> str:
@@ -145,10 +206,18 @@ def _table(rows: Sequence[tuple[str, Json]]) -> str:
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td>{escape(str(cell))}</td>"
-            for cell in (file, describe(row), *(row.get(name, "") for name in _CONDITIONS))
+            f"<td>{escape(cell)}</td>"
+            for cell in (file, describe(row), *(_condition(row, name) for name in _CONDITIONS))
         )
         + "</tr>\n"
         for file, row in rows
     )
     return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _condition(row: Json, name: str) -> str:
+    value = row.get(name)
+    if name != "clocks" or value is None:
+        return "" if value is None else str(value)
+    sm, reasons = value["sm_mhz"], ", ".join(value["throttling"])
+    return f"SM {sm['min']:.0f} – {sm['max']:.0f} MHz, throttled by {reasons or 'nothing'}"

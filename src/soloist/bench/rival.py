@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from soloist.bench.decode import Contender, Run
+from soloist.bench.decode import Contender, Run, gaps_s
 from soloist.engine import Engine
 from soloist.errors import SettingError
 from soloist.model.dtype import Dtype
@@ -59,7 +59,7 @@ class TransformersGenerate:
             )
         first, last = clock.times[1], clock.times[-1]  # the prompt itself comes first
         made = tuple(output[0, len(prompt_ids) :].tolist())
-        return Run(first - start, last - first, made)
+        return Run(first - start, last - first, made, gaps_s(clock.times[1:]))
 
 
 def rivals(engine: Engine) -> list[Contender]:

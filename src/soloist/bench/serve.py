@@ -6,13 +6,14 @@ was done; where a server counts nothing, its decode speed is not stated.
 
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
 
-from soloist.bench import record
-from soloist.bench.client import Api, Client, Refused
+from soloist.bench import record, rows
+from soloist.bench.client import Api, Client
+from soloist.bench.dialect import Server, meet
 from soloist.bench.sizes import require_at_least
 from soloist.bench.stream import (
     Answer,
@@ -20,7 +21,6 @@ from soloist.bench.stream import (
     Counting,
     Span,
     arrivals,
-    counting_of,
     decode_span,
     difference,
     first_burst,
@@ -29,16 +29,11 @@ from soloist.bench.stream import (
     token_times_s,
 )
 from soloist.bench.text import python_characters
+from soloist.bench.traffic import Traffic
 from soloist.errors import ServerFailed, SettingError
 
-Prefix = Literal["cold", "warm"]
-# Long enough to see several chunks of a server that sends 16 tokens in each.
-_PROBE_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 4
 _MOST_GUESSES = 5
-# Fields that not every server takes, the least needed first.
-_OPTIONAL = ("return_token_ids", "ignore_eos", "continuous_usage_stats", "include_usage")
-_USAGE = ("continuous_usage_stats", "include_usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +51,7 @@ class Plan:
         max_tokens: made after the prompt, if the server does not end earlier.
         runs: timed, after one that is not.
         prefixes: 'cold' for prompts that begin differently each time, 'warm' for one prompt.
+        traffic: what a token makes the server's memory read, for MBU; None where it is not known.
     """
 
     url: str
@@ -67,20 +63,8 @@ class Plan:
     prompt_tokens: tuple[int, ...]
     max_tokens: int
     runs: int
-    prefixes: tuple[Prefix, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """A server and how to ask it."""
-
-    client: Client
-    model: str
-    fields: frozenset[str]
-    counting: Counting
-
-    def ask(self, prompt: str, max_tokens: int) -> Answer:
-        return self.client.ask(prompt, max_tokens, self.model, _body(self.fields))
+    prefixes: tuple[rows.Prefix, ...]
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +79,7 @@ class _Prompt:
     text: str
     warm_line: str
 
-    def of(self, prefix: Prefix) -> str:
+    def of(self, prefix: rows.Prefix) -> str:
         """What to send now."""
         return (_line(uuid.uuid4()) if prefix == "cold" else self.warm_line) + self.text
 
@@ -112,25 +96,49 @@ class _Run:
     short: Answer | None
 
 
-def measure(plan: Plan) -> list[record.ServeRow]:
+def measure(plan: Plan) -> list[rows.ServeRow]:
     """A row for each length of prompt and each kind of prefix.
 
     Raises:
         SettingError: sizes that cannot be measured.
         ServerFailed: the server cannot be reached, refuses, or answers without a token.
     """
+    return measure_in_turns([plan])
+
+
+def measure_in_turns(plans: Sequence[Plan]) -> list[rows.ServeRow]:
+    """The same of several servers, which take turns run by run: a slow minute hits all of them.
+
+    Args:
+        plans: at least one; they differ in server, model, key and name only.
+
+    Raises:
+        SettingError, ServerFailed: as `measure`.
+    """
+    plan, made = plans[0], []
     _check(plan)
-    rows = []
-    with Client(plan.url, plan.api, plan.key) as client:
-        server = _meet(client, plan.model or client.only_model())
+    with ExitStack() as stack:
+        servers = [_met(one, stack) for one in plans]
         for length in (None,) if plan.prompt is not None else plan.prompt_tokens:
-            prompt = (
+            prompts = [
                 _Prompt(plan.prompt or "", "") if length is None else _prompt_of(server, length)
-            )
+                for server in servers
+            ]
             for prefix in plan.prefixes:
-                runs = [_run(server, prompt, prefix, plan.max_tokens) for _ in range(plan.runs + 1)]
-                rows.append(_row(plan, server, length, prefix, runs[1:]))
-    return rows
+                runs: list[list[_Run]] = [[] for _ in plans]
+                for _ in range(plan.runs + 1):
+                    for of_one, server, prompt in zip(runs, servers, prompts, strict=True):
+                        of_one.append(_run(server, prompt, prefix, plan.max_tokens))
+                made += [
+                    _row(one, server, length, prefix, of_one[1:])
+                    for one, server, of_one in zip(plans, servers, runs, strict=True)
+                ]
+    return made
+
+
+def _met(plan: Plan, stack: ExitStack) -> Server:
+    client = stack.enter_context(Client(plan.url, plan.api, plan.key))
+    return meet(client, plan.model or client.only_model())
 
 
 def _check(plan: Plan) -> None:
@@ -143,47 +151,7 @@ def _check(plan: Plan) -> None:
         raise SettingError("--prompt", "", "text")
 
 
-def _meet(client: Client, model: str) -> _Server:
-    """Find out which fields a server takes and how it counts; this warms it up as well."""
-    prompt = python_characters(400)
-    fields = frozenset(_OPTIONAL[1:])
-    answer, fields = _accepted(client, model, prompt, fields)
-    counting = counting_of(answer)
-    if counting is not Counting.CONTINUOUS_USAGE:
-        answer, with_ids = _accepted(client, model, prompt, fields | {"return_token_ids"})
-        if counting_of(answer) is Counting.TOKEN_IDS:
-            fields, counting = with_ids, Counting.TOKEN_IDS
-    return _Server(client, model, fields, counting)
-
-
-def _accepted(
-    client: Client, model: str, prompt: str, fields: frozenset[str]
-) -> tuple[Answer, frozenset[str]]:
-    """An answer, and those of the optional fields that the server took."""
-    while True:
-        try:
-            return client.ask(prompt, _PROBE_TOKENS, model, _body(fields)), fields
-        except Refused as refused:
-            if not fields:
-                raise ServerFailed(client.url, str(refused)) from refused
-            fields -= _to_leave_out(fields, refused.told)
-
-
-def _to_leave_out(fields: frozenset[str], told: str) -> frozenset[str]:
-    """Fields that an error names; where it names all or none, the least needed one."""
-    named = frozenset(field for field in fields if field in told)
-    if named and named != fields:
-        return named
-    return frozenset([next(field for field in _OPTIONAL if field in fields)])
-
-
-def _body(fields: frozenset[str]) -> Mapping[str, Any]:
-    body: dict[str, Any] = {field: True for field in fields if field not in _USAGE}
-    usage = {field: True for field in _USAGE if field in fields}
-    return {**body, "stream_options": usage} if usage else body
-
-
-def _prompt_of(server: _Server, tokens: int) -> _Prompt:
+def _prompt_of(server: Server, tokens: int) -> _Prompt:
     """Python text that the server counts as about so many tokens, what surrounds it included."""
     warm_line = _line(uuid.uuid5(uuid.NAMESPACE_URL, "warm"))
     count = tokens * _CHARACTERS_PER_TOKEN
@@ -198,7 +166,7 @@ def _prompt_of(server: _Server, tokens: int) -> _Prompt:
     return _Prompt(python_characters(count), warm_line)
 
 
-def _run(server: _Server, prompt: _Prompt, prefix: Prefix, max_tokens: int) -> _Run:
+def _run(server: Server, prompt: _Prompt, prefix: rows.Prefix, max_tokens: int) -> _Run:
     short = None
     if server.counting is Counting.FINAL_USAGE:
         short = server.ask(prompt.of(prefix), 1)
@@ -222,16 +190,26 @@ def _span(run: _Run, counting: Counting) -> Span | None:
 
 
 def _row(
-    plan: Plan, server: _Server, asked: int | None, prefix: Prefix, runs: list[_Run]
-) -> record.ServeRow:
+    plan: Plan, server: Server, asked: int | None, prefix: rows.Prefix, runs: list[_Run]
+) -> rows.ServeRow:
     found = [_arrivals(run, server.counting) for run in runs]
     spans = [_span(run, server.counting) for run in runs]
     speeds = [span.tokens_per_s for span in spans if span is not None]
     is_known = len(speeds) == len(runs)
+    speed = rows.Spread.of(speeds) if is_known else None
+    read = _median([run.long.prompt_tokens for run in runs])
+    new = _median([_made(run, server.counting) for run in runs])
+    moved = mbu = None
+    if plan.traffic is not None and read is not None and new is not None:
+        moved = plan.traffic.bytes_at(read + new // 2)
+        if speed is not None:
+            mbu = round(moved * speed.median / plan.traffic.bandwidth, 3)
+    own = [run.long.server_tokens_per_s for run in runs]
+    own_speeds = [value for value in own if value is not None]
     hashes = {hashlib.sha256(run.long.text.encode()).hexdigest()[:16] for run in runs}
     token_times = [t * 1e3 for of_run in found for t in token_times_s(of_run)]
     gaps = [t * 1e3 for of_run in found for t in gaps_s(of_run)]
-    return record.ServeRow(
+    return rows.ServeRow(
         bench="serve",
         engine=plan.name or server.client.url,
         url=server.client.url,
@@ -239,24 +217,28 @@ def _row(
         shape=server.model,
         prefix=prefix,
         asked_prompt_tokens=asked,
-        prompt_tokens=_median([run.long.prompt_tokens for run in runs]),
+        prompt_tokens=read,
         cached_tokens=_median([run.long.cached_tokens for run in runs]),
         max_tokens=plan.max_tokens,
-        new_tokens=_median([_made(run, server.counting) for run in runs]),
+        new_tokens=new,
         runs=len(runs),
         counting=server.counting,
-        ttft_ms=record.Spread.of([of_run[0].at_s * 1e3 for of_run in found]),
+        ttft_ms=rows.Spread.of([of_run[0].at_s * 1e3 for of_run in found]),
         first_tokens=_median([first_burst(of_run).num_tokens for of_run in found]),
-        decode_tokens_per_s=record.Spread.of(speeds) if is_known else None,
+        decode_tokens_per_s=speed,
         no_decode_speed=None if is_known else _why_not(server.counting),
-        token_ms=record.Percentiles.of(token_times) if token_times else None,
-        gap_ms=record.Percentiles.of(gaps) if gaps else None,
+        token_ms=rows.Percentiles.of(token_times) if token_times else None,
+        gap_ms=rows.Percentiles.of(gaps) if gaps else None,
         text_sha256=" ".join(sorted(hashes)) if prefix == "warm" else "",
         fields=tuple(sorted(server.fields)),
         versions=record.versions("httpx2"),
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        server_tokens_per_s=rows.Spread.of(own_speeds) if len(own_speeds) == len(runs) else None,
+        streamed_bytes_per_token=moved,
+        bandwidth_gb_per_s=None if plan.traffic is None else plan.traffic.bandwidth / 1e9,
+        mbu=mbu,
     )
 
 

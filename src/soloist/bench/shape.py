@@ -1,31 +1,34 @@
-"""`bench decode --shape`: the decode kernel on random weights, with as many columns as asked for.
+"""`bench decode --shape`: random weights, on the decode kernel with as many columns as asked for.
 
-One column is timed through `KernelModel.generate`, as any request runs. Several are timed as one
-launch of the decoder, in which every column goes on with the tokens it chose itself.
+One column is timed through `Executor.generate`, as any request runs; without a GPU, on the
+reference. Several are timed as one launch of the decoder, in which every column goes on with the
+tokens it chose itself.
 """
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
-from soloist.bench.decode import Run
+from soloist.bench import record, rows
+from soloist.bench.caches import Flush, gpu_uuid
+from soloist.bench.clocks import watching
+from soloist.bench.decode import Run, gaps_s, token_ms
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
-    kv_bytes_seen,
     random_prompt,
-    require_gpu,
     shape_dtype,
     shape_name,
+    shape_on_cpu,
     shape_on_gpu,
 )
-from soloist.engine.config import Precision
-from soloist.engine.engine import device_name
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
+from soloist.engine.config import Precision, resolve_device
+from soloist.engine.engine import device_name, devices
+from soloist.engine.executor import Executor
 from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.megakernel.launch import Column
@@ -33,6 +36,7 @@ from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.memory import kv_bytes_seen
 from soloist.model.tensors import streamed_values
 from soloist.sampling import Sampler, SamplingParams
 
@@ -45,8 +49,8 @@ class Plan:
 
     Attributes:
         file: a config.json.
-        device: 'auto', 'cuda' or 'cuda:N'.
-        precision: of weights and KV cache; 'auto' is bf16.
+        device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
+        precision: of weights and KV cache; 'auto' is bf16, on a CPU fp32.
         prompt_tokens: length of each sequence's prompt, random tokens.
         new_tokens: made after it; of several columns, steps.
         runs: timed, after one that is not.
@@ -83,7 +87,7 @@ class Plan:
         return max(self.start + self.columns - 1 + self.new_tokens, self.prompt_tokens)
 
 
-def measure(plan: Plan) -> list[record.Row]:
+def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure; one row.
 
     Raises:
@@ -97,17 +101,35 @@ def measure(plan: Plan) -> list[record.Row]:
         raise SettingError(
             "--context", plan.start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    dtype = shape_dtype(plan.precision)
-    device = require_gpu(plan.device, "without one, measure a model: soloist bench decode MODEL")
-    bandwidth = read_bandwidth(device)
-    model = shape_on_gpu(config, dtype, plan.last, device, plan.sequences)
-    if plan.context is not None:
-        model.pool.tensor.normal_()
+    device = torch.device(resolve_device(plan.device, devices()))
+    dtype = shape_dtype(plan.precision, device)
     prompts = [random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
-    is_request = plan.all_columns == 1 and plan.context is None
-    run = partial(_request if is_request else _launch, plan, model, prompts)
-    runs = [run() for _ in range(plan.runs + 1)][1:]
-    return [_row(plan, config, dtype, device, runs, bandwidth)]
+    run: Callable[[], Run]
+    if device.type == "cpu":
+        _check_reference(plan)
+        bandwidth = read_bandwidth(device)
+        reference = shape_on_cpu(config, dtype, plan.last)
+
+        def run() -> Run:
+            return _request(plan, reference, config.vocab_size, prompts[0])
+    else:
+        bandwidth = read_bandwidth(device)
+        model = shape_on_gpu(config, dtype, plan.last, device, plan.sequences)
+        if plan.context is not None:
+            model.pool.tensor.normal_()
+        is_request = plan.all_columns == 1 and plan.context is None
+
+        def run() -> Run:
+            if is_request:
+                return _request(plan, model, config.vocab_size, prompts[0])
+            return _launch(plan, model, prompts)
+
+    flush, runs = Flush(device), []
+    with watching(gpu_uuid(device)) as watch:
+        for _ in range(plan.runs + 1):
+            flush()
+            runs.append(run())
+    return [_row(plan, config, dtype, device, runs[1:], bandwidth, watch.clocks)]
 
 
 def _check(plan: Plan) -> None:
@@ -125,27 +147,35 @@ def _check(plan: Plan) -> None:
         )
     if plan.new_tokens > _MOST_ROUNDS:
         raise SettingError("--new-tokens", plan.new_tokens, f"at most {_MOST_ROUNDS} with --shape")
-    shape_dtype(plan.precision)
-    if plan.device == "cpu":
-        raise SettingError("--device", plan.device, "auto, cuda, cuda:N with --shape")
 
 
-def _request(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
+def _check_reference(plan: Plan) -> None:
+    """What the reference has no equal of."""
+    for option, given, only in (
+        ("--columns", plan.columns, 1),
+        ("--sequences", plan.sequences, 1),
+        ("--context", plan.context, None),
+    ):
+        if given != only:
+            raise SettingError(
+                option, given, "on a GPU only", "the reference runs one column, after its prompt"
+            )
+
+
+def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) -> Run:
     """One greedy request, from token ids to its last token."""
-    torch.cuda.synchronize(model.pool.device)
     params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
     made, times = [], []
     start = time.perf_counter()
-    sampler = Sampler(params, model.plan.model.vocab_size, prompts[0])
-    for token_id in model.generate(prompts[0], sampler, lambda: False):
+    sampler = Sampler(params, vocab_size, prompt)
+    for token_id in model.generate(prompt, sampler, lambda: False):
         times.append(time.perf_counter())
         made.append(token_id)
-    return Run(times[0] - start, times[-1] - times[0], tuple(made))
+    return Run(times[0] - start, times[-1] - times[0], tuple(made), gaps_s(times))
 
 
 def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
     """All prompts one after the other, the first one timed; then one launch for all columns."""
-    torch.cuda.synchronize(model.pool.device)
     start = time.perf_counter()
     first = []
     for i, prompt in enumerate(prompts):
@@ -167,7 +197,7 @@ def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
     for tokens in model.decoder.tokens():
         times.append(time.perf_counter())
         made += tokens
-    return Run(ttft_s, times[-1] - times[0], tuple(made))
+    return Run(ttft_s, times[-1] - times[0], tuple(made), gaps_s(times))
 
 
 def _row(
@@ -177,24 +207,25 @@ def _row(
     device: torch.device,
     runs: list[Run],
     bandwidth: Bandwidth,
-) -> record.Row:
+    clocks: rows.Clocks | None,
+) -> rows.DecodeRow:
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
-    speed = record.Spread.of([rate * plan.all_columns for rate in steps])
+    speed = rows.Spread.of([rate * plan.all_columns for rate in steps])
     weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.new_tokens // 2
     streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
-    return record.Row(
+    return rows.DecodeRow(
         engine="soloist",
         shape=shape_name(plan.file),
         device=device_name(str(device)),
-        gpus=1,
+        gpus=int(device.type == "cuda"),
         precision=dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
         columns=plan.all_columns,
         runs=len(runs),
-        ttft_ms=record.Spread.of([run.ttft_s * 1e3 for run in runs]),
+        ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
@@ -208,4 +239,6 @@ def _row(
         sequences=plan.sequences,
         start_position=plan.start,
         bandwidth_method=bandwidth.method,
+        token_ms=token_ms(runs),
+        clocks=clocks,
     )

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from soloist.bench import record
+from soloist.bench import record, rows
+from soloist.bench.caches import gpu_uuid
+from soloist.bench.clocks import watching
 from soloist.bench.folder import write_random_model
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
@@ -54,7 +56,8 @@ class Start:
 
     Attributes:
         total_s: from starting it to its first token.
-        weights_s: of them, reading weights, to where they stay or are packed from.
+        weights_s: of them, reading weights, to where they stay or are packed from; on a GPU
+            they are read while Python imports, and the two are not told apart.
         kernels_s: of them, compiling kernels.
         num_kernels: compiled; 0 where all were in the cache, or none is needed.
         report: what `soloist run --json` printed.
@@ -67,7 +70,7 @@ class Start:
     report: dict[str, Any]
 
 
-def measure(plan: Plan) -> list[record.StartupRow]:
+def measure(plan: Plan) -> list[rows.StartupRow]:
     """A row with kernels in the cache; with the decode kernel, also one with an empty cache.
 
     Raises:
@@ -76,7 +79,11 @@ def measure(plan: Plan) -> list[record.StartupRow]:
     """
     require_at_least(("--runs", plan.runs, 1))
     device = resolve_device(plan.device, devices())
-    with _model(plan, torch.device(device)) as model, tempfile.TemporaryDirectory() as kept:
+    with (
+        _model(plan, torch.device(device)) as model,
+        tempfile.TemporaryDirectory() as kept,
+        watching(gpu_uuid(torch.device(device))) as watch,
+    ):
 
         def start(cache: str) -> Start:
             return _start(model, device, plan.precision, Path(cache))
@@ -90,7 +97,7 @@ def measure(plan: Plan) -> list[record.StartupRow]:
             for _ in range(plan.runs):
                 with tempfile.TemporaryDirectory() as empty:
                     starts["cold"].append(start(empty))
-    return [_row(plan, kind, of_kind) for kind, of_kind in starts.items()]
+    return [_row(plan, kind, of_kind, watch.clocks) for kind, of_kind in starts.items()]
 
 
 @contextmanager
@@ -142,10 +149,15 @@ def _builds(cache: Path) -> dict[str, float]:
     }
 
 
-def _row(plan: Plan, kind: Literal["warm", "cold"], starts: list[Start]) -> record.StartupRow:
+def _row(
+    plan: Plan,
+    kind: Literal["warm", "cold"],
+    starts: list[Start],
+    clocks: rows.Clocks | None,
+) -> rows.StartupRow:
     report = starts[0].report
     others = [s.total_s - s.weights_s - s.kernels_s for s in starts]
-    return record.StartupRow(
+    return rows.StartupRow(
         bench="startup",
         shape=Path(plan.model).name if plan.shape is None else shape_name(plan.shape),
         device=report["device"],
@@ -153,13 +165,14 @@ def _row(plan: Plan, kind: Literal["warm", "cold"], starts: list[Start]) -> reco
         precision=report["precision"],
         kernel_cache=kind,
         runs=len(starts),
-        total_s=record.Spread.of([s.total_s for s in starts]),
-        weights_s=record.Spread.of([s.weights_s for s in starts]),
-        kernels_s=record.Spread.of([s.kernels_s for s in starts]),
-        rest_s=record.Spread.of(others),
+        total_s=rows.Spread.of([s.total_s for s in starts]),
+        weights_s=rows.Spread.of([s.weights_s for s in starts]),
+        kernels_s=rows.Spread.of([s.kernels_s for s in starts]),
+        rest_s=rows.Spread.of(others),
         kernels_built=starts[0].num_kernels,
         versions=record.versions("torch"),
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        clocks=clocks,
     )

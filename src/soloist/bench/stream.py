@@ -51,12 +51,15 @@ class Answer:
     Attributes:
         chunks: in order.
         prompt_tokens, new_tokens, cached_tokens: by the last usage; None where there is none.
+        server_tokens_per_s: decode speed by the server's own clock, as llama.cpp's `timings` tell
+            it; None where it does not.
     """
 
     chunks: tuple[Chunk, ...]
     prompt_tokens: int | None
     new_tokens: int | None
     cached_tokens: int | None
+    server_tokens_per_s: float | None = None
 
     @property
     def text(self) -> str:
@@ -100,6 +103,7 @@ def read_answer(events: Sequence[tuple[float, str]]) -> Answer:
     """
     chunks: list[Chunk] = []
     usage: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     has_ended = False
     for at_s, data in events:
         if data == "[DONE]":
@@ -110,13 +114,17 @@ def read_answer(events: Sequence[tuple[float, str]]) -> Answer:
         if body.get("error"):
             raise ServerSaid(str(body["error"]))
         usage = body.get("usage") or usage
+        timings = body.get("timings") or timings
         choice = (body.get("choices") or [{}])[0]
         has_ended |= bool(choice.get("finish_reason")) or not body.get("choices")
         chunks.append(_chunk(at_s, choice, body.get("usage"), is_last=has_ended))
     if not chunks:
         raise ValueError("it is empty")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Answer(tuple(chunks), usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+    return Answer(
+        tuple(chunks), usage.get("prompt_tokens"), usage.get("completion_tokens"), cached,
+        timings.get("predicted_per_second"),
+    )  # fmt: skip
 
 
 class ServerSaid(Exception):

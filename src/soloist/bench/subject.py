@@ -1,4 +1,7 @@
-"""What is measured on the decode kernel: a model, or a shape with random weights, on one GPU."""
+"""What is measured: a model or a shape with random weights.
+
+On the decode kernel, or a shape without a GPU on the reference.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +9,23 @@ from pathlib import Path
 import torch
 
 from soloist.bench.decode import python_prompt
+from soloist.device import available_memory_bytes, usable_cores
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
+from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import find_support
 from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, require_memory
+from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, kv_bytes_seen, require_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import random_weights
+from soloist.prefill.runner import CHUNK_TOKENS as PASS_TOKENS
 from soloist.settings import read_settings
 
 
@@ -54,6 +61,20 @@ class Subject:
         weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
         return weights + kv_bytes_seen(config, dtype, position)
 
+    def phase_bytes(self, position: int) -> dict[str, int]:
+        """The same by phases of a round; norms and biases are in none of them."""
+        config, dtype = self.model.plan.model, self.model.plan.dtype
+        phases = {
+            "qkv": "qkv", "attention_output": "output", "gate_up": "gate_up", "down": "down",
+            "embedding" if config.tied_head else "head": "head",
+        }  # fmt: skip
+        sums = dict.fromkeys(phases.values(), 0)
+        for spec in tensors(config):
+            phase = phases.get(spec.name.rpartition(".")[2])
+            if phase is not None:
+                sums[phase] += spec.num_values * dtype.num_bytes
+        return {**sums, "attention": kv_bytes_seen(config, dtype, position)}
+
 
 def require_gpu(asked: str, otherwise: str) -> torch.device:
     """The GPU to use.
@@ -67,10 +88,12 @@ def require_gpu(asked: str, otherwise: str) -> torch.device:
         DeviceMissing: there is no GPU, or not this one.
     """
     if asked == "cpu":
-        raise SettingError("--device", asked, "auto, cuda, cuda:N: this runs on a GPU only")
+        allowed = "auto, cuda, cuda:N: this runs on a GPU only"
+        raise SettingError("--device", asked, allowed, otherwise)
     present = devices()
     if not any(name.startswith("cuda") for name in present):
-        hint = f"this needs an NVIDIA GPU of compute capability 9.0 or later; {otherwise}"
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        hint = f"this needs an NVIDIA GPU of compute capability {least} or later; {otherwise}"
         raise DeviceMissing("cuda" if asked == "auto" else asked, present, hint)
     return torch.device(resolve_device(asked, present))
 
@@ -80,12 +103,14 @@ def shape_name(file: Path) -> str:
     return file.parent.name if file.stem == "config" else file.stem
 
 
-def shape_dtype(precision: Precision) -> Dtype:
-    """What a shape runs in.
+def shape_dtype(precision: Precision, device: torch.device | None = None) -> Dtype:
+    """What a shape runs in: on the CPU as any model, elsewhere and in files in 16 bits.
 
     Raises:
         SettingError: the kernel has no such precision.
     """
+    if device is not None and device.type == "cpu":
+        return Dtype.FP32 if precision == "auto" else Dtype(precision)
     if precision == "fp32":
         raise SettingError("--precision", precision, "auto, bf16, fp16 with --shape")
     return Dtype.BF16 if precision == "auto" else Dtype(precision)
@@ -97,6 +122,9 @@ def shape_on_gpu(
     context_tokens: int,
     device: torch.device,
     sequences: int = 1,
+    *,
+    chunk_tokens: int = PASS_TOKENS,
+    keeps_prefixes: bool = False,
 ) -> KernelModel:
     """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
 
@@ -123,9 +151,26 @@ def shape_on_gpu(
         read_settings().cache,
         keep_rows=keep_rows,
         sequences=sequences,
+        chunk_tokens=chunk_tokens,
+        keeps_prefixes=keeps_prefixes,
     )
     model.prepare()
     return model
+
+
+def shape_on_cpu(
+    config: ModelConfig, dtype: Dtype, context_tokens: int, *, keeps_prefixes: bool = False
+) -> ReferenceModel:
+    """Random weights on the reference.
+
+    Raises:
+        OutOfMemory: they do not fit.
+    """
+    specs = tensors(config)
+    require_memory(config, specs, dtype, context_tokens, available_memory_bytes(), CHUNK_TOKENS)
+    torch.set_num_threads(read_settings().threads or usable_cores())
+    weights = random_weights(specs, dtype, torch.device("cpu"))
+    return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)
 
 
 def shape_subject(
@@ -139,7 +184,7 @@ def shape_subject(
     """
     config, dtype = read_config(file), shape_dtype(precision)
     start = prompt_tokens if context is None else context
-    tokens = max(prompt_tokens, start + rounds)
+    tokens = max(prompt_tokens, start) + rounds
     if tokens > config.context_tokens:
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
@@ -175,13 +220,3 @@ def random_prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[i
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
     return [int(i) for i in ids]
-
-
-def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
-    """Keys and values that a step at `position` sees."""
-    values = 0
-    for layer in config.layers:
-        a = layer.attention
-        seen = position if a.window is None else min(position, a.window)
-        values += 2 * a.num_kv_heads * a.head_dim * seen
-    return values * dtype.num_bytes

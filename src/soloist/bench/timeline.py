@@ -7,7 +7,7 @@ or a picture needs, so both can be made again where there is no GPU.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -32,6 +32,12 @@ class About:
         bandwidth_gb_per_s: measured read bandwidth of the device.
         untraced_us: a round of the kernel without time stamps, median.
         commit, command, date: where the file comes from.
+        phase_bytes: of `streamed_bytes`, those of each phase, over all layers; norms and biases are
+            in none. Empty in files of older versions, like the next two.
+        resident_us: what multiplying takes in each phase of a round without the stream, mean over
+            blocks.
+        host_us: a token of a request takes so much longer than a round: launching and passing it
+            on, over as many tokens as the launch has rounds.
     """
 
     shape: str
@@ -45,6 +51,9 @@ class About:
     commit: str
     command: str
     date: str
+    phase_bytes: dict[str, int] = field(default_factory=dict)
+    resident_us: dict[str, float] = field(default_factory=dict)
+    host_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,25 @@
 """`soloist trace`: where a token's time goes in the decode kernel, by its own time stamps.
 
-And by builds that leave something out: what the rest takes without it.
+And by builds that leave something out: what the rest takes without it. A second traced round,
+without the stream, tells what multiplying takes where nothing has to be waited for.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from soloist.bench import record
-from soloist.bench.bandwidth import Bandwidth, read_bandwidth
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import Subject, model_subject, require_gpu, shape_subject
-from soloist.bench.timeline import About, Timeline, timeline
+from soloist.bench.timeline import About, Timeline, timeline, times_by_phase
 from soloist.engine import EngineConfig
+from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import Precision
 from soloist.errors import SettingError
 from soloist.megakernel.header import ABLATIONS, Build
 from soloist.megakernel.launch import Column
-from soloist.megakernel.trace import block_times, stretches
+from soloist.megakernel.trace import BlockTimes, block_times, stretches
 from soloist.sampling import Sampler, SamplingParams
 
 # Launches that are timed, after one that is not.
@@ -98,14 +99,17 @@ def trace(plan: Plan) -> Timeline:
         UserError, DeviceError: no GPU, or a model that the kernel does not run.
     """
     subject, bandwidth = _subject(plan)
+    rounds = plan.at_round + 2
     first = _first_token(subject)
-    untraced_us = _round_us(subject, [first], plan.at_round + 2)
-    decoder = subject.model.decoder
-    decoder.load(Build(trace_round=plan.at_round))
+    untraced_us = _round_us(subject, [first], rounds)
+    host_us = _host_us(subject, first, rounds)
     # The traced round is not the last: the stream goes on behind it, as it does in any other.
-    decoder.run([Column(0, subject.start, [first])], plan.at_round + 2)
+    made = _tokens(subject, first, rounds)
+    resident = _traced(subject, [first, *made[:-1]], plan.at_round, "stream")
+    blocks = _traced(subject, [first], plan.at_round, "none")
     position = subject.start + plan.at_round
     kernel = subject.model.plan
+    between = stretches(kernel)
     about = About(
         shape=subject.name,
         device=subject.device_name,
@@ -118,8 +122,31 @@ def trace(plan: Plan) -> Timeline:
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
+        phase_bytes=subject.phase_bytes(position),
+        host_us=round(host_us, 2),
     )
-    return timeline([block_times(row) for row in decoder.trace.tolist()], stretches(kernel), about)
+    alone = timeline(resident, between, about)
+    resident_us = {
+        phase.phase: round(phase.multiplying_us, 3)
+        for phase in times_by_phase(alone.slices, len(alone.sms))
+    }
+    return timeline(blocks, between, replace(about, resident_us=resident_us))
+
+
+def _tokens(subject: Subject, first: int, rounds: int) -> list[int]:
+    """What the whole kernel makes after `first`."""
+    chosen = subject.model.decoder.run([Column(0, subject.start, [first])], rounds)
+    return [tokens[0] for tokens in chosen]
+
+
+def _traced(
+    subject: Subject, tokens: list[int], at_round: int, leaves_out: str
+) -> list[BlockTimes]:
+    """Marks of one round of a build, which is given these tokens first."""
+    decoder = subject.model.decoder
+    decoder.load(Build(trace_round=at_round, ablation=ABLATIONS[leaves_out]))
+    decoder.run([Column(0, subject.start, tokens)], at_round + 2)
+    return [block_times(row) for row in decoder.trace.tolist()]
 
 
 def ablate(plan: Plan) -> Ablations:
@@ -132,7 +159,7 @@ def ablate(plan: Plan) -> Ablations:
     rounds = plan.at_round + 2
     first = _first_token(subject)
     decoder = subject.model.decoder
-    made = [chosen[0] for chosen in decoder.run([Column(0, subject.start, [first])], rounds)]
+    made = _tokens(subject, first, rounds)
     builds = []
     for name, ablation in ABLATIONS.items():
         decoder.load(Build(ablation=ablation))
@@ -180,11 +207,29 @@ def _first_token(subject: Subject) -> int:
     return token_id
 
 
-def _round_us(subject: Subject, tokens: list[int], rounds: int) -> float:
-    """Time of a round as the host sees tokens come, median over launches."""
-    results = []
+def _host_us(subject: Subject, first: int, rounds: int) -> float:
+    """By how much a token of a request takes longer than a round, over so many tokens."""
+    prompt, results = subject.prompt_ids, []
+    params = SamplingParams(max_tokens=rounds, ignore_eos=True)
     for _ in range(_LAUNCHES + 1):
-        subject.model.decoder.start([Column(0, subject.start, tokens)], rounds)
+        sampler = Sampler(params, subject.model.plan.model.vocab_size, prompt)
+        made = subject.model.generate(prompt, sampler, lambda: False)
+        times = [time.perf_counter() for _ in made]
+        results.append((times[-1] - times[0]) / (rounds - 1) * 1e6)
+    round_us = _round_us(subject, [first], rounds, len(prompt))
+    return max(0.0, median(results[1:]) - round_us)
+
+
+def _round_us(
+    subject: Subject, tokens: list[int], rounds: int, position: int | None = None
+) -> float:
+    """Time of a round as the host sees tokens come, median over launches.
+
+    From `position` on; None: from where measuring starts.
+    """
+    start, results = subject.start if position is None else position, []
+    for _ in range(_LAUNCHES + 1):
+        subject.model.decoder.start([Column(0, start, tokens)], rounds)
         times = [time.perf_counter() for _ in subject.model.decoder.tokens()]
         results.append((times[-1] - times[0]) / (rounds - 1) * 1e6)
     return median(results[1:])

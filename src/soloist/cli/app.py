@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
-from soloist.cli import benching
+from soloist.cli import benching, probing
 from soloist.cli import options as o
 from soloist.errors import SettingError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_SHAPE = "With --shape"
+_SHAPE, _SPECULATION, _COST = "With --shape", "Speculation", "Cost"
 bench_app = typer.Typer(
     help="Measure: time to first token and decode speed, apart.", no_args_is_help=True
 )
@@ -78,9 +78,9 @@ def run(
 
     The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, revision)
     from soloist.cli import generation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -105,7 +105,7 @@ def run(
     checked = o.checked_precision(precision)
     # One request: what others would need is not worth waiting for.
     asked = EngineConfig(model, device, checked, context, revision, prepare=False)
-    generation.run(asked, text, suffix, params, as_json=json)
+    generation.run(asked, text, suffix, params, upload, as_json=json)
 
 
 @app.command()
@@ -128,9 +128,9 @@ def chat(
 
     Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
     """
-    from soloist.jit.wake import wake
+    from soloist.cli.early import begin
 
-    wake(device)
+    upload = begin(model, device, revision)
     from soloist.cli import conversation
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
@@ -144,8 +144,12 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
-    asked = EngineConfig(model, device, o.checked_precision(precision), context, revision)
-    conversation.chat(asked, system, params)
+    # Every turn begins as the last one did.
+    asked = EngineConfig(
+        model, device, o.checked_precision(precision), context, revision,
+        keeps_prefixes=True, host_cache_bytes=0,
+    )  # fmt: skip
+    conversation.chat(asked, system, params, upload)
 
 
 @app.command()
@@ -186,6 +190,13 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
     ] = True,
+    host_cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Host memory, at most, for kept prompts that the GPU has no room for.",
+            show_default="a quarter of what is free",
+        ),
+    ] = None,
     logs: Annotated[bool, typer.Option(help="A line for each request, without its text.")] = True,
     log_text: Annotated[
         bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
@@ -200,6 +211,9 @@ def serve(
     The port is open at once; requests are answered with 503 until the model is loaded. SIGTERM and
     Ctrl-C let running requests finish by a deadline.
     """
+    from soloist.cli.early import begin
+
+    upload = begin(model, device, revision)
     from soloist.cli import serving
     from soloist.engine import EngineConfig
     from soloist.server.config import ServerConfig
@@ -219,9 +233,10 @@ def serve(
     checked = o.checked_precision(precision)
     asked = EngineConfig(
         model, device, checked, context, revision,
-        sequences=sequences, keeps_prefixes=prefix_cache,
+        sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
+        host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
     )  # fmt: skip
-    serving.serve(asked, config, logs=logs, shows_text=log_text)
+    serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
 
 
 @app.command()
@@ -256,21 +271,85 @@ def plan(
         str | None,
         typer.Option(help="Of weights: fp16, bf16, fp8, int4 or fp4; default: one row for each."),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="A model that drafts, or its config.json; default: drafts looked up in the text.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    drafts: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens drafted a round, 1 to 7; default: 7 looked up, 4 of a model.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of drafts that stand; default, assumed: 0.3 looked up, 0.7 of a model.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Of one GPU an hour.", rich_help_panel=_COST)
+    ] = None,
+    utilisation: Annotated[
+        float,
+        typer.Option(
+            help="Share of the paid hours in which the machine answers.", rich_help_panel=_COST
+        ),
+    ] = 1.0,
+    step: Annotated[
+        str,
+        typer.Option(
+            metavar="PROMPT/NEW",
+            help="Tokens of an interactive step: read, and made.",
+            rich_help_panel=_COST,
+        ),
+    ] = "2000/200",
+    api_price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT/NEW",
+            help="Of a million tokens, such as 0.6/2.4, to set beside --price.",
+            rich_help_panel=_COST,
+        ),
+    ] = None,
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Say what a machine can reach for a model: memory, limits, expected speed, first wall.
 
-    One request, one token a step. Nothing is loaded, and the machine may be another one.
+    One request, with and without speculation. Nothing is loaded, and the machine may be another
+    one. With --price also what tokens and steps cost.
     """
     from soloist.cli import planning
 
     if config is not None and model is not None:
         raise SettingError("MODEL", model, "without --config", "leave one of them out")
+    if price is None and (utilisation, step, api_price) != (1.0, "2000/200", None):
+        raise SettingError("--price", "nothing", "a number beside options of cost")
     planning.show(
-        model or o.DEFAULT_MODEL, config, hardware, context, gpus, precision, revision,
+        planning.Asked(
+            model=model or o.DEFAULT_MODEL,
+            file=config,
+            hardware=hardware,
+            context=context,
+            gpus=gpus,
+            precision=precision,
+            revision=revision,
+            draft=draft,
+            drafts=drafts,
+            acceptance=acceptance,
+            price=price,
+            utilisation=utilisation,
+            step=step,
+            api_price=api_price,
+        ),
         as_json=json,
-    )  # fmt: skip
+    )
 
 
 @app.command()
@@ -500,7 +579,9 @@ def bench_accuracy(
     tables.show_accuracy(rows, as_json=json)
 
 
-bench_app.command("serve")(benching.serve)
+bench_app.command("prefill")(benching.prefill)
+bench_app.command("serve")(probing.serve)
+bench_app.command("agent")(probing.agent)
 bench_app.command("bandwidth")(benching.bandwidth)
 bench_app.command("compare")(benching.compare)
 bench_app.command("report")(benching.report)

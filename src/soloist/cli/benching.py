@@ -1,4 +1,4 @@
-"""`soloist bench serve`, `bandwidth`, `compare` and `report`: what needs no model here."""
+"""`soloist bench prefill`, `bandwidth`, `compare` and `report`; what every bench does with rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,79 +13,69 @@ from soloist.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from soloist.bench.compare import Comparison
-    from soloist.bench.record import AnyRow
+    from soloist.bench.rows import AnyRow, Prefix
 
 _EXIT_SLOWER = 4
 
+_PREFIXES: "dict[str, tuple[Prefix, ...]]" = {
+    "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
+}  # fmt: skip
 
-def serve(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://localhost:8000.")],
-    api: Annotated[str, typer.Option(help="Route to use: chat, completions.")] = "chat",
-    model: Annotated[
-        str | None, typer.Option(help="As the server calls it; default: the first it lists.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Of the engine, for the rows; default: the address.")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text; default: Python text.")
-    ] = None,
+
+def checked_prefixes(given: str) -> "tuple[Prefix, ...]":
+    """What --prefix names.
+
+    Raises:
+        SettingError: nothing.
+    """
+    if given not in _PREFIXES:
+        raise SettingError("--prefix", given, ", ".join(_PREFIXES))
+    return _PREFIXES[given]
+
+
+def prefill(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
     prompt_tokens: Annotated[
         list[int] | None,
-        typer.Option(
-            help="Length of the prompt as the server counts it; may be repeated.",
-            show_default="256",
-        ),
+        typer.Option(help="Length of the prompt; may be repeated.", show_default="256"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
     runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
     prefix: Annotated[
         str,
-        typer.Option(
-            help="cold: prompts that begin differently each time; warm: one prompt; or both."
-        ),
+        typer.Option(help="cold: all of the prompt is read; warm: it came before; or both."),
     ] = "both",
+    device: o.Device = "auto",
+    precision: o.Precision = "auto",
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
-    """Time to first token and decode speed of any OpenAI-compatible server, one request at a time.
+    """How fast prompts are read, to their first token, in this process.
 
-    Tokens are counted by the server, in every chunk or at the end; chunks are not counted.
+    Cold, and with the prompt's beginning kept from before, as a server keeps it.
     """
+    from soloist.bench import prefill as bench_prefill
     from soloist.bench import record
-    from soloist.bench import serve as bench_serve
     from soloist.cli import tables
+    from soloist.engine import EngineConfig
 
-    if prompt is not None and prompt_tokens:
-        raise SettingError("--prompt-tokens", prompt_tokens[0], "without --prompt")
-    if api not in ("chat", "completions"):
-        raise SettingError("--api", api, "chat, completions")
-    prefixes: dict[str, tuple[bench_serve.Prefix, ...]] = {
-        "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
-    }  # fmt: skip
-    if prefix not in prefixes:
-        raise SettingError("--prefix", prefix, ", ".join(prefixes))
+    checked = o.checked_precision(precision)
+    o.check_only_one(shape, model)
+    prefixes = checked_prefixes(prefix)
     known = read_baseline(baseline, threshold)
-    rows = bench_serve.measure(
-        bench_serve.Plan(
-            url=url,
-            api="chat" if api == "chat" else "completions",
-            model=model,
-            key=api_key,
-            name=name,
-            prompt=prompt,
-            prompt_tokens=tuple(prompt_tokens or (256,)),
-            max_tokens=max_tokens,
-            runs=runs,
-            prefixes=prefixes[prefix],
-        )
+    plan = bench_prefill.Plan(
+        asked=EngineConfig(model or o.DEFAULT_MODEL, device, checked),
+        shape=shape,
+        prompt_tokens=tuple(prompt_tokens or (256,)),
+        runs=runs,
+        prefixes=prefixes,
     )
+    rows = bench_prefill.measure(plan)
     if output is not None:
         record.write(output, rows)
-    tables.show_serve(rows, as_json=json)
+    tables.show_prefill(rows, as_json=json)
     hold_against(known, rows)
 
 

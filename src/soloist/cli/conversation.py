@@ -7,13 +7,16 @@ from soloist.cli.loading import load_engine
 from soloist.cli.terminal import figures, status
 from soloist.engine import EngineConfig
 from soloist.errors import RequestError
+from soloist.jit.upload import Upload
 from soloist.sampling import SamplingParams
 from soloist.text import Message
 
 
-def chat(asked: EngineConfig, system: str | None, params: SamplingParams) -> None:
+def chat(
+    asked: EngineConfig, system: str | None, params: SamplingParams, upload: Upload | None
+) -> None:
     """Read lines, answer each; a turn that cannot be served is refused and forgotten."""
-    engine = load_engine(asked)
+    engine = load_engine(asked, upload)
     engine.chat_template  # noqa: B018 - a model without a template is refused before the first line
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

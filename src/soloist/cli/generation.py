@@ -11,6 +11,7 @@ from soloist.cli.loading import load_engine
 from soloist.cli.terminal import figures, print_json, status, status_line
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
 from soloist.errors import UserError
+from soloist.jit.upload import Upload
 from soloist.sampling import SamplingParams
 
 
@@ -35,10 +36,16 @@ def read_prompt(given: str | None) -> str:
 
 
 def run(
-    asked: EngineConfig, prompt: str, suffix: str | None, params: SamplingParams, *, as_json: bool
+    asked: EngineConfig,
+    prompt: str,
+    suffix: str | None,
+    params: SamplingParams,
+    upload: Upload | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Generate once and print."""
-    engine = load_engine(asked, quiet=as_json)
+    engine = load_engine(asked, upload, quiet=as_json)
     given = prompt if suffix is None else engine.tokenizer.fim_prompt(prompt, suffix)
     completion = stream_answer(engine, given, params, echo=not as_json)
     if as_json:

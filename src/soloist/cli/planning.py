@@ -1,27 +1,31 @@
 """`soloist plan`: what a machine can reach for a model, without loading or allocating anything."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import millions, print_json
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
 from soloist.jit.bindings import driver
-from soloist.model.config import ModelConfig
-from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.tensors import parameters
-from soloist.planning.expectation import FORMULA, MEASURED, READ_SHARE, Wall
+from soloist.planning.bill import Costs, bill
+from soloist.planning.cost import read_api_prices, read_machine, read_work
+from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, READ_SHARE, Wall
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
+from soloist.planning.mixture import Model, active_parameters, read_model
 from soloist.planning.precision import PRECISIONS, find_precision
 from soloist.planning.reach import (
     GPU_COUNTS,
     Reach,
     Subject,
+    count,
     find_shape_obstacle,
     reaches,
     what_fits,
 )
+from soloist.planning.speculation import read_speculation
 from soloist.settings import read_settings
 
 # Positions in sight where nothing else is asked for; a shorter model has its own.
@@ -35,37 +39,79 @@ _REASONS = {
 }
 
 
-def show(
-    model: str,
-    file: Path | None,
-    hardware: str | None,
-    context: int | None,
-    gpus: int | None,
-    precision: str | None,
-    revision: str | None,
-    *,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options, as they were given.
+
+    Attributes:
+        model: a folder, a hub id or a shipped model; unused with a file.
+        file: a config.json, or None.
+        hardware: a name of the table; None detects this machine's GPU.
+        context: tokens in sight of every step, or None.
+        gpus, precision: one row's, or None for all.
+        revision: of a hub model.
+        draft: a model that drafts, or its config.json; None looks drafts up.
+        drafts, acceptance: a round; None for what is usual.
+        price: of one GPU an hour; None for no costs.
+        utilisation: share of the paid hours.
+        step: PROMPT/NEW, tokens.
+        api_price: PROMPT/NEW, or None.
+    """
+
+    model: str
+    file: Path | None
+    hardware: str | None
+    context: int | None
+    gpus: int | None
+    precision: str | None
+    revision: str | None
+    draft: str | None
+    drafts: int | None
+    acceptance: float | None
+    price: float | None
+    utilisation: float
+    step: str
+    api_price: str | None
+
+
+def show(asked: Asked, *, as_json: bool) -> None:
     """Print what the hardware can reach for the model.
 
     Raises:
         UserError: the model, the hardware or another option cannot be used.
         DeviceError: no known GPU was found, or the model does not fit.
     """
-    if gpus is not None and gpus not in GPU_COUNTS:
-        raise SettingError("--gpus", gpus, ", ".join(str(n) for n in GPU_COUNTS))
-    precisions = PRECISIONS if precision is None else (find_precision(precision),)
-    name, config = _read(model, file, revision)
-    tokens = min(DEFAULT_CONTEXT_TOKENS, config.context_tokens) if context is None else context
-    if not 1 <= tokens <= config.context_tokens:
-        raise SettingError("--context", tokens, f"1 … {config.context_tokens:,}")
-    target = detect() if hardware is None else find_hardware(hardware)
-    subject = Subject(config, tensors(config), target, tokens)
-    rows = reaches(subject, precisions, GPU_COUNTS if gpus is None else (gpus,))
+    if asked.gpus is not None and asked.gpus not in GPU_COUNTS:
+        raise SettingError("--gpus", asked.gpus, ", ".join(str(n) for n in GPU_COUNTS))
+    precisions = PRECISIONS if asked.precision is None else (find_precision(asked.precision),)
+    name, model = _read(asked.model, asked.file, asked.revision)
+    most = model.config.context_tokens
+    tokens = min(DEFAULT_CONTEXT_TOKENS, most) if asked.context is None else asked.context
+    if not 1 <= tokens <= most:
+        raise SettingError("--context", tokens, f"1 … {most:,}")
+    costs = _costs(asked)
+    draft = None if asked.draft is None else _read_draft(asked.draft)
+    speculation = read_speculation(draft, asked.drafts, asked.acceptance)
+    target = detect() if asked.hardware is None else find_hardware(asked.hardware)
+    subject = Subject(model.config, model.specs, target, tokens, model.mixture, speculation)
+    rows = reaches(subject, precisions, GPU_COUNTS if asked.gpus is None else (asked.gpus,))
     if as_json:
-        print_json(_facts(name, subject, rows))
+        print_json(_facts(name, subject, rows, costs))
     else:
-        _show_words(name, subject, rows)
+        _show_words(name, subject, rows, costs)
+
+
+def _costs(asked: Asked) -> Costs | None:
+    if asked.price is None:
+        return None
+    api = None if asked.api_price is None else read_api_prices(asked.api_price)
+    return Costs(read_machine(asked.price, asked.utilisation), read_work(asked.step), api)
+
+
+def _read_draft(given: str) -> Model:
+    """A model, or a config.json."""
+    file = Path(given)
+    return _read(given, file if file.is_file() else None, None)[1]
 
 
 def detect() -> Hardware:
@@ -87,24 +133,27 @@ def detect() -> Hardware:
     return from_driver_name(given.split(b"\0")[0].decode())
 
 
-def _read(model: str, file: Path | None, revision: str | None) -> tuple[str, ModelConfig]:
-    """The model's name and configuration; of a hub model only that file is fetched."""
+def _read(model: str, file: Path | None, revision: str | None) -> tuple[str, Model]:
+    """The model's name and sizes; of a hub model only its configuration is fetched."""
     if file is not None:
-        config = read_config(file)
-        return file.resolve().parent.name if file.name == CONFIG_FILE else file.stem, config
+        name = file.resolve().parent.name if file.name == CONFIG_FILE else file.stem
+        return name, read_model(file)
     offline = read_settings().hub_offline
     folder = find_model(model, revision=revision, offline=offline, wanted=(CONFIG_FILE,))
-    return folder.name, read_config(folder / CONFIG_FILE)
+    return folder.name, read_model(folder / CONFIG_FILE)
 
 
-def _show_words(name: str, subject: Subject, rows: Sequence[Reach]) -> None:
+def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None) -> None:
     h, first = subject.hardware, rows[0]
     flops = "FLOP/s not stated" if h.flops is None else f"{h.flops / 1e12:,.4g} TFLOP/s 16-bit"
     rate = h.link.bytes_per_s
     link = h.link.name + (f" {rate / 1e9:,.0f} GB/s a direction" if rate else "")
+    active = ""
+    if subject.mixture is not None:
+        active = f" ({millions(active_parameters(subject.model))} for a token)"
     print(
-        f"{name} · {subject.config.family} · {millions(parameters(subject.specs))} parameters · "
-        f"context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
+        f"{name} · {subject.config.family} · {millions(parameters(subject.specs))} parameters"
+        f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
     )
     print(
         f"{h.name}{' (announced)' if h.announced else ''} · {gigabytes(h.memory_bytes)} · "
@@ -112,19 +161,67 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach]) -> None:
     )
     print("bytes over all GPUs, speeds in tokens/s of one request")
     show_table(
-        ("weights", "GPUs", "held", "read a token", "fits", "at most", "expected", "first wall",
-         "runs today"),
+        ("weights", "GPUs", "held", "read a token", "fits", "at most", "expected", "speculating",
+         "first wall", "runs today"),
         [_cells(row) for row in rows],
     )  # fmt: skip
     for line in _remarks(subject, rows):
         print(line)
+    if costs is not None:
+        _show_costs(subject, rows, costs)
+
+
+def _show_costs(subject: Subject, rows: Sequence[Reach], costs: Costs) -> None:
+    """What tokens and steps cost on each combination that fits, the arithmetic below."""
+    fitting = [(row, bill(subject, row, costs)) for row in rows if row.fits]
+    work, machine = costs.work, costs.machine
+    print(
+        f"cost · a GPU {machine.price_per_hour:g} an hour, answering {machine.utilisation:.0%} of "
+        f"the time · a step reads {work.prompt_tokens:,} and makes {work.new_tokens:,} tokens"
+    )
+    show_table(
+        ("weights", "GPUs", "an hour", "1,000 tokens", "a step s", "a step", "speculating",
+         "by the API"),
+        [
+            (
+                row.precision.name, str(row.gpus), f"{b.machine.price_per_hour:g}",
+                _money(b.thousand_tokens), _money(b.step_s), _money(b.step),
+                _money(b.step_speculating), _money(b.api_step),
+            )
+            for row, b in fitting
+        ],
+    )  # fmt: skip
+    row, b = fitting[0]
+    speed = 1 / row.expected.token_s
+    print(
+        f"1,000 tokens, {row.precision.name} on {count(row.gpus)}: 1000 / {figure(speed)} tokens/s "
+        f"× {b.machine.price_per_hour:g} an hour / 3600 / {machine.utilisation:g} = "
+        f"{_money(b.thousand_tokens)}"
+    )
+    if b.read_s is not None:
+        print(
+            f"a step: {b.read_s:.3g} s to read {work.prompt_tokens:,} tokens + {work.new_tokens:,} "
+            f"/ {figure(speed)} tokens/s = {_money(b.step_s)} s, × the same price = "
+            f"{_money(b.step)}; reading is expected at {PROMPT_FLOPS_SHARE:.0%} of peak FLOP/s"
+        )
+    if costs.api is not None and b.api_step is not None:
+        print(
+            f"by the API: {work.prompt_tokens:,} × {costs.api.prompt:g} + {work.new_tokens:,} × "
+            f"{costs.api.new:g} a million = {_money(b.api_step)}"
+        )
+
+
+def _money(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def _cells(row: Reach) -> tuple[str, ...]:
     fits = "yes" if row.fits else f"no: {gigabytes(row.missing_bytes)} a GPU short"
-    limit = expected = "–"
+    limit = expected = speculating = "–"
     if row.fits:
         limit = figure(row.limit_tokens_per_s)
+        if row.speculating is not None:
+            speculating = figure(row.speculating.tokens_per_s) + " (assumed)"
         expected = figure(1 / row.expected.token_s) + ("" if row.measured else " (assumed)")
     return (
         row.precision.name,
@@ -134,6 +231,7 @@ def _cells(row: Reach) -> tuple[str, ...]:
         fits,
         limit,
         expected,
+        speculating,
         row.wall.value,
         f"no: {row.obstacle}" if row.obstacle else "yes" if row.fits else "–",
     )
@@ -159,11 +257,41 @@ def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     if shape:
         lines.append(f"reference only: {shape}")
     lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
-    return [*lines, f"expected: {FORMULA}", *_basis(subject.hardware, rows)]
+    return [
+        *lines,
+        f"expected: {FORMULA}",
+        *_speculation(subject, rows[0]),
+        *_basis(subject, rows),
+    ]
 
 
-def _basis(hardware: Hardware, rows: Sequence[Reach]) -> list[str]:
+def _speculation(subject: Subject, row: Reach) -> list[str]:
+    """How tokens are drafted, and what of it nobody measured."""
+    s = subject.speculation
+    if s is None or row.speculating is None:
+        return []
+    source = "looked up in the text, at no cost"
+    if s.draft is not None:
+        held = gigabytes(subject.draft_bytes)
+        source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
+    told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
+    lines = [
+        f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
+        f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
+        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of {s.drafts} "
+        f"drafts and a step of {s.drafts + 1} columns"
+    ]
+    if subject.mixture is not None:
+        lines.append(
+            f"speculating: columns choose experts apart, {subject.mixture.chosen} of "
+            f"{subject.mixture.experts} each, so a step of several reads more of them"
+        )
+    return lines
+
+
+def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """What the expectations were measured on, and what they assume."""
+    hardware = subject.hardware
     measured = MEASURED.get(hardware.name)
     if measured is None:
         return [
@@ -177,18 +305,22 @@ def _basis(hardware: Hardware, rows: Sequence[Reach]) -> list[str]:
         f"(5 exchanges) in µs by GPUs: {waits}; {measured.sources}"
     ]
     if any(row.expected.wait_s is None for row in rows):
-        lines.append("assumed: a model with lanes waits elsewhere; what that costs is left out")
+        who = "with lanes" if subject.mixture is None else "of experts"
+        lines.append(f"assumed: a model {who} waits elsewhere; what that costs is left out")
     if any(not row.precision.runs for row in rows):
         lines.append("assumed: unpacking fp8, int4 and fp4 costs nothing")
     return lines
 
 
-def _facts(name: str, subject: Subject, rows: Sequence[Reach]) -> dict[str, object]:
-    h = subject.hardware
+def _facts(
+    name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None
+) -> dict[str, object]:
+    h, s = subject.hardware, subject.speculation
     return {
         "model": name,
         "family": subject.config.family,
         "parameters": parameters(subject.specs),
+        "active_parameters": active_parameters(subject.model),
         "context_tokens": subject.context_tokens,
         "hardware": {
             "name": h.name,
@@ -201,7 +333,18 @@ def _facts(name: str, subject: Subject, rows: Sequence[Reach]) -> dict[str, obje
             "source": h.source,
         },
         "formula": FORMULA,
-        "basis": _basis(h, rows),
+        "basis": _basis(subject, rows),
+        "speculation": None
+        if s is None
+        else {
+            "drafts": s.drafts,
+            "acceptance": s.acceptance,
+            "acceptance_from": "assumed" if s.is_assumed else "given",
+            "tokens_per_round": s.tokens_per_round,
+            "draft_parameters": 0 if s.draft is None else parameters(s.draft.specs),
+            "draft_bytes": subject.draft_bytes,
+        },
+        "costs": None if costs is None else asdict(costs),
         "rows": [
             {
                 "precision": row.precision.name,
@@ -213,6 +356,9 @@ def _facts(name: str, subject: Subject, rows: Sequence[Reach]) -> dict[str, obje
                 "missing_bytes_per_gpu": row.missing_bytes,
                 "limit_tokens_per_s": round(row.limit_tokens_per_s, 1),
                 "expected_tokens_per_s": round(1 / row.expected.token_s, 1),
+                "speculating_tokens_per_s": None
+                if row.speculating is None
+                else round(row.speculating.tokens_per_s, 1),
                 "expected_from": "measured" if row.measured else "assumed",
                 "stream_s": row.expected.stream_s,
                 "wait_s": row.expected.wait_s,
@@ -220,6 +366,7 @@ def _facts(name: str, subject: Subject, rows: Sequence[Reach]) -> dict[str, obje
                 "first_wall": row.wall.value,
                 "runs": not row.obstacle,
                 "obstacle": row.obstacle,
+                "cost": None if costs is None else asdict(bill(subject, row, costs)),
             }
             for row in rows
         ],

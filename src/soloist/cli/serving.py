@@ -8,6 +8,7 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
+from soloist.jit.upload import Upload
 from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
 from soloist.server.serve import serve as serve_http
@@ -41,13 +42,20 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     return (folder.resolve().name,) if folder.is_dir() else (model,)
 
 
-def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool, shows_text: bool) -> None:
+def serve(
+    asked: EngineConfig,
+    config: ServerConfig,
+    upload: Upload | None,
+    *,
+    logs: bool,
+    shows_text: bool,
+) -> None:
     """Serve until a signal; a line for each request on stderr, without its text unless asked."""
     if logs:
         _log_requests(logging.DEBUG if shows_text else logging.INFO)
 
     def load(on_progress: Callable[[LoadProgress], None]) -> Engine:
-        return Engine.load(asked, on_progress)
+        return Engine.load(asked, on_progress, upload)
 
     def ready(engine: Engine) -> None:
         if engine.report.refusal:
@@ -59,6 +67,15 @@ def serve(asked: EngineConfig, config: ServerConfig, *, logs: bool, shows_text: 
             f"KV cache {gigabytes(memory.kv_bytes)} ({kv_tokens:,} tokens for up to "
             f"{asked.sequences} requests at once), scratch {gigabytes(memory.scratch_bytes)}"
         )
+        if (bandwidth := engine.report.bandwidth_gb_per_s) is None:
+            status("read bandwidth not measured (too little memory is free): replies have no MBU")
+        else:
+            status(f"read bandwidth {bandwidth:,.1f} GB/s, measured")
+        if engine.report.host_cache_bytes:
+            status(
+                f"up to {gigabytes(engine.report.host_cache_bytes)} of the host's memory for "
+                "prompts that are kept"
+            )
         status("ready")
 
     def listening(url: str) -> None:

@@ -6,13 +6,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from soloist.cli.terminal import print_json
+from soloist.errors import gigabytes
 
 if TYPE_CHECKING:
-    from soloist.bench.record import (
+    from soloist.bench.rows import (
         AccuracyRow,
+        AgentRow,
         BandwidthRow,
+        Clocks,
+        DecodeRow,
         Percentiles,
-        Row,
+        PrefillRow,
         ServeRow,
         Spread,
         StartupRow,
@@ -61,7 +65,7 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(rich_table)
 
 
-def show_rows(rows: "Sequence[Row]", *, as_json: bool) -> None:
+def show_rows(rows: "Sequence[DecodeRow]", *, as_json: bool) -> None:
     """Benchmark rows as a table, or as JSON."""
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -91,6 +95,53 @@ def show_rows(rows: "Sequence[Row]", *, as_json: bool) -> None:
             for row in rows
         ],
     )
+    for row in rows:
+        if row.token_ms is not None:
+            print(f"{row.engine}: a token every {percentiles(row.token_ms)} ms (50, 90, 99 %)")
+    show_clocks(first.clocks)
+
+
+def percentiles(p: "Percentiles | None") -> str:
+    """Three of them."""
+    return "–" if p is None else f"{p.p50:.2f} / {p.p90:.2f} / {p.p99:.2f}"
+
+
+def show_clocks(clocks: "Clocks | None") -> None:
+    """A line about the GPU, where NVML told anything."""
+    if clocks is None:
+        return
+    print(
+        f"GPU: SM clock {clocks.sm_mhz.min:,.0f} – {clocks.sm_mhz.max:,.0f} MHz, memory "
+        f"{clocks.memory_mhz.median:,.0f} MHz, up to {clocks.temperature_c.max:.0f} °C and "
+        f"{clocks.power_w.max:.0f} W, throttled by: {', '.join(clocks.throttling) or 'nothing'}"
+    )
+
+
+def show_prefill(rows: "Sequence[PrefillRow]", *, as_json: bool) -> None:
+    """How fast prompts are read."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    first = rows[0]
+    print(
+        f"{first.shape} · {first.precision} · {first.device} · from token ids to the first token "
+        f"· median of {first.runs} runs"
+    )
+    show_table(
+        ("prefix", "prompt", "kept", "TTFT ms", "min – max", "tokens/s read"),
+        [
+            (
+                row.prefix,
+                f"{row.prompt_tokens:,}",
+                f"{row.cached_tokens:,}",
+                f"{row.ttft_ms.median:.1f}",
+                f"{row.ttft_ms.min:.1f} – {row.ttft_ms.max:.1f}",
+                f"{row.prompt_tokens_per_s.median:,.0f}",
+            )
+            for row in rows
+        ],
+    )
+    show_clocks(first.clocks)
 
 
 def show_startup(rows: "Sequence[StartupRow]", *, as_json: bool) -> None:
@@ -177,13 +228,9 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
         return
     first = rows[0]
-    print(
-        f"{first.shape} · {first.engine} · {first.api} · up to {first.max_tokens} new tokens · "
-        f"{first.runs} runs · tokens counted by: {first.counting}"
-    )
-
-    def times(p: "Percentiles | None") -> str:
-        return "–" if p is None else f"{p.p50:.2f} / {p.p90:.2f} / {p.p99:.2f}"
+    print(f"{first.shape} · {first.api} · up to {first.max_tokens} new tokens · {first.runs} runs")
+    for engine, counting in {row.engine: row.counting for row in rows}.items():
+        print(f"{engine}: tokens counted by: {counting}")
 
     def count(value: int | None) -> str:
         return "?" if value is None else f"{value:,}"
@@ -193,16 +240,77 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         return ("–", "–") if d is None else (f"{d.median:.1f}", f"{d.min:.1f} – {d.max:.1f}")
 
     show_table(
-        ("prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s", "min – max",
-         "token ms 50/90/99 %", "gap ms 50/90/99 %"),
+        ("server", "prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s",
+         "min – max", "token ms 50/90/99 %", "gap ms 50/90/99 %"),
         [
             (
-                row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
+                row.engine, row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
                 count(row.new_tokens), f"{row.ttft_ms.median:.1f}", count(row.first_tokens),
-                *speeds(row), times(row.token_ms), times(row.gap_ms),
+                *speeds(row), percentiles(row.token_ms), percentiles(row.gap_ms),
             )
             for row in rows
         ],
     )  # fmt: skip
+    for row in rows:
+        which = f"{row.engine}, {row.prefix}, {count(row.prompt_tokens)}"
+        if row.mbu is not None and row.streamed_bytes_per_token is not None:
+            read = gigabytes(row.streamed_bytes_per_token)
+            print(f"{which}: MBU {row.mbu:.0%} of {row.bandwidth_gb_per_s} GB/s, {read} a token")
+        if row.server_tokens_per_s is not None:
+            own = row.server_tokens_per_s.median
+            print(f"{which}: by the server's own clock {own:.1f} tokens/s")
     for reason in {row.no_decode_speed for row in rows if row.no_decode_speed}:
         print(f"no decode speed: {reason}")
+
+
+def show_agent(rows: "Sequence[AgentRow]", *, as_json: bool) -> None:
+    """What an agent's loop waits for, step by step."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    for row in rows:
+        _show_loop(row)
+
+
+def _show_loop(row: "AgentRow") -> None:
+    print(
+        f"{row.shape} · {row.engine} · {row.api} · {row.turns} steps, each with up to "
+        f"{row.max_tokens} new tokens and about {row.tool_tokens} of a tool · median of "
+        f"{row.runs} loops · tokens counted by: {row.counting}"
+    )
+
+    def count(value: int | None) -> str:
+        return "?" if value is None else f"{value:,}"
+
+    def figure(value: float | None) -> str:
+        return "–" if value is None else f"{value:,.1f}"
+
+    show_table(
+        ("step", "prompt", "cached", "new", "TTFT ms", "decode tokens/s", "step ms"),
+        [
+            (
+                str(number), count(t.prompt_tokens), count(t.cached_tokens), count(t.new_tokens),
+                figure(t.ttft_ms), figure(t.decode_tokens_per_s), figure(t.step_ms),
+            )
+            for number, t in enumerate(row.by_turn, 1)
+        ],
+    )  # fmt: skip
+    print(
+        f"a loop {row.loop_s.median:.2f} s ({row.loop_s.min:.2f} – {row.loop_s.max:.2f}), a step "
+        f"{percentiles(row.step_ms)} ms (50, 90, 99 %)"
+    )
+    if row.machine_cost_per_step is not None:
+        print(
+            f"cost a step, by the machine: {row.machine_cost_per_step:.3g} = "
+            f"{row.mean_step_ms / 1e3:.3g} s × {row.price_per_hour:g} an hour / 3600 / "
+            f"{row.utilisation:g}"
+        )
+    if row.api_prices is not None:
+        prompt, cached, new = row.api_prices
+        shown = "–, tokens are not counted"
+        if row.api_cost_per_step is not None:
+            shown = f"{row.api_cost_per_step:.3g}"
+        print(
+            f"cost a step, by the API: {shown} (a million prompt tokens {prompt:g}, cached "
+            f"{cached:g}, new {new:g})"
+        )

@@ -39,10 +39,11 @@ def figures(completion: "Completion") -> str:
     """Time to first token and decode speed, apart; then totals."""
     t = completion.timings
     speed = t.decode_tokens_per_s
+    cached = f" ({t.cached_tokens:,} cached)" if t.cached_tokens else ""
     parts = [
         f"TTFT {t.ttft_s * 1e3:.1f} ms" if t.new_tokens else "no token",
         f"decode {speed:.1f} tokens/s" if speed is not None else "decode –",
-        f"{t.prompt_tokens:,} prompt + {t.new_tokens:,} new tokens",
+        f"{t.prompt_tokens:,} prompt{cached} + {t.new_tokens:,} new tokens",
         f"total {t.total_s:.2f} s",
         f"finished: {completion.finish_reason}",
     ]

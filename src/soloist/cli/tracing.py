@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from soloist.bench.picture import picture
+from soloist.bench.shares import PhaseTraffic, Share, shares, traffic
 from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, write
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import print_json, status
@@ -66,12 +67,14 @@ def _show(made: Timeline, drawing: Path | None, layer: int | None, *, as_json: b
                 "round_us": made.round_us,
                 "mbu": made.mbu,
                 "phases": [asdict(phase) for phase in phases],
+                "shares": {share.name: share.us for share in shares(made, phases)},
+                "traffic": [asdict(part) for part in traffic(made, phases)],
             }
         )
         return
     for line in words(made, phases):
         print(line)
-    _show_phases(phases, made.round_us)
+    _show_phases(phases, traffic(made, phases), made.round_us)
 
 
 def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
@@ -92,10 +95,39 @@ def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
         f"time, waits for other blocks in {waiting / total:.0%}, and finishes results in "
         f"{finishing / total:.0%}.",
         f"It waits longest in {longest.phase}: {longest.waiting_us:.1f} µs a round.",
+        *_share_words(shares(made, phases)),
     ]
 
 
-def _show_phases(phases: list[PhaseTime], total_us: float) -> None:
+_WALLS = {
+    "streaming": "memory has to deliver faster, or less: fewer bits a weight",
+    "exchanges": "blocks wait for each other: a larger model uses this GPU better",
+    "multiplication": "blocks have all they need and multiply",
+    "attention": "the context is what takes longest",
+    "sampling": "choosing the token is what takes longest",
+    "host": "launching and passing tokens on is what takes longest",
+}
+
+
+def _share_words(parts: list[Share]) -> list[str]:
+    """A token's time in six words, the largest first, and which wall that is."""
+    if not parts:
+        return []
+    total = sum(part.us for part in parts)
+    ordered = sorted(parts, key=lambda part: -part.us)
+    listed = ", ".join(f"{part.name} {part.us:.1f} µs ({part.us / total:.0%})" for part in ordered)
+    wall = ordered[0].name
+    return [f"A token's {total:.1f} µs go to: {listed}.", f"The wall is {wall}: {_WALLS[wall]}."]
+
+
+def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: float) -> None:
+    """Phases in their order; MBU where a phase reads something."""
+    by_phase = {part.phase: part for part in read}
+
+    def moved(phase: str) -> tuple[str, str]:
+        part = by_phase.get(phase)
+        return ("", "") if part is None else (gigabytes(part.num_bytes), f"{part.mbu:.0%}")
+
     everything = PhaseTime(
         "all",
         sum(p.waiting_us for p in phases),
@@ -103,7 +135,16 @@ def _show_phases(phases: list[PhaseTime], total_us: float) -> None:
         sum(p.finishing_us for p in phases),
     )
     show_table(
-        ("phase", "waiting µs", "multiplying µs", "finishing µs", "together µs", "of the round"),
+        (
+            "phase",
+            "waiting µs",
+            "multiplying µs",
+            "finishing µs",
+            "together µs",
+            "of the round",
+            "reads",
+            "MBU",
+        ),
         [
             (
                 phase.phase,
@@ -112,10 +153,13 @@ def _show_phases(phases: list[PhaseTime], total_us: float) -> None:
                 f"{phase.finishing_us:.1f}",
                 f"{phase.total_us:.1f}",
                 f"{phase.total_us / total_us:.1%}",
+                *moved(phase.phase),
             )
             for phase in [*phases, everything]
         ],
     )
+    if read:
+        print("MBU of a phase: its bytes over its time; the stream runs ahead, while others wait")
 
 
 def _show_ablations(made: "Ablations") -> None:

@@ -1,5 +1,7 @@
 """One request's answer while it grows: tokens in, text and figures out."""
 
+from collections.abc import Set as AbstractSet
+
 from soloist.engine.events import Chunk, Completion, FinishReason, Timings
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs
@@ -11,20 +13,28 @@ class Answer:
 
     Attributes:
         finish_reason: None while the request goes on.
+        decode_bytes: see `Timings`.
+        num_cached: tokens of the prompt that were not read for it.
 
     Args:
         tokenizer: turns tokens into text.
         sampler: of the request.
         prompt_tokens: tokens read.
         accepted: time of acceptance, by `time.perf_counter`.
+        shown_ids: special tokens that are part of the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, sampler: Sampler, prompt_tokens: int, accepted: float
+        self,
+        tokenizer: Tokenizer,
+        sampler: Sampler,
+        prompt_tokens: int,
+        accepted: float,
+        shown_ids: AbstractSet[int] = frozenset(),
     ) -> None:
         self.finish_reason: FinishReason | None = None
-        self.num_cached = 0
-        self._stream = TextStream(tokenizer, stop=sampler.params.stop)
+        self.num_cached = self.decode_bytes = 0
+        self._stream = TextStream(tokenizer, sampler.params.stop, shown_ids=shown_ids)
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._accepted = self._started = self._first = self._last = accepted
         self._made: list[int] = []
@@ -35,9 +45,9 @@ class Answer:
         """Tokens taken."""
         return len(self._made)
 
-    def start(self, now: float, num_cached: int) -> None:
-        """The request has a column, and so many tokens of its prompt were cached."""
-        self._started, self.num_cached = now, num_cached
+    def start(self, now: float) -> None:
+        """The request has a column."""
+        self._started = now
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Chunk:
         """The next token; sets `finish_reason` if it is the last one."""
@@ -50,10 +60,16 @@ class Answer:
         piece = self._stream.push([token_id]) if is_shown else ""
         if self._stream.stopped is not None:
             reason = "stop"
+        if reason in (None, "length") and self._is_complete:
+            reason = "stop"  # it has the form that was asked for
         self.finish_reason = reason
         if piece:
             self._text.append(piece)
         return Chunk(piece, (token_id,), (logprobs,) if logprobs is not None and is_shown else ())
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._sampler.is_complete and len(self._made) == len(self._sampler.output_ids)
 
     def finish(self, now: float) -> tuple[Chunk | None, Completion]:
         """Text that was held back, if any, and the end; cancelled if nothing else ended it."""
@@ -72,6 +88,7 @@ class Answer:
                 total_s=now - self._accepted,
                 queue_s=self._started - self._accepted,
                 cached_tokens=self.num_cached,
+                decode_bytes=self.decode_bytes,
             ),
             seed=self._sampler.params.seed,
             stop=self._stream.stopped,

@@ -11,21 +11,41 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from soloist.engine.executor import Executor, Outcome, Picked, Running, pick, picked
-from soloist.engine.prefix import Node, PrefixTree
-from soloist.errors import BadLogits
+from soloist.engine.executor import (
+    Executor,
+    KeptTokens,
+    Outcome,
+    Picked,
+    Running,
+    pick,
+    picked,
+    take_forced,
+)
+from soloist.engine.grid import Grid, growing_grid
+from soloist.engine.rooms import Host, Room, Rooms
+from soloist.errors import BadLogits, RequestError
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score
-from soloist.prefill.page_list import PageList
 from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler
+from soloist.sampling.constraint import Words
 
 # Prompts of up to so many tokens ride the decode kernel: three rounds of eight columns take less
 # time than the launches of one pass of prefill.
 RIDING_TOKENS = 24
+
+# Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
+# ends, and they ride: that costs the round that is running, and two starts of the kernel.
+SPAN_TOKENS = 4
+# A sequence joins if there are pages for what it has come to and so many tokens more.
+_MARGIN_TOKENS = 256
+# Kept prompts have to make place for so many rounds; longer launches take what is free.
+_ASSURED_ROUNDS = 64
+# Tokens of an answer that are read again at a time: eight rounds, as others then have.
+_REPLAYED_TOKENS = 64
 
 
 class Launches(Protocol):
@@ -45,6 +65,14 @@ class Launches(Protocol):
 
     def stop(self) -> None:
         """Ask the launch to end soon."""
+        ...
+
+    def allow(self, column: int, words: Words | None) -> None:
+        """Say what a column may choose next; None: the launch ends, whatever it chooses."""
+        ...
+
+    def abandon(self) -> None:
+        """Have the launch end soon; nobody asks what its tokens are."""
         ...
 
     def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
@@ -70,33 +98,21 @@ class PromptPass(Protocol):
 
 
 class _Running(Running):
-    """A sequence with a row of the page tables.
-
-    Attributes:
-        slot: its row.
-        pages: of all its positions.
-        owned: those of them that it gives back; others belong to kept prefixes.
-        node: the last kept block of its prompt.
-    """
+    """A sequence with a room, unless it is paused."""
 
     def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        top_logprobs: int | None,
-        slot: int,
-        pages: list[int],
+        self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None, room: Room
     ) -> None:
         super().__init__(prompt_ids, sampler, top_logprobs)
-        self.slot, self.pages, self.owned = slot, pages, set(pages)
-        self.node: Node[list[int]] | None = None
+        self.room: Room | None = room
 
 
 class KernelExecutor(Executor):
     """Sequences over anything that launches rounds and reads prompts.
 
-    Every sequence is a column of each launch and owns the pages of the pool that prompt and answer
-    may need.
+    Every sequence is a column of each launch. It takes pages of the pool as it comes to their
+    positions. One that is paused gives all back, and reads again what it had come to: the prompt as
+    before, its answer in rounds of eight columns, which give the bits of one.
 
     Args:
         decoder: runs rounds; its page tables have a row for each sequence.
@@ -106,6 +122,7 @@ class KernelExecutor(Executor):
         chunk_tokens: most prompt tokens a pass.
         keeps_prefixes: leave pages of prompts in the pool, as far as nobody else needs them, for
             later prompts that begin alike.
+        host: takes kept pages that are needed for something else; None where nobody does.
     """
 
     def __init__(
@@ -117,95 +134,173 @@ class KernelExecutor(Executor):
         chunk_tokens: int = CHUNK_TOKENS,
         *,
         keeps_prefixes: bool = False,
+        host: Host | None = None,
     ) -> None:
         self._launches, self._prompt_pass = decoder, prefill
         self._vocab_size = vocab_size
-        self._chunk_tokens = min(chunk_tokens, prefill.most_tokens)
-        self._pages = PageList(num_pages)
-        self._tree: PrefixTree[list[int]] | None = None
-        if keeps_prefixes and self._chunk_tokens % PAGE_POSITIONS == 0:
-            self._tree = PrefixTree(self._chunk_tokens)
+        most = min(chunk_tokens, prefill.most_tokens)
+        self.grid = growing_grid(most) if keeps_prefixes else Grid(most, most)
         self.num_columns = min(MAX_COLUMNS, decoder.page_tables.shape[0])
-        self._free_slots = list(range(self.num_columns - 1, -1, -1))
+        self.rooms = Rooms(
+            self.num_columns, num_pages, self.grid, keeps_prefixes=keeps_prefixes, host=host
+        )
         self._rows = decoder.page_tables.tolist()
+
+    # --- room -------------------------------------------------------------------------------------
 
     def open(
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> Running | None:
         """See Executor."""
-        wanted = num_pages_of(len(prompt_ids) + sampler.stop_test.max_tokens)
-        if not self._free_slots:
+        room = self._room(prompt_ids, sampler)
+        if room is None:
             return None
-        # Of a prompt that is kept whole the last chunk is read again: it gives the logits.
-        match = None if self._tree is None else self._tree.match(prompt_ids[:-1])
-        kept = [] if match is None else [page for pages in match.values for page in pages]
-        if self._tree is not None and match is not None:
-            self._tree.use(match.node)
-            if not self._make_room(wanted - len(kept)):
-                self._tree.release(match.node)
-        if wanted - len(kept) > self._pages.num_free:
-            return None
-        own = self._pages.take(wanted - len(kept))
-        slot, pages = self._free_slots.pop(), kept + own
-        if self._rows[slot][:wanted] != pages:
-            self._rows[slot][:wanted] = pages
-            self._launches.page_tables[slot, :wanted].copy_(torch.tensor(pages, dtype=torch.int32))
-        running = _Running(prompt_ids, sampler, top_logprobs, slot, pages)
-        running.owned = set(own)
-        if match is not None:
-            running.node, running.divergence = match.node, match.divergence
-            running.num_cached = running.num_read = len(kept) * PAGE_POSITIONS
+        running = _Running(prompt_ids, sampler, top_logprobs, room)
+        running.num_cached, running.num_spilled = room.num_cached, room.num_spilled
+        running.divergence = room.divergence
+        self._begin(running, room)
         return running
 
-    def _make_room(self, pages: int) -> bool:
-        """Whether so many pages are free, if need be instead of kept prefixes."""
-        if self._tree is not None and (missing := pages - self._pages.num_free) > 0:
-            for dropped in self._tree.drop(-(-missing * PAGE_POSITIONS // self._chunk_tokens)):
-                self._pages.give_back(reversed(dropped))
-        return pages <= self._pages.num_free
+    def _room(self, prompt_ids: Sequence[int], sampler: Sampler) -> Room | None:
+        most = len(prompt_ids) + sampler.stop_test.max_tokens
+        first = len(prompt_ids) + len(sampler.output_ids) + _MARGIN_TOKENS
+        return self.rooms.open(prompt_ids, min(first, most), most)
 
-    def _keep(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
-        """Leave the pages of a chunk that was just read to later prompts, if it is whole."""
-        if self._tree is None or running.node is None or len(chunk) < self._chunk_tokens:
-            return
-        first = start // PAGE_POSITIONS
-        pages = running.pages[first : first + self._chunk_tokens // PAGE_POSITIONS]
-        node, is_new = self._tree.insert(running.node, chunk, pages)
-        if is_new:
-            running.owned.difference_update(pages)
-        self._tree.use(node)
-        self._tree.release(running.node)
-        running.node = node
+    def make_room(self, running: Sequence[Running]) -> bool:
+        """See Executor."""
+        return all(self.rooms.reserve(_room_of(r), self._next_position(r)) for r in running)
+
+    def _next_position(self, running: Running) -> int:
+        """Positions after the next chunk, or after some rounds."""
+        prompt, start = len(running.prompt_ids), running.num_read
+        if running.is_read:
+            return running.position + min(_ASSURED_ROUNDS, running.num_wanted)
+        if start >= prompt:
+            return min(start + _REPLAYED_TOKENS, running.num_to_read)
+        return prompt if prompt <= RIDING_TOKENS else min(start + self.grid.width(start), prompt)
+
+    def pause(self, running: Running) -> None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        self.rooms.close(_room_of(running))
+        running.room, running.num_read = None, 0
+
+    def resume(self, running: Running) -> bool:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        assert running.room is None, "it is paused"
+        running.room = self._room(running.prompt_ids, running.sampler)
+        if running.room is None:
+            return False
+        self._begin(running, running.room)
+        return True
+
+    def _begin(self, running: Running, room: Room) -> None:
+        running.num_to_read = max(len(running.prompt_ids), running.position)
+        running.num_read, running.num_behind = room.num_joined, 0
+
+    def close(self, running: Running) -> None:
+        """See Executor."""
+        assert isinstance(running, _Running), "opened here"
+        if running.room is not None:
+            self.rooms.close(running.room)
+            running.room = None
+
+    @property
+    def kept(self) -> KeptTokens:
+        """See Executor."""
+        rooms, moved = self.rooms, self.rooms.moved
+        num_kept = 0 if rooms.tree is None else rooms.tree.num_tokens
+        return KeptTokens(
+            on_device=num_kept - rooms.spilled_tokens,
+            on_host=rooms.spilled_tokens,
+            spilled=moved.spilled_tokens,
+            fetched=moved.fetched_tokens,
+            dropped=moved.dropped_tokens,
+        )
+
+    def _show(self, running: Running) -> int:
+        """Make the kernel's page table that of a sequence; its row."""
+        room = _room_of(running)
+        count, row = len(room.pages), self._rows[room.slot]
+        if row[:count] != room.pages:
+            row[:count] = room.pages
+            shown = torch.tensor(room.pages, dtype=torch.int32)
+            self._launches.page_tables[room.slot, :count].copy_(shown)
+        return room.slot
+
+    # --- prompts ----------------------------------------------------------------------------------
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
-        assert isinstance(running, _Running), "opened here"
-        if len(running.prompt_ids) <= RIDING_TOKENS:
-            return self._ride(running)
-        start = running.num_read
-        chunk = running.prompt_ids[start : start + self._chunk_tokens]
-        is_last = start + len(chunk) == len(running.prompt_ids)
-        logits = self._prompt_pass.run(chunk, start, running.pages, want_logits=is_last)
+        room, start, ids = _room_of(running), running.num_read, running.prompt_ids
+        assert self.make_room([running]), "the caller made room"
+        if num_joined := self.rooms.next_block(room):
+            running.num_read += num_joined
+            return None
+        self.rooms.join()
+        is_resumed = bool(running.sampler.output_ids)
+        if start >= len(ids):
+            self._replay(running)
+            return None
+        if len(ids) <= RIDING_TOKENS:
+            token_id, last = self._ride(running)
+            return None if is_resumed else self._pick_ridden(running, token_id, last)
+        chunk = ids[start : start + self.grid.width(start)]
+        # Wanted or not, logits come with the last chunk, which then has the same size as ever.
+        is_last = start + len(chunk) == len(ids)
+        if not is_last and self.rooms.adopt(room, start, chunk):
+            running.num_read += len(chunk)
+            running.num_cached += 0 if is_resumed else len(chunk)
+            return None
+        logits = self._prompt_pass.run(chunk, start, room.pages, want_logits=is_last)
         running.num_read += len(chunk)
-        self._keep(running, start, chunk)
-        return None if logits is None else pick(running, logits)
+        self.rooms.keep(room, start, chunk)
+        return None if logits is None or is_resumed else pick(running, logits)
 
-    def _ride(self, running: _Running) -> Picked:
-        """Read a short prompt in rounds of its own; what follows it."""
+    def _ride(self, running: Running) -> tuple[int, int]:
+        """Read a short prompt in rounds of its own; what the last column chose, and which it is."""
         # Columns side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
-        ids = running.prompt_ids
+        ids, slot = running.prompt_ids, self._show(running)
         width, last = min(len(ids), MAX_COLUMNS), (len(ids) - 1) % MAX_COLUMNS
-        columns = [Column(running.slot, c, ids[c::width], stride=width) for c in range(width)]
+        columns = [Column(slot, c, ids[c::width], stride=width) for c in range(width)]
         token_id = self._launches.run(columns, -(-len(ids) // width))[-1][last]
         running.num_read = len(ids)
+        return token_id, last
+
+    def _pick_ridden(self, running: Running, token_id: int, last: int) -> Picked:
         if running.top_logprobs is not None or _choice(running.sampler) is not None:
             return pick(running, self._launches.logits[last, : self._vocab_size])
         # The best one, as the kernel has found.
         if token_id >= self._vocab_size:
-            raise BadLogits(len(ids), bad_score(token_id))
+            raise BadLogits(len(running.prompt_ids), bad_score(token_id))
         running.sampler.observe(token_id)
         return Picked(token_id)
+
+    def _replay(self, running: Running) -> None:
+        """Let the kernel make keys and values of an answer's next tokens anew."""
+        stop = min(running.num_read + _REPLAYED_TOKENS, running.num_to_read)
+        self._feed(running, running.num_read, stop)
+        running.num_read = stop
+
+    def _feed(self, running: Running, start: int, stop: int) -> None:
+        """Let the kernel make keys and values of an answer's tokens at these positions."""
+        if start == stop:
+            return
+        slot, first = self._show(running), start - len(running.prompt_ids)
+        ids = running.sampler.output_ids[first : first + stop - start]
+        # Whole rounds only: what follows the last token may be somebody else's page.
+        full = len(ids) // MAX_COLUMNS * MAX_COLUMNS
+        for begin, part in ((0, ids[:full]), (full, ids[full:])):
+            width = min(len(part), MAX_COLUMNS)
+            columns = [
+                Column(slot, start + begin + c, part[c::width], stride=width) for c in range(width)
+            ]
+            if columns:
+                self._launches.run(columns, len(part) // width)
+
+    # --- rounds -----------------------------------------------------------------------------------
 
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
         """See Executor.
@@ -215,65 +310,92 @@ class KernelExecutor(Executor):
         """
         shows_logits = any(r.top_logprobs is not None for r in running)
         count = 1 if shows_logits else min(most, self._launches.max_rounds)
-        count = min(count, *(r.num_wanted for r in running))
-        failed: dict[int, BadLogits] = {}
-        self._launches.start([_column(r) for r in running], count)
+        count = self._take_pages(running, min(count, *(r.num_wanted for r in running)))
+        columns = []
+        for number, one in enumerate(running):
+            self._feed(one, one.position - one.num_behind, one.position)
+            one.num_behind = 0
+            try:
+                columns.append(_column(one, self._show(one)))
+            except RequestError as error:
+                yield [error if n == number else None for n in range(len(running))]
+                return
+        settled: dict[int, Outcome] = {}
+        self._launches.start(columns, count)
         tokens = self._launches.tokens()
         try:
             for chosen in list(tokens) if shows_logits else tokens:
                 yield [
-                    self._outcome(column, r, chosen[column], failed)
+                    settled[column]
+                    if column in settled
+                    else self._outcome(column, r, chosen[column], settled)
                     for column, r in enumerate(running)
                 ]
         finally:
-            self._launches.stop()
+            self._launches.abandon()
             for _ in tokens:
                 pass
 
+    def _take_pages(self, running: Sequence[Running], count: int) -> int:
+        """As many rounds, at most `count`, as there are pages for."""
+        assert self.make_room(running), "the caller made room"
+        rooms = [_room_of(r) for r in running]
+        while count > _ASSURED_ROUNDS:
+            if self.rooms.look_ahead(rooms, [r.position + count for r in running]):
+                return count
+            count = max(_ASSURED_ROUNDS, count // 2)
+        return count
+
     def _outcome(
-        self, column: int, running: Running, token_id: int, failed: dict[int, BadLogits]
+        self, column: int, running: Running, token_id: int, settled: dict[int, Outcome]
     ) -> Outcome:
-        if token_id >= self._vocab_size:
-            failed.setdefault(column, BadLogits(running.position + 1, bad_score(token_id)))
-        if column in failed:
-            return failed[column]
-        running.sampler.observe(token_id)
-        if running.top_logprobs is None:
-            return Picked(token_id)
-        return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
+        """What a column's token means.
+
+        `settled` has what the launch's further rounds bring for columns whose tokens mean nothing
+        any more; this one may join them.
+        """
+        try:
+            if token_id >= self._vocab_size:
+                raise BadLogits(running.position + 1, bad_score(token_id))
+            running.sampler.observe(token_id)
+            if running.top_logprobs is not None:
+                return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
+            outcome = Picked(token_id, forced=take_forced(running, SPAN_TOKENS))
+            if running.sampler.is_constrained:
+                # As soon as it is known: the kernel may be waiting for it.
+                ends = bool(running.num_behind) or running.is_over
+                self._launches.allow(column, None if ends else running.sampler.allowed())
+                if ends:
+                    settled[column] = None
+        except RequestError as error:
+            self._launches.allow(column, None)
+            settled[column] = error
+            return error
+        return outcome
 
     def stop(self) -> None:
         """See Executor."""
         self._launches.stop()
 
-    def close(self, running: Running) -> None:
-        """See Executor."""
-        assert isinstance(running, _Running), "opened here"
-        # In this order: one sequence after the other gets the same pages and an unchanged row.
-        self._pages.give_back(page for page in reversed(running.pages) if page in running.owned)
-        if self._tree is not None and running.node is not None:
-            self._tree.release(running.node)
-            running.node = None
-        self._free_slots.append(running.slot)
 
-
-def _column(running: Running) -> Column:
+def _room_of(running: Running) -> Room:
     assert isinstance(running, _Running), "opened here"
+    assert running.room is not None, "it is not paused"
+    return running.room
+
+
+def _column(running: Running, slot: int) -> Column:
     # Of more stop tokens the caller sees the others.
     stops = sorted(running.sampler.stop_test.ending_ids)[:MAX_STOPS]
     choice = _choice(running.sampler)
-    return Column(running.slot, running.position, [running.last], stops, choice=choice)
+    return Column(slot, running.position, [running.last], stops, choice=choice)
 
 
 def _choice(sampler: Sampler) -> Choice | None:
     """How tokens are chosen from here on; None if every one is that with the largest logit."""
     params, ending_ids = sampler.params, sampler.stop_test.ending_ids
     is_banned = len(sampler.output_ids) < params.min_tokens and bool(ending_ids)
-    if params.is_greedy and not (params.has_penalties or params.logit_bias or is_banned):
+    is_plain = not (params.has_penalties or params.logit_bias or is_banned)
+    if params.is_greedy and is_plain and not sampler.is_constrained:
         return None
-    return Choice(params, sampler.counts, ending_ids)
-
-
-def num_pages_of(tokens: int) -> int:
-    """Pages that so many positions of one sequence take."""
-    return -(-tokens // PAGE_POSITIONS)
+    return Choice(params, sampler.counts, ending_ids, sampler.allowed())

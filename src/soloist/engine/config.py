@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from soloist.errors import DeviceMissing, SettingError
+from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -18,6 +18,9 @@ from soloist.model.memory import (
     require_memory,
 )
 from soloist.model.tensors import TensorSpec
+
+# Of the host's free memory, for kept prompts.
+HOST_CACHE_SHARE = 4
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -39,6 +42,9 @@ class EngineConfig:
         sequences: requests that may run side by side, 1 … 8.
         keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
             room requests leave.
+        measures_bandwidth: read memory for half a second while loading, so that MBU is known.
+        host_cache_bytes: of pinned host memory, at most, for kept prompts that the GPU has no room
+            for; None takes a share of what is free.
     """
 
     model: str = "etude"
@@ -49,6 +55,8 @@ class EngineConfig:
     prepare: bool = True
     sequences: int = 1
     keeps_prefixes: bool = False
+    measures_bandwidth: bool = False
+    host_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,31 @@ def resolve(
     token_bytes = kv_bytes_per_token(model, dtype)
     memory = replace(memory, kv_bytes=memory.kv_bytes + (kv_tokens - context) * token_bytes)
     return Resolved(device, dtype, context, memory, kv_tokens)
+
+
+def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) -> int:
+    """Host memory, at most, for kept prompts; `free_bytes` of it are free.
+
+    Raises:
+        SettingError: a size that is negative or would have no effect.
+        OutOfMemory: it is not there.
+    """
+    wanted, name = asked.host_cache_bytes, "host cache"
+    if wanted is None:
+        return free_bytes // HOST_CACHE_SHARE if has_kernel and asked.keeps_prefixes else 0
+    if wanted < 0:
+        raise SettingError(name, gigabytes(wanted), "0 GB or more")
+    if wanted and not asked.keeps_prefixes:
+        raise SettingError(name, gigabytes(wanted), "0 GB where no prompts are kept")
+    if wanted and not has_kernel:
+        raise SettingError(
+            name, gigabytes(wanted), "0 GB without the decode kernel",
+            "the reference keeps prompts in the KV cache that it has",
+        )  # fmt: skip
+    if wanted > free_bytes:
+        fits = f"up to {gigabytes(free_bytes)} are free"
+        raise OutOfMemory("the host cache", wanted, free_bytes, fits)
+    return wanted
 
 
 def _kv_tokens(

@@ -5,7 +5,7 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,13 +15,17 @@ import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
-from soloist.engine.config import EngineConfig, Resolved, resolve, resolve_device
+from soloist.engine.bandwidth import brief_bandwidth
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
+from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support, find_support
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.jit.upload import Upload
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -34,6 +38,7 @@ from soloist.prefill.runner import CHUNK_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
+from soloist.text.grammar import Grammar, Grammars
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -48,10 +53,12 @@ class LoadReport:
         num_parameters: of the model.
         streamed_bytes: that one decode step has to read at batch 1, KV cache apart.
         checkpoint_bytes: read from disk.
-        load_s: from opening the files to weights in place.
+        load_s: reading them, to weights in place; before torch was imported or afterwards.
         device_name: for people.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
+        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        host_cache_bytes: of host memory that kept prompts may take.
     """
 
     folder: Path
@@ -62,6 +69,8 @@ class LoadReport:
     device_name: str
     executor: ExecutorName = "reference"
     refusal: str = ""
+    bandwidth_gb_per_s: float | None = None
+    host_cache_bytes: int = 0
 
 
 class Engine:
@@ -90,13 +99,28 @@ class Engine:
         self._folder = folder
 
     @classmethod
-    def load(cls, asked: EngineConfig, on_progress: OnProgress = lambda _: None) -> "Engine":
-        """Find, check, estimate and load a model; nothing is allocated before the estimate.
+    def load(
+        cls,
+        asked: EngineConfig,
+        on_progress: OnProgress = lambda _: None,
+        upload: Upload | None = None,
+    ) -> "Engine":
+        """Find, check, estimate and load a model; nothing more is allocated before the estimate.
+
+        Args:
+            asked: what to load.
+            on_progress: told after every tensor.
+            upload: the model's files, if they are on their way to its GPU; closed here.
 
         Raises:
             UserError: the model, its files or an option cannot be used.
             DeviceError: it does not fit, or the device does not exist.
         """
+        with nullcontext() if upload is None else closing(upload):
+            return cls._load(asked, on_progress, upload)
+
+    @classmethod
+    def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         config = read_config(folder / CONFIG_FILE)
@@ -105,6 +129,8 @@ class Engine:
         checkpoint.check(specs, FAMILIES[config.family].ignored)
         device = torch.device(resolve_device(asked.device, devices()))
         free_bytes = _free_bytes(device)
+        if upload is not None:
+            free_bytes += upload.held_bytes()  # until weights are in place
 
         @cache
         def support_in(dtype: Dtype) -> Support:
@@ -115,6 +141,7 @@ class Engine:
 
         resolved = resolve(asked, config, specs, checkpoint.dtype, str(device), free_bytes, kernel)
         _set_threads(settings)
+        bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(specs) * resolved.dtype.num_bytes
@@ -123,14 +150,19 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes, available_memory_bytes())
-        weights = load_weights(
-            checkpoint,
-            specs,
-            resolved.dtype,
-            torch.device("cpu") if is_staged else device,
-            on_progress,
+        has_kernel = support.plan is not None
+        host_bytes = host_cache_bytes(
+            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
         )
-        load_s = time.perf_counter() - start
+        home = torch.device("cpu") if is_staged else device
+        with early_files(upload, home) as open_stored:
+            weights = load_weights(
+                checkpoint, specs, resolved.dtype, home, on_progress, open_stored
+            )
+        end = time.perf_counter()
+        load_s = end - start
+        if upload is not None:
+            load_s = upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
         model: Executor
         if support.plan is None:
             model = ReferenceModel(
@@ -143,7 +175,7 @@ class Engine:
                 support.plan, weights, context, device, settings.cache,
                 keep_rows=not is_staged, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
                 chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-                keeps_prefixes=asked.keeps_prefixes,
+                keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
@@ -157,6 +189,8 @@ class Engine:
             device_name=device_name(resolved.device),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
+            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -169,6 +203,18 @@ class Engine:
         """
         return ChatTemplate.from_folder(self._folder)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like, for this model's tokens."""
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What tokens make the device read."""
+        return Traffic(
+            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
@@ -178,7 +224,11 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, cancel: Cancel | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        cancel: Cancel | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[Chunk | Completion]:
         """Answer one prompt: chunks as tokens come, one completion at the end.
 
@@ -186,6 +236,7 @@ class Engine:
             prompt: text, or token ids.
             params: how to sample and when to stop.
             cancel: ends the request at its next token once set.
+            grammar: of the answer, made by `grammars`.
 
         Raises:
             RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
@@ -195,7 +246,11 @@ class Engine:
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check_prompt(prompt_ids, params.max_tokens)
         params.check_vocabulary(self.config.vocab_size)
-        return self._events(prompt_ids, params.with_seed(), cancel or Cancel(), accepted)
+        sampler = Sampler(
+            params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
+            None if grammar is None else grammar.start(),
+        )  # fmt: skip
+        return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
 
     def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
         """Refuse a prompt that cannot be answered with so many tokens.
@@ -216,18 +271,24 @@ class Engine:
     def _events(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        sampler: Sampler,
         cancel: Cancel,
         accepted: float,
     ) -> Iterator[Chunk | Completion]:
-        sampler = Sampler(params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids)
         answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested)
+
+        def was_read(running: Running) -> None:
+            answer.num_cached = running.num_cached
+
+        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
         with closing(source):
             for token_id in source:
                 yield answer.take(token_id, None, time.perf_counter())
                 if answer.finish_reason is not None:
                     break
+        burst = Burst(self.traffic, [len(prompt_ids) + 1])
+        burst.num_rounds = max(0, answer.num_made - 1)
+        answer.decode_bytes = burst.num_bytes
         rest, completion = answer.finish(time.perf_counter())
         if rest is not None:
             yield rest

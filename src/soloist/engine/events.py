@@ -37,6 +37,8 @@ class Timings:
         total_s: request accepted → finished.
         queue_s: request accepted → work on it begins, a part of `ttft_s`.
         cached_tokens: tokens of the prompt that did not have to be read again.
+        decode_bytes: that the device had to read from the first token to the last: weights, keys
+            and values of this request and of those it shared steps with; 0 if not counted.
     """
 
     prompt_tokens: int
@@ -46,11 +48,18 @@ class Timings:
     total_s: float
     queue_s: float = 0.0
     cached_tokens: int = 0
+    decode_bytes: int = 0
 
     @property
     def decode_tokens_per_s(self) -> float | None:
         """(N - 1) / (time of last - time of first); None where there are no two tokens."""
         return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 else None
+
+    def mbu(self, bandwidth_gb_per_s: float | None) -> float | None:
+        """Bytes that had to be read a second over measured read bandwidth; None if unknown."""
+        if not (bandwidth_gb_per_s and self.decode_bytes and self.decode_s > 0):
+            return None
+        return self.decode_bytes / self.decode_s / 1e9 / bandwidth_gb_per_s
 
 
 @dataclass(frozen=True, slots=True)

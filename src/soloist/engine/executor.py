@@ -19,14 +19,46 @@ from soloist.sampling.logprobs import TokenLogprobs, logprobs
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A token that was chosen; the sampler has observed it."""
+    """A token that was chosen; the sampler has observed it.
+
+    Attributes:
+        token_id: which one.
+        logprobs: where they are wanted.
+        forced: tokens behind it, observed too, that were not chosen: no others could follow.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    forced: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.token_id, *self.forced)
 
 
-# What a round brings for one sequence: a token, or why none can be chosen any more.
-Outcome = Picked | RequestError
+# What a round brings for one sequence: a token; why none can be chosen any more; or nothing, since
+# the sequence waits for the next rounds.
+Outcome = Picked | RequestError | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Prompt tokens whose keys and values are kept, and how many have moved since the start.
+
+    Attributes:
+        on_device: kept where they can be used at once.
+        on_host: kept in the host's memory.
+        spilled: ever copied to the host.
+        fetched: ever copied back.
+        dropped: ever forgotten.
+    """
+
+    on_device: int = 0
+    on_host: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    dropped: int = 0
 
 
 class Running:
@@ -38,7 +70,12 @@ class Running:
         top_logprobs: None where no log probabilities are wanted, else how many of the likeliest
             tokens to name beside the chosen one.
         num_cached: prompt tokens whose keys and values were there already.
-        num_read: prompt tokens whose keys and values are there now.
+        num_spilled: of these, how many had to come back from the host's memory.
+        num_read: of the tokens to be read before rounds begin, how many are.
+        num_to_read: the prompt, and of a sequence that was paused all of its answer but the latest
+            token.
+        num_behind: tokens of the output before the latest one whose keys and values are not there:
+            forced ones, which are to be fed together.
         divergence: where the prompt leaves one that is kept, if it does.
     """
 
@@ -46,8 +83,14 @@ class Running:
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> None:
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
-        self.num_cached = self.num_read = 0
+        self.num_cached = self.num_spilled = self.num_read = self.num_behind = 0
+        self.num_to_read = len(prompt_ids)
         self.divergence: Divergence | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what comes next are rounds."""
+        return self.num_read >= self.num_to_read
 
     @property
     def num_wanted(self) -> int:
@@ -64,15 +107,28 @@ class Running:
         """Of the latest token."""
         return len(self.prompt_ids) + len(self.sampler.output_ids) - 1
 
+    @property
+    def ids_behind(self) -> list[int]:
+        """The tokens that `num_behind` counts; the last one is right before the latest token."""
+        made = self.sampler.output_ids
+        return made[len(made) - 1 - self.num_behind : len(made) - 1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow, by length or by the form of the answer."""
+        return self.num_wanted <= 0 or self.sampler.is_complete
+
 
 class Executor(ABC):
     """A model on a device.
 
     Attributes:
         num_columns: sequences that may be open at once.
+        shares_steps: whether a round reads the weights once for all its sequences.
     """
 
     num_columns: int
+    shares_steps: bool = True
 
     def bind(self) -> None:  # noqa: B027 - most executors need nothing
         """Make the calling thread the one that uses the device; the loading thread already is."""
@@ -81,19 +137,50 @@ class Executor(ABC):
     def open(
         self, prompt_ids: Sequence[int], sampler: Sampler, top_logprobs: int | None = None
     ) -> Running | None:
-        """Reserve room for a prompt and its answer.
+        """Begin a sequence.
 
         Returns:
             The sequence; None where the room is taken until another sequence is closed. A sequence
             that fits the context can always be opened where no other is open.
         """
 
+    def make_room(self, running: Sequence[Running]) -> bool:  # noqa: ARG002 - `open` reserved all
+        """Make room for the next step: of one sequence that is read, or of several that decode.
+
+        Returns:
+            False where the room is taken until one of the open sequences is paused or closed. A
+            sequence alone always has room.
+        """
+        return True
+
+    def pause(self, running: Running) -> None:  # noqa: ARG002 - never called
+        """Give a sequence's room back for now; `resume` begins it again."""
+        raise AssertionError("room never ran out")
+
+    def resume(self, running: Running) -> bool:  # noqa: ARG002 - never called
+        """Begin a paused sequence again; it is read once more, then goes on with the same bits.
+
+        Returns:
+            False, as `open` returns None.
+        """
+        raise AssertionError("nothing was paused")
+
+    @property
+    def kept(self) -> KeptTokens:
+        """How much of earlier prompts is kept; may be asked from any thread."""
+        return KeptTokens()
+
     @abstractmethod
     def read(self, running: Running) -> Picked | None:
-        """Read the next chunk of the prompt; with its last one, choose the first token.
+        """Read the next chunk; with the last one of a prompt, choose the first token.
+
+        Before, `make_room` said that there is room.
+
+        Returns:
+            The first token; None where more is to be read, or the sequence was paused and has it.
 
         Raises:
-            BadLogits: no first token can be chosen.
+            BadLogits, GrammarFailed: no first token can be chosen.
             DeviceError: the device failed.
         """
 
@@ -101,9 +188,9 @@ class Executor(ABC):
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
         """Rounds as they come, with one outcome for each of `running`, in that order.
 
-        Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens,
-        or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops what the
-        device made meanwhile.
+        Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens
+        or its form, or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops
+        what the device made meanwhile. Before, `make_room` said that there is room.
 
         Raises:
             DeviceError: the device failed.
@@ -118,7 +205,11 @@ class Executor(ABC):
         """Give a sequence's room back."""
 
     def generate(
-        self, prompt_ids: Sequence[int], sampler: Sampler, cancelled: Callable[[], bool]
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool],
+        on_read: Callable[[Running], None] = lambda _: None,
     ) -> Generator[int, None, None]:
         """One sequence alone: yield tokens, at most the request's largest number.
 
@@ -128,9 +219,11 @@ class Executor(ABC):
             prompt_ids: at least one token; with the answer they fit the context.
             sampler: chooses and observes tokens.
             cancelled: asked before every chunk of the prompt and after every token.
+            on_read: called with the sequence when its prompt is read, before the first token.
 
         Raises:
             BadLogits: the best score is NaN or infinite.
+            GrammarFailed: the answer cannot get its form any more.
             DeviceError: the device failed.
         """
         running = self.open(prompt_ids, sampler)
@@ -141,13 +234,15 @@ class Executor(ABC):
                 if cancelled():
                     return
                 picked = self.read(running)
-            yield picked.token_id
-            while running.num_wanted > 0 and not cancelled():
+            on_read(running)
+            yield from picked.token_ids
+            while not running.is_over and not cancelled():
                 with closing(self.rounds([running], running.num_wanted)) as rounds:
                     for (outcome,) in rounds:
                         if isinstance(outcome, RequestError):
                             raise outcome
-                        yield outcome.token_id
+                        if outcome is not None:
+                            yield from outcome.token_ids
                         if cancelled():
                             return
         finally:
@@ -159,6 +254,7 @@ def pick(running: Running, logits: Tensor) -> Picked:
 
     Raises:
         BadLogits: the best score is NaN or infinite.
+        GrammarFailed: no token is allowed.
     """
     token_id = running.sampler.pick(logits, running.position + 1)
     running.sampler.observe(token_id)
@@ -166,6 +262,26 @@ def pick(running: Running, logits: Tensor) -> Picked:
 
 
 def picked(running: Running, token_id: int, logits: Tensor) -> Picked:
-    """A token with what the request wants to know of the logits [V] it was chosen from."""
+    """An observed token, what is to be known of its logits [V], and what must follow it."""
     wanted = running.top_logprobs
-    return Picked(token_id, None if wanted is None else logprobs(logits, token_id, wanted))
+    if wanted is not None:
+        return Picked(token_id, logprobs(logits, token_id, wanted))
+    return Picked(token_id, forced=take_forced(running))
+
+
+def take_forced(running: Running, least: int = 1) -> tuple[int, ...]:
+    """Append what must follow without asking the model, if that is at least so many tokens.
+
+    Where log probabilities are wanted nothing is: they need logits, so forced tokens come one a
+    round, each the only one allowed.
+    """
+    taken: list[int] = []
+    while True:
+        span = list(running.sampler.forced_ids)[: running.num_wanted]
+        if not span or len(taken) + len(span) < least:
+            break
+        for token_id in span:
+            running.sampler.observe(token_id)
+        taken += span
+    running.num_behind += len(taken)
+    return tuple(taken)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soloist.engine.columns import KernelExecutor, num_pages_of
+from soloist.engine.columns import KernelExecutor
+from soloist.engine.rooms import num_pages_of
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
@@ -14,6 +15,7 @@ from soloist.megakernel.sharding import rope_in_halves
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.host_pages import HostPages
 from soloist.prefill.lanes import LANE_CHUNK_TOKENS, LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
@@ -22,7 +24,7 @@ from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
 SHARED_CHUNK_TOKENS = 512
 
 # First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
-# full ones.
+# whole ones.
 CAPTURED_TOKENS = (32, 64, 128, 256)
 
 
@@ -43,6 +45,7 @@ class KernelModel(KernelExecutor):
             contexts as there are sequences.
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
+        host_bytes: of pinned host memory, at most, for kept prompts whose pages others need.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
@@ -61,6 +64,7 @@ class KernelModel(KernelExecutor):
         kv_tokens: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         keeps_prefixes: bool = False,
+        host_bytes: int = 0,
     ) -> None:
         config, dtype = plan.model, TORCH_DTYPES[plan.dtype]
         pages = num_pages_of(context_tokens)
@@ -113,10 +117,11 @@ class KernelModel(KernelExecutor):
                     turn_halves(plan, weights)
                 most = min(LANE_CHUNK_TOKENS, context_tokens)
                 self.prefill = LanePrefill(config, matrices, vectors, self.pool, rope, most)
+            host = HostPages(self.pool.tensor, host_bytes)
             torch.cuda.synchronize(device)
         super().__init__(
             self.decoder, self.prefill, self.pool.num_pages, config.vocab_size, chunk_tokens,
-            keeps_prefixes=keeps_prefixes,
+            keeps_prefixes=keeps_prefixes, host=host,
         )  # fmt: skip
 
     def bind(self) -> None:
@@ -132,8 +137,8 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self._device):
             self.decoder.prepare_sampling()
             if self._keeps_rows and isinstance(self.prefill, Prefill):
-                most = self.prefill.most_tokens
-                self.prefill.capture([n for n in CAPTURED_TOKENS if n < most] + [most])
+                first = self.grid.width(0)
+                self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < first), first])
             torch.cuda.synchronize(self._device)
 
     @property

@@ -8,18 +8,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 
 from soloist.engine.answer import Answer
 from soloist.engine.events import Event, Failure
-from soloist.engine.executor import Executor, Outcome, Running
+from soloist.engine.executor import Executor, KeptTokens, Outcome, Running
 from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
+from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import Constraint
 from soloist.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -54,12 +57,14 @@ class Load:
         num_waiting: in the queue.
         num_columns: how many may run.
         most_waiting: how many may wait.
+        num_pauses: how often one had to make room for those before it.
     """
 
     num_running: int
     num_waiting: int
     num_columns: int
     most_waiting: int
+    num_pauses: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class _State:
     is_closing: bool = False
     failure: SoloistError | None = None
     mean_s: float = 1.0
+    num_pauses: int = 0
 
 
 class EngineLoop:
@@ -80,8 +86,9 @@ class EngineLoop:
         executor: used by this loop alone, in a thread of its own, until `close` returns.
         tokenizer: of its model.
         vocab_size: V.
+        traffic: what tokens make the device read; None counts nothing.
         most_waiting: requests that may wait for a column.
-        flush_s: how often a request's listener is told of new tokens; 0 for each token.
+        flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
         on_failure: called once, in the loop's thread, if the device fails.
     """
 
@@ -91,12 +98,14 @@ class EngineLoop:
         tokenizer: Tokenizer,
         vocab_size: int,
         *,
+        traffic: Traffic | None = None,
         most_waiting: int = 64,
         flush_s: float = 0.001,
         on_failure: Callable[[SoloistError], None] = lambda _: None,
     ) -> None:
         self._executor, self._tokenizer, self._vocab_size = executor, tokenizer, vocab_size
         self._flush_s, self._on_failure = flush_s, on_failure
+        self._traffic, self._burst = traffic, Burst(None, ())
         self._scheduler: Scheduler[_Job] = Scheduler(executor.num_columns, most_waiting)
         self._condition = threading.Condition()
         self._state = _State()
@@ -110,7 +119,14 @@ class EngineLoop:
     def load(self) -> Load:
         """How busy it is."""
         s = self._scheduler
-        return Load(s.num_running, s.num_waiting, s.num_columns, s.most_waiting)
+        return Load(
+            s.num_running, s.num_waiting, s.num_columns, s.most_waiting, self._state.num_pauses
+        )
+
+    @property
+    def kept(self) -> KeptTokens:
+        """How much of earlier prompts is kept."""
+        return self._executor.kept
 
     @property
     def failure(self) -> SoloistError | None:
@@ -123,8 +139,10 @@ class EngineLoop:
         params: SamplingParams,
         *,
         top_logprobs: int | None = None,
+        shown_ids: AbstractSet[int] = frozenset(),
         listen: Callable[[], None] = lambda: None,
         accepted: float | None = None,
+        constraint: Constraint | None = None,
     ) -> Ticket:
         """Queue a request.
 
@@ -132,8 +150,10 @@ class EngineLoop:
             prompt_ids: checked by `Engine.check_prompt`.
             params: how to sample and when to stop.
             top_logprobs: None for no log probabilities, else how many alternatives to name.
+            shown_ids: special tokens that are part of the text.
             listen: called in the loop's thread when `take` has something; must not block.
             accepted: when the request came, by `time.perf_counter`; default: now.
+            constraint: the form that the answer must have; taken over.
 
         Raises:
             QueueFull: as many wait as may.
@@ -141,9 +161,10 @@ class EngineLoop:
             RequestError: token ids outside the vocabulary.
         """
         accepted = time.perf_counter() if accepted is None else accepted
-        sampler = Sampler(params, self._vocab_size, prompt_ids, self._tokenizer.eos_ids)
-        answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted)
-        ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._flush_s, self._news)
+        eos_ids = self._tokenizer.eos_ids
+        sampler = Sampler(params, self._vocab_size, prompt_ids, eos_ids, constraint)
+        answer = Answer(self._tokenizer, sampler, len(prompt_ids), accepted, shown_ids)
+        ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._news)
         job = _Job(ticket, sampler, answer, accepted)
         with self._condition:
             self._require_open()
@@ -243,17 +264,36 @@ class EngineLoop:
                 self._decode(jobs, most)
 
     def _join(self, job: _Job) -> None:
-        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
-        job.running = self._executor.open(ids, job.sampler, wanted)
+        was_paused = job.running is not None
+        has_joined = self._resume(job) if was_paused else self._open(job)
         with self._condition:
-            if job.running is None:
+            if not has_joined:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
+        if not was_paused:
+            self._start(job)
+
+    def _open(self, job: _Job) -> bool:
+        ids, wanted = job.ticket.prompt_ids, job.ticket.top_logprobs
+        job.running = self._executor.open(ids, job.sampler, wanted)
+        return job.running is not None
+
+    def _resume(self, job: _Job) -> bool:
+        assert job.running is not None, "it was paused"
+        return self._executor.resume(job.running)
+
+    def _start(self, job: _Job) -> None:
+        """Say what is known of a request that has just begun."""
+        assert job.running is not None, "it joined"
+        if job.running.num_spilled:
+            log.info(
+                "a prompt of %d tokens: %d come back from the host's memory",
+                len(job.ticket.prompt_ids), job.running.num_spilled,
+            )  # fmt: skip
         if job.running.divergence is not None:
             self._tell(job.ticket, job.running.divergence)
-        job.ticket.num_cached = job.running.num_cached
-        job.answer.start(time.perf_counter(), job.running.num_cached)
+        job.answer.start(time.perf_counter())
 
     def _tell(self, ticket: Ticket, divergence: Divergence) -> None:
         """Say where a prompt could have been cached for longer; text only where it is asked for."""
@@ -267,58 +307,91 @@ class EngineLoop:
             log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
             log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
 
+    def _has_room(self, running: Sequence[Running]) -> bool:
+        """Whether the next step has room; if not, one request is paused."""
+        if self._executor.make_room(running):
+            return True
+        with self._condition:
+            job = self._scheduler.exhausted()
+        assert job.running is not None, "it joined"
+        self._executor.pause(job.running)
+        job.ticket.flush()
+        self._state.num_pauses += 1
+        log.info("a request waits: %d tokens are more than there is room for", job.running.position)
+        return False
+
     def _read(self, job: _Job) -> None:
         assert job.running is not None, "it joined"
+        if not self._has_room([job.running]):
+            return
         try:
             picked = self._executor.read(job.running)
         except RequestError as error:
             self._leave(job, error)
             return
-        if picked is None:
+        if not job.running.is_read:
             return
         with self._condition:
             self._scheduler.was_read(job)
-        self._take(job, picked, time.perf_counter())
+        if picked is not None:
+            job.ticket.num_cached = job.answer.num_cached = job.running.num_cached
+            self._take(job, picked, time.perf_counter())
         if job.is_over:
             self._leave(job, None)
 
     def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
+        if not self._has_room(running):
+            return
         most = max(r.num_wanted for r in running) if most is None else most
+        told_at = time.perf_counter()
+        self._burst = Burst(self._traffic, [r.position + 1 for r in running])
         with closing(self._executor.rounds(running, most)) as rounds:
             for outcomes in rounds:
                 now = time.perf_counter()
+                self._burst.num_rounds += 1
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     if not job.is_over:
                         self._take(job, outcome, now)
+                if now - told_at >= self._flush_s:
+                    told_at = now
+                    _flush(jobs)
                 if self._has_news:
                     self._executor.stop()
                 if self._state.pings:
                     with self._condition:
                         self._answer_pings()
+        _flush(jobs)
+        read_bytes, self._burst = self._burst.num_bytes, Burst(None, ())
         for job in jobs:
-            job.ticket.flush()
             if job.is_over:
                 self._leave(job, None)
+            else:
+                job.answer.decode_bytes += read_bytes
 
     def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
         """Hand out what a round brought; the room stays until the rounds are over."""
         if isinstance(outcome, RequestError):
             job.is_over = self._has_news = True
-            job.ticket.put(Failure(outcome), now, is_urgent=True)
+            job.ticket.put(Failure(outcome), is_urgent=True)
             return
-        is_first = not job.answer.num_made
-        chunk = job.answer.take(outcome.token_id, outcome.logprobs, now)
-        job.ticket.put(chunk, now, is_urgent=is_first)
-        if job.answer.finish_reason is not None:
-            self._finish(job, now)
+        if outcome is None:
+            return
+        for token_id in outcome.token_ids:
+            is_first = not job.answer.num_made
+            chunk = job.answer.take(token_id, outcome.logprobs, now)
+            job.ticket.put(chunk, is_urgent=is_first)
+            if job.answer.finish_reason is not None:
+                self._finish(job, now)
+                return
 
     def _finish(self, job: _Job, now: float) -> None:
+        job.answer.decode_bytes += self._burst.num_bytes
         rest, completion = job.answer.finish(now)
         events: list[Event] = [completion] if rest is None else [rest, completion]
         job.is_over = self._has_news = True
         for event in events:
-            job.ticket.put(event, now, is_urgent=event is completion)
+            job.ticket.put(event, is_urgent=event is completion)
 
     def _leave(self, job: _Job, error: SoloistError | None) -> None:
         """Give a request's room back; one that is not over yet fails or was cancelled."""
@@ -335,7 +408,7 @@ class EngineLoop:
             return
         if error is not None:
             job.is_over = True
-            job.ticket.put(Failure(error), now, is_urgent=True)
+            job.ticket.put(Failure(error), is_urgent=True)
         else:
             self._finish(job, now)
 
@@ -351,8 +424,12 @@ class EngineLoop:
             self._state.failure = failure
             jobs = list(self._state.jobs)
             self._state.jobs.clear()
-        now = time.perf_counter()
         for job in jobs:
             if not job.is_over:
-                job.ticket.put(Failure(failure), now, is_urgent=True)
+                job.ticket.put(Failure(failure), is_urgent=True)
         self._on_failure(failure)
+
+
+def _flush(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        job.ticket.flush()

@@ -5,14 +5,19 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from soloist.engine.executor import Executor, Outcome, Picked, Running, pick
+from soloist.engine.executor import Executor, KeptTokens, Outcome, Picked, Running, pick
+from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
-from soloist.errors import BadLogits
+from soloist.errors import RequestError
 from soloist.model.config import ModelConfig
 from soloist.model.memory import CHUNK_TOKENS
 from soloist.model.weights import Weights
 from soloist.reference import KVCache, build_reference
 from soloist.sampling import Sampler
+
+# Prompt tokens a pass where prompts are kept: what lies behind the last whole chunk is read again,
+# which far into a prompt is dear. étude reads 4,000 tokens as quickly as with twice as many a pass.
+KEPT_TOKENS = 128
 
 # Keys and values [K, chunk, D] of every attention block.
 _Kept = list[tuple[Tensor, Tensor]]
@@ -41,10 +46,12 @@ class ReferenceModel(Executor):
         weights: on the device; taken over.
         kv_tokens: positions that all open sequences together may take; at least one context.
         num_columns: sequences that may be open at once.
-        chunk_tokens: prompt tokens a pass.
+        chunk_tokens: prompt tokens a pass; by default fewer where prompts are kept.
         keeps_prefixes: keep keys and values of prompts, as far as the room goes, for later ones
             that begin alike.
     """
+
+    shares_steps = False
 
     def __init__(
         self,
@@ -52,14 +59,18 @@ class ReferenceModel(Executor):
         weights: Weights,
         kv_tokens: int,
         num_columns: int = 1,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         *,
         keeps_prefixes: bool = False,
     ) -> None:
         self.reference = build_reference(config, weights)
         self.num_columns = num_columns
+        if chunk_tokens is None:
+            chunk_tokens = KEPT_TOKENS if keeps_prefixes else CHUNK_TOKENS
         self._room, self._chunk_tokens = kv_tokens, chunk_tokens
-        self._tree: PrefixTree[_Kept] | None = PrefixTree(chunk_tokens) if keeps_prefixes else None
+        grid = Grid(chunk_tokens, chunk_tokens)
+        self._tree: PrefixTree[_Kept] | None = PrefixTree(grid) if keeps_prefixes else None
+        self._num_dropped = 0
         self._is_asked_to_stop = False
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
 
@@ -86,18 +97,19 @@ class ReferenceModel(Executor):
     def _make_room(self, asked: int) -> bool:
         """Whether there is room for so many positions, if need be instead of kept prefixes."""
         if self._tree is not None and asked > self._room:
-            missing = asked - self._room
-            dropped = self._tree.drop(-(-missing // self._chunk_tokens))
-            self._room += len(dropped) * self._chunk_tokens
+            while asked > self._room and (node := self._tree.oldest(is_spilled=False)) is not None:
+                self._tree.remove(node)
+                self._room += self._chunk_tokens
+                self._num_dropped += self._chunk_tokens
         return asked <= self._room
 
     def _take_kept(self, running: _Running, match: Match[_Kept]) -> None:
         """Copy what is kept of the prompt; the match holds it, even if it was just dropped."""
-        for number, kept in enumerate(match.values):
+        for number, node in enumerate(match.nodes):
             position = number * self._chunk_tokens
-            for block, (keys, values) in enumerate(kept):
+            for block, (keys, values) in enumerate(node.held):
                 running.cache.append(block, position, keys, values)
-        running.num_cached = running.num_read = len(match.values) * self._chunk_tokens
+        running.num_cached = running.num_read = match.num_tokens
         running.divergence = match.divergence
         assert self._tree is not None, "there is a match"
         if self._tree.is_kept(match.node):
@@ -114,9 +126,14 @@ class ReferenceModel(Executor):
         kept = [(keys.clone(), values.clone()) for keys, values in views]
         node, is_new = tree.insert(running.node, chunk, kept)
         self._room -= size if is_new else 0
-        tree.use(node)
-        tree.release(running.node)
+        tree.advance(node)
         running.node = node
+
+    @property
+    def kept(self) -> KeptTokens:
+        """See Executor."""
+        on_device = 0 if self._tree is None else self._tree.num_tokens
+        return KeptTokens(on_device=on_device, dropped=self._num_dropped)
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
@@ -135,17 +152,26 @@ class ReferenceModel(Executor):
         self._is_asked_to_stop = False
         for _ in range(min(most, *(r.num_wanted for r in running))):
             yield [self._outcome(r) for r in running]
-            if self._is_asked_to_stop:
+            if self._is_asked_to_stop or any(r.is_over for r in running):
                 return
 
     def _outcome(self, running: Running) -> Outcome:
         assert isinstance(running, _Running), "opened here"
         self._token.fill_(running.last)
-        logits = self.reference.forward(self._token, running.position, running.cache)
+        ids, start = self._token, running.position
+        while running.num_behind:
+            behind = running.ids_behind[: self._chunk_tokens]
+            start = running.position - running.num_behind
+            running.num_behind -= len(behind)
+            if running.num_behind:
+                self.reference.forward(ids.new_tensor(behind), start, running.cache, "none")
+            else:
+                ids = ids.new_tensor([*behind, running.last])
+        logits = self.reference.forward(ids, start, running.cache, "last")
         assert logits is not None, "the last row was asked for"
         try:
             return pick(running, logits[0])
-        except BadLogits as error:
+        except RequestError as error:
             return error
 
     def stop(self) -> None:

@@ -3,6 +3,10 @@
 A request waits, joins a column, reads its prompt chunk by chunk, and decodes with the others until
 it leaves. Prompts are read in turns, and while some decode, a burst of rounds follows every chunk:
 so a running stream pauses for one chunk at most, and a short prompt overtakes a long one.
+
+Requests take memory as they grow. When it is used up, the one that came last is paused: it goes
+back to the head of the queue, and nobody joins until a request has left. So the first one always
+goes on.
 """
 
 from collections import deque
@@ -18,21 +22,24 @@ BURST_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Join(Generic[Key]):
-    """Try to open this request; tell `joined` or `blocked`."""
+    """Try to open this request, or to resume it; tell `joined` or `blocked`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[Key]):
-    """Read a chunk of this request's prompt; tell `was_read` after the last one."""
+    """Read a chunk of this request's prompt; tell `was_read` after the last one, or `exhausted`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Decode(Generic[Key]):
-    """Run rounds for these requests, at most `most` if it is not None, or until there is news."""
+    """Run rounds for these requests, at most `most` if it is not None, or until there is news.
+
+    Or tell `exhausted`.
+    """
 
     keys: tuple[Key, ...]
     most: int | None
@@ -54,6 +61,7 @@ class Scheduler(Generic[Key]):
         self._waiting: deque[Key] = deque()
         self._reading: deque[Key] = deque()
         self._decoding: list[Key] = []
+        self._running: list[Key] = []  # in the order they came
         self._is_blocked = self._decode_is_due = False
 
     @property
@@ -64,7 +72,7 @@ class Scheduler(Generic[Key]):
     @property
     def num_running(self) -> int:
         """Requests with a column."""
-        return len(self._reading) + len(self._decoding)
+        return len(self._running)
 
     @property
     def is_full(self) -> bool:
@@ -86,6 +94,7 @@ class Scheduler(Generic[Key]):
         assert self._waiting[0] == key, "requests join in the order they came"
         self._waiting.popleft()
         self._reading.append(key)
+        self._running.append(key)
 
     def blocked(self) -> None:
         """There is no room for the first in the queue until a request leaves.
@@ -95,8 +104,21 @@ class Scheduler(Generic[Key]):
         assert self.num_running, "a request that fits the context fits an empty device"
         self._is_blocked = True
 
+    def exhausted(self) -> Key:
+        """There is no room for the next step: the request that has to give its room back.
+
+        It waits, before all others, and joins again once a request has left.
+        """
+        assert self.num_running > 1, "a request that fits the context fits an empty device"
+        key = self._running.pop()
+        (self._reading if key in self._reading else self._decoding).remove(key)
+        self._waiting.appendleft(key)
+        self._is_blocked = True
+        self._decode_is_due = True  # streams that wait have not gone on
+        return key
+
     def was_read(self, key: Key) -> None:
-        """The prompt is read, and the first token known."""
+        """The prompt is read, and the first token known; or all that was before a pause."""
         self._reading.remove(key)
         self._decoding.append(key)
 
@@ -108,6 +130,7 @@ class Scheduler(Generic[Key]):
             self._is_blocked = self._is_blocked and not was_first
             return
         (self._reading if key in self._reading else self._decoding).remove(key)
+        self._running.remove(key)
         self._is_blocked = False
 
     def next(self) -> Step[Key] | None:

@@ -9,8 +9,8 @@ from soloist.engine.events import Event
 class Ticket:
     """Events of one request, from the loop's thread to any other.
 
-    The listener is told of the first token and of the end at once, of what lies between at most
-    every `flush_s`: waking a reader costs more than a token.
+    The listener is told of the first token and of the end at once, of what lies between when the
+    loop says so: waking a reader costs more than a token.
 
     Attributes:
         prompt_ids: of the request.
@@ -24,15 +24,13 @@ class Ticket:
         prompt_ids: tuple[int, ...],
         top_logprobs: int | None,
         listen: Callable[[], None],
-        flush_s: float,
         on_cancel: Callable[[], None],
     ) -> None:
         self.prompt_ids, self.top_logprobs = prompt_ids, top_logprobs
         self.is_cancelled = False
         self.num_cached = 0
-        self._listen, self._flush_s, self._on_cancel = listen, flush_s, on_cancel
+        self._listen, self._on_cancel = listen, on_cancel
         self._events: deque[Event] = deque()
-        self._told_at = float("-inf")
         self._is_untold = False
 
     def take(self) -> list[Event]:
@@ -50,17 +48,15 @@ class Ticket:
 
     # --- for the loop -----------------------------------------------------------------------------
 
-    def put(self, event: Event, now: float, *, is_urgent: bool) -> None:
-        """Append an event, and tell the listener if it is time."""
+    def put(self, event: Event, *, is_urgent: bool) -> None:
+        """Append an event; the listener is told at once where it is urgent."""
         self._events.append(event)
-        if is_urgent or now - self._told_at >= self._flush_s:
-            self._told_at, self._is_untold = now, False
-            self._listen()
-        else:
-            self._is_untold = True
+        self._is_untold = True
+        if is_urgent:
+            self.flush()
 
     def flush(self) -> None:
-        """Tell the listener of what it does not know yet: the next token may take a while."""
+        """Tell the listener of what it does not know yet."""
         if self._is_untold:
             self._is_untold = False
             self._listen()

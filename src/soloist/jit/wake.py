@@ -4,30 +4,46 @@ import ctypes
 import threading
 
 
+def driver() -> ctypes.CDLL | None:
+    """The driver, if this machine has one; calls through it let other threads run meanwhile."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def wanted_gpu(device: str) -> int | None:
+    """Which GPU a device's name may mean; None where it means none.
+
+    Args:
+        device: 'auto', 'cpu', 'cuda' or 'cuda:N'; anything else is refused elsewhere.
+    """
+    kind, _, number = device.partition(":")
+    is_gpu = kind in ("auto", "cuda") and (number or "0").isdecimal()
+    return int(number or 0) if is_gpu else None
+
+
 def wake(device: str) -> threading.Thread | None:
     """Start making the context that everybody in this process will use, beside what follows.
 
     Nothing depends on it: where there is no GPU or no driver, those who need one say so.
 
     Args:
-        device: 'auto', 'cpu', 'cuda' or 'cuda:N'; anything else is refused elsewhere.
+        device: as of `wanted_gpu`.
 
     Returns:
         The thread that does it; None where no GPU is wanted.
     """
-    kind, _, number = device.partition(":")
-    if kind not in ("auto", "cuda") or not (number or "0").isdecimal():
+    if (ordinal := wanted_gpu(device)) is None:
         return None
-    thread = threading.Thread(target=_make_context, args=(int(number or 0),), daemon=True)
+    thread = threading.Thread(target=_make_context, args=(ordinal,), daemon=True)
     thread.start()
     return thread
 
 
 def _make_context(ordinal: int) -> None:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")  # calls through ctypes let others run meanwhile
-    except OSError:
+    if (found := driver()) is None:
         return
     handle, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), ordinal) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    if found.cuInit(0) == 0 and found.cuDeviceGet(ctypes.byref(handle), ordinal) == 0:
+        found.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)

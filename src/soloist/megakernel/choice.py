@@ -16,6 +16,7 @@ from soloist.megakernel.sampling_header import (
     packed_step,
 )
 from soloist.sampling.adjust import TokenCounts
+from soloist.sampling.constraint import Words
 from soloist.sampling.params import SamplingParams
 
 
@@ -28,11 +29,14 @@ class Choice:
         counts: prompt and output when the launch starts, the column's first input token included.
             The kernel counts on from there by itself; this one stays as it is.
         ending_ids: token ids that are banned while the output is shorter than min_tokens.
+        allowed: bits [ceil(V / 32)] of the tokens that the first choice of the launch may take; the
+            host says before every further one what it may take (`Decoder.allow`). None for all.
     """
 
     params: SamplingParams
     counts: TokenCounts
     ending_ids: frozenset[int] = frozenset()
+    allowed: Words | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class PackedChoices:
         list_ids: token ids of all bans and biases.
         list_values: biases at the same places, zeros beside bans.
         seen: by column that has penalties, [V]: times in the output, and `SEEN_IN_PROMPT`.
+        masks: by column that the host says tokens of, bits [ceil(V / 32)] for its first choice.
     """
 
     params: NDArray[np.void]
@@ -52,6 +57,7 @@ class PackedChoices:
     list_ids: NDArray[np.uint32]
     list_values: NDArray[np.float32]
     seen: dict[int, NDArray[np.uint32]]
+    masks: dict[int, Words]
 
 
 def pack_choices(
@@ -68,6 +74,7 @@ def pack_choices(
     ids: list[int] = []
     values: list[float] = []
     seen: dict[int, NDArray[np.uint32]] = {}
+    masks: dict[int, Words] = {}
 
     def span(items: dict[int, float]) -> ListSpan:
         begin = len(ids)
@@ -85,11 +92,15 @@ def pack_choices(
                 ban = span(dict.fromkeys(sorted(choice.ending_ids), 0.0))
             if asked.has_penalties:
                 seen[column] = seen_words(choice.counts)
+            if choice.allowed is not None:
+                masks[column] = choice.allowed
         bias = span(dict(asked.logit_bias))
-        params[column] = packed_params(asked, vocab_size, ban, bias, history=column)
+        params[column] = packed_params(
+            asked, vocab_size, ban, bias, history=column, is_masked=column in masks
+        )
         steps[column] = packed_step(position + 1, num_output)
     return PackedChoices(
-        params, steps, np.array(ids, np.uint32), np.array(values, np.float32), seen
+        params, steps, np.array(ids, np.uint32), np.array(values, np.float32), seen, masks
     )
 
 

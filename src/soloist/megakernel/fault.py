@@ -15,6 +15,7 @@ PHASES = {
     "head": "the residual stream of all blocks, from down of the last layer",
     "choose": "the best token of every block",
     "conclude": "its own cleaner warp and, in block 0, the host to take the last round's tokens",
+    "mask": "the host to say which tokens a constrained answer may go on with",
 }
 
 

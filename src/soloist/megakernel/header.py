@@ -24,14 +24,20 @@ from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
 )
-from soloist.megakernel.trace import num_words
+from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.model.dtype import Dtype
+from soloist.sampling.constraint import num_words
 
 Value: TypeAlias = bool | int | float
 
 MAX_STOPS = 16
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
+# The same where it waits for the host to say which tokens are allowed: that may take a while on a
+# busy machine, and is no fault of the kernel's.
+MASK_NS = 60_000_000_000
+# Words from one column's turn to the next: each in a cache line of its own.
+MASK_TURN_WORDS = 16
 # No block has this number.
 _NO_BLOCK = 0xFFFFFFFF
 
@@ -46,6 +52,9 @@ class Build:
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
         stuck_ns: how long a block may get nowhere, less than 2^32.
+        mask_ns: how long it may wait for the host to say which tokens are allowed.
+        racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
+            itself what its warp's first lane tells for all, and the watchdog does not look.
     """
 
     samples: bool = False
@@ -53,6 +62,8 @@ class Build:
     ablation: int = 0
     silent_block: int | None = None
     stuck_ns: int = STUCK_NS
+    mask_ns: int = MASK_NS
+    racecheck: bool = False
 
 
 # What builds leave out; the order is that of the constants in cuda/sync/wait.cuh.
@@ -76,12 +87,16 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
+        "kMaskNs": build.mask_ns,
+        "kMaskTurnWords": MASK_TURN_WORDS,
+        "kRacecheck": build.racecheck,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.logit_rows,
+        "kVocabWords": num_words(model.vocab_size),
         "kRanks": 1 if model.lanes else plan.ranks,
         "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
@@ -103,7 +118,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
-        "kTraceWords": num_words(plan),
+        "kTraceWords": num_trace_words(plan),
         "kReduceBytes": REDUCE_BYTES,
         "kWideReduceBytes": plan.wide_reduce_bytes,
         "kSplits": plan.splits,

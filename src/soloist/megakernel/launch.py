@@ -19,14 +19,20 @@ from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
-from soloist.megakernel.header import MAX_STOPS, Build, header
+from soloist.megakernel.header import MASK_TURN_WORDS, MAX_STOPS, Build, header
 from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Operation, Plan
-from soloist.megakernel.sampling_header import PARAMS_DTYPE, STEP_DTYPE, sample_workspace_bytes
+from soloist.megakernel.sampling_header import (
+    MASK_END,
+    PARAMS_DTYPE,
+    STEP_DTYPE,
+    sample_workspace_bytes,
+)
 from soloist.megakernel.sharding import shard
-from soloist.megakernel.trace import num_words
+from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.sampling.constraint import Words, num_words
 
 
 class _Column(ctypes.Structure):
@@ -72,6 +78,8 @@ def _params_type(ranks: int) -> type[ctypes.Structure]:
             *((name, ctypes.c_void_p) for name in _SAMPLE_POINTERS),
             ("rank", ctypes.c_uint32),
             ("peers", ctypes.c_void_p * ranks),
+            ("mask_words", ctypes.c_void_p),
+            ("mask_turns", ctypes.c_void_p),
         )
 
     return Params
@@ -112,6 +120,41 @@ class _Sampler:
         workspace_bytes = sample_workspace_bytes(plan.grid_blocks)
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._lists = (torch.empty(0), torch.empty(0))
+        words = num_words(plan.model.vocab_size)
+        self.masks = torch.zeros(MAX_COLUMNS, words, dtype=torch.int32, pin_memory=True)
+        self.turns = torch.zeros(MAX_COLUMNS, MASK_TURN_WORDS, dtype=torch.int32, pin_memory=True)
+        self._mask_words = self.masks.numpy().view(np.uint32)
+        self._turn_words = self.turns.numpy().view(np.uint32)
+        self._told: dict[int, int] = {}  # by masked column, the latest turn
+
+    def begin(self, masks: dict[int, Words], num_given: Sequence[int]) -> None:
+        """Forget the last launch's masks; give what each column's first choice may take.
+
+        Args:
+            masks: by column.
+            num_given: by column, rounds whose input tokens are given: before, it chooses nothing.
+        """
+        self._told = {column: num_given[column] - 1 for column in masks}
+        for column, words in masks.items():
+            self.allow(column, words)
+
+    def allow(self, column: int, words: Words | None) -> None:
+        """See Decoder."""
+        if column not in self._told:
+            return
+        if words is None:
+            del self._told[column]
+            turn = MASK_END
+        else:
+            self._mask_words[column] = words
+            turn = self._told[column] = self._told[column] + 1
+        # After the words: x86 keeps stores in order. Pairs with `wait_for_masks` in choose.cuh.
+        self._turn_words[column, 0] = turn
+
+    def abandon(self) -> None:
+        """No masked column gets a mask any more."""
+        for column in list(self._told):
+            self.allow(column, None)
 
     def upload(self, packed: PackedChoices) -> tuple[int, ...]:
         """Make the buffers ready for a launch; return where they are, as `_SAMPLE_POINTERS`."""
@@ -171,7 +214,7 @@ class Decoder:
         self._fresh_workspace = _fresh_workspace(plan).to(device)
         self._workspace = torch.empty_like(self._fresh_workspace)
         self.peers = [self]  # decoders of all ranks
-        words = num_words(plan)
+        words = num_trace_words(plan)
         self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
         self.logits = torch.zeros(MAX_COLUMNS, plan.logit_rows, dtype=torch.float32, device=device)
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
@@ -278,9 +321,13 @@ class Decoder:
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
             self._workspace.copy_(self._fresh_workspace)
             self._launched, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
+            masks = (0, 0)
             if packed is not None:
                 assert self.plan.ranks == 1, "one rank samples"
-                self._launched, sample_pointers = self._sampler.module, self._sampler.upload(packed)
+                sampler = self._sampler
+                self._launched, sample_pointers = sampler.module, sampler.upload(packed)
+                sampler.begin(packed.masks, [launch.column[i].forced for i in range(len(columns))])
+                masks = (sampler.masks.data_ptr(), sampler.turns.data_ptr())
             out = self.logits if logits is None else logits
             page_values = self.pool.stride(0)
             peers = [peer.workspace_address for peer in self.peers]
@@ -293,7 +340,7 @@ class Decoder:
                 self._emitted.data_ptr(), self._progress.data_ptr(),
                 self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
                 page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
-                self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers),
+                self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers), *masks,
             )  # fmt: skip
             if self.plan.ranks > 1:
                 self._ready.record(stream)
@@ -364,6 +411,27 @@ class Decoder:
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""
         self._signal_values[16] = 1
+
+    def allow(self, column: int, words: Words | None) -> None:
+        """Say what a column of the running launch may choose next.
+
+        The kernel waits for it in every round of a column that began with a mask
+        (`Choice.allowed`). Call it once for each of the column's tokens; calls after None, and
+        for other columns, change nothing.
+
+        Args:
+            column: of the launch.
+            words: bits [ceil(V / 32)] of the tokens; None ends the launch with the round that
+                waits, in which the column's token means nothing.
+        """
+        if "_sampler" in self.__dict__:
+            self._sampler.allow(column, words)
+
+    def abandon(self) -> None:
+        """`stop`, and let nobody wait for masks: tokens that still come mean nothing."""
+        self.stop()
+        if "_sampler" in self.__dict__:
+            self._sampler.abandon()
 
     def run(
         self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None

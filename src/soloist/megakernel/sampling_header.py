@@ -20,7 +20,7 @@ from soloist.sampling.params import SamplingParams
 _CTYPES = {"float": np.float32, "unsigned int": np.uint32}
 
 # Bits of SampleParams.flags.
-FLAGS = {"GREEDY": 1, "PENALTIES": 2}
+FLAGS = {"GREEDY": 1, "PENALTIES": 2, "MASKED": 4}
 
 # Fields of the CUDA struct SampleParams, in order, each 4 bytes. A limit of 0 is off.
 SAMPLE_PARAMS = (
@@ -64,6 +64,11 @@ NO_TOKEN = {
 SEEN_IN_PROMPT = 1 << 31
 
 
+# What the host stores as a column's turn, instead of the number of rounds whose masks are there, to
+# have the launch end with the round that waits.
+MASK_END = 0xFFFFFFFF
+
+
 @dataclass(frozen=True, slots=True)
 class ListSpan:
     """Part of the lists of token ids that all columns share."""
@@ -88,6 +93,7 @@ def sample_structs() -> str:
             *flags,
             *words,
             _constant("SEEN_IN_PROMPT", SEEN_IN_PROMPT),
+            _constant("MASK_END", MASK_END),
             _struct("SampleParams", SAMPLE_PARAMS),
             _struct("SampleStep", SAMPLE_STEP),
             "",
@@ -104,7 +110,13 @@ def sample_workspace_bytes(blocks: int) -> int:
 
 
 def packed_params(
-    params: SamplingParams, vocab_size: int, ban: ListSpan, bias: ListSpan, history: int
+    params: SamplingParams,
+    vocab_size: int,
+    ban: ListSpan,
+    bias: ListSpan,
+    history: int,
+    *,
+    is_masked: bool = False,
 ) -> NDArray[np.void]:
     """SampleParams of one column, as a scalar array of `PARAMS_DTYPE`.
 
@@ -114,10 +126,12 @@ def packed_params(
         ban: the ids that end generation, each once.
         bias: the ids of logit_bias and, at the same places, their values.
         history: row of `seen`.
+        is_masked: the host says before every choice what it may take.
     """
     seed = params.seed or 0
     top_k = params.top_k if params.top_k is not None and params.top_k < vocab_size else 0
     flags = FLAGS["GREEDY"] * params.is_greedy | FLAGS["PENALTIES"] * params.has_penalties
+    flags |= FLAGS["MASKED"] * is_masked
     fields = {
         "temperature": params.temperature,
         "flags": flags,

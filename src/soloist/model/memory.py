@@ -61,6 +61,16 @@ def kv_bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
     return config.kv_values_per_token * dtype.num_bytes
 
 
+def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
+    """Keys and values that a step at `position` sees."""
+    values = 0
+    for layer in config.layers:
+        a = layer.attention
+        seen = position if a.window is None else min(position, a.window)
+        values += 2 * a.num_kv_heads * a.head_dim * seen
+    return values * dtype.num_bytes
+
+
 def estimate(
     config: ModelConfig,
     specs: Iterable[TensorSpec],

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,23 @@ from soloist.model.tensors import TensorSpec
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
 Weights = dict[str, Tensor]
+
+
+class StoredFile(Protocol):
+    """An opened file of a checkpoint."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """As stored, on any device; valid while the file is open."""
+        ...
+
+
+def open_stored(file: Path) -> AbstractContextManager[StoredFile]:
+    """Map a file into host memory.
+
+    Raises:
+        TruncatedFile: its header or length is wrong.
+    """
+    return cast("AbstractContextManager[StoredFile]", open_file(file, "pt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +57,11 @@ def load_weights(
     dtype: Dtype,
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
+    open_with: Callable[[Path], AbstractContextManager[StoredFile]] = open_stored,
 ) -> Weights:
     """Read every tensor that `specs` call for; the checkpoint was held against them before.
+
+    `open_with` opens its files.
 
     Raises:
         NotFinite: a tensor holds NaN or infinite values, as stored or after conversion.
@@ -52,7 +72,7 @@ def load_weights(
     sizes = {s.name: _stored_bytes(checkpoint, s.name) for spec in specs for s in spec.sources}
     total, done, start = sum(sizes.values()), 0, time.perf_counter()
     with ExitStack() as stack:
-        handles = _Handles(stack)
+        handles = _Handles(stack, open_with)
         for spec in specs:
             joined = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device=device)
             parts = _parts(joined, spec)
@@ -89,13 +109,15 @@ def random_weights(
 class _Handles:
     """Open each file once."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._open: dict[Path, Any] = {}
+    def __init__(
+        self, stack: ExitStack, open_with: Callable[[Path], AbstractContextManager[StoredFile]]
+    ) -> None:
+        self._stack, self._open_with = stack, open_with
+        self._open: dict[Path, StoredFile] = {}
 
-    def open(self, file: Path) -> Any:  # noqa: ANN401 - the library's handle is untyped
+    def open(self, file: Path) -> StoredFile:
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(open_file(file, "pt"))
+            self._open[file] = self._stack.enter_context(self._open_with(file))
         return self._open[file]
 
 

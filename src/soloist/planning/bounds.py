@@ -10,13 +10,14 @@ the next; only of models of a few tens of megabytes could it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soloist.model.config import ModelConfig
-from soloist.model.tensors import TensorSpec, streamed_values
+from soloist.model.dtype import Dtype
+from soloist.model.memory import kv_bytes_per_token, kv_bytes_seen
+from soloist.model.tensors import TensorSpec
+from soloist.planning.mixture import Mixture
 from soloist.planning.precision import Precision, streamed_bytes
-
-_KV_BYTES = 2  # a key's or value's number is 16-bit in every precision of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class StepCost:
     Attributes:
         weight_bytes: weights read; of a mixture of experts only those that take part.
         kv_bytes: keys and values read.
-        flops: multiplications and additions.
+        flops: multiplications and additions, of all columns.
         exchanging_layers: layers whose blocks wait for each other; None: not like those measured.
     """
 
@@ -53,33 +54,69 @@ def speed_limit(num_bytes: int, bandwidth: float, gpus: int) -> float:
 
 
 def step_cost(
-    config: ModelConfig, specs: Iterable[TensorSpec], precision: Precision, context_tokens: int
+    config: ModelConfig,
+    specs: Iterable[TensorSpec],
+    precision: Precision,
+    context_tokens: int,
+    *,
+    mixture: Mixture | None = None,
+    columns: int = 1,
 ) -> StepCost:
-    """The step that sees `context_tokens` positions."""
-    specs = tuple(specs)
-    values = streamed_values(specs, tied_head=config.tied_head)
+    """The step that sees `context_tokens` positions.
+
+    Args:
+        config: of the model.
+        specs: its tensors.
+        precision: of its weights.
+        context_tokens: positions in sight.
+        mixture: its experts, if it has any.
+        columns: positions of the sequence that the step makes: they share what is read, but each
+            may choose experts of its own.
+    """
+
+    def share_read(spec: TensorSpec, columns: int = columns) -> float:
+        return 1.0 if mixture is None else mixture.share_read(spec, columns)
+
+    specs, tied = tuple(specs), config.tied_head
+    used = sum(
+        spec.num_values * share_read(spec, 1) for spec in specs if tied or spec.name != "embedding"
+    )
     return StepCost(
-        weight_bytes=streamed_bytes(specs, precision, tied_head=config.tied_head),
+        weight_bytes=streamed_bytes(specs, precision, tied_head=tied, share_read=share_read),
         kv_bytes=kv_bytes_read(config, context_tokens),
-        flops=2 * values + attention_flops(config, context_tokens),
-        # With lanes, sums arrive late and are not waited for in the same places.
-        exchanging_layers=config.num_layers if config.lanes is None else None,
+        flops=columns * (2 * used + attention_flops(config, context_tokens)),
+        # With lanes, sums arrive late and are not waited for in the same places; what experts wait
+        # for was not measured.
+        exchanging_layers=config.num_layers if config.lanes is None and mixture is None else None,
+    )
+
+
+def prompt_cost(
+    config: ModelConfig,
+    specs: Iterable[TensorSpec],
+    precision: Precision,
+    tokens: int,
+    mixture: Mixture | None = None,
+) -> StepCost:
+    """Reading a prompt of so many tokens: one wide step over half of it, on average, and no head.
+
+    The head is left out, since only the last token needs it.
+    """
+    headless = replace(config, tied_head=False)
+    rest = [spec for spec in specs if spec.name != "head"]
+    return step_cost(
+        headless, rest, precision, max(1, tokens // 2), mixture=mixture, columns=tokens
     )
 
 
 def kv_bytes_read(config: ModelConfig, context_tokens: int) -> int:
-    """Keys and values in sight of a step: at most its window in layers that slide."""
-    attentions = [layer.attention for layer in config.layers]
-    values = sum(
-        2 * a.num_kv_heads * a.head_dim * min(context_tokens, a.window or context_tokens)
-        for a in attentions
-    )
-    return values * _KV_BYTES
+    """Keys and values in sight of a step, 16-bit numbers in every precision of the weights."""
+    return kv_bytes_seen(config, Dtype.BF16, context_tokens)
 
 
 def kv_bytes_held(config: ModelConfig, context_tokens: int) -> int:
     """KV cache of so many positions, which layers that slide hold in full as well."""
-    return config.kv_values_per_token * _KV_BYTES * context_tokens
+    return kv_bytes_per_token(config, Dtype.BF16) * context_tokens
 
 
 def attention_flops(config: ModelConfig, context_tokens: int) -> int:

@@ -13,7 +13,15 @@ from soloist.model.tensors import TensorSpec
 from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
 from soloist.planning.expectation import MEASURED, Expectation, Wall, expect
 from soloist.planning.hardware import Hardware
-from soloist.planning.precision import PRECISIONS, Precision, can_store, weights_bytes
+from soloist.planning.mixture import Mixture, Model
+from soloist.planning.precision import (
+    PRECISIONS,
+    SIXTEEN_BIT,
+    Precision,
+    can_store,
+    weights_bytes,
+)
+from soloist.planning.speculation import Round, Speculation, expect_round
 
 GPU_COUNTS = (1, 2, 4, 8)
 
@@ -26,12 +34,30 @@ class Subject:
         config, specs: the model and its tensors.
         hardware: one kind of GPU.
         context_tokens: positions in memory and in sight of every step.
+        mixture: the model's experts, if it has any.
+        speculation: how tokens are drafted; None: they are not.
     """
 
     config: ModelConfig
     specs: tuple[TensorSpec, ...]
     hardware: Hardware
     context_tokens: int
+    mixture: Mixture | None = None
+    speculation: Speculation | None = None
+
+    @property
+    def model(self) -> Model:
+        """The model alone."""
+        return Model(self.config, self.specs, self.mixture)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Held for drafting, over all GPUs: a draft model's weights and KV cache."""
+        draft = None if self.speculation is None else self.speculation.draft
+        if draft is None:
+            return 0
+        weights = weights_bytes(draft.specs, SIXTEEN_BIT)
+        return weights + kv_bytes_held(draft.config, self.context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +65,14 @@ class Reach:
     """One precision on one number of GPUs.
 
     Attributes:
-        weights_bytes, kv_bytes: held, over all GPUs.
+        weights_bytes, kv_bytes, draft_bytes: held, over all GPUs.
         bytes_per_token: read for a token, over all GPUs.
         missing_bytes: what each GPU lacks; 0 where the model fits.
         limit_tokens_per_s: at peak bandwidth.
         expected: parts of a token's time.
         measured: all costs in it were measured on this hardware; otherwise it is an assumption.
         obstacle: why Soloist cannot run it yet; empty where it can.
+        speculating: a round of drafting and checking; None where nothing is drafted.
     """
 
     precision: Precision
@@ -58,6 +85,8 @@ class Reach:
     expected: Expectation
     measured: bool
     obstacle: str
+    draft_bytes: int = 0
+    speculating: Round | None = None
 
     @property
     def fits(self) -> bool:
@@ -73,7 +102,14 @@ class Reach:
 def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "") -> Reach:
     """Sizes and speeds; weights and KV cache are shared out evenly over the GPUs."""
     hardware = subject.hardware
-    cost = step_cost(subject.config, subject.specs, precision, subject.context_tokens)
+    cost = step_cost(
+        subject.config, subject.specs, precision, subject.context_tokens, mixture=subject.mixture
+    )
+    speculating = None
+    if subject.speculation is not None:
+        speculating = expect_round(
+            subject.model, precision, subject.context_tokens, subject.speculation, hardware, gpus
+        )
     expected = expect(cost, hardware, gpus)
     return Reach(
         precision=precision,
@@ -87,6 +123,8 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         # What unpacking small weights costs has not been measured.
         measured=hardware.name in MEASURED and expected.wait_s is not None and precision.runs,
         obstacle=obstacle,
+        draft_bytes=subject.draft_bytes,
+        speculating=speculating,
     )
 
 
@@ -100,13 +138,14 @@ def reaches(
         DoesNotFit: none of them fits; the hint says what would.
     """
     shape_fits = not find_shape_obstacle(subject)
+
+    def obstacle(precision: Precision, gpus: int) -> str:
+        if subject.mixture is not None:
+            return "no experts"
+        return find_obstacle(subject.hardware, precision, gpus, shape_fits=shape_fits)
+
     rows = [
-        reach(
-            subject,
-            precision,
-            gpus,
-            find_obstacle(subject.hardware, precision, gpus, shape_fits=shape_fits),
-        )
+        reach(subject, precision, gpus, obstacle(precision, gpus))
         for precision in precisions
         if can_store(subject.specs, precision)
         for gpus in gpu_counts
@@ -136,9 +175,9 @@ def _hint(subject: Subject, nearest: Reach) -> str:
 
 
 def bytes_per_gpu(subject: Subject, precision: Precision, gpus: int) -> int:
-    """What each GPU must hold: its share of weights and KV cache, and a reserve."""
+    """What each GPU must hold: its share of weights, KV cache and draft, and a reserve."""
     held = weights_bytes(subject.specs, precision)
-    held += kv_bytes_held(subject.config, subject.context_tokens)
+    held += kv_bytes_held(subject.config, subject.context_tokens) + subject.draft_bytes
     return -(-held // gpus) + HEADROOM_BYTES
 
 
@@ -170,16 +209,23 @@ def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     """Positions that fit, at most the model's own; 0 where the weights alone do not fit."""
     room = gpus * (subject.hardware.memory_bytes - HEADROOM_BYTES)
     room -= weights_bytes(subject.specs, precision)
-    return max(0, min(subject.config.context_tokens, room // kv_bytes_held(subject.config, 1)))
+    a_token = kv_bytes_held(subject.config, 1)
+    draft = None if subject.speculation is None else subject.speculation.draft
+    if draft is not None:
+        room -= weights_bytes(draft.specs, SIXTEEN_BIT)
+        a_token += kv_bytes_held(draft.config, 1)
+    return max(0, min(subject.config.context_tokens, room // a_token))
 
 
 def find_shape_obstacle(subject: Subject) -> str:
     """Why the decode kernel cannot run a model of this shape; empty where it can or there is none.
 
-    Such a model runs on the reference.
+    Such a model runs on the reference, but for mixtures of experts, which do not run at all.
     """
     if subject.hardware.arch is None:
         return ""
+    if subject.mixture is not None:
+        return "the decode kernel and the reference run no mixture of experts"
     try:
         make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch])
     except ShapeUnsupported as error:

@@ -1,10 +1,11 @@
-"""From logits to scores: penalties, bias and the ban on ending too early. All in fp32."""
+"""From logits to scores: what is not allowed, penalties, bias, the ban on ending early; fp32."""
 
 from collections.abc import Iterable
 
 import numpy as np
 
 from soloist.errors import BadTokenId
+from soloist.sampling.constraint import Words, flags_of
 from soloist.sampling.elementary import FloatArray
 from soloist.sampling.params import SamplingParams
 
@@ -46,7 +47,11 @@ class TokenCounts:
 
 
 def adjusted(
-    logits: FloatArray, params: SamplingParams, counts: TokenCounts, ending_ids: Iterable[int]
+    logits: FloatArray,
+    params: SamplingParams,
+    counts: TokenCounts,
+    ending_ids: Iterable[int],
+    allowed: Words | None = None,
 ) -> FloatArray:
     """The scores that a token is chosen by, before temperature.
 
@@ -55,14 +60,17 @@ def adjusted(
         params: penalties, bias and min_tokens are used.
         counts: prompt and output so far.
         ending_ids: tokens that end generation; banned while the output is shorter than min_tokens.
+        allowed: bits [ceil(V / 32)] of the tokens that may be chosen; None for all.
 
     Returns:
         [V] fp32, `logits` itself where nothing is to be adjusted.
     """
     is_banned = counts.num_output < params.min_tokens
-    if not (params.has_penalties or params.logit_bias or is_banned):
+    if not (params.has_penalties or params.logit_bias or is_banned or allowed is not None):
         return logits
     scores = logits.copy()
+    if allowed is not None:
+        scores[~flags_of(allowed, len(logits))] = -np.inf
     if params.has_penalties:
         _penalize(scores, params, counts)
     for token_id, bias in params.logit_bias.items():

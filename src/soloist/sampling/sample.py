@@ -5,13 +5,15 @@ give equal tokens on every machine, whatever device they come from (docs/samplin
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from soloist.errors import BadLogits, BadTokenId
+from soloist.errors import BadLogits, BadTokenId, GrammarFailed
 from soloist.sampling.adjust import TokenCounts, adjusted
+from soloist.sampling.constraint import Constraint, Words, set_bit, words_of
 from soloist.sampling.elementary import FloatArray
 from soloist.sampling.filters import survivors
 from soloist.sampling.noise import gumbel_noise
@@ -25,6 +27,7 @@ def sample(
     counts: TokenCounts,
     position: int,
     ending_ids: Iterable[int] = (),
+    allowed: Words | None = None,
 ) -> int:
     """The token id at `position`; a pure function.
 
@@ -37,11 +40,12 @@ def sample(
         counts: prompt and output so far.
         position: index in prompt and output of the token to be chosen.
         ending_ids: tokens that end generation, banned during the first min_tokens.
+        allowed: bits [ceil(V / 32)] of the tokens that may be chosen; None for all.
 
     Raises:
         BadLogits: the best score is NaN or infinite.
     """
-    scores = adjusted(logits, params, counts, ending_ids)
+    scores = adjusted(logits, params, counts, ending_ids, allowed)
     if not params.is_greedy:
         with np.errstate(over="ignore"):  # an overflow is refused below
             scores = scores / np.float32(params.temperature)
@@ -70,12 +74,14 @@ class Sampler:
         stop_test: when generation ends.
         output_ids: what was observed.
         counts: of prompt and output.
+        is_constrained: whether the output must have a certain form.
 
     Args:
         params: a missing seed is drawn here; `params` of the sampler holds it.
         vocab_size: V.
         prompt_ids: the prompt.
         eos_ids: the model's end-of-sequence tokens.
+        constraint: the form that the output must have, at its beginning; taken over.
 
     Raises:
         BadTokenId: a token id in params, prompt or eos_ids outside the vocabulary.
@@ -87,6 +93,7 @@ class Sampler:
         vocab_size: int,
         prompt_ids: Sequence[int],
         eos_ids: Iterable[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
         self.params = params.with_seed()
@@ -96,21 +103,74 @@ class Sampler:
                 raise BadTokenId("eos_ids", token_id, vocab_size)
         self.output_ids: list[int] = []
         self.counts = TokenCounts(vocab_size, prompt_ids)
+        self.is_constrained = constraint is not None
         self._vocab_size = vocab_size
+        self._constraint = constraint
+        self._span: deque[int] | None = None  # what must come next; None until asked for
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output has its form and nothing may follow, not even a token that ends it."""
+        return self._constraint is not None and self._constraint.is_complete
+
+    @property
+    def forced_ids(self) -> Sequence[int]:
+        """Tokens that must come next whatever the logits are, as far as that is known."""
+        if self._constraint is None:
+            return ()
+        if self._span is None:
+            self._span = deque()
+            for token_id in self._constraint.forced():
+                if token_id in self.stop_test.ending_ids or token_id >= self._vocab_size:
+                    break
+                self._span.append(token_id)
+        return self._span
+
+    def allowed(self) -> Words | None:
+        """Bits [ceil(V / 32)] of the tokens that may come next; None where all may.
+
+        Tokens that end generation are allowed where the output has its form, and nowhere else.
+
+        Raises:
+            GrammarFailed: there is none.
+        """
+        constraint = self._constraint
+        if constraint is None:
+            return None
+        if self.forced_ids:
+            return words_of([self.forced_ids[0]], self._vocab_size)
+        words = constraint.allowed()
+        for token_id in self.stop_test.ending_ids:
+            set_bit(words, token_id, value=constraint.may_end)
+        if not words.any():
+            raise GrammarFailed(len(self.output_ids), "no token of the vocabulary may come next")
+        return words
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The token id at `position` for logits [V] of any device and floating type.
 
         Raises:
             BadLogits: the best score is NaN or infinite.
+            GrammarFailed: no token is allowed.
         """
         if logits.shape != (self._vocab_size,):
             raise ValueError(f"logits have shape {list(logits.shape)}, not [{self._vocab_size}]")
         host = logits.detach().to("cpu", torch.float32).numpy()
-        return sample(host, self.params, self.counts, position, self.stop_test.ending_ids)
+        ending_ids, allowed = self.stop_test.ending_ids, self.allowed()
+        return sample(host, self.params, self.counts, position, ending_ids, allowed)
 
     def observe(self, token_id: int) -> None:
-        """Append `token_id` to the output."""
+        """Append `token_id` to the output.
+
+        Raises:
+            GrammarFailed: it is not allowed here.
+        """
+        if self._constraint is not None and token_id not in self.stop_test.ending_ids:
+            self._constraint.take(token_id)
+        if self._span and self._span[0] == token_id:
+            self._span.popleft()
+        if not self._span:
+            self._span = None
         self.counts.add(token_id)
         self.output_ids.append(token_id)
 
@@ -119,4 +179,8 @@ class Sampler:
         if not 0 <= num_tokens <= len(self.output_ids):
             raise ValueError(f"cannot take back {num_tokens} of {len(self.output_ids)} tokens")
         for _ in range(num_tokens):
-            self.counts.remove(self.output_ids.pop())
+            token_id = self.output_ids.pop()
+            self.counts.remove(token_id)
+            if self._constraint is not None and token_id not in self.stop_test.ending_ids:
+                self._constraint.rollback(1)
+        self._span = None

@@ -17,11 +17,21 @@ from soloist.server.fields import ChatRequest
 from soloist.server.generation import Asked, Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, Teller, checked_tools, message_of, part_format
-from soloist.server.problems import invalid, unsupported
+from soloist.server.parts import (
+    PROMPT_END,
+    Teller,
+    checked_tools,
+    message_of,
+    part_format,
+    shown_ids,
+)
+from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, shape_of
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import CHAT, RequestTrace
+from soloist.text.parts import PartFormat
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
@@ -38,13 +48,19 @@ async def chat_completions(request: Request) -> Response:
     asked.check_stream_options()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only beside logprobs: true")
-    one, prompt_end = await elsewhere(asked.messages, lambda: _prepared(ready.engine, asked))
-    style = part_format(ready.engine, has_tools=asked.offered_tools is not None)
+    given, shape = [asked.messages, asked.tools], shape_of(asked)
+    use = _tool_use(asked)
+    one, style, prompt_end = await elsewhere(
+        given,
+        lambda: _prepared(ready.engine, asked, shape, use),
+        is_slow=shape is not None or bool(use.field),
+    )
     answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = _Chat(ready, asked, request_id, model, one)
     chat.tellers = [Teller(style, prompt_end) for _ in answers]
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
     return json_reply(chat.whole(await collect(request, generation)))
@@ -70,11 +86,18 @@ def room(engine: Engine, prompt_ids: list[int], wanted: int | None) -> int:
     return wanted
 
 
-def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, str]:
-    """What to ask of the engine, and how the prompt ends."""
+def _tool_use(asked: ChatRequest) -> ToolUse:
     checked_tools(asked.tools or ())
-    if asked.offered_tools and asked.parallel_tool_calls is False:
-        raise unsupported("parallel_tool_calls", "true beside tools")
+    choice, tools = openai_choice(asked.tool_choice), asked.offered_tools or ()
+    strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
+    several = asked.parallel_tool_calls is not False
+    return ToolUse(tools, strict, choice, several, "tools[{}].function.parameters")
+
+
+def _prepared(
+    engine: Engine, asked: ChatRequest, shape: Shape | None, use: ToolUse
+) -> tuple[Asked, PartFormat, str]:
+    """What to ask of the engine, what its answer looks like, and how the prompt ends."""
     wanted = asked.max_completion_tokens
     if wanted is None:
         wanted = asked.max_tokens
@@ -83,11 +106,15 @@ def _prepared(engine: Engine, asked: ChatRequest) -> tuple[Asked, str]:
     # Checked before the prompt: a bad value is a bad value, however long the prompt is.
     params = asked.params(max(1, engine.resolved.context_tokens) if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    text = chat_prompt(engine, asked)
+    style = part_format(engine, asked.offered_tools or ())
+    text = chat_prompt(engine, asked, asked.offered_tools)
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
     wanted = (asked.top_logprobs or 0) if asked.logprobs else None
-    return Asked(prompt_ids, params, wanted), text[-PROMPT_END:]
+    end = text[-PROMPT_END:]
+    grammar = grammar_of(engine, shape, use, style, end)
+    one = Asked(prompt_ids, params, wanted, shown_ids(engine, style), grammar)
+    return one, style, end
 
 
 class _Chat:
@@ -112,7 +139,7 @@ class _Chat:
         body = {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends),
+            "usage": figures.usage(ends, self._ready),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
         if self._asked.return_token_ids:
@@ -169,7 +196,7 @@ class _Chat:
                 yield self._last(head, index, end, is_first=index not in begun)
         if self._asked.includes_usage:
             answers = [ends[i] for i in sorted(ends)]
-            yield event({**head, "choices": [], "usage": figures.usage(answers)})
+            yield event({**head, "choices": [], "usage": figures.usage(answers, self._ready)})
         yield DONE
 
     def _tail(self, made: dict[int, int]) -> bytes:

@@ -20,7 +20,9 @@ from soloist.server.names import served_name
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts, elsewhere
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, plain_grammar, shape_of
 from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.tracing import TEXT, RequestTrace
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -37,7 +39,10 @@ async def completions(request: Request) -> Response:
     asked.check_stream_options()
     if asked.echo and asked.logprobs is not None:
         raise unsupported("logprobs beside echo", "either of them")
-    prompts = await elsewhere(asked.prompt, lambda: _prepared(ready.engine, asked))
+    shape = shape_of(asked)
+    prompts = await elsewhere(
+        asked.prompt, lambda: _prepared(ready.engine, asked, shape), is_slow=shape is not None
+    )
     answers = [
         replace(one, params=params)
         for one in prompts
@@ -46,14 +51,15 @@ async def completions(request: Request) -> Response:
     if len(answers) > MOST_CHOICES:
         raise invalid("n", f"{len(answers)} answers in all (allowed: at most {MOST_CHOICES})")
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, answers, accepted)
+    trace = RequestTrace(request.headers, TEXT, model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace)
     texts = _Texts(ready, asked, request_id, model, prompts)
     if asked.stream:
         return Events(generation, with_errors(texts.stream(generation)))
     return json_reply(texts.whole(await collect(request, generation)))
 
 
-def _prepared(engine: Engine, asked: CompletionRequest) -> list[Asked]:
+def _prepared(engine: Engine, asked: CompletionRequest, shape: Shape | None) -> list[Asked]:
     wanted = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     params = asked.params(wanted)
     params.check_vocabulary(engine.config.vocab_size)
@@ -62,7 +68,8 @@ def _prepared(engine: Engine, asked: CompletionRequest) -> list[Asked]:
         raise invalid("prompt", "an empty list; give at least one prompt")
     for ids in prompts:
         room(engine, ids, wanted)
-    return [Asked(ids, params, asked.logprobs) for ids in prompts]
+    grammar = plain_grammar(engine, shape)
+    return [Asked(ids, params, asked.logprobs, grammar=grammar) for ids in prompts]
 
 
 class _Texts:
@@ -108,7 +115,7 @@ class _Texts:
         return {
             **self._head,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage(ends, len(self._prompts)),
+            "usage": figures.usage(ends, self._ready, len(self._prompts)),
             "timings": figures.timings(ends[0].timings, self._ready),
         }
 
@@ -152,7 +159,7 @@ class _Texts:
                 ends[delta.index] = delta.end
                 yield self._last(delta.index, delta.end)
         if self._asked.includes_usage:
-            total = figures.usage([ends[i] for i in sorted(ends)], len(self._prompts))
+            total = figures.usage([ends[i] for i in sorted(ends)], self._ready, len(self._prompts))
             yield event({**self._head, "choices": [], "usage": total})
         yield DONE
 

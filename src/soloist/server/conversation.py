@@ -36,10 +36,12 @@ def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
                 plain += _of_user(blocks, f"{place}.content")
             case "assistant", list(blocks):
                 plain.append(_of_assistant(blocks, f"{place}.content"))
-            case (("user" | "assistant"), _):
+            case "system", (str() | list()) as content:
+                plain.append({"role": "system", "content": system_text(content)})
+            case (("user" | "assistant" | "system"), _):
                 raise invalid(f"{place}.content", "expected a text or a list of blocks")
             case _:
-                raise invalid(f"{place}.role", "expected 'user' or 'assistant'")
+                raise invalid(f"{place}.role", "expected 'user', 'assistant' or 'system'")
     return plain
 
 
@@ -54,6 +56,8 @@ def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         match tool:
             case {"type": str(kind)} if kind != "custom":
                 raise unsupported(f"tools[{index}].type", "'custom'")
+            case {"strict": given} if given not in (None, True, False):
+                raise invalid(f"tools[{index}].strict", "expected true or false")
             case {"name": str(name), "input_schema": dict(schema)} if name:
                 function = {
                     "name": name, "description": tool.get("description", ""), "parameters": schema,

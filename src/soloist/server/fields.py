@@ -4,7 +4,7 @@
 """
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -100,7 +100,77 @@ class SamplingFields(Fields):
         return params
 
 
-class GenerationFields(SamplingFields):
+class NamedSchema(Fields):
+    """A JSON schema as OpenAI's clients send it."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="Answers always keep to the schema.")
+
+
+class ResponseFormat(Fields):
+    """`response_format` of chats and completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class TextFormat(Fields):
+    """`text.format` of responses."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFields(Fields):
+    """`text` of responses."""
+
+    format: TextFormat | None = None
+    verbosity: only() = None  # type: ignore[valid-type]
+
+
+class OutputFormat(Fields):
+    """`output_config.format` of messages."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputFields(Fields):
+    """`output_config` of messages."""
+
+    format: OutputFormat | None = None
+    effort: only() = None  # type: ignore[valid-type]
+
+
+class StructuredOutputs(Fields):
+    """`structured_outputs`, as vLLM has it."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+
+
+class ShapeFields(Fields):
+    """Ways to say what an answer looks like; one of them a request."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="One of json, json_object, regex, choice, grammar (Lark)."
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_grammar: str | None = None
+
+
+class GenerationFields(SamplingFields, ShapeFields):
     """What both ways to generate with OpenAI's clients share."""
 
     model: str | None = None
@@ -146,10 +216,23 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: only(1) = None  # type: ignore[valid-type]
-    response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
 
 
-class ChatRequest(GenerationFields):
+class ChatFields(Fields):
+    """What makes a prompt of a conversation."""
+
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables for the chat template, such as enable_thinking."
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description="Functions, for models whose calls can be read."
+    )
+
+
+class ChatRequest(GenerationFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -159,19 +242,12 @@ class ChatRequest(GenerationFields):
     max_tokens: int | None = Field(default=None, description="An older name of the same.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables for the chat template, such as enable_thinking."
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="auto, none, required, or the name of a function."
     )
-    tools: list[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose calls can be read."
-    )
-    tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
-    response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
     prediction: only() = None  # type: ignore[valid-type]
@@ -185,14 +261,14 @@ class ChatRequest(GenerationFields):
         return None if self.tool_choice == "none" else self.tools or None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(ChatFields):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="Default true for a prompt, false for messages."
+    )
 
 
 class DetokenizeRequest(Fields):

@@ -6,11 +6,14 @@ from soloist.engine import Completion, Timings
 from soloist.server.host import Ready
 
 
-def usage(ends: Sequence[Completion], prompts: int = 1) -> dict[str, object]:
-    """OpenAI's usage of all answers together, with Groq's four times (in seconds) of the longest.
+def usage(ends: Sequence[Completion], ready: Ready, prompts: int = 1) -> dict[str, object]:
+    """OpenAI's usage of all answers together, and figures of the one that took longest.
+
+    Groq's four times (in seconds), and what they leave out.
 
     Args:
         ends: one for each answer; answers to one prompt lie side by side.
+        ready: what made them.
         prompts: how many prompts they answer.
     """
     one_of_each = ends[:: len(ends) // prompts]
@@ -25,6 +28,10 @@ def usage(ends: Sequence[Completion], prompts: int = 1) -> dict[str, object]:
         "prompt_time": longest.ttft_s - longest.queue_s,
         "completion_time": longest.decode_s,
         "total_time": longest.total_s,
+        "time_to_first_token": longest.ttft_s,
+        "decode_tokens_per_second": longest.decode_tokens_per_s,
+        "mbu": longest.mbu(ready.engine.report.bandwidth_gb_per_s),
+        "device": ready.engine.report.device_name,
     }
 
 
@@ -38,9 +45,12 @@ def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, object]:
 
 
 def timings(t: Timings, ready: Ready) -> dict[str, object]:
-    """llama.cpp's object, and what it does not have: queue, TTFT, device."""
+    """llama.cpp's object, and what it does not have: queue, TTFT, memory bandwidth, device.
+
+    `mbu` and `bandwidth_gb_per_s` are null where the device's bandwidth was not measured.
+    """
     read, read_s = t.prompt_tokens - t.cached_tokens, t.ttft_s - t.queue_s
-    speed = t.decode_tokens_per_s
+    speed, bandwidth = t.decode_tokens_per_s, ready.engine.report.bandwidth_gb_per_s
     return {
         "cache_n": t.cached_tokens,
         "prompt_n": read,
@@ -54,6 +64,9 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "queue_ms": t.queue_s * 1e3,
         "ttft_ms": t.ttft_s * 1e3,
         "total_ms": t.total_s * 1e3,
+        "predicted_bytes": t.decode_bytes,
+        "bandwidth_gb_per_s": bandwidth,
+        "mbu": t.mbu(bandwidth),
         "device": ready.engine.report.device_name,
         "executor": ready.engine.report.executor,
     }

@@ -20,17 +20,21 @@ from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
 from soloist.server.problems import Problem, problem_of
+from soloist.server.tracing import RequestTrace
+from soloist.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt, ready for the engine."""
+    """One prompt, ready for the engine; see `EngineLoop.submit`."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     top_logprobs: int | None = None
+    shown_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +66,26 @@ class Generation:
         request_id: by which DELETE finds it.
         asked: one for each answer.
         accepted: when the HTTP request came, by `time.perf_counter`.
+        trace: of the request.
 
     Raises:
         SoloistError: one of them is not taken; then none is.
     """
 
     def __init__(
-        self, host: Host, ready: Ready, request_id: str, asked: Sequence[Asked], accepted: float
+        self,
+        host: Host,
+        ready: Ready,
+        request_id: str,
+        asked: Sequence[Asked],
+        accepted: float,
+        trace: RequestTrace,
     ) -> None:
-        self._host, self._request_id = host, request_id
+        self._host, self._request_id, self._trace = host, request_id, trace
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         self._cut: Problem | None = None
         self.tickets: list[Ticket] = []
+        trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
             for one in asked:
                 self.tickets.append(
@@ -81,12 +93,15 @@ class Generation:
                         one.prompt_ids,
                         one.params,
                         top_logprobs=one.top_logprobs,
+                        shown_ids=one.shown_ids,
                         listen=self._listen,
                         accepted=accepted,
+                        constraint=None if one.grammar is None else one.grammar.start(),
                     )
                 )
-        except SoloistError:
+        except SoloistError as error:
             self._cancel()
+            trace.close(problem_of(error).word)
             raise
 
     async def __aenter__(self) -> Self:
@@ -104,6 +119,10 @@ class Generation:
         self._timer.cancel()
         del self._host.running[self._request_id]
         self._cancel()
+        if self._cut is not None:
+            self._trace.close(self._cut.word)
+        else:
+            self._trace.close(None if error is None else type(error).__name__)
 
     def cut(self, problem: Problem) -> None:
         """End all answers; the client is told why."""
@@ -124,6 +143,9 @@ class Generation:
             for index, ticket in list(running.items()):
                 if not (events := ticket.take()):
                     continue
+                if isinstance(last := events[-1], Failure):
+                    self._cut = problem_of(last.error)
+                    raise self._cut
                 delta = _merged(index, events, num_made[index])
                 num_made[index] = delta.num_made
                 if delta.end is not None:
@@ -133,6 +155,7 @@ class Generation:
 
     def _count(self, completion: Completion) -> None:
         self._host.metrics.count(completion)
+        self._trace.ended(completion)
         t = completion.timings
         speed = t.decode_tokens_per_s
         log.info(
@@ -147,7 +170,7 @@ class Generation:
     def _listen(self) -> None:
         """In the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._woken.set)
+            self._host.bell.ring(self._woken.set)
         except RuntimeError:  # the event loop has ended, and nobody listens
             log.debug("%s: nobody listens any more", self._request_id)
 
@@ -157,25 +180,13 @@ class Generation:
 
 
 def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
-    """Raises Problem for a failure."""
-    if len(events) == 1 and isinstance(chunk := events[0], Chunk):  # the common case, made quick
-        num_made += len(chunk.token_ids)
-        return Delta(index, chunk.text, chunk.token_ids, chunk.logprobs, num_made, None)
-    text: list[str] = []
-    ids: list[int] = []
-    shown: list[TokenLogprobs] = []
-    end: Completion | None = None
-    for event in events:
-        match event:
-            case Chunk():
-                text.append(event.text)
-                ids += event.token_ids
-                shown += event.logprobs
-            case Completion():
-                end = event
-            case Failure():
-                raise problem_of(event.error)
-    return Delta(index, "".join(text), tuple(ids), tuple(shown), num_made + len(ids), end)
+    last = events[-1]
+    end = last if isinstance(last, Completion) else None
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    ids = tuple([token_id for chunk in chunks for token_id in chunk.token_ids])
+    logprobs = tuple([one for chunk in chunks for one in chunk.logprobs])
+    text = "".join([chunk.text for chunk in chunks])
+    return Delta(index, text, ids, logprobs, num_made + len(ids), end)
 
 
 def _too_long(limit_s: float) -> Problem:

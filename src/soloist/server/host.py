@@ -1,5 +1,6 @@
 """The engine behind the server: loading, ready, stopping or failed, and who is told so."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Protocol
 from soloist.engine import Engine, EngineLoop
 from soloist.errors import DeviceError, EngineStopped, ShuttingDown, SoloistError
 from soloist.model.weights import LoadProgress
+from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig
 from soloist.server.metrics import Metrics
 from soloist.server.problems import Problem, problem_of
@@ -39,6 +41,7 @@ class Host:
     Attributes:
         config: of the server.
         metrics: what happened so far.
+        bell: wakes the event loop, once `start` was called in it.
         failure: why there is no engine, where there will be none.
         running: requests by id; only the event loop's thread touches it.
 
@@ -66,7 +69,8 @@ class Host:
         self._thread = threading.Thread(target=self._run, name="soloist-load", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Begin to load; called in the event loop."""
+        self.bell = Bell(asyncio.get_running_loop())
         self._thread.start()
 
     def ready(self) -> Ready:
@@ -131,6 +135,7 @@ class Host:
             engine.model,
             engine.tokenizer,
             engine.config.vocab_size,
+            traffic=engine.traffic,
             most_waiting=self.config.most_waiting,
             flush_s=self.config.flush_ms / 1e3,
             on_failure=self._fail,

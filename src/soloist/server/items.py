@@ -1,5 +1,6 @@
 """A conversation and an answer as items of OpenAI's responses: messages, reasoning, calls."""
 
+import base64
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,20 +16,28 @@ _FIELDS = {
     "message": {"role", "content"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
-    "reasoning": {"content", "summary"},
+    "reasoning": {"content", "summary", "encrypted_content"},
 }
 _NAMES = {"type", "id", "status", "phase"}
 
+_SEAL = "soloist."
 
-def plain_conversation(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+
+def plain_conversation(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
+) -> list[dict[str, Any]]:
     """Items as chat templates read them: an answer, its reasoning and its calls are one message.
+
+    Neighbouring messages of the system are one as well: many templates have room for one.
 
     Raises:
         Problem: another kind of item or part, a field that is not known.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
     chat: list[dict[str, Any]] = []
+    if instructions:
+        chat.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*chat, {"role": "user", "content": given}]
     for index, item in enumerate(given):
         place, kind = f"input[{index}]", item.get("type", "message")
         if kind not in _FIELDS:
@@ -49,8 +58,10 @@ def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise unsupported(f"tools[{index}].type", "'function'")
-        if tool.get("strict"):
-            raise unsupported(f"tools[{index}].strict", "false")
+        if tool.get("strict") not in (None, True, False):
+            raise invalid(f"tools[{index}].strict", "expected true or false")
+        if not isinstance(tool.get("parameters", {}), dict | None):
+            raise invalid(f"tools[{index}].parameters", "expected a JSON schema, an object")
         if not isinstance(tool.get("name"), str):
             raise invalid(f"tools[{index}].name", "expected the function's name")
         function = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k)}
@@ -63,10 +74,14 @@ class Items:
 
     Attributes:
         output: those that have ended, and the one that grows.
+
+    Args:
+        seals_reasoning: give reasoning a second time, as clients store it for the next turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, seals_reasoning: bool = False) -> None:
         self.output: list[dict[str, Any]] = []
+        self._seals_reasoning = seals_reasoning
         self._kind: str | None = None
 
     def events(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -113,6 +128,8 @@ class Items:
         kind, self._kind = self._kind, None
         item, place = self.output[-1], self._place
         item["status"] = status
+        if kind == "reasoning" and self._seals_reasoning:
+            item["encrypted_content"] = _sealed(item["content"][0]["text"])
         if kind == "arguments":
             fields = {"name": item["name"], "arguments": item["arguments"]}
             yield "function_call_arguments.done", place | fields
@@ -164,8 +181,8 @@ def _add(chat: list[dict[str, Any]], kind: str, item: Mapping[str, Any], place: 
             call_id = item.get("call_id")
             chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case "reasoning":
-            told = item.get("content") or item.get("summary") or ""
-            if text := _joined(told, f"{place}.content"):
+            told = item.get("content") or _unsealed(item.get("encrypted_content"), place)
+            if text := _joined(told or item.get("summary") or "", f"{place}.content"):
                 _answer(chat)["reasoning_content"] = text
         case _:
             role = item.get("role")
@@ -175,8 +192,26 @@ def _add(chat: list[dict[str, Any]], kind: str, item: Mapping[str, Any], place: 
             if role == "assistant":
                 answer = _answer(chat)
                 answer["content"] = "\n".join(filter(None, (answer["content"], content)))
+            elif _ROLES[role] == "system" and chat and chat[-1]["role"] == "system":
+                chat[-1]["content"] += f"\n{content}"
             else:
                 chat.append({"role": _ROLES[role], "content": content})
+
+
+def _sealed(text: str) -> str:
+    """Reasoning in the field that clients send back unread; nothing is secret about it here."""
+    return _SEAL + base64.b64encode(text.encode()).decode()
+
+
+def _unsealed(given: object, place: str) -> str:
+    if given is None:
+        return ""
+    try:
+        if isinstance(given, str) and given.startswith(_SEAL):
+            return base64.b64decode(given.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        pass
+    raise invalid(f"{place}.encrypted_content", "expected what this server gave; leave it out")
 
 
 def _answer(chat: list[dict[str, Any]]) -> dict[str, Any]:

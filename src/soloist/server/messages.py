@@ -15,20 +15,24 @@ from soloist.server import figures
 from soloist.server.blocks import Blocks, whole_blocks
 from soloist.server.bodies import read
 from soloist.server.conversation import plain_conversation, plain_tools, system_text
-from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only
+from soloist.server.fields import Fields, Harmless, Number, OutputFields, SamplingFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
 from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, ToolUse, anthropic_choice, grammar_of, output_shape
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
-_AUTO, _NONE = {"type": "auto"}, {"type": "none"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
+# What Anthropic does where these fields are left out, and what is done here: clients send both.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_DEFAULT_EFFORT = {"effort": "high"}
 
 
 class ConversationFields(Fields):
@@ -40,13 +44,17 @@ class ConversationFields(Fields):
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="For models whose calls can be read."
     )
-    tool_choice: only(_AUTO, _NONE) = None  # type: ignore[valid-type]
+    tool_choice: dict[str, Any] | None = Field(
+        default=None, description="Type auto, none, any, or tool with a name."
+    )
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
+    output_config: only({}, _DEFAULT_EFFORT) = None  # type: ignore[valid-type]
 
     @property
     def offers_tools(self) -> bool:
         """Whether the model is told of tools."""
-        return bool(self.tools) and self.tool_choice != _NONE
+        return bool(self.tools) and anthropic_choice(self.tool_choice)[0].kind != "none"
 
 
 class CountRequest(ConversationFields):
@@ -62,6 +70,7 @@ class MessagesRequest(ConversationFields):
     top_k: int | None = None
     stop_sequences: list[str] | None = Field(default=None, max_length=64)
     stream: bool | None = None
+    output_config: OutputFields | None = None
     metadata: Harmless = None
     service_tier: Harmless = None
 
@@ -73,9 +82,16 @@ async def messages(request: Request) -> Response:
     ready = host.ready()
     model = served_name(host.config, asked.model)
     given = [asked.messages, asked.system, asked.tools]
-    one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
+    use = _tool_use(asked)
+    shape = output_shape(asked.output_config.format if asked.output_config else None)
+    one, reader = await elsewhere(
+        given,
+        lambda: _prepared(ready.engine, asked, shape, use),
+        is_slow=shape is not None or bool(use.field),
+    )
     request_id = f"msg_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
     reply = _Message(ready, request_id, model, reader)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
@@ -104,7 +120,19 @@ def problem_body(problem: Problem) -> dict[str, object]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def _prepared(engine: Engine, asked: MessagesRequest) -> tuple[Asked, PartReader]:
+def _tool_use(asked: MessagesRequest) -> ToolUse:
+    choice, several = anthropic_choice(asked.tool_choice)
+    tools = _tools(asked)
+    strict = frozenset(n for n, _ in enumerate(tools) if (asked.tools or ())[n].get("strict"))
+    return ToolUse(
+        tools, strict, choice, several, "tools[{}].input_schema",
+        "tool_choice.disable_parallel_tool_use",
+    )  # fmt: skip
+
+
+def _prepared(
+    engine: Engine, asked: MessagesRequest, shape: Shape | None, use: ToolUse
+) -> tuple[Asked, PartReader]:
     """What to ask of the engine, and what takes its answer apart."""
     fields = SamplingFields(
         temperature=asked.temperature,
@@ -116,8 +144,10 @@ def _prepared(engine: Engine, asked: MessagesRequest) -> tuple[Asked, PartReader
     text = _prompt(engine, asked)
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     engine.check_prompt(prompt_ids, asked.max_tokens)
-    style = part_format(engine, has_tools=asked.offers_tools)
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    style, end = part_format(engine, use.tools), text[-PROMPT_END:]
+    grammar = grammar_of(engine, shape, use, style, end)
+    one = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style), grammar=grammar)
+    return one, PartReader(style, end)
 
 
 def _prompt(engine: Engine, asked: ConversationFields) -> str:
@@ -125,17 +155,21 @@ def _prompt(engine: Engine, asked: ConversationFields) -> str:
     if system:
         chat.insert(0, {"role": "system", "content": system})
     variables: dict[str, Any] = {}
-    if asked.thinking == _DISABLED and part_format(engine, has_tools=False).thinks:
+    if asked.thinking == _DISABLED and part_format(engine, ()).thinks:
         if "enable_thinking" not in engine.chat_template.source:
             raise unsupported("thinking", "leave it out; this model always reasons")
         variables["enable_thinking"] = False
     return engine.chat_template.render(
-        chat,
-        tools=plain_tools(asked.tools or ()) if asked.offers_tools else None,
+        for_template(engine, chat),
+        tools=_tools(asked) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
         **variables,
     )
+
+
+def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
+    return plain_tools(asked.tools or ()) if asked.offers_tools else []
 
 
 class _Message:

@@ -1,7 +1,7 @@
 """What Prometheus reads at /metrics; times and tokens are the engine's own."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from soloist.engine import Completion, EngineLoop
@@ -63,10 +63,27 @@ class _Load(Collector):
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
 
-    def collect(self) -> list[GaugeMetricFamily]:
-        """How many requests there are, now."""
-        load = self._loop.load
+    def collect(self) -> list[Metric]:
+        """How many requests there are, and what is kept of prompts, now."""
+        load, kept = self._loop.load, self._loop.kept
+        pauses = CounterMetricFamily("soloist_requests_paused", "Made room for those before them.")
+        pauses.add_metric([], load.num_pauses)
+        moved = CounterMetricFamily(
+            "soloist_prefix_tokens", "Of kept prompts, that moved.", labels=["to"]
+        )
+        for to, tokens in (
+            ("host", kept.spilled), ("device", kept.fetched), ("nowhere", kept.dropped)
+        ):  # fmt: skip
+            moved.add_metric([to], tokens)
+        held = GaugeMetricFamily(
+            "soloist_prefix_tokens_kept", "Of prompts, that need not be read.", labels=["on"]
+        )
+        held.add_metric(["device"], kept.on_device)
+        held.add_metric(["host"], kept.on_host)
         return [
+            pauses,
+            moved,
+            held,
             GaugeMetricFamily("soloist_requests_running", "Reading or decoding.", load.num_running),
             GaugeMetricFamily("soloist_requests_waiting", "In the queue.", load.num_waiting),
         ]

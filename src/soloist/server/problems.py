@@ -57,6 +57,11 @@ class Problem(Exception):
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
 
+    @property
+    def word(self) -> str:
+        """What went wrong, for programs."""
+        return self.code or self.kind
+
     def body(self) -> dict[str, object]:
         """As OpenAI's clients read it."""
         error = {

@@ -1,29 +1,36 @@
 """From messages and texts to checked token ids."""
 
 import asyncio
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
 
 from soloist.engine import Engine
-from soloist.server.fields import ChatRequest, CompletionRequest
+from soloist.server.fields import ChatFields, CompletionRequest
 from soloist.server.problems import Problem, invalid, unsupported
+from soloist.text import Tool
+from soloist.text.parts import CALLS
 
 # Longer prompts are encoded in a thread: shorter ones take less time than handing them over.
 INLINE_CHARACTERS = 8_000
 
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+
 Made = TypeVar("Made")
 
 
-async def elsewhere(given: object, make: Callable[[], Made]) -> Made:
-    """`make()`, in a thread where `given` is long, so that streams go on meanwhile.
+async def elsewhere(given: object, make: Callable[[], Made], *, is_slow: bool = False) -> Made:
+    """`make()`, in a thread where `given` is long or it `is_slow`, so that streams go on meanwhile.
 
     Raises:
         Problem: the request is nested too deeply to be looked at.
     """
     try:
-        return make() if size_of(given) <= INLINE_CHARACTERS else await asyncio.to_thread(make)
+        is_quick = not is_slow and size_of(given) <= INLINE_CHARACTERS
+        return make() if is_quick else await asyncio.to_thread(make)
     except RecursionError as error:
         raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
 
@@ -40,7 +47,7 @@ def size_of(value: object) -> int:
     return 1
 
 
-def chat_prompt(engine: Engine, asked: ChatRequest) -> str:
+def chat_prompt(engine: Engine, asked: ChatFields, tools: Sequence[Tool] | None) -> str:
     """A conversation through the model's template.
 
     Raises:
@@ -52,12 +59,45 @@ def chat_prompt(engine: Engine, asked: ChatRequest) -> str:
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
     return engine.chat_template.render(
-        with_objects(plain_messages(asked.messages)),
-        tools=asked.offered_tools,
+        for_template(engine, plain_messages(asked.messages or ())),
+        tools=tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
         **{key: value for key, value in variables.items() if key != "template"},
     )
+
+
+def for_template(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with earlier calls as the model's template wants them."""
+    chat = with_objects(messages)
+    return with_short_ids(chat) if CALLS in engine.chat_template.source else chat
+
+
+def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, ids of calls as Mistral's templates demand them: nine letters or digits.
+
+    Calls and results keep belonging together: one id always becomes the same other one.
+    """
+    chat = []
+    for message in messages:
+        short = dict(message)
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            short["tool_call_id"] = _short(call_id)
+        if isinstance(calls := message.get("tool_calls"), list):
+            short["tool_calls"] = [
+                {**call, "id": _short(call["id"])}
+                if isinstance(call, dict) and isinstance(call.get("id"), str)
+                else call
+                for call in calls
+            ]
+        chat.append(short)
+    return chat
+
+
+def _short(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,17 +15,21 @@ from soloist.errors import SoloistError
 from soloist.server import figures
 from soloist.server.bodies import read
 from soloist.server.chat import room
-from soloist.server.fields import Harmless, SamplingFields, only
+from soloist.server.fields import Harmless, SamplingFields, TextFields, only
 from soloist.server.generation import Asked, Generation, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items, plain_conversation, plain_tools
 from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format
-from soloist.server.problems import Problem, problem_of, unsupported
-from soloist.server.prompts import elsewhere, with_objects
+from soloist.server.parts import PROMPT_END, part_format, shown_ids
+from soloist.server.problems import Problem, problem_of
+from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
+from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, text_shape
 from soloist.server.sse import Events, event
+from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
+
+_SEALED = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(SamplingFields):
@@ -38,6 +42,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
+    client_metadata: Harmless = None
     metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
@@ -45,14 +50,16 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_retention: Harmless = None
     parallel_tool_calls: bool | None = None
     truncation: only("disabled") = None  # type: ignore[valid-type]
-    text: only({"format": {"type": "text"}}) = None  # type: ignore[valid-type]
+    text: TextFields | None = None
     tools: list[dict[str, Any]] | None = Field(
         default=None, description="Functions, for models whose calls can be read."
     )
-    tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
-    include: only([]) = None  # type: ignore[valid-type]
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="auto, none, required, or the name of a function."
+    )
+    include: only([], [_SEALED]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
-    reasoning: only() = None  # type: ignore[valid-type]
+    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
@@ -70,34 +77,49 @@ async def responses(request: Request) -> Response:
     asked = await read(request, ResponsesRequest, host.config.most_body_bytes)
     ready = host.ready()
     model = served_name(host.config, asked.model)
-    given = [asked.input, asked.instructions, asked.tools]
-    one, reader = await elsewhere(given, lambda: _prepared(ready.engine, asked))
+    given, use = [asked.input, asked.instructions, asked.tools], _tool_use(asked)
+    shape = text_shape(asked.text.format if asked.text else None)
+    one, reader = await elsewhere(
+        given,
+        lambda: _prepared(ready.engine, asked, shape, use),
+        is_slow=shape is not None or bool(use.field),
+    )
     request_id = f"resp_{uuid.uuid4().hex}"
-    generation = Generation(host, ready, request_id, [one], accepted)
-    reply = _Reply(ready, _head(asked, one, request_id, model), reader)
+    trace = RequestTrace(request.headers, CHAT, model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace)
+    items = Items(seals_reasoning=asked.include == [_SEALED])
+    reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
     return json_reply(reply.whole(answer.end))
 
 
-def _prepared(engine: Engine, asked: ResponsesRequest) -> tuple[Asked, PartReader]:
+def _tool_use(asked: ResponsesRequest) -> ToolUse:
+    tools, choice = plain_tools(asked.offered_tools), openai_choice(asked.tool_choice)
+    strict = frozenset(n for n, tool in enumerate(asked.offered_tools) if tool.get("strict"))
+    several = asked.parallel_tool_calls is not False
+    return ToolUse(tools, strict, choice, several, "tools[{}].parameters")
+
+
+def _prepared(
+    engine: Engine, asked: ResponsesRequest, shape: Shape | None, use: ToolUse
+) -> tuple[Asked, PartReader]:
     """What to ask of the engine, and what takes its answer apart."""
-    wanted, tools = asked.max_output_tokens, plain_tools(asked.offered_tools)
-    if tools and asked.parallel_tool_calls is False:
-        raise unsupported("parallel_tool_calls", "true beside tools")
+    wanted, tools = asked.max_output_tokens, use.tools
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    style = part_format(engine, has_tools=bool(tools))
-    chat = plain_conversation(asked.input)
-    if asked.instructions:
-        chat.insert(0, {"role": "system", "content": asked.instructions})
+    style = part_format(engine, tools)
+    chat = plain_conversation(asked.input, asked.instructions)
     text = engine.chat_template.render(
-        with_objects(chat), tools=tools or None, add_generation_prompt=True
+        for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
-    return Asked(prompt_ids, params), PartReader(style, text[-PROMPT_END:])
+    end = text[-PROMPT_END:]
+    grammar = grammar_of(engine, shape, use, style, end)
+    asked_for = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style), grammar=grammar)
+    return asked_for, PartReader(style, end)
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
@@ -112,10 +134,10 @@ def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> d
         "metadata": asked.metadata or {},
         "temperature": one.params.temperature,
         "top_p": one.params.top_p,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(asked)},
         "tools": asked.tools or [],
         "tool_choice": asked.tool_choice or "auto",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
         "truncation": "disabled",
@@ -123,12 +145,23 @@ def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> d
     }
 
 
+def _format(asked: ResponsesRequest) -> dict[str, object]:
+    """What the text was to look like, with the defaults that clients expect."""
+    given = asked.text.format if asked.text else None
+    if given is None or given.type != "json_schema":
+        return {"type": "text" if given is None else given.type}
+    shown = given.model_dump(by_alias=True, exclude_none=True)
+    return {"name": "answer", **shown, "strict": True}
+
+
 class _Reply:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, head: dict[str, object], reader: PartReader) -> None:
+    def __init__(
+        self, ready: Ready, head: dict[str, object], reader: PartReader, items: Items
+    ) -> None:
         self._ready, self._head, self._reader = ready, head, reader
-        self._items = Items()
+        self._items = items
         self._num_events = 0
 
     def whole(self, end: Completion) -> dict[str, object]:

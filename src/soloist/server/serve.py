@@ -1,5 +1,6 @@
 """Runs the server in this process until it is told to end."""
 
+import gc
 import signal
 import socket
 import sys
@@ -108,7 +109,14 @@ def serve(
     # Between two kernels or tokens the engine's thread needs Python for microseconds; a thread that
     # reads a long prompt would make it wait for five milliseconds each time.
     sys.setswitchinterval(_SWITCH_S)
-    server = Server(load, config, on_ready)
+
+    def begin(engine: Engine) -> None:
+        # Otherwise a collection now and then walks all that loading made, and every stream waits.
+        gc.collect()
+        gc.freeze()
+        on_ready(engine)
+
+    server = Server(load, config, begin)
     on_listening(server.url)
     server.serve_forever()
     if server.host.failure is not None:

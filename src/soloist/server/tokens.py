@@ -6,10 +6,10 @@ from starlette.responses import Response
 from soloist.engine import Engine
 from soloist.errors import BadTokenId
 from soloist.server.bodies import read
-from soloist.server.fields import DetokenizeRequest, TokenizeRequest
+from soloist.server.fields import ChatFields, DetokenizeRequest, TokenizeRequest
 from soloist.server.names import served_name
 from soloist.server.problems import invalid
-from soloist.server.prompts import elsewhere, plain_messages
+from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 
 
@@ -21,6 +21,9 @@ async def tokenize(request: Request) -> Response:
     engine = host.ready().engine
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "give either prompt or messages")
+    for name in ChatFields.model_fields:
+        if asked.prompt is not None and getattr(asked, name) is not None:
+            raise invalid(name, "only beside messages")
     ids = await elsewhere(asked.prompt or asked.messages, lambda: _ids(engine, asked))
     return json_reply(
         {"tokens": ids, "count": len(ids), "max_model_len": engine.resolved.context_tokens}
@@ -33,9 +36,7 @@ def _ids(engine: Engine, asked: TokenizeRequest) -> list[int]:
         return engine.tokenizer.encode(
             asked.prompt or "", add_special_tokens=True if specials is None else specials
         )
-    text = engine.chat_template.render(
-        plain_messages(asked.messages), add_generation_prompt=asked.add_generation_prompt
-    )
+    text = chat_prompt(engine, asked, asked.tools or None)
     return engine.tokenizer.encode(text, add_special_tokens=bool(specials))
 
 

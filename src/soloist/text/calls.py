@@ -1,14 +1,15 @@
-"""One tool call that a model writes as a JSON object, read while it is written.
+"""Tool calls that a model writes, read while it writes them; here the call that is a JSON object.
 
-The object has a name, and arguments under one of two names. Nothing here raises: what is no call is
+The object has a name, and arguments under one of two names. Nothing raises: what is no call is
 `failed`, and whoever reads gives its text to the user as it is.
 """
 
 import json
 from dataclasses import dataclass
+from typing import Protocol
 
 _ARGUMENTS = ("arguments", "parameters")
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
 _OPEN, _CLOSE = "{[", "}]"
 
 
@@ -25,7 +26,27 @@ class Progress:
     arguments: str
 
 
-class _Value:
+class Reader(Protocol):
+    """Reads the calls of one section, from behind its opening mark to its end.
+
+    Attributes:
+        text: characters of the call that is being read.
+        num_read: calls that have ended.
+        is_complete: whether the section has ended as it should.
+        failed: whether the call cannot be one any more.
+    """
+
+    text: str
+    num_read: int
+    is_complete: bool
+    failed: bool
+
+    def take(self, character: str) -> Progress:
+        """Read on; the caller stops when it `is_complete` or `failed`."""
+        ...
+
+
+class Value:
     """Characters of one JSON value, to its end."""
 
     def __init__(self) -> None:
@@ -36,7 +57,7 @@ class _Value:
 
     def take(self, character: str) -> bool:
         """Whether `character` belongs to the value."""
-        if self.has_ended or (self._is_scalar and character in ",}]" + _SPACE):
+        if self.has_ended or (self._is_scalar and character in ",}]" + SPACE):
             self.has_ended = True
             return False
         self.text += character
@@ -72,21 +93,21 @@ class CallReader:
         text: every character taken.
         name: of the function, once known.
         arguments: JSON text of what was told so far.
-        is_complete: whether the object has ended as a call should.
-        failed: whether it cannot be a call any more.
+        num_read, is_complete, failed: see Reader.
     """
 
     def __init__(self) -> None:
         self.text = self.arguments = ""
+        self.num_read = 0
         self.name: str | None = None
         self.is_complete = self.failed = False
         self._stage = self._before_object
         self._key: str | None = None
-        self._value = _Value()
+        self._value = Value()
         self._waiting = ""  # arguments that came before the name
 
     def take(self, character: str) -> Progress:
-        """Read on; the caller stops when it `is_complete` or `failed`."""
+        """See Reader."""
         name, told = self.name, len(self.arguments)
         self.text += character
         self._stage(character)
@@ -95,17 +116,17 @@ class CallReader:
     def _before_object(self, character: str) -> None:
         if character == "{":
             self._stage = self._before_key
-        elif character not in _SPACE:
+        elif character not in SPACE:
             self.failed = True
 
     def _before_key(self, character: str) -> None:
         if character == '"':
-            self._value = _Value()
+            self._value = Value()
             self._value.take(character)
             self._stage = self._in_key
         elif character == "}":
             self._end()
-        elif character not in _SPACE + ",":
+        elif character not in SPACE + ",":
             self.failed = True
 
     def _in_key(self, character: str) -> None:
@@ -115,9 +136,9 @@ class CallReader:
             self._stage = self._before_value
 
     def _before_value(self, character: str) -> None:
-        if character in _SPACE + ":":
+        if character in SPACE + ":":
             return
-        self._value = _Value()
+        self._value = Value()
         self._stage = self._in_value
         self._in_value(character)
 
@@ -154,7 +175,7 @@ class CallReader:
             return
         if not self.arguments:
             self._tell("{}")
-        self.is_complete = True
+        self.num_read, self.is_complete = 1, True
 
 
 def _parsed_text(quoted: str) -> str | None:

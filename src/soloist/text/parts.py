@@ -5,17 +5,30 @@ lost: what looked like a call and is none is content, with a warning. White spac
 belongs to the marker.
 """
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from soloist.text.calls import CallReader
+from soloist.text.calls import CallReader, Reader
+from soloist.text.listed_calls import ARGUMENTS, CALL_ID, ListedReader
+from soloist.text.markers import first_of, may_become
+from soloist.text.python_calls import PythonReader
+from soloist.text.tagged_values import FUNCTION, TaggedValuesReader
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+CALLS = "[TOOL_CALLS]"
 
 _BETWEEN = " \t\r\n;"  # bare calls
 
-CallFormat = Literal["tagged", "bare"]
+CallFormat = Literal["tagged", "bare", "listed", "values", "python"]
+
+# What opens calls within a text, what an answer that is calls begins with, what may close them.
+_OPENERS: dict[CallFormat | None, tuple[str, ...]] = {
+    "tagged": (CALL,), "listed": (CALLS,), "values": (CALL, FUNCTION),
+}  # fmt: skip
+_STARTS: dict[CallFormat | None, str] = {"bare": "{", "python": "["}
+_CLOSERS: dict[CallFormat | None, str] = {"tagged": END_CALL, "values": END_CALL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +36,27 @@ class PartFormat:
     """What a model's template says about its answers.
 
     Attributes:
-        calls: `tagged`, a JSON object between <tool_call> and </tool_call> (Qwen, SmolLM3,
-            Hermes); `bare`, an answer that is such an object (Llama 3.1 and later); None without.
+        calls: `tagged`, a JSON object between <tool_call> and </tool_call> (Qwen, SmolLM3, Hermes);
+            `values`, between the same a function with each value between tags (Qwen3-Coder);
+            `listed`, JSON behind [TOOL_CALLS] (Mistral); `bare`, an answer that is a JSON object
+            (Llama 3.1 and later); `python`, one that is a list of Python calls (Llama); None
+            without.
         thinks: whether reasoning stands between <think> and </think>.
+        json_parameters: (function, parameter) of values between tags that are no texts.
     """
 
     calls: CallFormat | None
     thinks: bool
+    json_parameters: AbstractSet[tuple[str, str]] = frozenset()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that is looked for in a text, which must not be left out of it."""
+        calls = _OPENERS.get(self.calls, ())
+        if self.calls == "listed":
+            calls += (ARGUMENTS, CALL_ID)
+        closers = (END_CALL,) if self.calls in _CLOSERS else ()
+        return (*calls, *closers, *((THINK, END_THINK) if self.thinks else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +77,14 @@ class Part:
 def format_of(template: str) -> PartFormat:
     """What answers look like, judged by the source of the chat template."""
     calls: CallFormat | None = None
-    if CALL in template and "<function=" not in template:
+    if CALLS in template:
+        calls = "listed"
+    elif FUNCTION in template and "<parameter=" in template:
+        calls = "values"
+    elif CALL in template and FUNCTION not in template:
         calls = "tagged"
+    elif "[func_name1(" in template:
+        calls = "python"
     elif '"parameters": ' in template and "<|python_tag|>" in template:
         calls = "bare"
     return PartFormat(calls, THINK in template or END_THINK in template)
@@ -73,7 +106,8 @@ class PartReader:
         self.num_calls, self.warning = 0, ""
         self._style = style
         self._held = ""
-        self._reader: CallReader | None = None
+        self._reader: Reader | None = None
+        self._opener = ""
         self._is_thinking = style.thinks and prompt.rstrip().endswith(THINK)
         # Whether a marker was the last thing: white space behind it is its own.
         self._is_bare = self._is_thinking
@@ -82,6 +116,8 @@ class PartReader:
 
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain."""
+        if self._is_plain and not self._held:
+            return [Part("content", text)] if text else []
         parts: list[Part] = []
         self._held += text
         while self._step(parts):
@@ -104,15 +140,15 @@ class PartReader:
             return self._read_call(self._reader, parts)
         if self._may_be_bare_call():
             lead = self._held.lstrip(_BETWEEN if self.num_calls else None)
-            if lead.startswith("{"):
+            if lead.startswith(_STARTS[self._style.calls]):
                 self._held = lead
-                self._begin_call()
+                self._begin_call("")
             if not lead or self._reader is not None:
                 return bool(lead)
         markers = self._markers()
-        at, marker = _first_of(self._held, markers)
+        at, marker = first_of(self._held, markers)
         if marker is None:
-            safe = len(self._held) - _may_become(self._held, markers)
+            safe = len(self._held) - may_become(self._held, markers)
             text, self._held = self._held[:safe], self._held[safe:]
             self._emit(parts, text, is_last=False)
             return False
@@ -120,10 +156,10 @@ class PartReader:
         text = before.rstrip()
         self._emit(parts, text, is_last=False)
         self._is_bare, self._space = True, before[len(text) :]
-        if marker == CALL:
-            self._begin_call()
-        else:
+        if marker in (THINK, END_THINK):
             self._is_thinking = marker == THINK
+        else:
+            self._begin_call(marker)
         return True
 
     def _markers(self) -> tuple[str, ...]:
@@ -132,15 +168,36 @@ class PartReader:
         # Reasoning comes first, or it is none.
         lead = self._held.lstrip()[: len(THINK)]
         may_think = self._style.thinks and not self._has_content and THINK.startswith(lead)
-        return ((THINK,) if may_think else ()) + ((CALL,) if self._style.calls == "tagged" else ())
+        return ((THINK,) if may_think else ()) + _OPENERS.get(self._style.calls, ())
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all that comes is content."""
+        return (
+            self._reader is None
+            and self._style.calls not in _OPENERS
+            and not self._is_thinking
+            and (self._has_content or not (self._style.thinks or self._style.calls))
+        )
 
     def _may_be_bare_call(self) -> bool:
-        return self._style.calls == "bare" and not self._is_thinking and not self._has_content
+        return self._style.calls in _STARTS and not self._is_thinking and not self._has_content
 
-    def _begin_call(self) -> None:
-        self._reader = CallReader()
+    def _begin_call(self, opener: str) -> None:
+        self._opener = opener
+        match self._style.calls:
+            case "listed":
+                self._reader = ListedReader()
+            case "values":
+                self._reader = TaggedValuesReader(
+                    is_open=opener == FUNCTION, json_parameters=self._style.json_parameters
+                )
+            case "python":
+                self._reader = PythonReader()
+            case _:
+                self._reader = CallReader()
 
-    def _read_call(self, reader: CallReader, parts: list[Part]) -> bool:
+    def _read_call(self, reader: Reader, parts: list[Part]) -> bool:
         used = 0
         while used < len(self._held) and not (reader.is_complete or reader.failed):
             told = reader.take(self._held[used])
@@ -152,17 +209,17 @@ class PartReader:
                 parts.append(Part("arguments", told.arguments, self.num_calls - 1))
         self._held = self._held[used:]
         if reader.failed:
-            self._give_up(parts, "a tool call is not JSON with a name")
+            self._give_up(parts, "a tool call is not written as this model writes them")
             return True
         return reader.is_complete and self._end_call()
 
     def _end_call(self) -> bool:
-        """Behind a complete call: take its end marker; whether to look again."""
-        if self._style.calls == "tagged":
+        """Behind complete calls: take their end marker; whether to look again."""
+        if closer := _CLOSERS.get(self._style.calls):
             rest = self._held.lstrip()
-            if END_CALL.startswith(rest) and rest != END_CALL:
+            if closer.startswith(rest) and rest != closer:
                 return False  # it may still come
-            self._held = rest.removeprefix(END_CALL)
+            self._held = rest.removeprefix(closer)
         self._reader, self._is_bare = None, True
         return True
 
@@ -171,9 +228,10 @@ class PartReader:
         assert reader is not None, "there is a call"
         self._reader = None
         self.warning = f"{why}; it is given as text"
-        mark = self._space + CALL if self._style.calls == "tagged" else ""
+        mark = "" if reader.num_read else self._space + self._opener
         self._has_content, self._is_bare = True, False
-        parts.append(Part("content", mark + reader.text))
+        if text := mark + reader.text:
+            parts.append(Part("content", text))
 
     def _emit(self, parts: list[Part], text: str, *, is_last: bool) -> None:
         """Text between markers."""
@@ -182,7 +240,7 @@ class PartReader:
         if not text:
             return
         # What ends in white space may be followed by a marker, to which it then belongs.
-        shown = text if is_last else text.rstrip()
+        shown = text if is_last or self._is_plain else text.rstrip()
         if not is_last:
             self._held = text[len(shown) :] + self._held
         if not shown:
@@ -190,20 +248,6 @@ class PartReader:
         self._is_bare = False
         self._has_content |= not self._is_thinking
         parts.append(Part("reasoning" if self._is_thinking else "content", shown))
-
-
-def _first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str | None]:
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found) if found else (-1, None)
-
-
-def _may_become(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end begin a marker."""
-    longest = max((len(marker) for marker in markers), default=0)
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0
 
 
 def _joined(parts: list[Part]) -> list[Part]:

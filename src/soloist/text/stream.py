@@ -5,6 +5,7 @@ requests, chunks or time.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from soloist.text.stops import StopMatcher
 from soloist.text.tokenizer import Tokenizer
@@ -22,11 +23,20 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Start a stream that ends at any of the strings `stop`."""
+        """Start a stream that ends at any of the strings `stop`.
+
+        Special tokens in `shown_ids` are not skipped.
+        """
         self._token = tokenizer.token
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        special_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = special_ids - shown_ids
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopMatcher(stop)
         self.num_tokens = 0

@@ -131,11 +131,11 @@ class Tokenizer:
             prefix_mark,
             *self.encode(prefix, add_special_tokens=False),
             suffix_mark,
-            *self._encode_inside(suffix),
+            *self.encode_inside(suffix),
             middle_mark,
         ]
 
-    def _encode_inside(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         """The ids of `text` without the space that a tokenizer may put at a text's start."""
         newline = self.encode("\n", add_special_tokens=False)
         if not (newline and (self.token(newline[0]) or "").startswith(SPACE_MARK)):

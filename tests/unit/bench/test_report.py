@@ -33,6 +33,52 @@ def test_recorded_results() -> None:
         ET.fromstring(svg)  # noqa: S314
 
 
+def test_rows_that_measure_the_same_are_side_by_side() -> None:
+    rows = json.loads((RESULTS / "h200.json").read_text())
+    page = report({"before.json": rows, "after.json": rows})
+    bars_of = re.search(r"<h2>decode: decode tokens/s</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    assert bars_of is not None
+    colours = [rect.attrib["class"] for rect in figures(bars_of[1], "rect")]
+    assert colours == ["c0", "c1"] * len(rows)
+
+
+def test_distributions_of_times() -> None:
+    times = {"min": 1.0, "p10": 2.0, "p25": 3.0, "p50": 4.0, "p75": 5.0, "p90": 6.0, "p99": 8.0}
+    page = report({"a.json": [SERVE | {"token_ms": {**times, "max": 400.0}}]})
+    title = re.search(r"<h2>serve: m: time of a token</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    assert title is not None
+    points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in figures(title[1], "circle")]
+    assert len(points) == len(times)
+    # From no time at all to 8 ms upwards, from none of them to 99 % to the right.
+    assert points[6][0] - points[0][0] == pytest.approx(
+        9.9 * (points[1][0] - points[0][0]), rel=0.01
+    )
+    assert points[0][1] - points[6][1] == pytest.approx(7 * (points[0][1] - points[1][1]), rel=0.02)
+    assert "400.00 ms" in page, "the largest is in the table"
+
+
+def test_steps_of_a_loop_and_where_lines_come_from() -> None:
+    row = {
+        "bench": "agent", "engine": "x", "shape": "m", "turns": 2, "asked_prompt_tokens": 9,
+        "by_turn": [{"step_ms": 10.0}, {"step_ms": 30.0}],
+    }  # fmt: skip
+    page = report({"a.json": [row], "b.json": [row]})
+    plot = re.search(r"<h2>agent: time of each step</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    assert plot is not None
+    labels = [e.text for e in figures(plot[1], "text")]
+    assert "1. x m 2 turns from 9 · a.json" in labels
+    assert "2. x m 2 turns from 9 · b.json" in labels
+    heights = [300 - float(c.attrib["cy"]) for c in figures(plot[1], "circle")]
+    assert len(heights) == 4
+    assert heights[1] > heights[0]
+
+
+def test_clocks_stand_beside_conditions() -> None:
+    clocks = {"sm_mhz": {"min": 1200, "median": 1900, "max": 1980}, "throttling": ["power"]}
+    page = report({"a.json": [SERVE | {"clocks": clocks}]})
+    assert "SM 1200 – 1980 MHz, throttled by power" in page
+
+
 def test_a_server_without_decode_speed() -> None:
     page = report({"a.json": [SERVE]})
     assert "&lt;b&gt;&amp;" in page

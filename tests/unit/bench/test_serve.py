@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from soloist.bench import serve
-from soloist.bench.record import ServeRow
+from soloist.bench.rows import ServeRow
 from soloist.errors import ServerFailed, SettingError
 from unit.bench.toy_server import Toy, serving
 
@@ -45,6 +45,35 @@ def check_times(row: ServeRow, tokens_per_chunk: int, counts: str) -> None:
         assert row.token_ms is None
     else:
         assert row.token_ms.p50 == pytest.approx(2, rel=0.1)
+
+
+def test_servers_take_turns() -> None:
+    """Each is asked once a run, in the order given, and keeps its own key, name and counts."""
+    first, second = Toy(4, tokens_per_s=20_000), Toy(1, "token ids", tokens_per_s=20_000)
+    order: list[str] = []
+
+    def noting(toy: Toy, name: str) -> Toy:
+        def refusal(asked: dict) -> str | None:
+            if asked["max_tokens"] == PLAN.max_tokens:
+                order.append(name)
+            return Toy.refusal(toy, asked)
+
+        toy.refusal = refusal  # type: ignore[method-assign]
+        return toy
+
+    with serving(noting(first, "a")), serving(noting(second, "b")):
+        plans = [
+            replace(PLAN, url=first.url, name="a", key="k1", prefixes=("cold", "warm")),
+            replace(PLAN, url=second.url, name="b", key="k2", prefixes=("cold", "warm")),
+        ]
+        made = serve.measure_in_turns(plans)
+    assert "".join(order) == "ab" * 4 * 2
+    assert [(row.engine, row.prefix) for row in made] == [
+        ("a", "cold"), ("b", "cold"), ("a", "warm"), ("b", "warm"),
+    ]  # fmt: skip
+    assert [row.counting for row in made[:2]] == ["usage in every chunk", "token ids"]
+    assert {asked["key"] for asked in first.asked} == {"Bearer k1"}
+    assert {asked["key"] for asked in second.asked} == {"Bearer k2"}
 
 
 def test_a_server_that_counts_nothing_gets_no_decode_speed() -> None:

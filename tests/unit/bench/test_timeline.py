@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from plan.shapes import SMALL
 from soloist.bench.picture import picture
+from soloist.bench.shares import shares, traffic
 from soloist.bench.timeline import About, Timeline, read, timeline, times_by_phase, write
+from soloist.cli import tracing
 from soloist.errors import SettingError, UserError
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
@@ -97,10 +100,86 @@ def test_times_add_up() -> None:
     assert down.finishing_us == pytest.approx(wanted["finishing"] / 1e3, abs=0.01)
 
 
+def told(num_blocks: int = 3) -> Timeline:
+    """With all that words need: multiplying takes half as long without the stream."""
+    phases = times_by_phase(made(num_blocks).slices, num_blocks)
+    resident = {p.phase: p.multiplying_us / 2 for p in phases}
+    read = {"qkv": 300_000, "attention": 1000, "head": 600_000}
+    about = replace(ABOUT, phase_bytes=read, resident_us=resident, host_us=0.25)
+    return replace(made(num_blocks), about=about)
+
+
+def test_shares_add_up_and_tell_streaming_from_multiplying() -> None:
+    whole = told()
+    phases = times_by_phase(whole.slices, 3)
+    parts = {share.name: share.us for share in shares(whole, phases)}
+    assert list(parts) == [
+        "streaming", "exchanges", "multiplication", "attention", "sampling", "host",
+    ]  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(whole.round_us + 0.25)
+    assert parts["streaming"] == pytest.approx(sum(p.multiplying_us for p in phases) / 2)
+    assert parts["exchanges"] == pytest.approx(sum(p.waiting_us for p in phases))
+    attention = next(p for p in phases if p.phase == "attention")
+    assert parts["attention"] == pytest.approx(
+        attention.multiplying_us / 2 + attention.finishing_us
+    )
+    chosen = [p for p in phases if p.phase in ("choose", "conclude")]
+    assert parts["sampling"] == pytest.approx(
+        sum(p.multiplying_us / 2 + p.finishing_us for p in chosen)
+    )
+    assert parts["host"] == 0.25
+
+
+def test_multiplying_never_takes_longer_alone() -> None:
+    whole = told()
+    resident = {name: 4 * us for name, us in whole.about.resident_us.items()}
+    slow = replace(whole, about=replace(whole.about, resident_us=resident))
+    parts = {s.name: s.us for s in shares(slow, times_by_phase(slow.slices, 3))}
+    assert parts["streaming"] == 0
+    assert sum(parts.values()) == pytest.approx(whole.round_us + 0.25)
+
+
+def test_utilisation_of_memory_by_phase() -> None:
+    whole = told()
+    phases = {p.phase: p for p in times_by_phase(whole.slices, 3)}
+    found = traffic(whole, list(phases.values()))
+    assert [part.phase for part in found] == ["qkv", "attention", "head"]
+    assert found[0].mbu == pytest.approx(300_000 / phases["qkv"].total_us / 1e3 / 1000)
+
+
+def test_older_files_tell_no_shares(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    write(file, made())
+    content = json.loads(file.read_text())
+    for name in ("phase_bytes", "resident_us", "host_us"):
+        del content["soloist"][name]
+    file.write_text(json.dumps(content))
+    old = read(file)
+    phases = times_by_phase(old.slices, 3)
+    assert (shares(old, phases), traffic(old, phases)) == ([], [])
+    assert not any("go to" in line for line in tracing.words(old, phases))
+
+
+def test_words_name_the_wall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    write(file, told())
+    tracing.trace_again(file, None, None, as_json=False)
+    shown = capsys.readouterr().out
+    largest = max(shares(told(), times_by_phase(told().slices, 3)), key=lambda share: share.us)
+    assert f"The wall is {largest.name}" in shown
+    for words in ("streaming", "exchanges", "multiplication", "attention", "sampling", "host 0.2"):
+        assert words in shown
+    qkv = next(line for line in shown.splitlines() if line.startswith("qkv"))
+    assert qkv.endswith("%")
+    assert "300 kB" in qkv
+
+
 def test_the_file_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "new" / "trace.json"
     write(file, made())
     assert read(file) == made()
+    write(file, told())
+    assert read(file) == told()
 
 
 def test_the_file_nests_as_perfetto_wants(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling import sample
 from soloist.sampling.adjust import TokenCounts
+from soloist.sampling.constraint import Words
 
 VOCAB = 61
 # As in the decoder, rows of padding lie behind the vocabulary.
@@ -68,14 +69,24 @@ class FakeSampler:
         self._banned = packed.list_ids[span][: packed.params[0]["ban_count"]].tolist()
         self._counts = TokenCounts(VOCAB, [])
         self._counts.num_output = int(packed.steps[0]["num_output"])
+        self.allowed = packed.masks.get(0)
+        self.is_masked = self.allowed is not None
+        self.is_ended = False
         if 0 in packed.seen:
             self._counts.in_prompt = packed.seen[0] >= SEEN_IN_PROMPT
             self._counts.in_output = (packed.seen[0] & (SEEN_IN_PROMPT - 1)).astype("int32")
 
     def choose(self, logits: Tensor, number: int) -> int:
         position = self._position + number * self._column.stride
+        if self.is_ended:
+            return 1  # it means nothing
+        is_masked = self.is_masked and number + 1 >= len(self._column.tokens)
+        assert not is_masked or self.allowed is not None, "the kernel would wait for ever"
+        allowed, self.allowed = (self.allowed, None) if is_masked else (None, self.allowed)
         try:
-            return sample(logits.numpy(), self.params, self._counts, position, self._banned)
+            return sample(
+                logits.numpy(), self.params, self._counts, position, self._banned, allowed
+            )
         except BadLogits as error:
             return next(
                 word for word, score in NO_TOKEN.values() if f" is {score} " in error.message
@@ -125,6 +136,7 @@ class FakeDecoder:
                     is_last |= i + 1 > c.keep and chosen[n] in c.stops
                     is_last |= self._samplers[n] is not None and chosen[n] >= VOCAB
                 sampler = self._samplers[n]
+                is_last |= sampler is not None and sampler.is_ended
                 if sampler is not None and fed[n] < VOCAB:
                     sampler.observe(fed[n])
             self.is_running = not is_last
@@ -151,6 +163,19 @@ class FakeDecoder:
     def stop(self) -> None:
         self._is_asked_to_stop = True
 
+    def allow(self, column: int, words: Words | None) -> None:
+        sampler = self._samplers[column] if column < len(self._samplers) else None
+        if sampler is None or not sampler.is_masked or sampler.is_ended:
+            return
+        assert sampler.allowed is None, "the last mask was not used"
+        sampler.allowed, sampler.is_ended = words, words is None
+
+    def abandon(self) -> None:
+        self.stop()
+        for sampler in self._samplers:
+            if sampler is not None and sampler.is_masked:
+                sampler.is_ended = True
+
     def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
         self.start(columns, rounds)
         return list(self.tokens())
@@ -175,3 +200,39 @@ class FakePrefill:
         self.chunks.append(len(token_ids))
         last = position + len(token_ids) - 1
         return self.cache.logits(page_table, last)[:VOCAB] if want_logits else None
+
+
+class FakeHost:
+    """Copies tokens of pages; what is fetched arrives as late as it may."""
+
+    def __init__(self, cache: Cache, num_pages: int) -> None:
+        self.cache, self.num_pages = cache, num_pages
+        self._host: dict[tuple[int, int], int] = {}
+        self._coming: list[tuple[int, int]] = []
+
+    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+        self.join()
+        self._copy(self.cache.tokens, self._host, pages, host_pages)
+        return True
+
+    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._coming.extend(zip(host_pages, pages, strict=True))
+        for page in pages:
+            for i in range(PAGE_POSITIONS):
+                self.cache.tokens.pop((page, i), None)
+
+    def join(self) -> None:
+        host_pages, pages = zip(*self._coming, strict=True) if self._coming else ((), ())
+        self._coming.clear()
+        self._copy(self._host, self.cache.tokens, host_pages, pages)
+
+    @staticmethod
+    def _copy(
+        source: dict[tuple[int, int], int],
+        to: dict[tuple[int, int], int],
+        source_pages: Sequence[int],
+        to_pages: Sequence[int],
+    ) -> None:
+        for source_page, to_page in zip(source_pages, to_pages, strict=True):
+            for i in range(PAGE_POSITIONS):
+                to[to_page, i] = source[source_page, i]

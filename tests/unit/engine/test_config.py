@@ -2,8 +2,8 @@
 
 import pytest
 
-from soloist.engine.config import EngineConfig, Resolved, resolve
-from soloist.errors import SettingError
+from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve
+from soloist.errors import OutOfMemory, SettingError
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
@@ -42,3 +42,25 @@ def test_further_contexts_take_half_of_what_is_left() -> None:
 def test_sequences_are_one_to_eight(sequences: int) -> None:
     with pytest.raises(SettingError, match="1 … 8"):
         resolved(10**11, sequences)
+
+
+def host_cache(wanted: int | None, *, keeps: bool = True, has_kernel: bool = True) -> int:
+    asked = EngineConfig(keeps_prefixes=keeps, host_cache_bytes=wanted)
+    return host_cache_bytes(asked, has_kernel=has_kernel, free_bytes=1000)
+
+
+def test_the_host_cache_takes_a_quarter_of_what_is_free_or_what_was_asked() -> None:
+    assert host_cache(None) == 250
+    assert host_cache(700) == 700
+    assert host_cache(0) == host_cache(None, keeps=False) == host_cache(None, has_kernel=False) == 0
+
+
+def test_a_host_cache_without_effect_or_memory_is_refused() -> None:
+    with pytest.raises(SettingError, match="0 GB or more"):
+        host_cache(-1)
+    with pytest.raises(SettingError, match="where no prompts are kept"):
+        host_cache(5, keeps=False)
+    with pytest.raises(SettingError, match="without the decode kernel"):
+        host_cache(5, has_kernel=False)
+    with pytest.raises(OutOfMemory, match="host cache"):
+        host_cache(1001)

@@ -3,14 +3,15 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
 from soloist.engine.columns import KernelExecutor
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Running
 from soloist.errors import (
     BadLogits,
     EngineStopped,
@@ -19,9 +20,11 @@ from soloist.errors import (
     ShuttingDown,
 )
 from soloist.megakernel.sampling_header import NO_TOKEN
-from soloist.sampling import SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+from soloist.model.memory import kv_bytes_seen
+from soloist.sampling import Sampler, SamplingParams
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
+from unit.engine.test_traffic import TRAFFIC
 
 WAIT_S = 20
 
@@ -57,17 +60,22 @@ class Slow(FakeDecoder):
 
 
 class Parts:
-    def __init__(self, pages: int = 30, **options):
+    def __init__(
+        self, pages: int = 30, *, keeps_prefixes: bool = False, num_host_pages: int = 0, **options
+    ):
         self.cache = Cache()
         self.decoder = Slow(self.cache, 16, sequences=4)
         self.prefill = FakePrefill(self.cache, 64)
-        self.executor = KernelExecutor(self.decoder, self.prefill, pages, VOCAB, 64)
+        self.executor = KernelExecutor(
+            self.decoder, self.prefill, pages, VOCAB, 64, keeps_prefixes=keeps_prefixes,
+            host=FakeHost(self.cache, num_host_pages),
+        )  # fmt: skip
         self.num_pages = pages
         self.loop = EngineLoop(self.executor, Words(), VOCAB, **options)
 
     @property
     def num_free_pages(self) -> int:
-        return self.executor._pages.num_free
+        return self.executor.rooms.pages.num_free
 
 
 @pytest.fixture
@@ -82,7 +90,8 @@ def parts():
     for p in made:
         p.loop.close()
         if p.loop.failure is None:
-            assert p.num_free_pages == p.num_pages, "every page came back"
+            kept = p.executor.kept.on_device // 64
+            assert p.num_free_pages + kept == p.num_pages, "every page came back"
             assert not p.decoder.is_running
 
 
@@ -166,6 +175,47 @@ def test_random_cancels_leave_nothing_behind(parts, seed: int) -> None:
     wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
 
 
+def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
+    rng = random.Random(0)
+    p = parts(pages=12, most_waiting=20, keeps_prefixes=True, num_host_pages=6)
+    stems = [prompt_of(200, seed=n) for n in range(3)]
+    listening: list[tuple[Ticket, list[int], SamplingParams]] = []
+    num_ended = 0
+
+    def end(one: tuple[Ticket, list[int], SamplingParams]) -> None:
+        ticket, prompt, params = one
+        _, ids, completion = ended(ticket)
+        assert isinstance(completion, Completion)
+        assert completion.finish_reason == (
+            "length" if len(ids) == params.max_tokens else "cancelled"
+        )
+        if rng.random() < 0.02:
+            assert ids == expected(prompt, params)[: len(ids)]
+
+    while num_ended < 1000:
+        prompt = rng.choice(stems)[: rng.choice([3, 64, 70, 130, 200])] + [num_ended % VOCAB]  # noqa: RUF005 - a slice
+        params = SamplingParams(max_tokens=rng.choice([1, 5, 400]), ignore_eos=True)
+        try:
+            listening.append((p.loop.submit(prompt, params), prompt, params))
+        except QueueFull:
+            gone = listening.pop(rng.randrange(len(listening)))
+            gone[0].cancel()
+            end(gone)
+            num_ended += 1
+        if listening and rng.random() < 0.5:
+            rng.choice(listening)[0].cancel()
+        if rng.random() < 0.05:
+            time.sleep(0.001)
+    for one in listening:
+        one[0].cancel()
+        end(one)
+    wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
+    p.loop.ping().result(WAIT_S)  # the last one has left entirely
+    assert not p.executor.rooms._open
+    assert p.executor.rooms.num_available == 12, "kept pages are nobody's"
+    assert p.loop.kept.fetched > 0
+
+
 def test_a_cancelled_request_makes_at_most_two_more_tokens(parts) -> None:
     p = parts()
     p.decoder.pause_s = 0.02
@@ -200,6 +250,76 @@ def test_a_stream_pauses_for_one_chunk_of_anothers_prompt(parts) -> None:
     assert all(step == 8 for step in steps), "a burst of rounds between two chunks"
     first.cancel()
     ended(first)
+
+
+LONG = {
+    "greedy": SamplingParams(max_tokens=500, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=480, temperature=1.0, seed=5, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=520, repetition_penalty=1.5, ignore_eos=True),
+    "banned": SamplingParams(max_tokens=470, min_tokens=460, stop_token_ids=frozenset(range(30))),
+}
+
+
+@contextmanager
+def all_at_once(p: Parts) -> Iterator[None]:
+    """Let nobody join until all have been submitted."""
+    all_asked, open_one = threading.Event(), p.executor.open
+
+    def waited(*args):
+        assert all_asked.wait(WAIT_S)
+        return open_one(*args)
+
+    p.executor.open = waited
+    yield
+    all_asked.set()
+
+
+@pytest.mark.parametrize("length", [7, 100])
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_prefixes: bool) -> None:
+    p = parts(pages=12, keeps_prefixes=keeps_prefixes)
+    asked = [(prompt_of(length, seed=n), params) for n, params in enumerate(LONG.values())]
+    with all_at_once(p):
+        tickets = [
+            p.loop.submit(*one, top_logprobs=None if n else 1) for n, one in enumerate(asked)
+        ]
+    for ticket, (prompt, params) in zip(tickets, asked, strict=True):
+        assert ended(ticket)[1] == expected(prompt, params)
+    assert p.loop.load.num_pauses >= 2, "each takes eight to ten pages in the end"
+    assert max(len(x.columns) for x in p.decoder.launches) > 1, "and fewer at first"
+
+
+def test_a_request_that_waits_for_room_can_be_cancelled(parts) -> None:
+    p = parts(pages=10)
+    pause = p.executor.pause
+
+    def cancelled(running: Running) -> None:
+        pause(running)
+        tickets[1].cancel()
+
+    p.executor.pause = cancelled
+    asked = [(prompt_of(30, seed=n), LONG["greedy"]) for n in range(3)]
+    with all_at_once(p):
+        tickets = [p.loop.submit(*one) for one in asked]
+    _, ids, end = ended(tickets[1])
+    assert isinstance(end, Completion)
+    assert end.finish_reason == "cancelled"
+    assert 200 < len(ids) < 500
+    assert ids == expected(*asked[1])[: len(ids)]
+    for n in (0, 2):
+        assert ended(tickets[n])[1] == expected(*asked[n])
+
+
+def test_a_huge_answer_that_is_not_made_keeps_nobody_out(parts) -> None:
+    p = parts(pages=12)
+    p.decoder.pause_s = 0.02
+    first = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=600, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    prompt = prompt_of(30, seed=1)
+    params = SamplingParams(max_tokens=600, stop_token_ids=frozenset(range(50)))
+    assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
+    assert all(isinstance(event, Chunk) for event in first.take()), "the first still runs"
+    first.cancel()
 
 
 def test_stop_strings_end_one_request_and_not_the_others(parts) -> None:
@@ -330,6 +450,23 @@ def test_listeners_hear_of_the_first_token_and_the_end_and_seldom_between(parts)
     assert all(at % 16 == 0 for at in heard[:-1])
 
 
+def test_bytes_of_decoding_count_every_round_once(parts) -> None:
+    p = parts(traffic=TRAFFIC)
+    prompt = prompt_of(30)
+    alone = ended(p.loop.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))[2]
+    # The first token comes from the prompt; the round after it sees 31 positions.
+    seen = [kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(39)]
+    assert alone.timings.decode_bytes == 39 * TRAFFIC.weights_bytes + sum(seen)
+    p.decoder.pause_s = 0.001
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    both = [ended(t)[2].timings for t in [p.loop.submit(prompt, params) for _ in range(2)]]
+    # Weights are read once for both, caches for each.
+    cache = sum(kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(199))
+    for t in both:
+        assert 199 * TRAFFIC.weights_bytes + 1.5 * cache < t.decode_bytes
+        assert t.decode_bytes <= 199 * TRAFFIC.weights_bytes + 2 * cache
+
+
 # The reference ------------------------------------------------------------------------------------
 
 
@@ -375,9 +512,7 @@ def test_requests_wait_for_room(etude: Engine) -> None:
         executor.close(running)
 
 
-def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams):
-    from soloist.sampling import Sampler
-
+def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams) -> Sampler:
     return Sampler(params, engine.config.vocab_size, prompt, engine.tokenizer.eos_ids)
 
 
@@ -412,10 +547,25 @@ def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
             num_cached += end.timings.cached_tokens
     loop.close()
     assert num_cached > 500
-    assert executor._tree is not None
-    assert executor._pages.num_free + executor._tree.num_blocks == 16
-    executor._make_room(16)
-    assert executor._pages.num_free == 16, "nothing is in use any more"
+    assert executor.rooms.pages.num_free + executor.kept.on_device // 64 == 16
+    assert executor.rooms.num_available == 16, "nothing is in use any more"
+
+
+def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:
+    p = parts(pages=10, keeps_prefixes=True, num_host_pages=9)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    prompts = [prompt_of(400, seed=n) for n in range(2)]
+    for prompt in prompts:
+        assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
+    assert p.loop.kept.on_host > 0
+    p.prefill.chunks.clear()
+    with caplog.at_level("INFO"):
+        ticket = p.loop.submit(prompts[0], params)
+        assert ended(ticket)[1] == expected(prompts[0], params)
+    assert ticket.num_cached == 384
+    assert p.prefill.chunks == [16], "nothing was read again that had been spilled"
+    assert p.loop.kept.fetched > 0
+    assert "come back from the host's memory" in caplog.text
 
 
 def test_a_kept_prompt_is_not_read_again() -> None:
@@ -432,6 +582,25 @@ def test_a_kept_prompt_is_not_read_again() -> None:
     assert ended(loop.submit(longer[:128], params))[1] == expected(longer[:128], params)
     assert prefill.chunks[6:] == [64], "the last chunk is read again for its logits"
     loop.close()
+
+
+def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
+    p = parts(keeps_prefixes=True)
+    shared = prompt_of(200)
+    prompts = [shared + prompt_of(30, seed=n) for n in range(3)]
+    samplers = [Sampler(SamplingParams(max_tokens=3), VOCAB, x, EOS) for x in prompts]
+    running = [p.executor.open(x, s) for x, s in zip(prompts, samplers, strict=True)]
+    waiting = list(running)
+    while waiting:
+        sequence = waiting.pop(0)
+        assert p.executor.make_room([sequence])
+        if p.executor.read(sequence) is None:
+            waiting.append(sequence)
+    assert sorted(p.prefill.chunks) == [*([230 - 192] * 3), *([64] * 3)]
+    assert [r.num_cached for r in running] == [0, 192, 192]
+    for prompt, sampler, sequence in zip(prompts, samplers, running, strict=True):
+        assert sampler.output_ids == expected(prompt, SamplingParams(max_tokens=1))
+        p.executor.close(sequence)
 
 
 def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
@@ -453,6 +622,16 @@ def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
         ended(loop.submit(other[:291] + other[200:300], params))
         ended(loop.submit([*prompt[:350], 1, 2, 3, *prompt[354:]], params))
         assert tokenizer.decode(prompt[345:355]) in caplog.text
+        caplog.clear()
+        ended(loop.submit([*prompt[:384], *other[:16]], params))
+        assert "leaves" not in caplog.text, "nothing longer is kept"
+        now = [*prompt[:318], *((i + 1) % VOCAB for i in prompt[318:340])]
+        ended(loop.submit(now, params))
+        assert "at token 318" in caplog.text
+        assert repr(tokenizer.decode(prompt[306:330])) in caplog.text, "beyond the block, too"
+        assert repr(tokenizer.decode(now[306:330])) in caplog.text
+        ended(loop.submit([*prompt[:320], (prompt[320] + 1) % VOCAB, 0], params))
+        assert "at token 320" in caplog.text, "where a block begins, too"
     loop.close()
 
 
@@ -469,27 +648,44 @@ def answered(loop: EngineLoop, ids: list[int], **changed) -> tuple[Completion, l
     return all_of(loop.submit(ids, params, top_logprobs=4))
 
 
-def test_hits_are_misses_bit_by_bit_and_ten_times_as_quick(keeping: Engine) -> None:
-    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+def shared_and_turns(engine: Engine) -> tuple[list[int], list[list[int]]]:
+    """4,000 tokens of Python, and ways to go on."""
     text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(400))
-    shared = keeping.tokenizer.encode(text)[:4000]
-    turn = shared + keeping.tokenizer.encode("print(f_1(2))\n")
-    answered(loop, shared[:300])  # warm
-    first, told = answered(loop, turn)
+    shared = engine.tokenizer.encode(text)[:4000]
+    return shared, [shared + engine.tokenizer.encode(f"x = {n}\n" * 3) for n in range(20)]
+
+
+def test_hits_are_misses_bit_by_bit(keeping: Engine) -> None:
+    loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
+    shared, turns = shared_and_turns(keeping)
+    answered(loop, shared[:300])
+    first, told = answered(loop, turns[0])
     assert first.timings.cached_tokens == 256
     for _ in range(2):
-        again, told_again = answered(loop, turn)
-        assert again.timings.cached_tokens == len(turn) // 256 * 256
+        again, told_again = answered(loop, turns[0])
+        assert again.timings.cached_tokens == 3968
         assert told_again == told, "tokens and log probabilities, to the last bit"
-    turns = [shared + keeping.tokenizer.encode(f"x = {n}\n" * 3) for n in range(20)]
-    others = [answered(loop, turn)[0].timings for turn in turns]
-    assert all(t.cached_tokens == 3840 for t in others)
-    # The machine may be busy with other tests, but not all the time.
-    assert min(t.ttft_s for t in others) < first.timings.ttft_s / 10
+    assert answered(loop, turns[1])[0].timings.cached_tokens == 3968
     loop.close()
-    assert keeping.model._tree is not None
-    kept = keeping.model._tree.num_blocks * 256
-    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens
+
+
+@pytest.mark.timed
+def test_a_second_turn_over_4000_tokens_begins_ten_times_as_soon() -> None:
+    asked = EngineConfig(
+        "etude", device="cpu", context_tokens=4400, sequences=2, keeps_prefixes=True
+    )
+    etude = Engine.load(asked)
+    loop = EngineLoop(etude.model, etude.tokenizer, etude.config.vocab_size)
+    shared, turns = shared_and_turns(etude)
+    answered(loop, shared[:300])  # warm
+    first = answered(loop, turns[0])[0].timings
+    assert first.cached_tokens == 256
+    others = [answered(loop, turn)[0].timings for turn in turns[1:6]]
+    loop.close()
+    assert all(t.cached_tokens == 3968 for t in others)
+    # The machine may be busy with something else, but not all the time.
+    assert min(t.ttft_s for t in others) < first.ttft_s / 10
 
 
 def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
@@ -501,8 +697,7 @@ def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
         assert len(end.token_ids) == 6, number
     whole = loop.submit(ids, SamplingParams(max_tokens=1400, ignore_eos=True))
     wait_for(lambda: bool(whole.take()))
-    assert whole.num_cached == 2816, "the latest prompt was kept"
+    assert whole.num_cached == 2944, "the latest prompt was kept"
     whole.cancel()
     loop.close()
-    kept = keeping.model._tree.num_blocks * 256
-    assert keeping.model._room + kept == keeping.resolved.kv_tokens
+    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens

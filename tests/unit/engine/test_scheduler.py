@@ -10,13 +10,17 @@ COLUMNS, WAITING, ROOM = 3, 4, 10
 
 
 class Requests(RuleBasedStateMachine):
-    """A device of `ROOM` positions; a request is (number, positions, chunks of prompt left)."""
+    """A device of `ROOM` positions; a request takes some at first, and one more with each step.
+
+    It is over when it has as many as it may have. Requests are numbered in the order they came.
+    """
 
     def __init__(self):
         super().__init__()
         self.scheduler = Scheduler(COLUMNS, WAITING)
         self.number = 0
         self.size: dict[int, int] = {}
+        self.most: dict[int, int] = {}
         self.chunks: dict[int, int] = {}
         self.waiting: list[int] = []
         self.reading: list[int] = []
@@ -28,14 +32,15 @@ class Requests(RuleBasedStateMachine):
     def room(self) -> int:
         return ROOM - sum(self.size[r] for r in self.reading + self.decoding)
 
-    @rule(size=st.integers(1, ROOM), chunks=st.integers(1, 4))
-    def submit(self, size, chunks):
+    @rule(size=st.integers(1, ROOM), more=st.integers(0, ROOM), chunks=st.integers(1, 4))
+    def submit(self, size, more, chunks):
         total = len(self.waiting + self.reading + self.decoding)
         assert self.scheduler.is_full == (total >= COLUMNS + WAITING)
         if self.scheduler.is_full:
             return
         self.number += 1
         self.size[self.number], self.chunks[self.number] = size, chunks
+        self.most[self.number] = min(size + more, ROOM)
         self.reads_of[self.number] = 0
         self.scheduler.submit(self.number)
         self.waiting.append(self.number)
@@ -50,6 +55,22 @@ class Requests(RuleBasedStateMachine):
         for place in (self.waiting, self.reading, self.decoding):
             if key in place:
                 place.remove(key)
+
+    def is_exhausted(self, keys) -> bool:
+        """Whether there is no room for these to grow; then the one that came last has to go."""
+        grown = [key for key in keys if self.size[key] < self.most[key]]
+        if self.room >= len(grown):
+            for key in grown:
+                self.size[key] += 1
+            return False
+        running = self.reading + self.decoding
+        paused = self.scheduler.exhausted()
+        assert paused == max(running)
+        (self.reading if paused in self.reading else self.decoding).remove(paused)
+        self.waiting.insert(0, paused)
+        self.chunks[paused], self.reads_of[paused] = self.size[paused], 0
+        assert not self.scheduler.can_join, "until somebody leaves"
+        return True
 
     @rule(data=st.data())
     def step(self, data):
@@ -67,6 +88,8 @@ class Requests(RuleBasedStateMachine):
                 self.reading.append(self.waiting.pop(0))
             case Read(key):
                 assert key in self.reading
+                if self.is_exhausted([key]):
+                    return
                 others = [self.reads_of[r] for r in self.reading if r != key]
                 assert not self.decoding or self.steps_since_decode == 0, "streams pause once"
                 self.steps_since_decode += 1
@@ -81,6 +104,8 @@ class Requests(RuleBasedStateMachine):
             case Decode(keys, most):
                 assert list(keys) == self.decoding
                 assert most == (BURST_ROUNDS if self.reading else None)
+                if self.is_exhausted(keys):
+                    return
                 self.steps_since_decode = 0
                 if data.draw(st.booleans()):
                     self._leave(data.draw(st.sampled_from(self.decoding)))
@@ -95,7 +120,7 @@ class Requests(RuleBasedStateMachine):
 
     def teardown(self):
         """Without further requests everything ends."""
-        for _ in range(200):
+        for _ in range(2000):
             step = self.scheduler.next()
             match step:
                 case Join(key):
@@ -105,13 +130,18 @@ class Requests(RuleBasedStateMachine):
                         self.scheduler.joined(key)
                         self.reading.append(self.waiting.pop(0))
                 case Read(key):
+                    if self.is_exhausted([key]):
+                        continue
                     self.chunks[key] -= 1
                     if self.chunks[key] <= 0:
                         self.scheduler.was_read(key)
                         self.reading.remove(key)
                         self.decoding.append(key)
                 case Decode(keys, _):
-                    self._leave(keys[0])
+                    if not self.is_exhausted(keys) and all(
+                        self.size[k] == self.most[k] for k in keys
+                    ):
+                        self._leave(keys[0])
                 case None:
                     return
         raise AssertionError("requests are left over")
@@ -153,3 +183,20 @@ def test_whoever_waits_behind_a_cancelled_one_may_join() -> None:
     scheduler.blocked()
     scheduler.leave("large")
     assert scheduler.next() == Join("small")
+
+
+def test_whoever_came_last_makes_room_and_comes_back_first() -> None:
+    scheduler = Scheduler(3, 3)
+    for key in ("first", "second", "third", "fourth"):
+        scheduler.submit(key)
+    for key in ("first", "second", "third"):
+        scheduler.joined(key)
+    scheduler.was_read("third")
+    assert scheduler.exhausted() == "third"
+    assert scheduler.exhausted() == "second"
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 3)
+    assert scheduler.next() == Read("first")
+    scheduler.leave("first")
+    assert scheduler.next() == Join("second")
+    scheduler.joined("second")
+    assert scheduler.next() == Join("third")

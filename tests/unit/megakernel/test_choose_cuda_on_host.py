@@ -19,17 +19,20 @@ from plan.shapes import SMALL
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import Build, header
+from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
 from soloist.megakernel.launch import _Column, _Launch
 from soloist.megakernel.plan import MAX_COLUMNS, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import num_words
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, address
+from unit.sampling.constraints import Drawn
 
 BLOCKS = 3
 PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=BLOCKS))
 VOCAB, ROWS = SMALL.vocab_size, PLAN.head.matrix.units * 8
+WORDS = num_words(VOCAB)
 
 # In place of the LM head: what choose.cuh needs of the kernel around it.
 HEAD = r"""
@@ -43,6 +46,7 @@ static u8* block_memory();
 void sync_consumers();
 void add_release(u32* p, u32 v);
 u32 load_acquire(const u32* p);
+u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 struct Fault;
 struct float2 { float x, y; };
@@ -66,6 +70,9 @@ static ucontext_t scheduler;
 alignas(128) static u8 memory[kNumBlocks][kRingSlots * kSlotBytes + kShControl + kShControlBytes];
 static Params params;
 static u32* tokens;
+static const u32 *all_masks, *ends;
+static u32 *mask_words, *mask_turns;
+static Where where[kNumBlocks];
 static u32 num_rounds, random_state = 1;
 
 static u8* block_memory() { return memory[blockIdx.x]; }
@@ -80,6 +87,21 @@ u32 load_acquire(const u32* p) {
   pause(kReady);
   return *p;
 }
+u32 load_host_acquire(const u32* p) {
+  if (static_cast<Phase>(where[blockIdx.x].phase) != Phase::kMask) std::abort();
+  pause(kReady);
+  return *p;
+}
+// As the host does it: what the next choice may take is there some time after the token, and the
+// words of earlier rounds are gone. In the round that `ends` says the launch is to end instead.
+static void allow(u32 round) {
+  for (u32 c = 0; c < params.launch->columns; ++c) {
+    if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;
+    const u32* words = all_masks + (round * kMaxColumns + c) * kVocabWords;
+    std::memcpy(mask_words + c * kVocabWords, words, kVocabWords * 4);
+    mask_turns[c * kMaskTurnWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
+  }
+}
 
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
@@ -93,7 +115,7 @@ static void body() {
   sync_consumers();
   for (u32 round = 0;; ++round) {
     if (blockIdx.x == 0 && threadIdx.x == 0) control.yield = params.yield && *params.yield == round;
-    choose_sampled(params, round);
+    choose_sampled(params, round, &where[blockIdx.x]);
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
@@ -104,6 +126,10 @@ static void body() {
     }
     if (blockIdx.x == 0) num_rounds = round + 1;
     sync_consumers();
+    if (blockIdx.x == 0 && threadIdx.x == 0 && all_masks && round + 1 < control.rounds) {
+      for (u32 i = 0; i < round % 3; ++i) pause(kReady);
+      allow(round + 1);
+    }
     if (control.yield_agreed || round + 1 == control.rounds) break;
   }
   pause(kEnded);
@@ -112,13 +138,20 @@ static void body() {
 // Rounds done; -1 where threads wait for each other forever.
 extern "C" int run(const Launch* launch, const float* logits, const u32* forced, u32* seen,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
-                   const u32* yield, u32* chosen) {
+                   const u32* yield, u32* chosen, const u32* masks, u32* words, u32* turns,
+                   const u32* end_rounds) {
   params = Params{};
   params.launch = launch;
   params.logits = const_cast<float*>(logits);
   params.forced = forced;
   params.yield = yield;
   params.sample = {seen, adjusted, workspace, ids, values};
+  params.masks = {words, turns};
+  all_masks = masks;
+  ends = end_rounds;
+  mask_words = words;
+  mask_turns = turns;
+  if (masks) allow(0);
   tokens = chosen;
   std::memset(memory, 0xA5, sizeof memory);
   for (u32 i = 0; i < kAll; ++i) {
@@ -166,6 +199,8 @@ def library(tmp_path_factory):
         (folder / name).mkdir()
     context = (CUDA / "sync" / "context.cuh").read_text()
     structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
+    wait = (CUDA / "sync" / "wait.cuh").read_text()
+    structs += wait[wait.index("enum class Phase") : wait.index("// Host memory: 1")]
     macros = "#define __constant__\n"
     spec = header(PLAN, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + '#include "spec.cuh"\n')
@@ -181,8 +216,23 @@ def library(tmp_path_factory):
     return ctypes.CDLL(str(built))
 
 
-def launched(library, samplers, logits, *, given=None, strides=None, plain=(), yield_in=None):
-    """Tokens [rounds, columns]; sampler c has observed column c's first input token already."""
+def launched(
+    library,
+    samplers,
+    logits,
+    *,
+    given=None,
+    strides=None,
+    plain=(),
+    yield_in=None,
+    masks=None,
+    ends=None,
+):
+    """Tokens [rounds, columns]; sampler c has observed column c's first input token already.
+
+    masks: [rounds, MAX_COLUMNS, words] for columns whose sampler is constrained.
+    ends: by column, the round in which it ends the launch instead of getting a mask.
+    """
     rounds, columns = logits.shape[:2]
     given = given or [[0]] * columns
     strides = strides or [1] * columns
@@ -192,7 +242,14 @@ def launched(library, samplers, logits, *, given=None, strides=None, plain=(), y
         launch.column[c] = _Column(0, 70 + c, strides[c], len(given[c]), 0, 0)
         forced[c, : len(given[c])] = given[c]
     choices = [
-        None if c in plain else Choice(s.params, s.counts, s.stop_test.ending_ids)
+        None
+        if c in plain
+        else Choice(
+            s.params,
+            s.counts,
+            s.stop_test.ending_ids,
+            masks[0, c] if s.is_constrained else None,
+        )
         for c, s in enumerate(samplers)
     ]
     packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
@@ -208,18 +265,24 @@ def launched(library, samplers, logits, *, given=None, strides=None, plain=(), y
     yield_word = None if yield_in is None else np.array([yield_in], np.uint32)
     padded = np.full((rounds, columns, ROWS), np.inf, np.float32)
     padded[:, :, :VOCAB] = logits
+    # The kernel's side of the masks: words of one round, and turns.
+    words = np.zeros((MAX_COLUMNS, WORDS), np.uint32)
+    turns = np.zeros((MAX_COLUMNS, MASK_TURN_WORDS), np.uint32)
+    end_rounds = None if ends is None else np.array(ends, np.uint32)
     done = library.run(
         ctypes.byref(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
         None if yield_word is None else address(yield_word), address(tokens),
+        None if masks is None else address(masks), address(words), address(turns),
+        None if end_rounds is None else address(end_rounds),
     )  # fmt: skip
     assert done > 0, "threads wait for each other forever"
     return tokens[:done, :columns]
 
 
-def sampler_of(params, prompt=(1, 5, 5, 7), observed=4):
-    sampler = Sampler(params, VOCAB, prompt, eos_ids=(3,))
+def sampler_of(params, prompt=(1, 5, 5, 7), observed=4, constraint=None):
+    sampler = Sampler(params, VOCAB, prompt, eos_ids=(3,), constraint=constraint)
     sampler.observe(observed)
     return sampler
 
@@ -287,6 +350,77 @@ def test_bad_logits_end_the_launch(library, params, bad):
         samplers[1].pick(torch.from_numpy(logits[4, 1]), 76)
     assert f"position 76 is {score} " in refused.value.message
     assert (tokens[:, 0] < VOCAB).all()
+
+
+MASKED = [2, 0, 5, 4, 7, 3, 6, 1]
+
+
+def masked_samplers(columns, seed):
+    """Some constrained and some not, each in its own way."""
+    requests_of = requests()
+    return [
+        sampler_of(
+            requests_of[MASKED[c]], constraint=None if c % 3 == 1 else Drawn(VOCAB, seed + c)
+        )
+        for c in range(columns)
+    ]
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8])
+def test_columns_choose_what_the_host_allows(library, columns):
+    rounds, seed = 9, 40 * columns
+    given = [[4], [4, 11, 4], [4, 8]] * 3
+    logits = random_logits(rounds, columns, seed)
+    samplers, masks = (
+        masked_samplers(columns, seed),
+        np.zeros((rounds, MAX_COLUMNS, WORDS), np.uint32),
+    )
+    wanted = np.zeros((rounds, columns), np.uint32)
+    for c, sampler in enumerate(masked_samplers(columns, seed)):
+        for r in range(rounds):
+            is_given = r + 1 < len(given[c])
+            if sampler.is_constrained and not is_given:
+                masks[r, c] = sampler.allowed()
+                wanted[r, c] = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
+            else:  # what it may choose does not matter where the host gives the token
+                free = sampler_like(sampler)
+                wanted[r, c] = free.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
+            sampler.observe(given[c][r + 1] if is_given else int(wanted[r, c]))
+    tokens = launched(library, samplers, logits, given=given[:columns], masks=masks)
+    assert (tokens == wanted).all()
+    free = launched(library, [sampler_like(s) for s in samplers], logits, given=given[:columns])
+    assert (free != tokens).any(), "the masks matter"
+
+
+def sampler_like(sampler):
+    """The same without a constraint."""
+    made = Sampler(sampler.params, VOCAB, (1, 5, 5, 7), eos_ids=(3,))
+    for token_id in sampler.output_ids:
+        made.observe(token_id)
+    return made
+
+
+@pytest.mark.parametrize("column", [0, 2])
+def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, column):
+    samplers = masked_samplers(3, seed=2)
+    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    logits = random_logits(9, 3, seed=6)
+    ends = [99] * MAX_COLUMNS
+    whole = launched(library, samplers, logits, masks=masks, ends=ends)
+    assert len(whole) == 9
+    ends[column] = 4
+    cut = launched(library, masked_samplers(3, seed=2), logits, masks=masks, ends=ends)
+    assert len(cut) == 5, "all blocks end together"
+    assert (cut == whole[:5]).all(), "and the other columns' tokens count"
+
+
+def test_a_column_that_may_choose_nothing_is_told_so(library):
+    samplers = masked_samplers(1, seed=3)
+    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    masks[3] = 0
+    tokens = launched(library, samplers, random_logits(9, 1, seed=7), masks=masks)
+    assert len(tokens) == 4
+    assert bad_score(tokens[3, 0]) == -math.inf
 
 
 def test_bad_logits_before_a_given_token_end_nothing(library):

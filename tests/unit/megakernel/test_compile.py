@@ -15,7 +15,7 @@ import pytest
 from interpreter import lane_models
 from interpreter.models import CASES
 from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude
-from soloist.bench.bandwidth import header as read_header
+from soloist.engine.bandwidth import header as read_header
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
@@ -91,10 +91,12 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     "build",
     [
         Build(trace_round=3),
+        Build(trace_round=3, ablation=ABLATIONS["stream"]),
         Build(silent_block=3, stuck_ns=10**8),
+        Build(racecheck=True),
         *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
     ],
-    ids=["trace", "silent", *(name for name in ABLATIONS if name != "none")],
+    ids=["trace", "resident", "silent", "racecheck", *list(ABLATIONS)[1:]],
 )
 def test_builds_for_looking_inside_compile(build: Build) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])

@@ -29,8 +29,10 @@ from soloist.megakernel.sampling_header import (
     sampling_constants,
 )
 from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling.constraint import num_words
 from soloist.sampling.elementary import integer_weights
 from soloist.sampling.noise import gumbel_of_words
+from unit.sampling.constraints import Drawn
 
 CUDA = Path(soloist.__file__).parent / "cuda"
 COLUMNS = 8
@@ -49,6 +51,7 @@ MEMORY = r"""
 #include "ptx/types.cuh"
 struct uint4 { u32 x, y, z, w; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline u32 load_host(const u32* p) { return *p; }
 inline uint4 load_exchanged(const void* p) { uint4 v; std::memcpy(&v, p, 16); return v; }
 template <class To, class From> To bits_to(From x) { To y; std::memcpy(&y, &x, 4); return y; }
 inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
@@ -127,8 +130,10 @@ static void release(u32 begin, u32 end) {
 // Barriers over the grid; -1 where threads wait for each other forever, -2 where blocks disagree.
 extern "C" int choose(const SampleParams* params, const SampleStep* steps, const float* logits,
                       float* adjusted, u32* seen, const u32* ids, const float* values, u32 stride,
-                      u32 columns, const u32* row_bounds, SampleResult* results) {
-  args = {params, steps, logits, adjusted, seen, ids, values, stride, 0, 0, columns, 0};
+                      u32 columns, const u32* row_bounds, const u32* masks, u32 mask_stride,
+                      u32 masked, SampleResult* results) {
+  args = {params, steps, logits, adjusted, seen, ids, values, stride, 0, 0, columns, 0,
+          masks, mask_stride, masked};
   history = seen;
   std::memcpy(bounds, row_bounds, sizeof bounds);
   std::memset(shared_memory, 0xA5, sizeof shared_memory);
@@ -226,12 +231,14 @@ def bounds_of(vocab, blocks):
 class Round:
     """Columns with their own requests, chosen by the sampler under test and by the definition."""
 
-    def __init__(self, machine, vocab, requests, prompts, eos_ids):
+    def __init__(self, machine, vocab, requests, prompts, eos_ids, constraints=None):
         self.library, blocks = machine
         self.vocab = vocab
         self.stride = vocab + 5
+        constraints = constraints or [None] * len(requests)
         self.samplers = [
-            Sampler(p, vocab, prompt, eos_ids) for p, prompt in zip(requests, prompts, strict=True)
+            Sampler(p, vocab, prompt, eos_ids, constraint)
+            for p, prompt, constraint in zip(requests, prompts, constraints, strict=True)
         ]
         self.bounds = bounds_of(vocab, blocks)
         self.seen = np.zeros((COLUMNS, self.stride), np.uint32)
@@ -259,10 +266,16 @@ class Round:
             [packed_step(position, len(s.output_ids)) for s in self.samplers], STEP_DTYPE
         )
         results = np.zeros(columns, RESULT)
+        masks, masked = np.zeros((COLUMNS, num_words(self.vocab) + 2), np.uint32), 0
+        for c, sampler in enumerate(self.samplers):
+            if sampler.is_constrained:
+                masks[c, : num_words(self.vocab)] = sampler.allowed()
+                masked |= 1 << c
         arrays = (self.params, steps, padded, adjusted, self.seen, self.ids, self.values)
         syncs = self.library.choose(
-            *map(address, arrays), self.stride, columns, address(self.bounds), address(results)
-        )
+            *map(address, arrays), self.stride, columns, address(self.bounds), address(masks),
+            masks.shape[1], masked, address(results),
+        )  # fmt: skip
         assert syncs > 0, (
             "barriers that only some threads reach" if syncs == -1 else "blocks differ"
         )
@@ -343,7 +356,10 @@ def test_every_column_takes_the_token_of_the_definition(machine, seed):
         columns = int(rng.integers(1, COLUMNS + 1))
         requests = [random_params(rng, vocab) for _ in range(columns)]
         prompts = [[int(i) for i in rng.choice(vocab, size=9)] for _ in range(columns)]
-        batch = Round(machine, vocab, requests, prompts, eos_ids=(3, vocab - 1))
+        constraints = [
+            Drawn(vocab, int(s)) if s % 3 == 0 else None for s in rng.integers(99, size=columns)
+        ]
+        batch = Round(machine, vocab, requests, prompts, (3, vocab - 1), constraints)
         position = int(rng.choice([0, 77, 2**32 + 5]))
         for step in range(4):
             logits = np.stack([random_logits(rng, vocab) for _ in range(columns)])

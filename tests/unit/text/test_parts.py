@@ -1,5 +1,6 @@
 """Reasoning, content and tool calls, however the text is cut; and no text is lost."""
 
+import codecs
 import json
 
 import pytest
@@ -10,6 +11,12 @@ from soloist.text.parts import Part, PartFormat, PartReader, format_of
 
 TAGGED, BARE = PartFormat("tagged", thinks=True), PartFormat("bare", thinks=False)
 PLAIN = PartFormat(None, thinks=False)
+LISTED = PartFormat("listed", thinks=False)
+PYTHON = PartFormat("python", thinks=False)
+VALUES = PartFormat(
+    "values", thinks=True, json_parameters=frozenset({("f", "n"), ("f", "rows"), ("f", "on")})
+)
+STYLES = [TAGGED, BARE, PLAIN, LISTED, PYTHON, VALUES]
 
 
 def read(style: PartFormat, pieces: list[str], prompt: str = "") -> tuple[list[Part], str]:
@@ -29,6 +36,20 @@ def read(style: PartFormat, pieces: list[str], prompt: str = "") -> tuple[list[P
 
 
 CALL_F = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": 2}]}}\n</tool_call>'
+CALL_V = (
+    '<tool_call>\n<function=f>\n<parameter=code>\ndef g(x):\n    return "é" < 3\n\n</parameter>\n'
+    '<parameter=n>\n-1.5\n</parameter>\n<parameter=rows>\n[1, {"a": null}]\n</parameter>\n'
+    "<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>"
+)
+V = [
+    Part("call", "f", 0),
+    Part(
+        "arguments",
+        '{"code": "def g(x):\\n    return \\"é\\" < 3\\n", "n": -1.5, "rows": [1, {"a": null}], '
+        '"on": true}',
+        0,
+    ),
+]
 F = [Part("call", "f", 0), Part("arguments", '{"a": "}\\"", "b": [1, {"c": 2}]}', 0)]
 
 GOLDEN = {
@@ -86,6 +107,63 @@ GOLDEN = {
         ],
     ),
     "bare-content": (BARE, "", "a {x}", [Part("content", "a {x}")]),
+    "list": (
+        LISTED, "", 'So.\n[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}, "id": "abcdefghi"}, '
+        '{"name": "g", "arguments": {}}]',
+        [
+            Part("content", "So."), Part("call", "f", 0), Part("arguments", '{"a": "]"}', 0),
+            Part("call", "g", 1), Part("arguments", "{}", 1),
+        ],
+    ),
+    "list-and-text": (
+        LISTED, "", '[TOOL_CALLS][{"name": "f", "arguments": {}}] Done [TOOL', [
+            Part("call", "f", 0), Part("arguments", "{}", 0), Part("content", "Done [TOOL"),
+        ],
+    ),
+    "listed-object": (
+        LISTED, "", '[TOOL_CALLS]{"name": "f", "arguments": {"é": [1]}}',
+        [Part("call", "f", 0), Part("arguments", '{"é": [1]}', 0)],
+    ),
+    "names-before-arguments": (
+        LISTED, "", 'Hm[TOOL_CALLS]f[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}',
+        [
+            Part("content", "Hm"), Part("call", "f", 0), Part("arguments", '{"a": {"b": "}"}}', 0),
+            Part("call", "g", 1), Part("arguments", "{}", 1),
+        ],
+    ),
+    "name-and-arguments": (
+        LISTED, "", '[TOOL_CALLS] f {"a": 1}',
+        [Part("call", "f", 0), Part("arguments", '{"a": 1}', 0)],
+    ),
+    "values": (VALUES, "", "<think>\nhm\n</think>\n\nWell\n" + CALL_V, [
+        Part("reasoning", "hm"), Part("content", "Well"), *V,
+    ]),
+    "values-of-two-calls": (
+        VALUES, "", CALL_V + "\n<tool_call>\n<function=g>\n</function>\n</tool_call>\nDone",
+        [*V, Part("call", "g", 1), Part("arguments", "{}", 1), Part("content", "Done")],
+    ),
+    "values-without-outer-tags": (
+        VALUES, "", "<function=f><parameter=n>x</parameter><parameter=s></parameter></function>",
+        [Part("call", "f", 0), Part("arguments", '{"n": "x", "s": ""}', 0)],
+    ),
+    "values-that-look-like-tags": (
+        VALUES, "", "<tool_call><function=f><parameter=s>\n</para\n</parameter </parameter>"
+        "</function></tool_call>",
+        [Part("call", "f", 0), Part("arguments", '{"s": "</para\\n</parameter "}', 0)],
+    ),
+    "python": (
+        PYTHON, "", "[f(a='it\\'s (é)', b=[1, {'x': None}], c=-2.5), m.g(),h( d = True, )]",
+        [
+            Part("call", "f", 0),
+            Part("arguments", '{"a": "it\'s (é)", "b": [1, {"x": null}], "c": -2.5}', 0),
+            Part("call", "m.g", 1), Part("arguments", "{}", 1),
+            Part("call", "h", 2), Part("arguments", '{"d": true}', 2),
+        ],
+    ),
+    "python-content": (PYTHON, "", "see [f(a=1)] ", [Part("content", "see [f(a=1)] ")]),
+    "white-space-is-not-held-behind-content": (
+        BARE, "", "a \n\n b  ", [Part("content", "a \n\n b  ")],
+    ),
     "plain": (PLAIN, "", "<think>" + CALL_F + "\n", [Part("content", "<think>" + CALL_F + "\n")]),
 }  # fmt: skip
 
@@ -99,6 +177,11 @@ def test_golden_texts_cut_at_every_place(name: str) -> None:
     for at in range(1, len(text)):
         assert read(style, [text[:at], text[at:]], prompt)[0] == wanted
     assert read(style, list(text), prompt)[0] == wanted
+    raw = text.encode()
+    for at in range(1, len(raw)):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        pieces = [decoder.decode(raw[:at]), decoder.decode(raw[at:])]
+        assert read(style, pieces, prompt)[0] == wanted
 
 
 BROKEN = [
@@ -110,6 +193,24 @@ BROKEN = [
     (TAGGED, "<tool_call>"),
     (BARE, '{"a": 1}'),
     (BARE, "{not json"),
+    (LISTED, "[TOOL_CALLS]"),
+    (LISTED, "[TOOL_CALLS] []"),
+    (LISTED, "[TOOL_CALLS] [1]"),
+    (LISTED, '[TOOL_CALLS] [{"nam'),
+    (LISTED, "[TOOL_CALLS] call the function, please"),
+    (LISTED, "[TOOL_CALLS]the [function] {"),
+    (LISTED, "[TOOL_CALLS]" + 300 * "x"),
+    (VALUES, "<tool_call>f(1)</tool_call>"),
+    (VALUES, "<function=>"),
+    (VALUES, "<function=f(x)\n"),
+    (VALUES, "<tool_call>\n<function=f>x"),
+    (VALUES, "<function=f><parameter=a>1</function>"),
+    (PYTHON, "[1, 2]"),
+    (PYTHON, "[f(1)]"),
+    (PYTHON, "[f(a=b)]"),
+    (PYTHON, "[f(a={1})]"),
+    (PYTHON, "[a link](x)"),
+    (PYTHON, "[f(a='x)]"),
 ]
 
 
@@ -121,22 +222,43 @@ def test_what_is_no_call_is_text_with_a_warning(style: PartFormat, text: str) ->
     assert read(style, list(text)) == (parts, warning)
 
 
+def test_of_several_calls_only_the_broken_one_is_text() -> None:
+    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"x'
+    parts, warning = read(LISTED, [text])
+    assert parts == [
+        Part("call", "f", 0), Part("arguments", "{}", 0), Part("content", ', {"x'),
+    ]  # fmt: skip
+    assert warning
+
+
 def test_arguments_are_told_as_they_come() -> None:
     reader = PartReader(TAGGED)
     assert reader.push('<tool_call>{"name": "f", "argu') == [Part("call", "f", 0)]
     assert reader.push('ments": {"code": "abc') == [Part("arguments", '{"code": "abc', 0)]
     assert reader.push("def") == [Part("arguments", "def", 0)]
+    reader = PartReader(VALUES)
+    assert reader.push("<function=f>\n<parameter=co") == [Part("call", "f", 0)]
+    assert reader.push("de>\nabc\n") == [Part("arguments", '{"code": "abc', 0)]
+    assert reader.push("def</") == [Part("arguments", "\\ndef", 0)]
+    reader = PartReader(LISTED)
+    assert reader.push('[TOOL_CALLS]f[ARGS]{"code": "ab') == [
+        Part("call", "f", 0), Part("arguments", '{"code": "ab', 0),
+    ]  # fmt: skip
+    reader = PartReader(PYTHON)
+    assert reader.push("[f(a=1, b") == [Part("call", "f", 0), Part("arguments", '{"a": 1', 0)]
 
 
 @given(
     st.lists(
         st.sampled_from(
             ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"',
-             ', "arguments": ', "{", "}", '"a"', ": 1", "x", " ", "\n", "<", "<tool", ";"]
+             ', "arguments": ', "{", "}", '"a"', ": 1", "x", " ", "\n", "<", "<tool", ";",
+             "[TOOL_CALLS]", "[ARGS]", "<function=", "f", ">", "<parameter=", "</parameter>",
+             "</function>", "[", "f(", "a=", "'", ")", "]", ","]
         ),
         max_size=14,
     ),
-    st.sampled_from([TAGGED, BARE, PLAIN]),
+    st.sampled_from(STYLES),
     st.data(),
 )  # fmt: skip
 def test_any_text_cut_anyhow_gives_the_same_and_loses_nothing(tokens, style, data) -> None:
@@ -152,15 +274,27 @@ def test_any_text_cut_anyhow_gives_the_same_and_loses_nothing(tokens, style, dat
         for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>", " ", "\n"):
             kept, text = kept.replace(mark, ""), text.replace(mark, "")
         assert kept == text
-    for part in parts:
-        if part.kind == "arguments" and not warning and part.text[0] == "{":
-            assert part.text.count("{") == part.text.count("}") or '"' in part.text
+    if not warning:
+        for arguments in (p.text for p in parts if p.kind == "arguments"):
+            assert arguments[0] != "{" or arguments.count("{") == arguments.count("}")
 
 
 def test_formats_are_read_from_templates() -> None:
     assert format_of('… <tool_call>\\n{"name": <function-name>} … </think>') == TAGGED
-    assert format_of("<tool_call><function=name>") == PLAIN
+    assert format_of("<tool_call>\n<function=name>") == PLAIN
+    coder = "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>"
+    assert format_of(coder) == PartFormat("values", thinks=False)
     llama = 'Respond in the format {"name": …, "parameters": dictionary} <|python_tag|>'
     assert format_of(llama) == BARE
+    assert format_of("put it as [func_name1(params_name1=params_value1), func_name2()]") == PYTHON
+    mistral = "{{- '[TOOL_CALLS] [' }} … {{ tool_call.id }} … [/AVAILABLE_TOOLS]"
+    assert format_of(mistral) == LISTED
     assert format_of("{{ messages }}") == PLAIN
     assert json.loads(F[1].text) == {"a": '}"', "b": [1, {"c": 2}]}
+    assert json.loads(V[1].text)["code"] == 'def g(x):\n    return "é" < 3\n'
+
+
+def test_marks_are_all_that_must_be_shown() -> None:
+    assert set(LISTED.marks) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    assert set(TAGGED.marks) == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert PLAIN.marks == BARE.marks == ()

@@ -88,7 +88,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     cx.begin(Phase::kChoose);
     if constexpr (kSamples) {
       cx.mark();
-      choose_sampled(cx.params, cx.round);
+      choose_sampled(cx.params, cx.round, cx.where);
     } else {
       choose(cx);
     }
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   if (thread == 0) {
     for (u32 i = 0; i < kRingSlots; ++i) {
       mbarrier_init(shared_address(full + i), kStagingLanes);
-      mbarrier_init(shared_address(empty + i), kConsumerWarps);
+      mbarrier_init(shared_address(empty + i), kReleases);
     }
     for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), 1);
     where = Where{0, 0, 0, 0, 0, 0};

@@ -21,6 +21,7 @@ struct SampleState {
 };
 static_assert(sizeof(SampleState) <= kShSamplingBytes && sizeof(SampleShared) <= kShReduceBytes,
               "shared memory of the plan");
+static_assert(Head::kMaxUnits * 8 / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
 
 // All blocks run at once, so they may wait for each other.
 struct WholeGrid {
@@ -79,8 +80,30 @@ __device__ __forceinline__ u32 no_token(float best) {
   return best != best ? kNoTokenNan : best > 0.0f ? kNoTokenInfinite : kNoTokenNegativeInfinite;
 }
 
+// Thread 0 of every block waits for the host to say what masked columns may choose: a bit for each column of
+// which it said so. `ended`: it wants the launch to end with this round instead. One buffer a column is
+// enough, since the host writes the next mask after it saw the round's token, for which all blocks had read
+// this one.
+__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 columns, volatile Where* where,
+                                              u32& ended) {
+  u32 masked = 0;
+  where->phase = static_cast<u32>(Phase::kMask);
+#pragma unroll 1
+  for (u32 c = 0; c < columns; ++c) {
+    if (!(sample_state().params[c].flags & kSampleMasked)) continue;
+    if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;  // the host gives the next token
+    u32 turn;
+    do turn = load_host_acquire(params.masks.turns + c * kMaskTurnWords);  // pairs with `allow` of launch.py
+    while (turn != kMaskEnd && turn != round + 1);
+    if (turn == kMaskEnd) ended = 1;
+    else masked |= 1u << c;
+  }
+  where->phase = static_cast<u32>(Phase::kChoose);
+  return masked;
+}
+
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
-__device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
+__device__ __noinline__ void choose_sampled(const Params& params, u32 round, volatile Where* where) {
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
   SampleState& state = sample_state();
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
@@ -90,12 +113,14 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round) {
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds own(lane_block());
-  const u32 yield = *const_cast<volatile u32*>(&control.yield);
   const SampleArgs& args = state.args;
-  if (grid.thread() == 0)
+  if (grid.thread() == 0) {
+    u32 yield = *const_cast<volatile u32*>(&control.yield);
+    const u32 masked = wait_for_masks(params, round, control.columns, where, yield);
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
                   params.sample.list_ids, params.sample.list_values, kVocabRows, own.begin, own.end,
-                  control.columns, yield};
+                  control.columns, yield, params.masks.words, kVocabWords, masked};
+  }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, turns);
   const u32 t = grid.thread();

@@ -25,7 +25,7 @@ struct SampleArgs {
   const SampleParams* params;  // [columns]
   const SampleStep* steps;     // [columns]
   const float* logits;         // [columns][stride]; this block's ids [row_begin, row_end) are read
-  float* adjusted;             // [columns][stride]; for columns with penalties, bias or ban; may be logits
+  float* adjusted;             // [columns][stride]; for columns with a mask, penalties, bias or ban; may be logits
   const u32* seen;             // [rows][stride]: times in the output, kSeenInPrompt
   const u32* list_ids;         // token ids of all ban and bias lists
   const float* list_values;    // biases, at the same places
@@ -33,6 +33,9 @@ struct SampleArgs {
   u32 row_begin, row_end;      // without rows of padding
   u32 columns;                 // 1 ... kMaxColumns
   u32 note;                    // of block 0: reaches all blocks as SampleShared::note
+  const u32* masks;            // host memory, [columns][mask_stride]: bits of the ids that may be chosen
+  u32 mask_stride;
+  u32 masked;                  // columns to which they apply: a bit each
 };
 
 enum SampleStatus : u32 { kSampled = 0, kBadLogits = 1 };
@@ -110,7 +113,9 @@ struct SampleShared {
     u32 count[kConsumerThreads];
     u32 group_count[kGroups];
   };
+  static constexpr u32 kMaskWords = sizeof(Bins) / 4;
   union {
+    u32 mask[kMaskWords];  // of one column: words of this block's ids
     Bins bins;
     struct {
       Reduce reduce;
@@ -180,8 +185,9 @@ class TokenChoice {
   }
   __device__ __forceinline__ bool is_adjusted(u32 c) const {
     const SampleParams& p = args.params[c];
-    return (p.flags & kSamplePenalties) || p.bias_count || is_banned(c);
+    return (p.flags & kSamplePenalties) || p.bias_count || is_banned(c) || is_masked(c);
   }
+  __device__ __forceinline__ bool is_masked(u32 c) const { return args.masked >> c & 1; }
   __device__ __forceinline__ const float* scores(u32 c) const {
     return (is_adjusted(c) ? args.adjusted : args.logits) + static_cast<u64>(c) * args.stride;
   }
@@ -194,7 +200,7 @@ class TokenChoice {
   }
   static __device__ __forceinline__ u32 min_u32(u32 a, u32 b) { return a < b ? a : b; }
 
-  // Penalties, bias, ban --------------------------------------------------------------------------
+  // Masks, penalties, bias, ban --------------------------------------------------------------------------
 
   __device__ __forceinline__ void adjust() {
     bool any = false;
@@ -202,8 +208,11 @@ class TokenChoice {
     for (u32 c = 0; c < args.columns; ++c) any |= is_adjusted(c);
     if (!any) return;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c)
-      if (is_adjusted(c)) penalize(c);
+    for (u32 c = 0; c < args.columns; ++c) {
+      if (!is_adjusted(c)) continue;
+      if (is_masked(c)) load_mask(c);
+      penalize(c);
+    }
     grid.block_sync();
 #pragma unroll 1
     for (u32 c = 0; c < args.columns; ++c) {
@@ -230,6 +239,19 @@ class TokenChoice {
     grid.block_sync();
   }
 
+  // This block's part of a column's mask to shared memory, each word on its way at the same time.
+  __device__ __forceinline__ void load_mask(u32 c) {
+    const u32 first = args.row_begin / 32, end = (args.row_end + 31) / 32;
+    const u32* words = args.masks + static_cast<u64>(c) * args.mask_stride;
+    grid.block_sync();  // the last column's is read
+#pragma unroll 1
+    for (u32 i = first + t; i < end; i += kThreads) shared.mask[i - first] = load_host(words + i);
+    grid.block_sync();
+  }
+  __device__ __forceinline__ bool is_allowed(u32 c, u32 id) const {
+    return !is_masked(c) || (shared.mask[id / 32 - args.row_begin / 32] >> id % 32 & 1);
+  }
+
   __device__ __forceinline__ void penalize(u32 c) {
     const SampleParams& p = args.params[c];
     const bool has_penalties = p.flags & kSamplePenalties;
@@ -238,7 +260,7 @@ class TokenChoice {
     const u32* history = args.seen + static_cast<u64>(p.history) * args.stride;
 #pragma unroll 1
     for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads) {
-      float x = from[id];
+      float x = is_allowed(c, id) ? from[id] : __uint_as_float(0xFF800000u);
       const u32 seen = has_penalties ? history[id] : 0;
       if (seen) {
         if (p.repetition_penalty != 1.0f)

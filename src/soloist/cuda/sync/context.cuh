@@ -31,6 +31,12 @@ struct SampleBuffers {
   const float* list_values;
 };
 
+// Host memory: what masked columns may choose. See `wait_for_masks` in ops/choose.cuh.
+struct Masks {
+  const u32* words;  // [column][kVocabWords], a bit a token
+  const u32* turns;  // [column][kMaskTurnWords]: rounds whose masks are there, or kMaskEnd
+};
+
 struct Params {
   const u8* image;        // packed weights
   const float* vectors;   // norm weights and biases, fp32
@@ -53,6 +59,7 @@ struct Params {
   SampleBuffers sample;
   u32 rank;
   u8* peers[kPeers];      // every rank's workspace, this one's included
+  Masks masks;            // for kernels that sample
 };
 
 // In shared memory: facts of the round that all warps read.

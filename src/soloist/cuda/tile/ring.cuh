@@ -3,10 +3,14 @@
 #include "ptx/stage.cuh"
 #include "sync/wait.cuh"
 
+// Arrivals that free a slot: one from every consumer warp, after its lanes have met. compute-sanitizer is told
+// by every lane.
+inline constexpr u32 kReleases = kRacecheck ? kConsumerThreads : kConsumerWarps;
+
 struct Ring {
   u32 base;   // shared address of slot 0
   u32 full;   // barriers: kStagingLanes arrivals, which wait for the slot's bytes
-  u32 empty;  // barriers: one arrival from every consumer warp
+  u32 empty;  // barriers: kReleases arrivals
   u32 slot;
   u32 parity;
 
@@ -36,6 +40,10 @@ struct Ring {
   // them must be in use: the last one has been waited for.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
     if (kAblation >= kNoStream) return;
+    if constexpr (kRacecheck) {
+      for (u32 i = first; i < first + count; ++i) mbarrier_arrive(empty + (i < kRingSlots ? i : i - kRingSlots) * 8);
+      return;
+    }
     __syncwarp();
     const u32 mine = first + lane;
     if (lane < count) mbarrier_arrive(empty + (mine < kRingSlots ? mine : mine - kRingSlots) * 8);

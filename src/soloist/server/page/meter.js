@@ -82,4 +82,5 @@ export const SOURCES = {
 export const shown = {
   speed: (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 100 ? 1 : 0)),
   ms: (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 100 ? 1 : 0)),
+  share: (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(0)} %`),
 };

@@ -67,6 +67,7 @@ export class Pane {
     this.#show(meter, null);
     this.#set("recent", "–");
     if (meter.chunks) this.#set("source", `Seen by this page; ${SOURCES[meter.source]}.`);
+    this.#set("mbu", shown.share(meter.timings?.mbu));
     this.#set("server", timingsOf(meter.timings));
     this.#set("problem", stream.problem ?? "");
     const unit = meter.source === "chunks" ? "chunks" : "tokens";
@@ -92,6 +93,9 @@ function timingsOf(timings) {
     timings.ttft_ms === undefined ? null : `TTFT ${shown.ms(timings.ttft_ms)} ms`,
     timings.queue_ms === undefined ? null : `queue ${shown.ms(timings.queue_ms)} ms`,
     `prompt ${shown.ms(timings.prompt_ms)} ms`,
+    typeof timings.mbu === "number"
+      ? `MBU ${shown.share(timings.mbu)} of ${timings.bandwidth_gb_per_s.toFixed(0)} GB/s`
+      : null,
     timings.device,
     timings.executor,
   ];

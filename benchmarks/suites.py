@@ -1,0 +1,137 @@
+"""What is recorded in `results/`: for each file the commands that make its rows, in order.
+
+Commands are what a user types after `soloist`, run from the root of the repository.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_SHAPES = ("llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama", "llama-3.1-8b")
+_RUN = "--prompt-tokens 128 --new-tokens 256 --precision bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server that is measured from outside; it runs while the commands of its file do.
+
+    Attributes:
+        name: of the engine, in rows.
+        port: where it listens.
+        module: what Python runs to start it, with these arguments.
+        folder: to start it in, from the root of the repository.
+        needs: packages that have to be installed for it.
+    """
+
+    name: str
+    port: int
+    module: str
+    arguments: str
+    folder: str = "."
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One result file."""
+
+    commands: tuple[str, ...]
+    services: tuple[Service, ...] = ()
+
+
+def _decode(shape: str, options: str) -> str:
+    return f"bench decode --shape benchmarks/shapes/{shape}.json {options}"
+
+
+# étude's own folder is called as its name, so that both servers call the model alike.
+_SERVICES = (
+    Service(
+        "soloist serve", 8731, "soloist",
+        "serve etude --device cpu --precision fp32 --port 8731",
+    ),
+    Service(
+        "transformers serve", 8732, "transformers.cli.transformers",
+        "serve etude --device cpu --dtype float32 --port 8732",
+        "src/soloist/models", ("fastapi", "accelerate"),
+    ),
+)  # fmt: skip
+_URLS = " ".join(
+    [*(f"http://localhost:{s.port}" for s in _SERVICES), *(f"--name '{s.name}'" for s in _SERVICES)]
+)
+_ASKED = "--model etude --prompt-tokens 64 --prompt-tokens 512 -n 64 --runs 5 --prefix cold"
+_LOOP = "--model etude --turns 5 --prompt-tokens 200 --tool-tokens 50 -n 32 --runs 3"
+_MEMORY = (
+    "--config src/soloist/models/etude/config.json --precision fp32 "
+    "--bandwidth benchmarks/results/cpu-bandwidth.json"
+)
+
+SUITES: Mapping[str, Mapping[str, File]] = {
+    "cpu": {
+        "cpu-bandwidth.json": File(("bench bandwidth --device cpu",)),
+        "etude-cpu.json": File(
+            (
+                "bench decode etude --device cpu --prompt-tokens 256 --new-tokens 256 --runs 7 "
+                "--against transformers",
+            )
+        ),
+        "etude-cpu-prefill.json": File(
+            (
+                "bench prefill etude --device cpu --prompt-tokens 256 --prompt-tokens 1024 "
+                "--prompt-tokens 4096",
+            )
+        ),
+        "etude-cpu-servers.json": File(
+            (
+                f"bench serve {_URLS} {_ASKED} {_MEMORY}",
+                f"bench agent {_URLS} {_LOOP}",
+            ),
+            _SERVICES,
+        ),
+    },
+    "h200": {
+        "h200.json": File(
+            (
+                *(_decode(shape, _RUN) for shape in _SHAPES),
+                *(_decode(shape, f"{_RUN} --columns 8") for shape in _SHAPES),
+                _decode("llama-3.2-1b", f"{_RUN} --context 2048"),
+                _decode("llama-3.2-1b", f"{_RUN} --sequences 8 --context 2048"),
+                *(
+                    _decode(shape, f"--prompt-tokens {tokens} --new-tokens 64 --precision bf16")
+                    for tokens in (2048, 16)
+                    for shape in ("qwen3-1.7b", "laneformer-2b-as-llama")
+                ),
+                *(
+                    _decode(shape, f"{_RUN} --context {tokens}")
+                    for shape in ("llama-3.2-1b", "qwen3-1.7b")
+                    for tokens in (8192, 32000)
+                ),
+                _decode("llama-3.1-8b", f"{_RUN} --context 32000"),
+                _decode("llama-3.1-8b", f"{_RUN} --context 128000"),
+                _decode("llama-3.1-8b", f"{_RUN} --sequences 8 --context 2048"),
+            )
+        ),
+        "h200-startup.json": File(
+            (
+                "bench startup etude --runs 2",
+                "bench startup --shape benchmarks/shapes/llama-3.2-1b.json --runs 2",
+            )
+        ),
+        "h200-accuracy.json": File(
+            (
+                "bench accuracy etude --precision bf16 --against transformers --repeats 1000",
+                *(
+                    f"bench accuracy --shape benchmarks/shapes/{shape}.json --precision bf16 "
+                    "--against transformers"
+                    for shape in _SHAPES[:3]
+                ),
+            )
+        ),
+        "h200-prefill.json": File(
+            tuple(
+                f"bench prefill --shape benchmarks/shapes/{shape}.json --precision bf16 "
+                "--prompt-tokens 128 --prompt-tokens 2048 --prompt-tokens 8192"
+                for shape in ("llama-3.2-1b", "llama-3.1-8b")
+            )
+        ),
+        "h200-bandwidth.json": File(("bench bandwidth --device cuda",)),
+    },
+}

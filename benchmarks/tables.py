@@ -1,0 +1,207 @@
+"""Write the tables of the README and of benchmarks/README.md: `python benchmarks/tables.py`.
+
+A table stands between two marks, `<!-- table: NAME -->` and `<!-- end -->`, and comes from result
+files, from `suites.py` or from the descriptions of rows. `--check` changes nothing and fails where
+a document is out of step.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from soloist.bench import rows as kinds
+from suites import SUITES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+_MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Row = Mapping[str, Any]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit status: 1 where a document was out of step and was only checked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only say what is out of step")
+    check = parser.parse_args(given).check
+    stale = [document for document in DOCUMENTS if not in_step(document)]
+    for document in stale:
+        print(f"{document.relative_to(ROOT)} {'is out of step' if check else 'is written'}")
+        if not check:
+            document.write_text(written(document), encoding="utf-8")
+    return int(check and bool(stale))
+
+
+def in_step(document: Path) -> bool:
+    """What stands there is what would be written."""
+    return document.read_text(encoding="utf-8") == written(document)
+
+
+def written(document: Path) -> str:
+    """The document with every marked table made anew."""
+    return _MARKED.sub(
+        lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}",
+        document.read_text(encoding="utf-8"),
+    )
+
+
+def table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Markdown; columns after the first `left` are figures."""
+    rule = ["---" if i < left else "--:" for i in range(len(headings))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *cells))
+
+
+def rows_of(name: str, bench: str = "decode") -> list[Row]:
+    """Rows of one kind in a result file."""
+    found: list[Row] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return [row for row in found if row.get("bench", "decode") == bench]
+
+
+def _speed(row: Row, digits: int) -> tuple[str, str]:
+    speed = row["decode_tokens_per_s"]
+    if speed is None:
+        return "–", "–"
+    return (
+        f"{speed['median']:,.{digits}f}",
+        f"{speed['min']:,.{digits}f} – {speed['max']:,.{digits}f}",
+    )
+
+
+def _request(row: Row) -> bool:
+    """One request of 128 tokens, as the README shows them."""
+    return bool(row["columns"] == 1 and row["prompt_tokens"] == 128)
+
+
+def h200_speed() -> str:
+    """Requests of known shapes."""
+    cells = [
+        (r["shape"], f"{r['ttft_ms']['median']:.1f}", *_speed(r, 0), f"{r['mbu']:.0%}")
+        for r in rows_of("h200.json")
+        if _request(r) and r["start_position"] == 128
+    ]
+    return table(("shape", "TTFT ms", "decode tokens/s", "min – max", "MBU"), cells)
+
+
+def h200_context() -> str:
+    """The same over longer contexts, the shortest first."""
+    found = [r for r in rows_of("h200.json") if _request(r) and r["start_position"] != 128]
+    cells = [
+        (r["shape"], f"{r['start_position']:,}", _speed(r, 0)[0], f"{r['mbu']:.0%}")
+        for r in sorted(found, key=lambda r: int(r["start_position"]))
+    ]
+    return table(("shape", "context", "decode tokens/s", "MBU"), cells)
+
+
+def etude_cpu() -> str:
+    """étude and its rivals in one process."""
+    cells = [
+        (r["engine"], f"{r['ttft_ms']['median']:.1f}", *_speed(r, 1), f"{r['mbu']:.0%}")
+        for r in rows_of("etude-cpu.json")
+    ]
+    return table(("engine", "TTFT ms", "decode tokens/s", "min – max", "MBU"), cells)
+
+
+def etude_servers() -> str:
+    """étude behind two servers, as a client sees them."""
+    cells = [
+        (
+            r["engine"], f"{r['prompt_tokens']:,}", f"{r['ttft_ms']['median']:.1f}", *_speed(r, 1),
+            f"{r['mbu']:.0%}" if r["mbu"] is not None else "–",
+        )
+        for r in rows_of("etude-cpu-servers.json", "serve")
+    ]  # fmt: skip
+    headings = ("server", "prompt tokens", "TTFT ms", "decode tokens/s", "min – max", "MBU")
+    return table(headings, cells)
+
+
+def etude_loops() -> str:
+    """Agents' loops against the same two servers."""
+    cells = [
+        (
+            r["engine"], str(r["turns"]), f"{r['step_ms']['p50']:,.0f}",
+            f"{r['step_ms']['p90']:,.0f}", f"{r['loop_s']['median']:.2f}",
+        )
+        for r in rows_of("etude-cpu-servers.json", "agent")
+    ]  # fmt: skip
+    headings = ("server", "steps", "a step ms (median)", "90 %", "a loop s")
+    return table(headings, cells)
+
+
+def recorded() -> str:
+    """Result files and what makes them."""
+    cells = [
+        (
+            f"`results/{name}`",
+            f"`python benchmarks/record.py {suite} --only {name}`",
+            str(len(file.commands)),
+        )
+        for suite, files in SUITES.items()
+        for name, file in files.items()
+        if (RESULTS / name).exists()
+    ]
+    return table(("file", "reproduce", "commands"), cells, left=2)
+
+
+def fields() -> str:
+    """Every field of every kind of row, from its description."""
+    rows = [*get_args(kinds.AnyRow), kinds.Turn, kinds.Spread, kinds.Percentiles, kinds.Clocks]
+    return "\n\n".join(_fields(row) for row in rows)
+
+
+def _fields(row: type) -> str:
+    documented = inspect.cleandoc(row.__doc__ or "")
+    summary, _, rest = documented.partition("\n")
+    told = described(rest)
+    types = {f.name: _type(f.type) for f in dataclasses.fields(row)}
+    if row is kinds.Spread:
+        told = dict.fromkeys(types, "of the values of all runs")
+    assert told.keys() == types.keys(), f"{row.__name__} describes {sorted(told)}"
+    cells = [(f"`{name}`", types[name], told[name]) for name in types]
+    return f"**{row.__name__}**: {summary}\n\n{table(('field', 'type', 'what it is'), cells, 3)}"
+
+
+def described(text: str) -> dict[str, str]:
+    """Fields and their descriptions under 'Attributes:' of a docstring."""
+    _, _, listed = text.partition("Attributes:\n")
+    told: dict[str, str] = {}
+    names: list[str] = []
+    for line in listed.splitlines():
+        start = re.match(r"    (\w+(?:, \w+)*): (.*)", line)
+        if start:
+            names = start[1].split(", ")
+            told |= dict.fromkeys(names, start[2])
+        elif line.strip():
+            told |= {name: f"{told[name]} {line.strip()}" for name in names}
+    return told
+
+
+def _type(annotation: object) -> str:
+    """A type for people, of JSON: None is null, tuples are lists."""
+    plain = isinstance(annotation, type) and not get_args(annotation)
+    words = (
+        getattr(annotation, "__name__", "")
+        if plain
+        else str(annotation).replace("soloist.bench.rows.", "")
+    )
+    return words.replace(" | ", " or ").replace("tuple", "list").replace(", ...", "")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "h200-speed": h200_speed,
+    "h200-context": h200_context,
+    "etude-cpu": etude_cpu,
+    "etude-servers": etude_servers,
+    "etude-loops": etude_loops,
+    "recorded": recorded,
+    "fields": fields,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

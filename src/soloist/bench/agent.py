@@ -1,0 +1,248 @@
+"""`bench agent`: an agent's loop against any OpenAI-compatible server, step by step.
+
+A conversation grows: each step sends all of it, the server's own answers included, and behind them
+what a tool returned. What a step takes is what a person, or a program, waits for: from sending the
+request to the end of the answer.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import mean, median
+
+from soloist.bench import record, rows
+from soloist.bench.client import Api, Client, Prompt
+from soloist.bench.dialect import Server, meet
+from soloist.bench.sizes import require_at_least
+from soloist.bench.stream import Answer, Counting, arrivals, decode_span
+from soloist.bench.text import python_characters
+from soloist.errors import ServerFailed
+from soloist.planning.cost import ApiPrices, Machine
+
+_CHARACTERS_PER_TOKEN = 4
+_TASK = "Read this module, then work on it step by step; I return what your tools say."
+_RETURNED = "The tool returned:"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        url: of the server, with or without /v1.
+        api: 'chat' or 'completions'.
+        model: as the server calls it; None for the first that it lists.
+        key: API key, or None.
+        name: of the engine in the row; None for the URL.
+        turns: steps of a loop.
+        prompt_tokens: length of the first prompt, by about four characters a token.
+        tool_tokens: by how much a tool's result makes the next prompt longer, likewise.
+        max_tokens: of an answer.
+        runs: loops that count, after one that does not.
+        machine: what the server's time costs, or None.
+        api_prices: what an API charges, or None.
+    """
+
+    url: str
+    api: Api
+    model: str | None
+    key: str | None
+    name: str | None
+    turns: int
+    prompt_tokens: int
+    tool_tokens: int
+    max_tokens: int
+    runs: int
+    machine: Machine | None
+    api_prices: ApiPrices | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One request of a loop, as the client saw it.
+
+    Attributes:
+        total_s: sent → end of the answer.
+        ttft_s: sent → first token; None where nobody says which text holds one.
+        tokens_per_s: decode speed; None where tokens cannot be counted on their way.
+        prompt_tokens, cached_tokens, new_tokens: by usage; None without.
+    """
+
+    total_s: float
+    ttft_s: float | None
+    tokens_per_s: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    new_tokens: int | None
+
+
+def measure(plan: Plan) -> rows.AgentRow:
+    """A row for all loops.
+
+    Raises:
+        SettingError: sizes that cannot be measured.
+        ServerFailed: the server cannot be reached, refuses, or answers nothing.
+    """
+    return measure_in_turns([plan])[0]
+
+
+def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
+    """The same of several servers, which take turns loop by loop.
+
+    Args:
+        plans: at least one; they differ in server, model, key and name only.
+
+    Raises:
+        SettingError, ServerFailed: as `measure`.
+    """
+    plan = plans[0]
+    require_at_least(
+        ("--turns", plan.turns, 1),
+        ("--prompt-tokens", plan.prompt_tokens, 1),
+        ("--tool-tokens", plan.tool_tokens, 1),
+        ("--max-tokens", plan.max_tokens, 1),
+        ("--runs", plan.runs, 1),
+    )
+    with ExitStack() as stack:
+        servers = []
+        for one in plans:
+            client = stack.enter_context(Client(one.url, one.api, one.key))
+            servers.append(meet(client, one.model or client.only_model()))
+        loops: list[list[list[Step]]] = [[] for _ in plans]
+        for _ in range(plan.runs + 1):
+            for of_one, one, server in zip(loops, plans, servers, strict=True):
+                of_one.append(_loop(one, server))
+    return [
+        _row(one, server, of_one[1:])
+        for one, server, of_one in zip(plans, servers, loops, strict=True)
+    ]
+
+
+def _loop(plan: Plan, server: Server) -> list[Step]:
+    """One conversation; its first line is a new one, so that a server has none of it in a cache."""
+    size = plan.prompt_tokens * _CHARACTERS_PER_TOKEN
+    first = f"# {uuid.uuid4().hex}\n{_TASK}\n\n{python_characters(size)}"
+    told, steps = [first], []
+    for turn in range(plan.turns):
+        answer = server.ask(_prompt(plan.api, told), plan.max_tokens)
+        if not answer.text and not answer.new_tokens:
+            raise ServerFailed(server.client.url, "it answered without a single token")
+        steps.append(_step(answer, server.counting))
+        told += [answer.text, _tool_result(plan.tool_tokens, turn)]
+    return steps
+
+
+def _tool_result(tokens: int, turn: int) -> str:
+    """A stretch of Python text, another one each turn."""
+    size = tokens * _CHARACTERS_PER_TOKEN
+    return f"{_RETURNED}\n{python_characters(size * (turn + 2))[-size:]}"
+
+
+def _prompt(api: Api, told: Sequence[str]) -> Prompt:
+    """The conversation so far: requests and answers in turn."""
+    if api == "completions":
+        return "\n\n".join(told) + "\n\n"
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(told)]
+
+
+def _step(answer: Answer, counting: Counting) -> Step:
+    counts = counting in (Counting.CONTINUOUS_USAGE, Counting.TOKEN_IDS)
+    found = arrivals(answer, counting) if counts else []
+    span = decode_span(found)
+    return Step(
+        total_s=answer.end_s,
+        ttft_s=found[0].at_s if found else None,
+        tokens_per_s=None if span is None else span.tokens_per_s,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        new_tokens=answer.new_tokens if not found else found[-1].num_tokens,
+    )
+
+
+def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.AgentRow:
+    steps = [step for loop in loops for step in loop]
+    ttfts = _all([step.ttft_s for step in steps])
+    speeds = [_all([step.tokens_per_s for step in loop]) for loop in loops]
+    medians = [median(of_loop) for of_loop in speeds if of_loop]
+    cost = _mean_cost(plan, steps)
+    return rows.AgentRow(
+        bench="agent",
+        engine=plan.name or server.client.url,
+        url=server.client.url,
+        api=plan.api,
+        shape=server.model,
+        turns=plan.turns,
+        asked_prompt_tokens=plan.prompt_tokens,
+        tool_tokens=plan.tool_tokens,
+        max_tokens=plan.max_tokens,
+        runs=len(loops),
+        counting=server.counting,
+        loop_s=rows.Spread.of([sum(step.total_s for step in loop) for loop in loops], 3),
+        step_ms=rows.Percentiles.of([step.total_s * 1e3 for step in steps]),
+        mean_step_ms=round(mean(step.total_s for step in steps) * 1e3, 3),
+        ttft_ms=rows.Percentiles.of([t * 1e3 for t in ttfts]) if ttfts else None,
+        decode_tokens_per_s=rows.Spread.of(medians) if len(medians) == len(loops) else None,
+        by_turn=tuple(_turn([loop[i] for loop in loops]) for i in range(plan.turns)),
+        machine_cost_per_step=cost.machine,
+        price_per_hour=None if plan.machine is None else plan.machine.price_per_hour,
+        utilisation=None if plan.machine is None else plan.machine.utilisation,
+        api_cost_per_step=cost.api,
+        api_prices=None
+        if plan.api_prices is None
+        else (plan.api_prices.prompt, plan.api_prices.cached, plan.api_prices.new),
+        fields=tuple(sorted(server.fields)),
+        versions=record.versions("httpx2"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Of a step, mean over all; None where a price or a count is missing."""
+
+    machine: float | None
+    api: float | None
+
+
+def _mean_cost(plan: Plan, steps: Sequence[Step]) -> _Cost:
+    machine = api = None
+    if plan.machine is not None:
+        machine = mean(plan.machine.cost(step.total_s) for step in steps)
+    if plan.api_prices is not None:
+        counted = [
+            plan.api_prices.cost(step.prompt_tokens, step.cached_tokens or 0, step.new_tokens)
+            for step in steps
+            if step.prompt_tokens is not None and step.new_tokens is not None
+        ]
+        api = mean(counted) if len(counted) == len(steps) else None
+    return _Cost(machine, api)
+
+
+def _turn(steps: Sequence[Step]) -> rows.Turn:
+    """The same step of all loops."""
+
+    def middle(value: Callable[[Step], float | None]) -> float | None:
+        known = _all([value(step) for step in steps])
+        return round(median(known), 2) if known else None
+
+    def count(value: Callable[[Step], int | None]) -> int | None:
+        found = middle(value)
+        return None if found is None else round(found)
+
+    return rows.Turn(
+        prompt_tokens=count(lambda s: s.prompt_tokens),
+        cached_tokens=count(lambda s: s.cached_tokens),
+        new_tokens=count(lambda s: s.new_tokens),
+        step_ms=round(median(s.total_s for s in steps) * 1e3, 2),
+        ttft_ms=middle(lambda s: None if s.ttft_s is None else s.ttft_s * 1e3),
+        decode_tokens_per_s=middle(lambda s: s.tokens_per_s),
+    )
+
+
+def _all(values: Sequence[float | None]) -> list[float]:
+    """The values, or none where one is missing."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []

@@ -1,0 +1,184 @@
+"""`bench prefill`: how fast prompts of several lengths are read, in this process.
+
+A prompt is read through the executor, as any request's is: from token ids to the first token. Cold
+ones are read whole. Warm ones came before, on an executor that keeps prompts as a server's does.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from soloist.bench import record, rows
+from soloist.bench.caches import Flush, gpu_uuid
+from soloist.bench.clocks import watching
+from soloist.bench.decode import python_prompt
+from soloist.bench.sizes import require_at_least
+from soloist.bench.subject import (
+    random_prompt,
+    shape_dtype,
+    shape_name,
+    shape_on_cpu,
+    shape_on_gpu,
+)
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.config import resolve_device
+from soloist.engine.engine import device_name, devices
+from soloist.engine.executor import Executor
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS
+from soloist.errors import SettingError
+from soloist.model.families import read_config
+from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.sampling import Sampler, SamplingParams
+from soloist.settings import read_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        asked: model, device, precision; of a shape the last two.
+        shape: a config.json, for random weights and tokens instead of the model.
+        prompt_tokens: lengths of prompts.
+        runs: timed, after one that is not.
+        prefixes: 'cold', 'warm' or both.
+    """
+
+    asked: EngineConfig
+    shape: Path | None
+    prompt_tokens: tuple[int, ...]
+    runs: int
+    prefixes: tuple[rows.Prefix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A loaded model and one prompt of the greatest length."""
+
+    name: str
+    precision: str
+    executor: Executor
+    vocab_size: int
+    prompt_ids: list[int]
+
+    def read(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds to the first token, and how many prompt tokens were kept from before."""
+        start = time.perf_counter()
+        ids = self.prompt_ids[:num_tokens]
+        sampler = Sampler(SamplingParams(max_tokens=1, ignore_eos=True), self.vocab_size, ids)
+        running = self.executor.open(ids, sampler)
+        assert running is not None, "nobody else has a sequence open"
+        try:
+            while self.executor.read(running) is None:
+                pass
+            return time.perf_counter() - start, running.num_cached
+        finally:
+            self.executor.close(running)
+
+
+def measure(plan: Plan) -> list[rows.PrefillRow]:
+    """A row for each kind of prefix and each length of prompt.
+
+    Raises:
+        SettingError: sizes that cannot be measured.
+        UserError, DeviceError: as from loading the model.
+    """
+    require_at_least(
+        *(("--prompt-tokens", length, 1) for length in plan.prompt_tokens),
+        ("--runs", plan.runs, 1),
+    )
+    config = read_config(plan.shape or _folder(plan.asked) / CONFIG_FILE)
+    if max(plan.prompt_tokens) >= config.context_tokens:
+        raise SettingError(
+            "--prompt-tokens", max(plan.prompt_tokens), f"at most {config.context_tokens - 1:,}"
+        )
+    device = torch.device(resolve_device(plan.asked.device, devices()))
+    flush, made = Flush(device), []
+    for prefix in plan.prefixes:
+        reader = _load(plan, prefix, config.context_tokens, device)
+        for length in plan.prompt_tokens:
+            with watching(gpu_uuid(device)) as watch:
+                read = []
+                for _ in range(plan.runs + 1):
+                    flush()
+                    read.append(reader.read(length))
+            made.append(_row(reader, device, prefix, length, read[1:], watch.clocks))
+        del reader  # the next one needs the room
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return made
+
+
+def _folder(asked: EngineConfig) -> Path:
+    offline = read_settings().hub_offline
+    return find_model(asked.model, revision=asked.revision, offline=offline)
+
+
+def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.device) -> _Reader:
+    """The model, with room for the longest prompt and, if it stays, for what is kept of it."""
+    longest, keeps = max(plan.prompt_tokens), prefix == "warm"
+    # What is kept counts as well, and never more of a prompt than its length.
+    room = min(most_tokens, (2 * longest if keeps else longest) + 1)
+    if plan.shape is None:
+        # As in a server: chunks are those of an executor that several requests share.
+        asked = replace(
+            plan.asked, device=str(device), context_tokens=room, keeps_prefixes=keeps,
+            sequences=2 if keeps else 1,
+        )  # fmt: skip
+        engine = Engine.load(asked)
+        return _Reader(
+            engine.report.folder.name,
+            engine.resolved.dtype.value,
+            engine.model,
+            engine.config.vocab_size,
+            python_prompt(engine, longest),
+        )
+    config = read_config(plan.shape)
+    dtype = shape_dtype(plan.asked.precision, device)
+    executor: Executor
+    if device.type == "cpu":
+        executor = shape_on_cpu(config, dtype, room, keeps_prefixes=keeps)
+    elif keeps:
+        executor = shape_on_gpu(
+            config, dtype, room, device, chunk_tokens=SHARED_CHUNK_TOKENS, keeps_prefixes=True
+        )
+    else:
+        executor = shape_on_gpu(config, dtype, room, device)
+    ids = random_prompt(config, longest)
+    return _Reader(shape_name(plan.shape), dtype.value, executor, config.vocab_size, ids)
+
+
+def _row(
+    reader: _Reader,
+    device: torch.device,
+    prefix: rows.Prefix,
+    length: int,
+    read: Sequence[tuple[float, int]],
+    clocks: rows.Clocks | None,
+) -> rows.PrefillRow:
+    kept = round(median(num_kept for _, num_kept in read))
+    return rows.PrefillRow(
+        bench="prefill",
+        engine="soloist",
+        shape=reader.name,
+        device=device_name(str(device)),
+        gpus=int(device.type == "cuda"),
+        precision=reader.precision,
+        prompt_tokens=length,
+        prefix=prefix,
+        cached_tokens=kept,
+        runs=len(read),
+        ttft_ms=rows.Spread.of([seconds * 1e3 for seconds, _ in read]),
+        prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),
+        clocks=clocks,
+        versions=record.versions("torch"),
+        commit=record.commit(),
+        command=record.command(),
+        date=record.now(),
+    )

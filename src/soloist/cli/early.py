@@ -1,0 +1,25 @@
+"""What goes on while Python imports torch: making the GPU's context, moving files to its memory."""
+
+from soloist.errors import SoloistError
+from soloist.jit.upload import GpuMemory, Upload
+from soloist.jit.wake import driver, wake, wanted_gpu
+from soloist.model.checkpoint import open_checkpoint
+from soloist.model.folder import find_model
+
+
+def begin(model: str, device: str, revision: str | None) -> Upload | None:
+    """Start both for a command's options; nothing here fails, whoever needs the model says why.
+
+    Returns:
+        The model's files on their way; None where no GPU is asked for or nothing to read is here.
+    """
+    ordinal = wanted_gpu(device)
+    if ordinal is None or driver() is None:
+        return None
+    wake(device)
+    try:
+        # What is not here yet is fetched later, before the user's eyes.
+        files = open_checkpoint(find_model(model, revision=revision, offline=True)).files
+        return Upload(files, GpuMemory(ordinal), f"cuda:{ordinal}")
+    except (SoloistError, OSError):
+        return None

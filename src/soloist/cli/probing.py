@@ -1,0 +1,257 @@
+"""`soloist bench serve` and `agent`: servers, measured from outside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from soloist.cli import benching
+from soloist.cli import options as o
+from soloist.errors import SettingError
+
+if TYPE_CHECKING:
+    from soloist.bench.client import Api
+    from soloist.bench.traffic import Traffic
+
+_MBU, _COST = "Memory-bandwidth utilisation", "Cost"
+_Urls = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="URL...", help="Of a server, such as http://localhost:8000; several take turns."
+    ),
+]
+_Api = Annotated[str, typer.Option(help="Route to use: chat, completions.")]
+_ServedModel = Annotated[
+    list[str] | None,
+    typer.Option(help="As the servers call it, or one for each; default: the first listed."),
+]
+_ApiKey = Annotated[
+    list[str] | None, typer.Option(help="Sent as a bearer token; of several servers, one for each.")
+]
+_Name = Annotated[
+    list[str] | None,
+    typer.Option(help="Of the engine, for the rows, one for each; default: the address."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One server, as options name it."""
+
+    url: str
+    model: str | None
+    key: str | None
+    name: str | None
+
+
+def _targets(
+    urls: list[str], models: list[str] | None, keys: list[str] | None, names: list[str] | None
+) -> list[_Target]:
+    """Options of each server; a key goes to no other one than it was given for.
+
+    Raises:
+        SettingError: not as many of them as there are servers.
+    """
+    if models is not None and len(models) == 1:
+        models = models * len(urls)
+    each: list[Sequence[str | None]] = []
+    for option, given in (("--model", models), ("--api-key", keys), ("--name", names)):
+        if given is not None and len(given) != len(urls):
+            allowed = f"given {len(urls)} times, once for each URL"
+            raise SettingError(option, f"given {len(given)} times", allowed)
+        each.append(given or [None] * len(urls))
+    return [_Target(*options) for options in zip(urls, *each, strict=True)]
+
+
+def _checked_api(given: str) -> "Api":
+    if given not in ("chat", "completions"):
+        raise SettingError("--api", given, "chat, completions")
+    return "chat" if given == "chat" else "completions"
+
+
+def _read_traffic(
+    config: Path | None, precision: str | None, bandwidth: Path | None, gpus: int
+) -> "Traffic | None":
+    """What the options tell together; None without them."""
+    from soloist.bench.traffic import read_traffic
+
+    if config is None and precision is None and bandwidth is None:
+        if gpus != 1:
+            raise SettingError("--gpus", gpus, "beside --config, --precision and --bandwidth only")
+        return None
+    if config is None or precision is None or bandwidth is None:
+        given = [str(x) for x in (config, precision, bandwidth) if x is not None]
+        raise SettingError(
+            "--config, --precision and --bandwidth", ", ".join(given), "all three, for MBU, or none"
+        )
+    return read_traffic(config, precision, bandwidth, gpus)
+
+
+def serve(
+    urls: _Urls,
+    api: _Api = "chat",
+    model: _ServedModel = None,
+    api_key: _ApiKey = None,
+    name: _Name = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Text; default: Python text.")
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of the prompt as the server counts it; may be repeated.",
+            show_default="256",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
+    runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
+    prefix: Annotated[
+        str,
+        typer.Option(
+            help="cold: prompts that begin differently each time; warm: one prompt; or both."
+        ),
+    ] = "both",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="The model's config.json: bytes a token.", rich_help_panel=_MBU),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="How the server holds the weights: fp32, bf16, fp16, fp8, int4 or fp4.",
+            rich_help_panel=_MBU,
+        ),
+    ] = None,
+    bandwidth_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--bandwidth",
+            help="Result file of soloist bench bandwidth, made on the server's machine.",
+            rich_help_panel=_MBU,
+        ),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(help="That share the model in the server.", rich_help_panel=_MBU)
+    ] = 1,
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Time to first token and decode speed of any OpenAI-compatible server, one request at a time.
+
+    Tokens are counted by the server, in every chunk or at the end; chunks are not counted. Several
+    servers take turns run by run.
+    """
+    from soloist.bench import record
+    from soloist.bench import serve as bench_serve
+    from soloist.cli import tables
+
+    if prompt is not None and prompt_tokens:
+        raise SettingError("--prompt-tokens", prompt_tokens[0], "without --prompt")
+    prefixes = benching.checked_prefixes(prefix)
+    known = benching.read_baseline(baseline, threshold)
+    traffic = _read_traffic(config, precision, bandwidth_file, gpus)
+    route = _checked_api(api)
+    rows = bench_serve.measure_in_turns(
+        [
+            bench_serve.Plan(
+                url=t.url,
+                api=route,
+                model=t.model,
+                key=t.key,
+                name=t.name,
+                prompt=prompt,
+                prompt_tokens=tuple(prompt_tokens or (256,)),
+                max_tokens=max_tokens,
+                runs=runs,
+                prefixes=prefixes,
+                traffic=traffic,
+            )
+            for t in _targets(urls, model, api_key, name)
+        ]
+    )
+    if output is not None:
+        record.write(output, rows)
+    tables.show_serve(rows, as_json=json)
+    benching.hold_against(known, rows)
+
+
+def agent(
+    urls: _Urls,
+    api: _Api = "chat",
+    model: _ServedModel = None,
+    api_key: _ApiKey = None,
+    name: _Name = None,
+    turns: Annotated[int, typer.Option(help="Steps of a loop.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Length of the first prompt, at four characters a token.")
+    ] = 2000,
+    tool_tokens: Annotated[
+        int, typer.Option(help="What a tool's result adds before each further step, likewise.")
+    ] = 500,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Of an answer.")] = 128,
+    runs: Annotated[int, typer.Option(help="Loops that count, after one to warm up.")] = 3,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Of the server's machine, an hour.", rich_help_panel=_COST),
+    ] = None,
+    utilisation: Annotated[
+        float,
+        typer.Option(
+            help="Share of the paid hours in which the machine answers.", rich_help_panel=_COST
+        ),
+    ] = 1.0,
+    api_price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT/NEW",
+            help="Of a million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
+            rich_help_panel=_COST,
+        ),
+    ] = None,
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Time and cost of an agent's steps: a growing conversation with any OpenAI-compatible server.
+
+    Each step sends all that was said, the answers included, and what a tool returned.
+    """
+    from soloist.bench import agent as bench_agent
+    from soloist.bench import record
+    from soloist.cli import tables
+    from soloist.planning.cost import read_api_prices, read_machine
+
+    machine = None if price is None else read_machine(price, utilisation)
+    if machine is None and utilisation != 1.0:
+        raise SettingError("--utilisation", utilisation, "beside --price only")
+    known = benching.read_baseline(baseline, threshold)
+    route = _checked_api(api)
+    api_prices = None if api_price is None else read_api_prices(api_price)
+    rows = bench_agent.measure_in_turns(
+        [
+            bench_agent.Plan(
+                url=t.url,
+                api=route,
+                model=t.model,
+                key=t.key,
+                name=t.name,
+                turns=turns,
+                prompt_tokens=prompt_tokens,
+                tool_tokens=tool_tokens,
+                max_tokens=max_tokens,
+                runs=runs,
+                machine=machine,
+                api_prices=api_prices,
+            )
+            for t in _targets(urls, model, api_key, name)
+        ]
+    )
+    if output is not None:
+        record.write(output, rows)
+    tables.show_agent(rows, as_json=json)
+    benching.hold_against(known, rows)

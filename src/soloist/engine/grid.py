@@ -1,0 +1,48 @@
+"""Where prompts are cut into chunks. Pure.
+
+What a pass computes for a token may depend, in its last bits, on how many tokens the pass has and
+where it begins: libraries choose other kernels for other sizes. So boundaries follow from the
+position alone, never from the prompt: then a chunk that was read for one prompt has the bits it
+has in every other that begins alike.
+"""
+
+from dataclasses import dataclass
+
+# A pass of fewer tokens takes hardly less time: it waits for the weights.
+FINEST_TOKENS = 256
+# Chunks grow with what lies before them: a hit that ends inside of one reads at most such a share
+# of it again, and far into a long prompt passes are few.
+_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Chunks of `finest` tokens at first, then of twice and four times as many, up to `widest`.
+
+    Attributes:
+        finest: tokens of the first chunk.
+        widest: `finest` times a power of two.
+    """
+
+    finest: int
+    widest: int
+
+    def __post_init__(self) -> None:
+        times, rest = divmod(self.widest, self.finest)
+        assert times.bit_count() == 1, "chunks double"
+        assert rest == 0, "chunks double"
+
+    def width(self, position: int) -> int:
+        """Tokens of the chunk that begins at `position`, a boundary."""
+        width = self.finest
+        while width < self.widest and width * 2 * _SHARE <= position:
+            width *= 2
+        return width
+
+
+def growing_grid(most_tokens: int) -> Grid:
+    """The grid for prompts that are kept, in chunks of at most `most_tokens`."""
+    finest = widest = min(FINEST_TOKENS, most_tokens)
+    while widest * 2 <= most_tokens:
+        widest *= 2
+    return Grid(finest, widest)

@@ -1,0 +1,52 @@
+"""Launches of étude's kernel for compute-sanitizer to watch; CONTRIBUTING.md has the commands.
+
+One column, several of one sequence over the end of a page, several sequences; greedy and sampled.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.kernel import KernelModel
+from soloist.megakernel.choice import Choice
+from soloist.megakernel.header import Build
+from soloist.megakernel.launch import Column
+from soloist.sampling import SamplingParams
+from soloist.sampling.adjust import TokenCounts
+
+ROUNDS = 3
+
+
+def launches(vocab_size: int) -> list[list[Column]]:
+    ids = list(range(100, 172))
+    params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, seed=7)
+    sampled = Choice(params, TokenCounts(vocab_size, ids[:1]))
+    return [
+        [Column(0, c, ids[c::8], stride=8) for c in range(8)],  # 72 positions
+        [Column(0, 70, [5])],
+        [Column(0, 61 + c, [ids[c], 9], stride=4) for c in range(4)],
+        [Column(0, 72, [5]), Column(1, 0, [6]), Column(2, 0, [7])],
+        [Column(0, 72, [5], choice=sampled), Column(1, 3, [6])],
+    ]
+
+
+def tokens(model: KernelModel, columns: Sequence[Column]) -> list[list[int]]:
+    return model.decoder.run(columns, 9 if len(columns) == 8 else ROUNDS)
+
+
+def main() -> None:
+    engine = Engine.load(EngineConfig("etude", "cuda", "bf16", 256, prepare=False, sequences=3))
+    model = engine.model
+    assert isinstance(model, KernelModel), engine.report.refusal
+    model.bind()
+    wanted = None
+    if "--compare" in sys.argv:
+        wanted = [tokens(model, columns) for columns in launches(engine.config.vocab_size)]
+    # A tool makes a block slow without its being stuck.
+    model.decoder.load(Build(racecheck="--racecheck" in sys.argv, stuck_ns=4_000_000_000))
+    found = [tokens(model, columns) for columns in launches(engine.config.vocab_size)]
+    assert wanted in (None, found), "another build, other tokens"
+    sys.stdout.write(f"{len(found)} launches, last tokens {[made[-1] for made in found]}\n")
+
+
+main()

@@ -1,0 +1,213 @@
+"""Thousands of random requests and disconnects: clear answers, nothing that stays behind."""
+
+import asyncio
+import gc
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from server.asgi import Exchange, application, is_idle
+from server.running import Scripted, etude, scripted, with_tools
+from server.test_openai import MESSAGES
+from soloist.engine import Engine, Ticket
+from soloist.engine.columns import KernelExecutor
+from soloist.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from soloist.server.generation import Generation
+from soloist.server.messages import CountRequest, MessagesRequest
+from soloist.server.responses import ResponsesRequest
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+
+SIDE_BY_SIDE = 16
+PART = {"type": "text", "text": "x"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
+
+PATHS = {
+    "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}  # fmt: skip
+
+# Values of a field that may well be right.
+LIKELY = {
+    "messages": [MESSAGES, MESSAGES[1:], [{"role": "user", "content": [PART]}]],
+    "prompt": ["def", "", ["a", "b"], [1, 2], [[1], [2, 3]]],
+    "input": ["x", [{"role": "user", "content": "x"}], [{"type": "reasoning", "content": "x"}]],
+    "tokens": [[], [1, 2, 3], [9999]], "model": ["gpt", "etude-draft", "no"],
+    "max_tokens": [1, 5, 30], "max_completion_tokens": [1, 5], "max_output_tokens": [1, 5],
+    "temperature": [0, 0.7, 1, 2], "top_p": [0.5, 1], "top_k": [-1, 0, 5], "min_p": [0, 0.1],
+    "n": [1, 2, 3], "stream": [True, False], "stream_options": [{"include_usage": True}],
+    "stop": ["x", ["return", "\n"], []], "stop_sequences": [["return"]], "seed": [0, 2**64 - 1],
+    "logit_bias": [{"5": 3}, {"11": -100}, {"x": 1}], "logprobs": [True, False, 3],
+    "top_logprobs": [0, 3], "return_token_ids": [True], "echo": [True], "suffix": ["x"],
+    "ignore_eos": [True, False], "min_tokens": [0, 2], "presence_penalty": [0.5],
+    "frequency_penalty": [-0.5], "repetition_penalty": [1.2], "stop_token_ids": [[5]],
+    "system": ["x", [{"type": "text", "text": "x"}]], "tool_choice": ["auto", "none", "required"],
+    "tools": [[], [TOOL], [TOOL | TOOL["function"]], [{"name": "f", "input_schema": {}}]],
+    "thinking": [{"type": "adaptive"}, {"type": "disabled"}], "metadata": [{"a": "b"}],
+    "instructions": ["x"], "chat_template_kwargs": [{"think": True}, {"messages": 1}],
+}  # fmt: skip
+WORDS = ["type", "text", "role", "user", "content", "function", "name", "arguments", "id", ""]
+KINDS = [
+    "text", "input_text", "output_text", "function", "function_call", "function_call_output",
+    "tool_use", "tool_result", "thinking", "reasoning", "message", "image",
+]  # fmt: skip
+
+
+def junk(rng: random.Random, depth: int = 3) -> object:
+    """Any JSON value, often of words that requests are made of."""
+    kind = rng.randrange(9 if depth else 7)
+    if kind == 7:
+        return [junk(rng, depth - 1) for _ in range(rng.randrange(4))]
+    if kind == 8:
+        made = {rng.choice(WORDS): junk(rng, depth - 1) for _ in range(rng.randrange(4))}
+        return made | ({"type": rng.choice(KINDS)} if rng.random() < 0.5 else {})
+    return [
+        None, rng.random() < 0.5, rng.randrange(-5, 40), rng.choice([2**65, -(2**63), 10**9]),
+        rng.choice([0.5, -1e300, 1e-9]), rng.choice(WORDS + KINDS),
+        rng.choice(["é🦀", "\0", "x" * 9]),
+    ][kind]  # fmt: skip
+
+
+def request(rng: random.Random) -> tuple[str, dict[str, object]]:
+    """A path and a body, of which a few values are wrong."""
+    path, schema = rng.choice(list(PATHS.items()))
+    names = list(schema.model_fields)
+    body = {n: rng.choice(LIKELY[n]) for n in names if schema.model_fields[n].is_required()}
+    for name in rng.sample(names, min(len(names), rng.randrange(7))):
+        body[name] = rng.choice(LIKELY[name]) if name in LIKELY else junk(rng)
+    for name in rng.sample(names, rng.choice([0, 0, 0, 1, 2])):
+        body[name] = junk(rng)
+    if rng.random() < 0.05:
+        body[rng.choice(["colour", "", "messages "])] = junk(rng)
+    if rng.random() < 0.05 and body:
+        del body[rng.choice(sorted(body))]
+    return path, body
+
+
+async def side_by_side(count: int, job: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Run it so often, several at a time; none may hang."""
+    left = iter(range(count))
+
+    async def worker() -> None:
+        for _ in left:
+            async with asyncio.timeout(30):
+                await job()
+
+    await asyncio.gather(*(worker() for _ in range(SIDE_BY_SIDE)))
+
+
+def check_reply(found: Exchange, path: str, body: dict[str, object]) -> None:
+    content = json.dumps(body)
+    assert found.status in (200, 400, 404), (found.status, found.body, path, content)
+    assert found.is_whole, (path, content)
+    if found.status != 200:
+        assert json.loads(found.body)["error"]["message"]
+    elif body.get("stream") is True and not path.endswith(("tokenize", "count_tokens")):
+        last = found.body.rstrip().rpartition(b"\n\n")[2]
+        ends = (b"[DONE]", b"response.completed", b"response.incomplete", b"message_stop")
+        assert any(end in last for end in ends), (path, content, found.body[-300:])
+    else:
+        json.loads(found.body)
+
+
+def of_one_kind(*kinds: type) -> Counter[str]:
+    gc.collect()
+    return Counter(type(x).__name__ for x in gc.get_objects() if type(x) in kinds)
+
+
+def test_ten_thousand_requests_get_answers_or_clear_refusals() -> None:
+    executor, rng = Scripted(), random.Random(20)
+    # Most answers fill the context.
+    engine, statuses = with_tools(executor, 128), Counter()
+    before = of_one_kind(Generation, Ticket)
+
+    async def one(app: object) -> None:
+        path, body = request(rng)
+        found = await Exchange(app, "POST", path, body).run()
+        statuses[path, found.status] += 1
+        check_reply(found, path, body)
+
+    async def all_of_them() -> None:
+        async with application(engine, most_waiting=10_000) as (app, _):
+            tasks = len(asyncio.all_tasks())
+            await side_by_side(10_000, lambda: one(app))
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == tasks, "no task stays"
+
+    asyncio.run(all_of_them())
+    assert sum(statuses.values()) == 10_000
+    for path in PATHS:
+        assert min(statuses[path, 200], statuses[path, 400]) > 30, statuses
+    assert executor.num_open == 0
+    assert of_one_kind(Generation, Ticket) == before
+
+
+def paged(num_pages: int) -> tuple[Engine, KernelExecutor]:
+    """An engine over the real bookkeeping of pages, before a device that is none."""
+    cache = Cache()
+    executor = KernelExecutor(
+        FakeDecoder(cache, 16, sequences=4), FakePrefill(cache, 64), num_pages, VOCAB, 64,
+        keeps_prefixes=True,
+    )  # fmt: skip
+    engine = scripted(Scripted(), 600)
+    small = replace(engine.config, vocab_size=VOCAB)
+    return Engine(small, executor, engine.resolved, etude().report.folder, engine.report), executor
+
+
+def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
+    rng, outcomes = random.Random(3), Counter()
+    engine, executor = paged(30)
+    before = of_one_kind(Generation, Ticket)
+
+    async def one(app: object, host: object) -> None:
+        is_stream = rng.random() < 0.6
+        prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([3, 20, 90]))]]
+        body = {
+            "prompt": prompts * rng.choice([1, 1, 3]), "max_tokens": rng.choice([2, 60, 400]),
+            "ignore_eos": True, "stream": is_stream, "temperature": rng.choice([0, 1]),
+        }  # fmt: skip
+        found = Exchange(app, "POST", "/v1/completions", body)
+        task = asyncio.create_task(found.run())
+        match rng.randrange(4):
+            case 0:
+                found.hang_up()
+            case 1:
+                await asyncio.sleep(rng.random() * 0.01)
+            case 2 if is_stream:
+                for _ in range(rng.randrange(1, 4)):
+                    await asyncio.wait(
+                        [task, asyncio.create_task(found.grows())],
+                        return_when=asyncio.FIRST_COMPLETED, timeout=20,
+                    )  # fmt: skip
+            case _:
+                await asyncio.sleep(0.001)
+                for request_id in list(host.running)[:1]:
+                    path = f"/v1/completions/{request_id}"
+                    await Exchange(app, "DELETE", path).run()
+        found.hang_up()
+        await task
+        outcomes["whole" if found.is_whole and found.status == 200 else "cut"] += 1
+
+    async def all_of_them() -> None:
+        async with application(engine, most_waiting=1000) as (app, host):
+            await side_by_side(1000, lambda: one(app, host))
+            while not is_idle(host):
+                await asyncio.sleep(0.001)
+
+    asyncio.run(all_of_them())
+    assert outcomes["cut"] > 300, outcomes
+    assert of_one_kind(Generation, Ticket) == before
+    kept = executor._tree
+    assert kept is not None
+    for pages in kept.drop(10_000):
+        executor._pages.give_back(reversed(pages))
+    assert executor._pages.num_free == 30, "every page came back"
+    assert len(executor._free_slots) == executor.num_columns

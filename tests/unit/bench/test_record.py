@@ -1,0 +1,59 @@
+"""Recording by one command: what is there stays, a file is whole or as it was."""
+
+import importlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The script on a suite of two files, and a machine where the command `bad` fails."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    record = importlib.import_module("record")
+    suites = importlib.import_module("suites")
+    made: list[str] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        words = command[command.index("soloist") + 1 :]
+        made.append(" ".join(words))
+        rows = json.dumps([{"command": words[1], "number": len(made)}])
+        return subprocess.CompletedProcess(command, 3 * (words[1] == "bad"), rows, "error: no GPU")
+
+    monkeypatch.setattr(record.subprocess, "run", run)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    files = {
+        "a.json": suites.File(("bench one --name 'two words'", "bench two")),
+        "b.json": suites.File(("bench three", "bench bad")),
+    }
+    monkeypatch.setattr(record, "SUITES", {"here": files})
+    record.made = made
+    return record
+
+
+def test_a_run_that_stopped_goes_on(script, tmp_path: Path, capsys) -> None:
+    (tmp_path / "b.json").write_text("[1]\n")
+    parts = ["here", "--parts", str(tmp_path / "parts")]
+    assert script.main(parts) == 1
+    assert script.made[0] == "bench one --name two words --json"
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert [row["command"] for row in rows] == ["one", "two"]
+    assert (tmp_path / "b.json").read_text() == "[1]\n", "not all of it was measured"
+    shown = capsys.readouterr().out
+    assert "b.json: not all of its commands succeeded" in shown
+    assert "error: no GPU" in shown
+    assert script.main(parts) == 1
+    assert script.made[4:] == ["bench bad --json"], "only what is missing runs again"
+    assert script.main([*parts, "--only", "a.json"]) == 0
+    with pytest.raises(SystemExit):
+        script.main([*parts, "--only", "c.json"])
+
+
+def test_a_service_that_lacks_a_package(script) -> None:
+    service = script.Service("x serve", 1, "x", "serve", needs=("no_such_package",))
+    with pytest.raises(SystemExit, match="pip install no_such_package"):
+        script._running(service).__enter__()

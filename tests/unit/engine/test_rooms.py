@@ -1,0 +1,301 @@
+"""Rooms against memories that are simulated: every page holds what its position needs, always."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from soloist.engine.grid import Grid
+from soloist.engine.rooms import Room, Rooms
+
+PAGE = 64
+SLOTS, PAGES, LONGEST = 3, 13, 11
+# A page's content: all that its sequence has up to its end.
+Content = tuple[int, ...]
+
+
+class Memories:
+    """A pool and the host's pages; what is fetched arrives as late as it may."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.pool: dict[int, Content] = {}
+        self.host: dict[int, Content] = {}
+        self.has_memory = True
+        self._coming: deque[tuple[int, int]] = deque()
+
+    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+        if self.has_memory:
+            self.join()
+            for page, host_page in zip(pages, host_pages, strict=True):
+                self.host[host_page] = self.pool[page]
+        return self.has_memory
+
+    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._coming.extend(zip(host_pages, pages, strict=True))
+        for page in pages:
+            self.pool[page] = (-1,)
+
+    def join(self) -> None:
+        while self._coming:
+            host_page, page = self._coming.popleft()
+            self.pool[page] = self.host[host_page]
+
+
+@dataclass(eq=False)
+class Asked:
+    ids: list[int]  # prompt and answer, a number for every page
+    prompt_tokens: int
+    room: Room
+    num_there: int = 0  # positions
+
+
+class Pool:
+    """Sequences come, read, grow and go; the one that came last makes room for the others."""
+
+    def __init__(self, seed: int, num_host_pages: int) -> None:
+        self.rng = random.Random(seed)
+        self.memories = Memories(num_host_pages)
+        self.rooms = Rooms(
+            SLOTS, PAGES, Grid(PAGE, 2 * PAGE),
+            keeps_prefixes=True, host=self.memories,
+        )  # fmt: skip
+        self.open: list[Asked] = []
+        self.happened: Counter[str] = Counter()
+        self.stems = [[self.rng.randrange(2) for _ in range(LONGEST)] for _ in range(3)]
+
+    def run(self, steps: int) -> None:
+        actions = [self.begin, self.step, self.look_ahead, self.close, self.run_out]
+        for _ in range(steps):
+            (action,) = self.rng.choices(actions, [8, 60, 3, 4, 0.3])
+            if self.open or action == self.begin:
+                action()
+            self.every_page_is_somewhere_once()
+        for sequence in self.open:
+            self.rooms.close(sequence.room)
+        assert self.rooms.num_available == PAGES, "nothing is in use any more"
+
+    def begin(self) -> None:
+        ids = self.rng.choice(self.stems)[: self.rng.randint(1, LONGEST)]
+        prompt_tokens = (len(ids) - 1) * PAGE + self.rng.randint(1, PAGE)
+        ids += [2] * min(self.rng.randint(0, 4), LONGEST - len(ids))
+        tokens = [i for i in ids for _ in range(PAGE)]
+        first = min(prompt_tokens + 20, len(ids) * PAGE)
+        room = self.rooms.open(tokens[:prompt_tokens], first, len(ids) * PAGE)
+        if room is None:
+            assert self.open, "a sequence alone has room"
+            self.happened["refused"] += 1
+            return
+        assert room.num_cached < prompt_tokens
+        assert room.num_joined == room.num_cached - sum(len(n.tokens) for n in room.behind)
+        self.open.append(Asked(ids, prompt_tokens, room, room.num_joined))
+
+    def has_room(self, sequence: Asked, positions: int) -> bool:
+        """Whether it has; otherwise the youngest goes."""
+        if self.rooms.reserve(sequence.room, positions):
+            return True
+        assert len(self.open) > 1, "a sequence alone has room"
+        self.happened["paused"] += 1
+        self.rooms.close(self.open.pop().room)
+        return False
+
+    def step(self) -> None:
+        sequence, count = self.rng.choice(self.open), self.rng.randint(1, 100)
+        room, start = sequence.room, sequence.num_there
+        if room.behind:
+            if self.has_room(sequence, 0):
+                sequence.num_there += self.rooms.next_block(room)
+            return
+        is_read = start >= sequence.prompt_tokens
+        stop = len(sequence.ids) * PAGE if is_read else sequence.prompt_tokens
+        stop = min(start + (count if is_read else self.rooms.grid.width(start)), stop)
+        if stop == start or not self.has_room(sequence, stop):
+            return
+        if not is_read:
+            self.rooms.join()
+            chunk = [sequence.ids[p // PAGE] for p in range(start, stop)]
+            if stop < sequence.prompt_tokens and self.rooms.adopt(room, start, chunk):
+                self.happened["adopted"] += 1
+                sequence.num_there = stop
+                self.check(sequence)
+                return
+        self.check(sequence)
+        for page in range(start // PAGE, (stop - 1) // PAGE + 1):
+            assert room.pages[page] in room.owned, "nobody writes to what is kept"
+            self.memories.pool[room.pages[page]] = tuple(sequence.ids[: page + 1])
+        if not is_read:
+            self.rooms.keep(room, start, chunk)
+        sequence.num_there = stop
+        self.check(sequence)
+
+    def check(self, sequence: Asked) -> None:
+        for number in range(-(-sequence.num_there // PAGE)):
+            held = self.memories.pool[sequence.room.pages[number]]
+            assert held == tuple(sequence.ids[: number + 1])
+
+    def look_ahead(self) -> None:
+        some = self.rng.sample(self.open, self.rng.randint(1, len(self.open)))
+        some = [s for s in some if not s.room.behind]
+        free, lacking = self.rooms.pages.num_free, 0
+        for s in some:
+            lacking += len(s.ids) - len(s.room.pages)
+        if self.rooms.look_ahead([s.room for s in some], [len(s.ids) * PAGE for s in some]):
+            assert self.rooms.pages.num_free == free - lacking
+        else:
+            assert self.rooms.pages.num_free == free
+
+    def close(self) -> None:
+        sequence = self.rng.choice(self.open)
+        self.open.remove(sequence)
+        self.rooms.close(sequence.room)
+
+    def run_out(self) -> None:
+        self.memories.has_memory = not self.memories.has_memory
+
+    def every_page_is_somewhere_once(self) -> None:
+        owned = [page for s in self.open for page in s.room.owned]
+        on_device, on_host = [], []
+        waiting = [self.rooms.tree._root]
+        while waiting:
+            node = waiting.pop()
+            for child in node.children.values():
+                assert child.is_spilled or not node.is_spilled, "spilled from the end"
+                (on_host if child.is_spilled else on_device).extend(child.held)
+                waiting.append(child)
+        assert len({*owned, *on_device}) == len(owned) + len(on_device)
+        assert self.rooms.pages.num_free == PAGES - len(owned) - len(on_device)
+        assert self.rooms.host_pages.num_free == self.memories.num_pages - len(on_host)
+        assert self.rooms.spilled_tokens == len(on_host) * PAGE
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 3, 40])
+def test_random_sequences(num_host_pages: int) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(4):
+        pool = Pool(seed, num_host_pages)
+        pool.run(6000)
+        moved = pool.rooms.moved
+        happened.update(pool.happened)
+        happened.update(spilled=moved.spilled_tokens, fetched=moved.fetched_tokens)
+        happened.update(dropped=moved.dropped_tokens)
+    wanted = {"refused", "paused", "adopted", "dropped"}
+    wanted |= {"spilled", "fetched"} if num_host_pages else set()
+    assert {what for what, count in happened.items() if count} == wanted
+
+
+def rooms(num_pages: int, **options) -> Rooms:
+    return Rooms(3, num_pages, Grid(PAGE, PAGE), keeps_prefixes=True, **options)
+
+
+def read(some: Rooms, room: Room, ids: list[int]) -> None:
+    for start in range(room.num_joined, len(ids), PAGE):
+        assert some.reserve(room, min(start + PAGE, len(ids)))
+        some.keep(room, start, ids[start : start + PAGE])
+
+
+def test_what_was_taken_ahead_goes_to_who_needs_it() -> None:
+    some = rooms(10)
+    greedy = some.open([1] * 10, 20, 9 * PAGE)
+    assert greedy is not None
+    assert len(greedy.pages) == 9
+    assert some.reserve(greedy, 2 * PAGE)
+    other = some.open([2] * 10, 20, 3 * PAGE)
+    assert other is not None
+    assert some.reserve(other, 3 * PAGE), "seven pages were not needed yet"
+    assert len(greedy.pages) == 2
+    assert not some.look_ahead([greedy], [8 * PAGE])
+    assert some.look_ahead([greedy], [7 * PAGE])
+    assert not set(greedy.pages) & set(other.pages)
+
+
+def test_nobody_joins_on_pages_that_others_were_promised() -> None:
+    some = rooms(10)
+    first = some.open([1] * (5 * PAGE), 6 * PAGE, 20 * PAGE)
+    assert first is not None
+    assert not first.pages, "20 pages ahead are not there"
+    assert some.open([2] * (5 * PAGE), 5 * PAGE, 5 * PAGE) is None
+    second = some.open([2] * (4 * PAGE), 4 * PAGE, 4 * PAGE)
+    assert second is not None
+    assert not some.look_ahead([second], [5 * PAGE])
+    assert some.reserve(first, 6 * PAGE)
+    assert some.reserve(second, 4 * PAGE)
+
+
+def test_a_block_that_comes_back_is_that_which_went() -> None:
+    memories = Memories(4)
+    some = rooms(4, host=memories)
+    ids = [i for i in range(3) for _ in range(PAGE)]
+    room = some.open(ids, len(ids), len(ids))
+    read(some, room, ids)
+    memories.pool.update({page: (n,) for n, page in enumerate(room.pages)})
+    some.close(room)
+    other = some.open([9] * (3 * PAGE), 3 * PAGE, 3 * PAGE)
+    read(some, other, [9] * (3 * PAGE))
+    assert some.moved.spilled_tokens == 2 * PAGE, "the last two blocks"
+    memories.pool.update(dict.fromkeys(other.pages, (9,)))
+    some.close(other)
+    again = some.open([*ids, 5], len(ids) + 1, len(ids) + 1)
+    assert (again.num_cached, again.num_joined, again.num_spilled) == (192, 64, 128)
+    while again.behind:
+        assert some.reserve(again, 0)
+        some.next_block(again)
+    some.join()
+    assert [memories.pool[page] for page in again.pages] == [(0,), (1,), (2,)]
+    assert some.spilled_tokens == 2 * PAGE, "of the other prompt, which made place"
+
+
+def test_without_room_on_the_host_the_oldest_spilled_block_is_forgotten() -> None:
+    memories = Memories(2)
+    some = rooms(2, host=memories)
+    for number in range(5):
+        ids = [number] * (2 * PAGE)
+        room = some.open(ids, len(ids), len(ids))
+        read(some, room, ids)
+        memories.pool.update(dict.fromkeys(room.pages, (number,)))
+        some.close(room)
+    held = {n: some.tree.match([n] * (2 * PAGE)).num_tokens for n in range(5)}
+    assert held == {0: 0, 1: 0, 2: 0, 3: 128, 4: 128}
+    assert some.moved.dropped_tokens == 3 * 128
+
+
+def test_pages_are_not_given_away_while_a_block_is_on_its_way_to_them() -> None:
+    memories = Memories(2)
+    some = rooms(2, host=memories)
+    for number in range(2):
+        room = some.open([number] * (PAGE + 1), PAGE + 1, 2 * PAGE)
+        read(some, room, [number] * (PAGE + 1))
+        memories.pool.update(dict.fromkeys(room.pages, (number,)))
+        some.close(room)
+    cancelled = some.open([0] * (PAGE + 1), PAGE + 1, 2 * PAGE)
+    assert some.reserve(cancelled, 0)
+    some.next_block(cancelled)
+    some.close(cancelled)
+    memories.has_memory = False
+    other = some.open([2], 1, 2 * PAGE)
+    assert some.reserve(other, 2 * PAGE)
+    memories.pool.update(dict.fromkeys(other.pages, (2,)))
+    some.join()
+    assert [memories.pool[page] for page in other.pages] == [(2,), (2,)]
+
+
+def test_a_block_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
+    memories = Memories(2)
+    some = rooms(4, host=memories)
+    ids = [1] * (PAGE + 5)
+    slow = some.open(ids, len(ids), len(ids))
+    quick = some.open(ids, len(ids), len(ids))
+    read(some, quick, ids)
+    memories.pool.update(dict.fromkeys(quick.pages, (1,)))
+    some.close(quick)
+    large = some.open([2], 1, 2 * PAGE)
+    assert some.reserve(large, 2 * PAGE)
+    assert some.spilled_tokens == PAGE
+    assert not some.adopt(slow, 0, ids[:PAGE])
+    own = list(slow.pages)
+    some.keep(slow, 0, ids[:PAGE])
+    assert slow.pages == own
+    assert some.spilled_tokens == 0
+    some.close(slow)
+    assert some.open(ids, len(ids), len(ids)).num_joined == PAGE
