@@ -179,11 +179,11 @@ class Engine:
             )  # fmt: skip
             if asked.prepare:
                 kernel_model.prepare()
-        streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
-            streamed_bytes=streamed * resolved.dtype.num_bytes,
+            streamed_bytes=streamed_values(specs, tied_head=config.tied_head)
+            * resolved.dtype.num_bytes,
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),
