@@ -114,6 +114,6 @@ def test_disconnects_leave_no_sequence(server) -> None:
                 await asyncio.sleep(0.001)
 
     wait_for(lambda: is_idle(server))
-    before = len(executor._free_slots)
+    before = len(executor.rooms._free_slots)
     asyncio.run(all_of_them())
-    assert len(executor._free_slots) == before == executor.num_columns
+    assert len(executor.rooms._free_slots) == before == executor.num_columns

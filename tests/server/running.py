@@ -98,6 +98,7 @@ class Scripted(Executor):
         if self.read_s:
             time.sleep(self.read_s)
         self.first = time.perf_counter()
+        running.num_read = running.num_to_read
         return self._next(running)
 
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:

@@ -16,7 +16,10 @@ PROMPT = """class Point:
 
 
 def load(name: str) -> Engine:
-    return Engine.load(EngineConfig(name, device="cpu", context_tokens=2048, keeps_prefixes=True))
+    asked = EngineConfig(
+        name, device="cpu", context_tokens=2048, keeps_prefixes=True, measures_bandwidth=True
+    )
+    return Engine.load(asked)
 
 
 def main() -> None:
@@ -27,7 +30,7 @@ def main() -> None:
     ):
         wait_until_ready(ours)
         wait_until_ready(other)
-        wide = browser.new_page(viewport={"width": 1120, "height": 800}, color_scheme="dark")
+        wide = browser.new_page(viewport={"width": 1120, "height": 1000}, color_scheme="dark")
         open_tab(wide, ours.url, "race")
         wide.get_by_label("Base URL").fill(f"{other.url}/v1")
         wide.locator("#race [name=kind]").select_option("completion")

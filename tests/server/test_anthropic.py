@@ -105,12 +105,15 @@ def test_counts(claude) -> None:
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
         ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
+        ({"tool_choice": {"type": "any"}}, "forced, but there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"max_tokens": 5000}, "context holds 2,048"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "system", "content": 3}]}, "expected a text or a list"),
-        ({"extra_body": {"output_config": {"effort": "low"}}}, "output_config is not supported"),
+        (
+            {"extra_body": {"output_config": {"effort": "low"}}},
+            "output_config.effort is not supported",
+        ),
         (
             {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}},
             "context_management is not supported",

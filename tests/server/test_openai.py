@@ -1,5 +1,6 @@
 """The official client drives every endpoint; replies are the engine's own answers."""
 
+import re
 import time
 
 import openai
@@ -11,6 +12,7 @@ from server.running import etude, is_idle, oracle, wait_for
 from soloist import engine
 from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
+from soloist.server.app import ROUTES
 
 PROMPT = "def fibonacci(n):\n"
 MESSAGES = [
@@ -336,10 +338,12 @@ def test_metrics_count_the_engines_tokens(client, http, server) -> None:
     client.completions.create(model="gpt", prompt=PROMPT, max_tokens=3)
     before = value("soloist_generation_tokens_total")
     prompts = value("soloist_prompt_tokens_total")
+    with_mbu = value("soloist_memory_bandwidth_utilisation_count")
     client.completions.create(
         model="gpt", prompt=PROMPT, max_tokens=9, extra_body={"ignore_eos": True}
     )
     assert value("soloist_generation_tokens_total") == before + 9
+    assert value("soloist_memory_bandwidth_utilisation_count") == with_mbu + 1
     ids = etude().tokenizer.encode(PROMPT)
     assert value("soloist_prompt_tokens_total") == prompts + len(ids)
     wait_for(lambda: is_idle(server))
@@ -357,6 +361,12 @@ def test_health_and_documentation(http) -> None:
     api = http.get("/openapi.json").json()
     fields = api["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "temperature", "logprobs"} <= set(fields)
+    documented = {(path, method.upper()) for path, one in api["paths"].items() for method in one}
+    left_out = {"/docs", "/openapi.json", "/playground/{name}"}
+    for route in ROUTES:
+        path = re.sub(r":path}", "}", route.path)
+        for method in route.methods - {"HEAD"}:
+            assert path in left_out or (path, method) in documented
     page = http.get("/docs").text
     assert "/v1/chat/completions" in page
     assert "http" not in page.replace("text/html", ""), "it loads nothing from elsewhere"

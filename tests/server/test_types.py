@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cache
 
 import httpx2
 import pytest
@@ -32,8 +33,11 @@ def events(reply: httpx2.Response) -> list[dict]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+adapter = cache(TypeAdapter)  # building one takes seconds
+
+
 def check(kind: object, value: object) -> None:
-    TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
 @pytest.mark.parametrize(

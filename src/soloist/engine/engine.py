@@ -188,11 +188,11 @@ class Engine:
             asked, config, support.plan, weights, resolved, placed,
             keep_rows=not is_staged, host_bytes=host_bytes,
         )  # fmt: skip
-        streamed = streamed_values(specs, tied_head=config.tied_head)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
-            streamed_bytes=streamed * resolved.dtype.num_bytes,
+            streamed_bytes=streamed_values(specs, tied_head=config.tied_head)
+            * resolved.dtype.num_bytes,
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),

@@ -1,5 +1,6 @@
 """GET /docs and /openapi.json: every request with its fields, made from the schemas themselves."""
 
+import re
 from functools import cache
 from html import escape
 from typing import Any
@@ -31,8 +32,14 @@ _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
 _READS = {
     "/": "The playground: chat, completions and races in a browser",
     "/v1/models": "The names the model answers to",
+    "/v1/models/{name}": "One of them",
     "/health": "Whether the device loop answers; 503 while loading",
     "/metrics": "Counters for Prometheus",
+}
+_ENDS = {
+    ("delete", "/v1/chat/completions/{request_id}"): "End a running request by its id",
+    ("delete", "/v1/completions/{request_id}"): "The same",
+    ("post", "/v1/responses/{request_id}/cancel"): "The same",
 }
 
 
@@ -63,13 +70,26 @@ def _openapi() -> dict[str, Any]:
             }
         }
     for path, summary in _READS.items():
-        paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
+        paths[path] = {"get": _bare(path, summary)}
+    for (method, path), summary in _ENDS.items():
+        paths[path] = {method: _bare(path, summary)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Soloist", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas},
     }
+
+
+def _bare(path: str, summary: str) -> dict[str, Any]:
+    """An operation without a body."""
+    names = re.findall(r"{(\w+)}", path)
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+    made = {"summary": summary, "responses": {"200": {"description": "OK"}}}
+    return made | ({"parameters": parameters} if parameters else {})
 
 
 @cache
@@ -94,6 +114,8 @@ def _page() -> str:
         parts.append("</table>")
     for path, summary in _READS.items():
         parts.append(f"<h2><code>GET {path}</code></h2><p>{escape(summary)}.</p>")
+    for (method, path), summary in _ENDS.items():
+        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{escape(summary)}.</p>")
     return "".join(parts)
 
 

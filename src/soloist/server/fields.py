@@ -144,7 +144,7 @@ class OutputFields(Fields):
     """`output_config` of messages."""
 
     format: OutputFormat | None = None
-    effort: only() = None  # type: ignore[valid-type]
+    effort: only("high") = None  # type: ignore[valid-type]  # Anthropic's default, which is sent
 
 
 class StructuredOutputs(Fields):

@@ -84,6 +84,7 @@ class Generation:
         self._host, self._request_id, self._trace = host, request_id, trace
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         self._cut: Problem | None = None
+        self._bandwidth_gb_per_s = ready.engine.report.bandwidth_gb_per_s
         self.tickets: list[Ticket] = []
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
@@ -154,7 +155,7 @@ class Generation:
                 yield delta
 
     def _count(self, completion: Completion) -> None:
-        self._host.metrics.count(completion)
+        self._host.metrics.count(completion, self._bandwidth_gb_per_s)
         self._trace.ended(completion)
         t = completion.timings
         speed = t.decode_tokens_per_s

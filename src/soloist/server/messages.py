@@ -30,9 +30,8 @@ from soloist.text.parts import PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 _DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
-# What Anthropic does where these fields are left out, and what is done here: clients send both.
+# What Anthropic does where the field is left out, and what is done here: clients send it.
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-_DEFAULT_EFFORT = {"effort": "high"}
 
 
 class ConversationFields(Fields):
@@ -49,7 +48,7 @@ class ConversationFields(Fields):
     )
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
-    output_config: only({}, _DEFAULT_EFFORT) = None  # type: ignore[valid-type]
+    output_config: OutputFields | None = None
 
     @property
     def offers_tools(self) -> bool:
@@ -70,7 +69,6 @@ class MessagesRequest(ConversationFields):
     top_k: int | None = None
     stop_sequences: list[str] | None = Field(default=None, max_length=64)
     stream: bool | None = None
-    output_config: OutputFields | None = None
     metadata: Harmless = None
     service_tier: Harmless = None
 

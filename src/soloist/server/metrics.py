@@ -10,6 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKEN_SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 )  # fmt: skip
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 
 
 class Metrics:
@@ -34,14 +35,17 @@ class Metrics:
         self._token = histogram(
             "time_per_output_token_seconds", "Decode time by token.", _TOKEN_SECONDS
         )
+        self._mbu = histogram(
+            "memory_bandwidth_utilisation", "Of decoding, where it is known.", _SHARES
+        )
         self._total = histogram("request_seconds", "Accepted to finished.", _SECONDS)
 
     def watch(self, loop: EngineLoop) -> None:
         """Show how busy the engine is."""
         self.registry.register(_Load(loop))
 
-    def count(self, completion: Completion) -> None:
-        """A request has ended."""
+    def count(self, completion: Completion, bandwidth_gb_per_s: float | None) -> None:
+        """A request has ended, on a device that reads so fast."""
         t = completion.timings
         self._requests.labels(completion.finish_reason).inc()
         self._prompt_tokens.inc(t.prompt_tokens)
@@ -53,6 +57,8 @@ class Metrics:
             self._ttft.observe(t.ttft_s)
         if t.new_tokens > 1:
             self._token.observe(t.decode_s / (t.new_tokens - 1))
+        if (mbu := t.mbu(bandwidth_gb_per_s)) is not None:
+            self._mbu.observe(mbu)
 
     def text(self) -> bytes:
         """In Prometheus' format."""

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.events import Timings
 from soloist.engine.traffic import Burst, Traffic
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
@@ -46,3 +48,11 @@ def test_mbu_is_bytes_a_second_over_bandwidth() -> None:
     assert t.mbu(None) is None
     assert replace(t, decode_bytes=0).mbu(4.0) is None
     assert replace(t, new_tokens=1, decode_s=0.0).mbu(4.0) is None
+
+
+def test_a_brief_reading_of_the_host_is_its_best() -> None:
+    found = brief_bandwidth(torch.device("cpu"), 0)
+    assert found is not None
+    assert len(found.rates_gb_per_s) == 1
+    assert 0.1 < found.gb_per_s < 2000
+    assert "random float32, the best" in found.method
