@@ -168,8 +168,9 @@ def test_laneformer_compiles_cleanly(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_lanes_of_one_rank_compile_with_sampling() -> None:
-    plan = make_plan(read_config(LANEFORMER), Dtype.BF16, TYPICAL["sm_90a"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_lanes_compile_with_sampling(ranks: int) -> None:
+    plan = make_plan(read_config(LANEFORMER), Dtype.BF16, TYPICAL["sm_90a"], ranks)
     require_sound(plan, Build(samples=True))
 
 
