@@ -1,5 +1,6 @@
 """Laneformer on one GPU, as one rank and as several with SMs of their own, is the reference."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from interpreter.lane_models import CASES, configured
 from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
+from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
@@ -25,15 +27,21 @@ MOST_ERROR = 0.02
 
 
 class Spread:
-    """A Laneformer over the ranks of a plan, all on the current GPU."""
+    """A Laneformer over the ranks of a plan, all on the current GPU unless told otherwise."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        weights: dict[str, Tensor],
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         self.plan = plan
-        device = torch.device("cuda", torch.cuda.current_device())
-        whole = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
+        here = torch.device("cuda", torch.cuda.current_device())
         pages = -(-CONTEXT // PAGE_POSITIONS)
         self.decoders = []
-        for rank in range(plan.ranks):
+        for rank, device in enumerate(devices or [here] * plan.ranks):
+            whole = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
             pool = PagePool(
                 config.num_layers, plan.pool_kv_heads, plan.head_dim, 2 * pages, torch.bfloat16,
                 device,
@@ -121,3 +129,39 @@ def test_lanes_sample_as_the_host_does(name: str, ranks: int, tmp_path: Path) ->
     for i, (token,) in enumerate(made):
         assert sampler.pick(kept[i, 0, : config.vocab_size].cpu(), i + 1) == token
         sampler.observe(token)
+
+
+@pytest.mark.parametrize("keep_rows", [True, False], ids=["rows", "unpacked"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["mean of lanes", "vocabulary slices", "tied"])
+def test_prompts_of_a_loaded_model(name: str, ranks: int, keep_rows: bool, tmp_path: Path) -> None:
+    """In uneven chunks by products, or riding on ranks; then the kernel goes on."""
+    config, plan, weights = configured(name, tmp_path, ranks)
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = [
+        {k: v.to(device) for k, v in shard_all(plan.part_of(rank), rounded(weights)).items()}
+        for rank in range(ranks)
+    ]
+    model = KernelModel(plan, own, CONTEXT, [device] * ranks, None, keep_rows=keep_rows)
+    model.prepare()
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, rounded(weights), ids)
+    for start, stop in ((0, 3), (3, 100), (100, TOKENS - 20)):
+        logits = model.prefill.run(ids[start:stop], start, model.page_tables[0])
+        assert logits is not None
+        error = (logits.cpu() - wanted[stop - 1]).norm() / wanted[stop - 1].norm()
+        assert error < MOST_ERROR
+    kept = torch.zeros(20, 1, plan.sampled_rows, device=device)
+    model.decoder.run([Column(0, TOKENS - 20, ids[-20:])], 20, logits=kept)
+    made = kept[:, 0, : config.vocab_size].cpu()
+    error = (made - wanted[-20:]).norm() / wanted[-20:].norm()
+    assert error < MOST_ERROR
+
+
+@pytest.mark.gpus(2)
+def test_lanes_over_gpus_of_their_own(tmp_path: Path) -> None:
+    config, plan, weights = configured("seven layers", tmp_path, 2)
+    ids = prompt(config, TOKENS)
+    alone = Spread(config, plan, weights).logits(ids, 5)
+    spread = Spread(config, plan, weights, [torch.device("cuda", n) for n in range(2)])
+    assert torch.equal(spread.logits(ids, 5), alone)
