@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "--parts", type=Path, default=ROOT / "build" / "parts",
         help="folder for what commands measured; those that are there are not run again",
     )  # fmt: skip
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for result files")
     asked = parser.parse_args(given)
     files = SUITES[asked.suite]
     unknown = sorted({*(asked.only or ())} - {*files})
@@ -44,14 +46,15 @@ def main(given: Sequence[str] | None = None) -> int:
     incomplete = [
         name
         for name, file in files.items()
-        if (not asked.only or name in asked.only) and not _record(name, file, asked.parts)
+        if (not asked.only or name in asked.only)
+        and not _record(name, file, asked.parts, asked.results)
     ]
     for name in incomplete:
         print(f"{name}: not all of its commands succeeded, so it stays as it is")
     return 1 if incomplete else 0
 
 
-def _record(name: str, file: File, parts: Path) -> bool:
+def _record(name: str, file: File, parts: Path, results: Path) -> bool:
     """Run what is missing, and write the file if nothing is any more."""
     places = [parts / name / f"{_key(command)}.json" for command in file.commands]
     missing = [c for c, place in zip(file.commands, places, strict=True) if not place.exists()]
@@ -64,7 +67,8 @@ def _record(name: str, file: File, parts: Path) -> bool:
     if not all(place.exists() for place in places):
         return False
     rows = [row for place in places for row in json.loads(place.read_text(encoding="utf-8"))]
-    (RESULTS / name).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    results.mkdir(parents=True, exist_ok=True)
+    (results / name).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     print(f"{name}: {len(rows)} rows")
     return True
 
@@ -94,6 +98,9 @@ def _running(service: Service) -> Iterator[None]:
     missing = [package for package in service.needs if find_spec(package) is None]
     if missing:
         raise SystemExit(f"{service.name} needs more: pip install {' '.join(missing)}")
+    with socket.socket() as probe:
+        if probe.connect_ex(("localhost", service.port)) == 0:
+            raise SystemExit(f"port {service.port} is taken: {service.name} needs it")
     starts = f"import runpy; runpy.run_module({service.module!r}, run_name='__main__')"
     if service.module.startswith("transformers"):
         starts = f"from {service.module} import main; main()"
@@ -115,7 +122,8 @@ def _wait_for(url: str, process: "subprocess.Popen[bytes]", name: str) -> None:
     while process.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=10):
-                return
+                if process.poll() is None:
+                    return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     raise SystemExit(f"{name} did not start: {url} gives no answer")

@@ -134,4 +134,22 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "h200-bandwidth.json": File(("bench bandwidth --device cuda",)),
     },
+    # Eight of them, linked by NVLink.
+    "8-h200": {
+        f"{gpus}-h200.json": File(
+            (
+                *(
+                    _decode(
+                        shape,
+                        f"--prompt-tokens {tokens} --new-tokens 256 --precision bf16 --gpus {gpus}",
+                    )
+                    for tokens in (128, 2048)
+                    for shape in ("laneformer-2b-as-llama", "llama-3.2-1b", "llama-3.1-8b")
+                ),
+                "bench accuracy --shape benchmarks/shapes/llama-3.2-1b.json --precision bf16 "
+                f"--repeats 200 --gpus {gpus}",
+            )
+        )
+        for gpus in (1, 2, 4, 8)
+    },
 }

@@ -54,13 +54,16 @@ def written(document: Path) -> str:
 
 def table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int = 1) -> str:
     """Markdown; columns after the first `left` are figures."""
+    if not cells:
+        return "Not recorded yet."
     rule = ["---" if i < left else "--:" for i in range(len(headings))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *cells))
 
 
 def rows_of(name: str, bench: str = "decode") -> list[Row]:
-    """Rows of one kind in a result file."""
-    found: list[Row] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    """Rows of one kind in a result file; none where nobody recorded it yet."""
+    file = RESULTS / name
+    found: list[Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     return [row for row in found if row.get("bench", "decode") == bench]
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.executor import Executor, Outcome, Picked, Running
 from soloist.errors import RequestError
@@ -123,7 +125,9 @@ class Scripted(Executor):
         token_id = self.script[len(running.sampler.output_ids) % len(self.script)]
         allowed = running.sampler.allowed()
         if allowed is not None and not has_bit(allowed, token_id):
-            token_id = next(i for i in range(etude().config.vocab_size) if has_bit(allowed, i))
+            word = int(np.flatnonzero(allowed)[0])
+            lowest = int(allowed[word]) & -int(allowed[word])
+            token_id = 32 * word + lowest.bit_length() - 1
         running.sampler.observe(token_id)
         return Picked(token_id)
 

@@ -129,8 +129,13 @@ def _loop(plan: Plan, server: Server) -> list[Step]:
         if not answer.text and not answer.new_tokens:
             raise ServerFailed(server.client.url, "it answered without a single token")
         steps.append(_step(answer, server.counting))
-        told += [answer.text, _tool_result(plan.tool_tokens, turn)]
+        told += [_reply(answer.text, told[-1]), _tool_result(plan.tool_tokens, turn)]
     return steps
+
+
+def _reply(text: str, sent: str) -> str:
+    """An answer without the prompt, which some servers send back before it."""
+    return text.rpartition(sent)[2]
 
 
 def _tool_result(tokens: int, turn: int) -> str:

@@ -289,8 +289,10 @@ class ServeRow:
         versions, commit, command, date: as in `DecodeRow`.
         server_tokens_per_s: decode speed by the server's own clock (`timings`), where it tells.
         streamed_bytes_per_token: as in `DecodeRow`; from the configuration that was given.
-        bandwidth_gb_per_s: of all its GPUs, from the result file that was given for one.
+        bandwidth_gb_per_s: of all its GPUs, from the result file that was given for one, or by the
+            server's timings.
         mbu: as in `DecodeRow`, at one token a step: a server that speculates may be above 1.
+        mbu_by: 'what was given', or 'the server', whose timings told it; None without.
     """
 
     bench: str
@@ -322,6 +324,7 @@ class ServeRow:
     streamed_bytes_per_token: int | None = None
     bandwidth_gb_per_s: float | None = None
     mbu: float | None = None
+    mbu_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,13 +199,19 @@ def _row(
     speed = rows.Spread.of(speeds) if is_known else None
     read = _median([run.long.prompt_tokens for run in runs])
     new = _median([_made(run, server.counting) for run in runs])
-    moved = mbu = None
+    moved = None
     if plan.traffic is not None and read is not None and new is not None:
         moved = plan.traffic.bytes_at(read + new // 2)
-        if speed is not None:
-            mbu = round(moved * speed.median / plan.traffic.bandwidth, 3)
-    own = [run.long.server_tokens_per_s for run in runs]
-    own_speeds = [value for value in own if value is not None]
+    told = [run.long.timings for run in runs]
+    own_speeds = _all([timings.tokens_per_s for timings in told])
+    own_mbus = _all([timings.mbu for timings in told])
+    mbu = mbu_by = bandwidth = None
+    if plan.traffic is not None:
+        bandwidth = plan.traffic.bandwidth / 1e9
+        if moved is not None and speed is not None:
+            mbu, mbu_by = moved * speed.median / plan.traffic.bandwidth, "what was given"
+    elif own_mbus:
+        mbu, mbu_by, bandwidth = median(own_mbus), "the server", told[0].bandwidth_gb_per_s
     hashes = {hashlib.sha256(run.long.text.encode()).hexdigest()[:16] for run in runs}
     token_times = [t * 1e3 for of_run in found for t in token_times_s(of_run)]
     gaps = [t * 1e3 for of_run in found for t in gaps_s(of_run)]
@@ -235,10 +241,11 @@ def _row(
         commit=record.commit(),
         command=record.command(),
         date=record.now(),
-        server_tokens_per_s=rows.Spread.of(own_speeds) if len(own_speeds) == len(runs) else None,
+        server_tokens_per_s=rows.Spread.of(own_speeds) if own_speeds else None,
         streamed_bytes_per_token=moved,
-        bandwidth_gb_per_s=None if plan.traffic is None else plan.traffic.bandwidth / 1e9,
-        mbu=mbu,
+        bandwidth_gb_per_s=bandwidth,
+        mbu=None if mbu is None else round(mbu, 3),
+        mbu_by=mbu_by,
     )
 
 
@@ -256,3 +263,9 @@ def _why_not(counting: Counting) -> str:
 def _median(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return round(median(known)) if known else None
+
+
+def _all(values: Sequence[float | None]) -> list[float]:
+    """The values, or none where one is missing."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []

@@ -45,21 +45,35 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTimings:
+    """What a server's `timings` tell, llama.cpp's object and what Soloist adds to it.
+
+    Attributes:
+        tokens_per_s: decode speed by the server's own clock; None where it does not tell.
+        mbu, bandwidth_gb_per_s: share of the memory bandwidth that decoding had, and that
+            bandwidth; likewise.
+    """
+
+    tokens_per_s: float | None = None
+    mbu: float | None = None
+    bandwidth_gb_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A whole stream.
 
     Attributes:
         chunks: in order.
         prompt_tokens, new_tokens, cached_tokens: by the last usage; None where there is none.
-        server_tokens_per_s: decode speed by the server's own clock, as llama.cpp's `timings` tell
-            it; None where it does not.
+        timings: by the server's own clock.
     """
 
     chunks: tuple[Chunk, ...]
     prompt_tokens: int | None
     new_tokens: int | None
     cached_tokens: int | None
-    server_tokens_per_s: float | None = None
+    timings: ServerTimings = ServerTimings()
 
     @property
     def text(self) -> str:
@@ -121,10 +135,12 @@ def read_answer(events: Sequence[tuple[float, str]]) -> Answer:
     if not chunks:
         raise ValueError("it is empty")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    own = ServerTimings(
+        timings.get("predicted_per_second"), timings.get("mbu"), timings.get("bandwidth_gb_per_s")
+    )
     return Answer(
-        tuple(chunks), usage.get("prompt_tokens"), usage.get("completion_tokens"), cached,
-        timings.get("predicted_per_second"),
-    )  # fmt: skip
+        tuple(chunks), usage.get("prompt_tokens"), usage.get("completion_tokens"), cached, own
+    )
 
 
 class ServerSaid(Exception):

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from soloist.cli.terminal import print_json
-from soloist.errors import gigabytes
 
 if TYPE_CHECKING:
     from soloist.bench.rows import (
@@ -253,9 +252,8 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
     )  # fmt: skip
     for row in rows:
         which = f"{row.engine}, {row.prefix}, {count(row.prompt_tokens)}"
-        if row.mbu is not None and row.streamed_bytes_per_token is not None:
-            read = gigabytes(row.streamed_bytes_per_token)
-            print(f"{which}: MBU {row.mbu:.0%} of {row.bandwidth_gb_per_s} GB/s, {read} a token")
+        if row.mbu is not None:
+            print(f"{which}: MBU {row.mbu:.0%} of {row.bandwidth_gb_per_s} GB/s, by {row.mbu_by}")
         if row.server_tokens_per_s is not None:
             own = row.server_tokens_per_s.median
             print(f"{which}: by the server's own clock {own:.1f} tokens/s")

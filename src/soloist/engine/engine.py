@@ -61,7 +61,7 @@ class LoadReport:
         place: the same with how many of them there are.
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
-        bandwidth_gb_per_s: measured read bandwidth; None if it was not measured.
+        bandwidth_gb_per_s: measured read bandwidth, of all GPUs; None if it was not measured.
         host_cache_bytes: of host memory that kept prompts may take.
     """
 
@@ -167,9 +167,8 @@ class Engine:
         is_staged = support.plan is not None and room_bytes < row_bytes
         if is_staged:
             require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
-        has_kernel = support.plan is not None
         host_bytes = host_cache_bytes(
-            asked, has_kernel=has_kernel, free_bytes=available_memory_bytes()
+            asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
         # Several ranks' shares are cut on the host, where one tensor after the other lies.
         home = device if placed.ranks == 1 and not is_staged else torch.device("cpu")
@@ -199,7 +198,9 @@ class Engine:
             place=_place_name(resolved),
             executor="reference" if support.plan is None else "decode kernel",
             refusal=support.refusal,
-            bandwidth_gb_per_s=None if bandwidth is None else bandwidth.gb_per_s,
+            bandwidth_gb_per_s=None
+            if bandwidth is None
+            else bandwidth.gb_per_s * max(1, resolved.num_gpus),
             host_cache_bytes=host_bytes,
         )
         return cls(config, model, resolved, folder, report)

@@ -329,7 +329,7 @@ class EngineLoop:
         except RequestError as error:
             self._leave(job, error)
             return
-        if not job.running.is_read:
+        if picked is None and not job.running.is_read:
             return
         with self._condition:
             self._scheduler.was_read(job)

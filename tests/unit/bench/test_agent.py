@@ -39,6 +39,13 @@ def test_each_step_sends_all_that_was_said() -> None:
     assert row.by_turn[0].prompt_tokens == len(loops[0][0]["content"]) // 4
 
 
+def test_a_prompt_that_is_sent_back_is_not_said_again() -> None:
+    toy = Toy(4, "final usage", tokens_per_s=20_000, first_s=0.01, echoes=True)
+    measured(toy, turns=2, runs=1)
+    second = [asked["messages"] for asked in toy.asked if asked["max_tokens"] == 50][1]
+    assert second[1]["content"] == "word " * 50
+
+
 @pytest.mark.timed
 def test_times_of_known_speed() -> None:
     """50 tokens at 500 a second, the first after 30 ms: 128 ms a step."""

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import socket
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def script(monkeypatch: pytest.MonkeyPatch):
     """The script on a suite of two files, and a machine where the command `bad` fails."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     record = importlib.import_module("record")
@@ -25,7 +26,6 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         return subprocess.CompletedProcess(command, 3 * (words[1] == "bad"), rows, "error: no GPU")
 
     monkeypatch.setattr(record.subprocess, "run", run)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
     files = {
         "a.json": suites.File(("bench one --name 'two words'", "bench two")),
         "b.json": suites.File(("bench three", "bench bad")),
@@ -37,7 +37,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_a_run_that_stopped_goes_on(script, tmp_path: Path, capsys) -> None:
     (tmp_path / "b.json").write_text("[1]\n")
-    parts = ["here", "--parts", str(tmp_path / "parts")]
+    parts = ["here", "--parts", str(tmp_path / "parts"), "--results", str(tmp_path)]
     assert script.main(parts) == 1
     assert script.made[0] == "bench one --name two words --json"
     rows = json.loads((tmp_path / "a.json").read_text())
@@ -57,3 +57,10 @@ def test_a_service_that_lacks_a_package(script) -> None:
     service = script.Service("x serve", 1, "x", "serve", needs=("no_such_package",))
     with pytest.raises(SystemExit, match="pip install no_such_package"):
         script._running(service).__enter__()
+
+
+def test_a_service_whose_port_is_taken(script) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        service = script.Service("x serve", other.getsockname()[1], "x", "serve")
+        with pytest.raises(SystemExit, match="is taken"):
+            script._running(service).__enter__()

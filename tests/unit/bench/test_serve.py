@@ -47,6 +47,17 @@ def check_times(row: ServeRow, tokens_per_chunk: int, counts: str) -> None:
         assert row.token_ms.p50 == pytest.approx(2, rel=0.1)
 
 
+def test_what_a_server_tells_of_itself() -> None:
+    told = {"predicted_per_second": 512.5, "mbu": 0.75, "bandwidth_gb_per_s": 4440.0}
+    (row,) = measured(Toy(4, tokens_per_s=5000, timings=told))
+    assert row.server_tokens_per_s.median == 512.5
+    assert (row.mbu, row.mbu_by, row.bandwidth_gb_per_s) == (0.75, "the server", 4440.0)
+    (less,) = measured(Toy(4, tokens_per_s=5000, timings={"predicted_per_second": 512.5}))
+    assert (less.mbu, less.mbu_by, less.bandwidth_gb_per_s) == (None, None, None)
+    (nothing,) = measured(Toy(4, tokens_per_s=5000))
+    assert nothing.server_tokens_per_s is None
+
+
 def test_servers_take_turns() -> None:
     """Each is asked once a run, in the order given, and keeps its own key, name and counts."""
     first, second = Toy(4, tokens_per_s=20_000), Toy(1, "token ids", tokens_per_s=20_000)
@@ -84,10 +95,18 @@ def test_a_server_that_counts_nothing_gets_no_decode_speed() -> None:
     assert row.ttft_ms.median > 30
 
 
+@pytest.mark.timed
 def test_a_prompt_that_is_sent_back_is_no_first_token() -> None:
-    (row,) = measured(Toy(1, "final usage", tokens_per_s=5000, echoes=True))
-    assert row.ttft_ms.min > 30
-    assert row.gap_ms.p99 < 20
+    for tries_left in reversed(range(_TRIES)):
+        (row,) = measured(Toy(1, "final usage", tokens_per_s=5000, echoes=True))
+        assert row.ttft_ms.min > 30
+        try:
+            assert row.gap_ms is not None
+            assert row.gap_ms.p99 < 20
+            break
+        except AssertionError:
+            if not tries_left:
+                raise
 
 
 def test_an_answer_in_one_piece_gets_no_decode_speed() -> None:

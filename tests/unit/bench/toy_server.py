@@ -20,6 +20,7 @@ class Toy:
     refuses: tuple[str, ...] = ()
     echoes: bool = False
     fails: str = ""
+    timings: dict | None = None
     asked: list[dict] = field(default_factory=list)
     url: str = ""
 
@@ -54,7 +55,8 @@ class Toy:
             yield at_s, body("word " * here, list(range(here)), None)
         yield at_s, body("", [], "length")
         if self.counts != "nothing":
-            yield at_s, {"choices": [], "usage": {**usage, "completion_tokens": made}}
+            last = {"choices": [], "usage": {**usage, "completion_tokens": made}}
+            yield at_s, last | ({"timings": self.timings} if self.timings else {})
 
 
 @contextmanager
