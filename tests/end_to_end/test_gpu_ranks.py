@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,6 +194,30 @@ def test_sampled_tokens_are_the_definitions(names: Sequence[str], ranks: int) ->
                 assert row[s] == sampler.pick(logits, position + r + 1), f"round {made + r}"
                 sampler.observe(row[s])
         last, made = tokens[-1], made + rounds
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_all_ranks_heed_the_hosts_masks(ranks: int) -> None:
+    decoder, vocab, rounds = kernel_model(ranks).decoder, engine(1).config.vocab_size, 40
+    allowed = torch.rand(rounds, vocab, generator=torch.Generator().manual_seed(1)) < 0.01
+    words = [
+        np.packbits(np.pad(row.numpy(), (0, -vocab % 32)), bitorder="little").view(np.uint32)
+        for row in allowed
+    ]
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), vocab, [5])
+    choice = Choice(sampler.params, sampler.counts, frozenset(), words[0])
+    kept = torch.zeros(rounds, 1, decoder.logits.shape[1], device="cuda")
+    decoder.start([Column(0, 0, [5], choice=choice)], rounds, logits=kept)
+    made = []
+    for (token_id,) in decoder.tokens():
+        made.append(token_id)
+        if len(made) < rounds:
+            decoder.allow(0, words[len(made)])
+    logits = kept[:, 0, :vocab].cpu().where(allowed, -torch.inf)
+    assert made == [sampler.pick(row, r + 1) for r, row in enumerate(logits)]
+    decoder.start([Column(0, 0, [5], choice=choice)], rounds)
+    decoder.abandon()
+    assert len(list(decoder.tokens())) < rounds
 
 
 # Whole requests -----------------------------------------------------------------------------------

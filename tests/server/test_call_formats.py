@@ -59,7 +59,7 @@ def marked(tmp_path_factory) -> Path:
 @contextmanager
 def served(folder: Path, template: str, answer: str) -> Iterator[tuple[str, Engine]]:
     tokenizer = Tokenizer.from_folder(folder)
-    executor = Scripted("x", 2000)
+    executor = Scripted("x", 400)
     executor.script = tokenizer.encode(answer) + sorted(tokenizer.eos_ids)[:1]
     real = scripted(executor)
     engine = Engine(real.config, executor, real.resolved, folder, real.report)
@@ -80,11 +80,14 @@ def test_calls_are_read_whole_and_streamed(marked, name) -> None:
             assert json.loads(call.function.arguments) == ARGUMENTS
             assert choice.finish_reason == "tool_calls"
             assert choice.message.content is None
-            with client.chat.completions.stream(**ASK) as stream:
-                events = list(stream)
-                final = stream.get_final_completion().choices[0].message.tool_calls[0].function
-            assert final.arguments == call.function.arguments
-            pieces = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+            for _ in range(5):  # a busy machine may hand over many tokens at once
+                with client.chat.completions.stream(**ASK) as stream:
+                    events = list(stream)
+                    (final,) = stream.get_final_completion().choices[0].message.tool_calls
+                assert final.function.arguments == call.function.arguments
+                pieces = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+                if len(pieces) > 2:
+                    break
             assert len(pieces) > 2, "arguments come as they are written"
         with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as claude:
             tools = [{"name": "weather", "input_schema": PARAMETERS}]

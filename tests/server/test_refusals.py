@@ -41,6 +41,7 @@ REFUSED = [
     ("chat/completions", {**CHAT, "temperature": "1"}, 400, "temperature", "valid"),
     ("chat/completions", {**CHAT, "temperature": 0, "top_p": 7}, 400, "top_p", "at most 1"),
     ("chat/completions", {**CHAT, "stop": [1]}, 400, "stop", "valid string"),
+    ("chat/completions", {**CHAT, "stop": ["x"] * 65}, 400, "stop", "at most 64 items"),
     ("chat/completions", {**CHAT, "stop": 1}, 400, "stop", "valid string, or: Input"),
     ("chat/completions", {**CHAT, "n": 0}, 400, "n", "greater than or equal to 1"),
     ("chat/completions", {**CHAT, "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
@@ -108,6 +109,7 @@ def test_refusals_name_the_field(http, case) -> None:
         {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"n": None, "stop": None, "logprobs": False, "logit_bias": None, "stream": False},
+        {"stop": "a stop string may be long " * 9},
         {"parallel_tool_calls": False, "modalities": ["text"], "functions": None},
     ],
 )

@@ -64,7 +64,7 @@ class SamplingFields(Fields):
     seed: int | None = Field(
         default=None, description="Same seed, same text. Choice i takes seed + i."
     )
-    stop: str | list[str] | None = Field(default=None, max_length=64)
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     logit_bias: dict[str, Number] | None = Field(default=None, description="Token id to bias.")
     min_tokens: int | None = None
