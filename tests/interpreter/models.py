@@ -1,5 +1,6 @@
 """Tiny models of every dense family, and what runs them: the interpreter and the reference."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
+from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
 from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -127,8 +128,24 @@ def load(
     plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
-    model, share = plan.model, Share(plan.model, plan.ranks, rank)
-    weights = shard_all(share, weights)
+    parts = shard_all(plan.part_of(rank), weights)
+    loaded = [_load_lane(plan, parts, dtype, place) for place in range(plan.lanes_here)]
+    images, vectors = zip(*loaded, strict=True)
+    table = None if plan.share.tied_head else weights["embedding"].to(dtype)
+    return torch.cat(images), torch.cat(vectors[: plan.vector_lanes]), table
+
+
+def _load_lane(
+    plan: Plan, parts: Weights, dtype: torch.dtype, place_here: int
+) -> tuple[Tensor, Tensor]:
+    """(image, vectors) of a rank, or of one of its lanes."""
+    model = plan.model
+    weights = {
+        name: values
+        if values.ndim == (1 if name.endswith(("norm", "bias")) else 2)
+        else values[place_here]
+        for name, values in parts.items()
+    }
     image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
     vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
     matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
@@ -143,8 +160,7 @@ def load(
             vectors[start : start + values.numel()] = values
     head = weights["embedding" if plan.share.tied_head else "head"]
     place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
-    table = None if plan.share.tied_head else weights["embedding"].to(dtype)
-    return image, torch.cat([vectors, weights["final_norm"].float()]), table
+    return image, torch.cat([vectors, weights["final_norm"].float()])
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,20 @@ class Launch:
     ) -> tuple[Tensor, list[int]]:
         """(logits [columns, V], chosen tokens)."""
         return round_of_ranks(self.ranks, tokens, sequences, positions)
+
+
+@dataclass(frozen=True)
+class LaneLaunch:
+    """All lanes of a launch, in any order if there is one."""
+
+    ranks: list[LaneInterpreter]
+    order: random.Random | None = None
+
+    def round(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """(logits [columns, V], chosen tokens)."""
+        return round_of_lanes(self.ranks, tokens, sequences, positions, self.order)
 
 
 class Bench:
@@ -175,7 +205,12 @@ class Bench:
         pages = 3 * per_sequence + 2
         pools = [
             PagePool(
-                config.num_layers, plan.kv_heads, plan.head_dim, pages, stored, torch.device("cpu")
+                config.num_layers,
+                plan.pool_kv_heads,
+                plan.head_dim,
+                pages,
+                stored,
+                torch.device("cpu"),
             )
             for _ in range(plan.ranks)
         ]
@@ -192,8 +227,10 @@ class Bench:
         ]
         self.memory = self._memories[0]
 
-    def launch(self) -> "Launch":
-        """A new launch over the same memory."""
+    def launch(self, order: random.Random | None = None) -> "Launch | LaneLaunch":
+        """A new launch over the same memory; `order` of lanes."""
+        if self.plan.model.lanes is not None:
+            return LaneLaunch(lanes_of_plan(self.plan, self._memories, self._dtype), order)
         ranks = [
             Interpreter(self.plan, memory, self._dtype, rank)
             for rank, memory in enumerate(self._memories)

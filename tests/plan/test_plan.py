@@ -208,7 +208,14 @@ def mixed(model: ModelConfig, change: dict[str, Any]) -> ModelConfig:
 
 
 REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
-    "lanes": (replace(SMALL, lanes=LANES), Dtype.BF16, "lanes", "ordinary transformer"),
+    "lanes": (
+        replace(SMALL, lanes=replace(LANES, num_lanes=2, head="lane")), Dtype.BF16,
+        "an LM head over all lanes side by side", "'replicate'",
+    ),
+    "neighbours": (
+        replace(SMALL, rope=replace(SMALL.rope, interleaved=True)), Dtype.BF16,
+        "rope that turns neighbours", "rope that turns halves",
+    ),
     "fp32": (SMALL, Dtype.FP32, "fp32 weights", "bf16 or fp16"),
     "head_dim": (shaped((64, 96, 1, 4, 2, 48, 99)), Dtype.BF16, "head_dim 48", "32, 64, 96, 128"),
     "group": (shaped((64, 96, 1, 18, 2, 32, 99)), Dtype.BF16, "9 query heads", "at most 8"),

@@ -18,7 +18,7 @@ from soloist.engine.engine import device_name, devices
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute
+from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.megakernel.plan import PAGE_POSITIONS
@@ -169,8 +169,9 @@ def shape_on_gpu(
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")
     whole = random_weights(tensors(config), dtype, home)
-    weights = [whole]
-    if placed.ranks > 1:
+    if placed.ranks == 1:
+        weights = [of_one(_taken(whole), config)]
+    else:
         weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
     model = KernelModel(
         support.plan,

@@ -23,7 +23,7 @@ from soloist.engine.executor import Executor, Running
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute
+from soloist.engine.shards import distribute, of_one
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
@@ -175,7 +175,7 @@ class Engine:
         with early_files(upload, home) as open_stored:
             read = read_tensors(checkpoint, specs, resolved.dtype, home, on_progress, open_stored)
             weights = (
-                [dict(read)]
+                [dict(read) if support.plan is None else of_one(read, config)]
                 if placed.ranks == 1
                 else distribute(read, config, placed.devices, stays_on_host=is_staged)
             )

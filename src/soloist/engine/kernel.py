@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
+from soloist.engine.ride import Ride
 from soloist.engine.rooms import Host, num_pages_of
 from soloist.engine.shards import failures_of
+from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.packing import gather, unpack
 from soloist.megakernel.plan import PAGE_POSITIONS, Plan
 from soloist.megakernel.ranks import Launcher, Ranks
-from soloist.megakernel.share import Share
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
+from soloist.prefill.lanes import LANE_CHUNK_TOKENS, LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.ranks import RankPrefill, RanksPrefill
-from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill
+from soloist.prefill.runner import CHUNK_TOKENS, Matrices, Prefill, PromptRunner
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -66,11 +68,15 @@ class _Part:
     ) -> None:
         config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
         self.pool = PagePool(
-            config.num_layers, plan.kv_heads, plan.head_dim, sizes.num_pages, dtype, device
+            config.num_layers, plan.pool_kv_heads, plan.head_dim, sizes.num_pages, dtype, device
         )
         positions = len(sizes.page_tables[0]) * PAGE_POSITIONS
         rope = rope_table(config.rope, plan.head_dim, positions, device)
-        vectors = {k: v.to(device, torch.float32) for k, v in weights.items() if v.ndim == 1}
+        vectors = {
+            name: values.to(device, torch.float32)
+            for name, values in weights.items()
+            if name.endswith(("norm", "bias"))
+        }
         table = None if config.tied_head else weights["embedding"].to(device, dtype)
         if table is not None:
             weights["embedding"] = table  # prefill and the decoder share it
@@ -93,13 +99,16 @@ class _Part:
             ranks=plan.ranks,
         )  # fmt: skip
         most = min(CHUNK_TOKENS, sizes.context_tokens)
-        self.prefill = (
-            Prefill(config, matrices, vectors, self.pool, elementwise, most)
-            if plan.ranks == 1
-            else RankPrefill(
-                Share(plan.model, plan.ranks, rank), matrices, vectors, self.pool, elementwise, most
-            )
-        )
+        part = plan.part_of(rank)
+        self.prefill: PromptRunner | None
+        if isinstance(part, LaneShare):  # on several ranks prompts ride the kernel
+            most = min(LANE_CHUNK_TOKENS, sizes.context_tokens)
+            alone = LanePrefill(plan.model, matrices, vectors, self.pool, rope, most)
+            self.prefill = alone if plan.ranks == 1 else None
+        elif plan.ranks == 1:
+            self.prefill = Prefill(config, matrices, vectors, self.pool, elementwise, most)
+        else:
+            self.prefill = RankPrefill(part, matrices, vectors, self.pool, elementwise, most)
         torch.cuda.synchronize(device)
 
 
@@ -171,12 +180,12 @@ class KernelModel(KernelExecutor):
                 parts += pool.map(part, range(1, plan.ranks))
         self.pools = [p.pool for p in parts]
         self.decoder: Launcher = parts[0].decoder
-        self.prefill: Prefill | RanksPrefill = parts[0].prefill
         if plan.ranks > 1:
             self.decoder = Ranks([p.decoder for p in parts])
-            self.prefill = RanksPrefill(
-                [p.prefill for p in parts if isinstance(p.prefill, RankPrefill)]
-            )
+        ranks = [p.prefill for p in parts if isinstance(p.prefill, RankPrefill)]
+        self.prefill: PromptRunner = (
+            RanksPrefill(ranks) if ranks else parts[0].prefill or Ride(self.decoder, plan.model)
+        )
         own_bytes = host_bytes // plan.ranks
         hosts = [HostPages(pool.tensor, own_bytes) for pool in self.pools]
         host: Host = hosts[0] if plan.ranks == 1 else HostPagesOfRanks(hosts)
@@ -212,7 +221,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._keeps_rows:
+            if self._keeps_rows and isinstance(self.prefill, Prefill | RanksPrefill):
                 first = self.grid.width(0)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < first), first])
         self.synchronize()
@@ -226,6 +235,8 @@ class KernelModel(KernelExecutor):
 class Unpacked:
     """Row-major matrices by name, each unpacked from the kernel's image when asked for.
 
+    Of a model with lanes they have lanes first.
+
     Args:
         plan: how the image is laid out.
         image: packed weights [blocks, values].
@@ -237,12 +248,15 @@ class Unpacked:
         self._operations = {op.matrix.name: op for op in plan.layer_operations}
 
     def __call__(self, name: str) -> Tensor:
-        """[out, in], contiguous."""
+        """[out, in] or [L, out, in], contiguous."""
         if name == "embedding" and self._table is not None:
             return self._table
         layer, operation = 0, self._plan.head
         if name not in ("embedding", "head"):
             _, number, short = name.split(".")
             layer, operation = int(number), self._operations[short]
-        packed = gather(self._plan, operation, layer, self._image)
-        return unpack(self._plan, operation, packed).contiguous()
+        parts = [
+            unpack(self._plan, operation, gather(self._plan, operation, layer, image))
+            for image in torch.split(self._image, self._plan.blocks)
+        ]
+        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)

@@ -10,12 +10,22 @@ from torch import Tensor
 
 from soloist.errors import LaunchError
 from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.share import Share
+from soloist.megakernel.share import part_of
 from soloist.model.config import ModelConfig
 from soloist.model.weights import Weights
 
 # Tensors that are read while others are still on their way to a GPU.
 _AHEAD = 4
+
+
+def of_one(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Weights:
+    """Every tensor as a rank that is alone has it: where the device has it whole."""
+    share = part_of(config, 1, 0)
+    return {
+        part_name: part
+        for name, values in tensors
+        for part_name, part in shard_all(share, {name: values}).items()
+    }
 
 
 def distribute(
@@ -36,7 +46,7 @@ def distribute(
     Raises:
         LaunchError: a device cannot take them; it names the rank.
     """
-    shares = [Share(config, len(devices), rank) for rank in range(len(devices))]
+    shares = [part_of(config, len(devices), rank) for rank in range(len(devices))]
     weights: list[Weights] = [{} for _ in shares]
 
     def take(rank: int, name: str, values: Tensor) -> None:

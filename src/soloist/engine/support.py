@@ -12,6 +12,7 @@ from soloist.megakernel.sampling_header import sample_workspace_bytes
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import KernelMemory
+from soloist.prefill.lanes import LANE_CHUNK_TOKENS
 from soloist.prefill.runner import CHUNK_TOKENS, require_prefill
 
 
@@ -35,13 +36,13 @@ class Support:
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
         logits_bytes = (3 * MAX_COLUMNS + 1) * plan.sampled_rows * 4
-        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.blocks)
+        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.grid_blocks)
         # Counted for each rank, and so is everything here.
         return KernelMemory(
             image_bytes=plan.image_bytes,
             workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh
             page_tokens=PAGE_POSITIONS,
-            chunk_tokens=CHUNK_TOKENS,
+            chunk_tokens=CHUNK_TOKENS if plan.model.lanes is None else LANE_CHUNK_TOKENS,
         )
 
 
@@ -84,7 +85,8 @@ def support_on(
     try:
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
         plan = make_plan(config, dtype, gpu, ranks)
-        require_prefill(config)
+        if config.lanes is None:  # of others the plan knows all that reading prompts needs
+            require_prefill(config)
         return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference")

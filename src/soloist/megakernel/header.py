@@ -75,7 +75,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
-        "kNumBlocks": plan.blocks,
+        "kNumBlocks": plan.grid_blocks,
+        "kLaneBlocks": plan.blocks,
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
@@ -94,13 +95,15 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kHidden": model.hidden_size,
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
-        "kVocabRows": plan.head.matrix.units * 8,
+        "kVocabRows": plan.logit_rows,
         "kSampledRows": plan.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
-        "kRanks": plan.ranks,
+        "kRanks": 1 if model.lanes else plan.ranks,
+        "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": plan.query_heads,
         "kKvHeads": plan.kv_heads,
+        "kPoolKvHeads": plan.pool_kv_heads,
         "kGroup": plan.group,
         "kHeadDim": plan.head_dim,
         "kTiedHead": plan.share.tied_head,
@@ -135,18 +138,24 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kLayerBytes": plan.layer_bytes,
         "kLayerVectors": plan.layer_vector_values,
     }
+    constants |= _lanes(plan)
     for name in _VECTORS:
         buffer = plan.vectors.get(name)
         constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
-    for name in ("sums_mid", "sums_in", "arrivals", "logits"):  # of several ranks only
+    names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
+    for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in plan.workspace.items():
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
+    for name, buffer in plan.told.items():  # behind the lanes' workspaces
+        constants[f"kWs{_pascal(name)}"] = (
+            plan.lane_workspace_bytes * plan.lanes_here + buffer.offset
+        )
     for name, buffer in plan.shared.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
-    constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.blocks)
+    constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.grid_blocks)
     windows = ", ".join(str(x.attention.window or 0) for x in model.layers)
     rotations = ", ".join(str(int(x.attention.rope)) for x in model.layers)
     return "\n".join(
@@ -167,6 +176,34 @@ _VECTORS = (
     "attention_norm", "mlp_norm", "q_norm", "k_norm",
     "qkv_bias", "attention_output_bias", "gate_up_bias", "down_bias",
 )  # fmt: skip
+
+
+def _lanes(plan: Plan) -> dict[str, Value]:
+    """Constants of lanes; an ordinary model has one, which hears nobody."""
+    constants: dict[str, Value] = {
+        "kHasLanes": plan.model.lanes is not None,
+        "kLanes": plan.lanes,
+        "kLanesHere": plan.lanes_here,
+        "kLaneWorkspaceBytes": plan.lane_workspace_bytes,
+        "kLaneVectors": plan.lane_vector_values if plan.vector_lanes > 1 else 0,
+        "kMeets": plan.meets,
+        "kWsToldMid": 0, "kWsToldIn": 0, "kWsToldOut": 0,
+    }  # fmt: skip
+    if plan.model.lanes is None:
+        return constants | {
+            "kDelayLayers": 1, "kLaneTurns": 1, "kEarlySum": False, "kAttentionTalks": False,
+            "kMlpTalks": False, "kSumBeforeNorm": False, "kAloneScale": 1.0,
+        }  # fmt: skip
+    lanes = plan.model.lanes
+    return constants | {
+        "kDelayLayers": lanes.delay_layers,
+        "kLaneTurns": plan.lane_turns,
+        "kEarlySum": lanes.early_sum,
+        "kAttentionTalks": lanes.attention_comm,
+        "kMlpTalks": lanes.mlp_comm,
+        "kSumBeforeNorm": lanes.sum_before_norm,
+        "kAloneScale": math.sqrt(lanes.num_lanes),
+    }
 
 
 def _operation(plan: Plan, op: Operation) -> str:

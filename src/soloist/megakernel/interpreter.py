@@ -24,7 +24,6 @@ from soloist.megakernel.plan import (
     Operation,
     Plan,
 )
-from soloist.megakernel.share import Share
 
 _PIECE = 8
 # Partial results: as many lanes merge those of a column, as many at once.
@@ -151,8 +150,9 @@ class Interpreter:
         self, plan: Plan, memory: Memory, dtype: torch.dtype | None = None, rank: int = 0
     ) -> None:
         self.plan, self.memory, self._dtype, self.rank = plan, memory, dtype, rank
-        self._vocabulary = Share(plan.model, plan.ranks, rank).vocabulary
+        self._vocabulary = plan.part_of(rank).vocabulary
         self.peers: Sequence[Interpreter] = [self]  # of all ranks
+        self._first_head = 0  # in the pool
         self._sums = {
             name: Exchange(plan, name, 4) for name in plan.workspace if name.startswith("sums")
         }
@@ -166,7 +166,7 @@ class Interpreter:
         self._projected = Exchange(plan, "projected", 4)
         self._partial = Exchange(plan, "partial", 4)
         self._stats = Exchange(plan, "partial_stats", 4)
-        self._best = torch.zeros(*plan.workspace["best"].shape[:-1], 4, dtype=torch.float64)
+        self._best = no_records(plan)
         # Of all ranks, for kernels that sample.
         self._logits = torch.full((MAX_COLUMNS, plan.sampled_rows), torch.nan)
         rows = plan.shared["residual"].shape[1]
@@ -298,12 +298,12 @@ class Interpreter:
             self._publish(self._in, self._hidden_in, block, columns, 0, "attention_norm")
         for layer in range(self.plan.model.num_layers):
             yield from self._layer(layer, sequences, positions)
+        yield from self._meet(columns)
         self._logits[:] = torch.nan
         yield
         self._head(columns)
-        yield
-        logits = self._logits[:columns, : self.plan.model.vocab_size].clone()
-        assert not logits.isnan().any(), "a logit is nobody's"
+        yield from self._until_recorded(columns)
+        logits = self._all_logits(columns)
         chosen = self._choose(columns)
         self._in.operand.clear(self._hidden_in + 2)
         self._in.squares.clear(self._hidden_in + 2)
@@ -331,6 +331,7 @@ class Interpreter:
         yield from self._join(plan.attention_output, self._attended, "sums_mid", layer, columns)
         for block in self._blocks():
             self._publish(self._mid, self._hidden_mid, block, columns, layer, "mlp_norm")
+        yield from self._listen("in", layer, columns)
         self._clean_layer()
         yield from self._mlp(layer, columns)
 
@@ -391,7 +392,8 @@ class Interpreter:
             x = self._mid.operand.all_of(self._hidden_mid, columns)
             y = (self._weights(plan.gate_up, layer, block) @ x)[:, :columns]
             y = y * self._factor(self._mid, self._hidden_mid, block, columns)
-            y = (y + self._vector(layer, "gate_up_bias", rows)[:, None]).unflatten(0, (-1, 2, 8))
+            y = y + self._vector(layer, "gate_up_bias", rows)[:, None]
+            y = y.unflatten(0, (-1, 2, plan.gate_up.matrix.unit_neurons))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
             gated = self._to_half(torch.nn.functional.silu(gate) * up)
             neurons = _places(range(rows.start // 2, rows.stop // 2))
@@ -402,13 +404,35 @@ class Interpreter:
         for block in self._blocks():
             norm = "final_norm" if last else "attention_norm"
             self._publish(self._in, self._hidden_in, block, columns, layer + 1, norm)
+        yield from self._listen("mid", layer + 1, columns)
+
+    def _listen(self, name: str, layer: int, columns: int) -> Iterator[None]:  # noqa: ARG002
+        """What other lanes told joins the residual before a module adds to it."""
+        yield from ()
+
+    def _meet(self, columns: int) -> Iterator[None]:  # noqa: ARG002
+        """Lanes become one stream."""
+        yield from ()
+
+    def _until_recorded(self, columns: int) -> Iterator[None]:  # noqa: ARG002
+        """Stop until all have come to their records."""
+        yield
+
+    def _head_input(self, block: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Activations [k, 8], and [columns] what products are multiplied by."""
+        x = self._in.operand.all_of(self._hidden_in, columns)
+        return x, self._factor(self._in, self._hidden_in, block, columns)
+
+    def _record(self, column: int, block: int, record: Tensor) -> None:
+        """Tell all ranks."""
+        for peer in self.peers:
+            peer.accept_best(column, self.rank, block, record)
 
     def _head(self, columns: int) -> None:
         vocab = len(self._vocabulary)
         for block in self._blocks():
             rows = self._rows(self.plan.head, block)
-            x = self._in.operand.all_of(self._hidden_in, columns)
-            factor = self._factor(self._in, self._hidden_in, block, columns)
+            x, factor = self._head_input(block, columns)
             y = (self._weights(self.plan.head, 0, block) @ x)[:, :columns] * factor
             y = y[: max(0, vocab - rows.start)]
             first = self._vocabulary.start + rows.start
@@ -419,8 +443,13 @@ class Interpreter:
                 ids = (y[:, c] == top).nonzero()
                 lowest = first + int(ids[0]) if len(ids) else 2**32 - 1
                 record = torch.tensor([top, lowest, 0, self._round + 1], dtype=torch.float64)
-                for peer in self.peers:
-                    peer.accept_best(c, self.rank, block, record)
+                self._record(c, block, record)
+
+    def _all_logits(self, columns: int) -> Tensor:
+        """[columns, V]."""
+        logits = self._logits[:columns, : self.plan.model.vocab_size].clone()
+        assert not logits.isnan().any(), "a logit is nobody's"
+        return logits
 
     def _choose(self, columns: int) -> list[int]:
         records = self._best[self._round % 2, :columns]
@@ -525,7 +554,8 @@ class Interpreter:
     def _granule(self, layer: int, head: int, page: int, granule: int) -> Tensor:
         """[2, 32 · D], a view of the pool: keys and values of 32 positions."""
         size = self.plan.granule_bytes // 2
-        start = ((layer * self.plan.kv_heads + head) * 2 + granule) * 2 * size
+        head += self._first_head
+        start = ((layer * self.plan.pool_kv_heads + head) * 2 + granule) * 2 * size
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
     def _pages(self, split: int, splits: int, first_seen: int, last_seen: int) -> list[int]:
@@ -616,6 +646,12 @@ class Interpreter:
             parts = [_joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
         _, total, sums = parts[0]
         return self._to_half(sums / total[:, None])
+
+
+def no_records(plan: Plan) -> Tensor:
+    """[2, columns, blocks of all, 4]: value, token, what the host wants, round."""
+    best = (plan.told if plan.model.lanes else plan.workspace)["best"]
+    return torch.zeros(*best.shape[:-1], 4, dtype=torch.float64)
 
 
 _Partial = tuple[Tensor, Tensor, Tensor]

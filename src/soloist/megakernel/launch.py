@@ -21,8 +21,9 @@ from soloist.jit.source import Source
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import MASK_TURN_WORDS, MAX_STOPS, Build, header
+from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.packing import ordered, pack, place
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Plan
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Operation, Plan
 from soloist.megakernel.sampling_header import (
     MASK_END,
     PARAMS_DTYPE,
@@ -134,7 +135,7 @@ class _Sampler:
         self.module = module
         self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
         self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
-        workspace_bytes = sample_workspace_bytes(plan.blocks)
+        workspace_bytes = sample_workspace_bytes(plan.grid_blocks)
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._lists = (torch.empty(0), torch.empty(0))
         words = num_words(plan.model.vocab_size)
@@ -201,7 +202,7 @@ class Decoder:
             taken out as they are packed, so that not all of them lie in memory twice (unless
             `keep_rows`).
         rope: [positions, D / 2, 2] cosine and sine, fp32.
-        pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads.
+        pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads (`pool_kv_heads`).
         rank: which of the plan's ranks this is; see `Ranks` for launches of several.
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
@@ -236,11 +237,9 @@ class Decoder:
         self._fresh_workspace = _fresh_workspace(plan).to(device)
         self._workspace = torch.empty_like(self._fresh_workspace)
         self.peers = [self]  # decoders of all ranks
-        rows = plan.head.matrix.units * 8
-        self.trace = torch.zeros(
-            plan.blocks, num_trace_words(plan), dtype=torch.int64, device=device
-        )
-        self.logits = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
+        words = num_trace_words(plan)
+        self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(MAX_COLUMNS, plan.logit_rows, dtype=torch.float32, device=device)
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
 
@@ -389,7 +388,7 @@ class Decoder:
         """Start what was prepared, once it is so on all ranks; then `mark_end`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._launched.launch(
-                self.plan.blocks, THREADS, self.plan.shared_bytes, [self._params],
+                self.plan.grid_blocks, THREADS, self.plan.shared_bytes, [self._params],
                 self._stream.cuda_stream, cooperative=self._is_alone,
             )  # fmt: skip
 
@@ -503,20 +502,29 @@ class Decoder:
 
 def _fresh_workspace(plan: Plan) -> Tensor:
     """Everything absent, but columns of padding are zeros for good."""
-    fresh = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8)
+    fresh = torch.full((plan.lane_workspace_bytes,), 0xFF, dtype=torch.uint8)
     operands = {
         "hidden_in": plan.qkv, "hidden_mid": plan.gate_up,
         "attended": plan.attention_output, "gated": plan.down,
     }  # fmt: skip
+    if plan.meets:
+        operands["hidden_out"] = plan.head
     for name, op in operands.items():
         buffer = plan.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
         by_column = values.view(TURNS, -1, MAX_COLUMNS, 32).transpose(1, 2).flatten(2)
         by_column[:, :, op.matrix.columns :] = 0
         values.copy_(by_column.unflatten(2, (-1, 32)).transpose(1, 2).flatten())
-    best = plan.workspace["best"]
-    fresh[best.offset : best.offset + math.prod(best.shape)] = 0
+    if plan.model.lanes is not None:
+        told = torch.full((end_of(plan.told),), 0xFF, dtype=torch.uint8)
+        _clear(told, plan.told["best"])
+        return torch.cat([*[fresh] * plan.lanes_here, told])
+    _clear(fresh, plan.workspace["best"])
     return fresh
+
+
+def _clear(workspace: Tensor, buffer: Buffer) -> None:
+    workspace[buffer.offset : buffer.offset + math.prod(buffer.shape)] = 0
 
 
 def _load_image(
@@ -525,26 +533,33 @@ def _load_image(
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
     take = weights.__getitem__ if keep_rows else weights.pop
     dtype = TORCH_DTYPES[plan.dtype]
-    image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=dtype, device=device)
+    image = torch.zeros(plan.grid_blocks, plan.block_stride // 2, dtype=dtype, device=device)
     vectors = torch.zeros(
-        plan.layer_vector_values * plan.model.num_layers + plan.model.hidden_size,
-        dtype=torch.float32, device=device,
-    )  # fmt: skip
+        plan.vector_lanes, plan.lane_vector_values, dtype=torch.float32, device=device
+    )
+    biases = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
+
+    def put_matrix(op: Operation, layer: int, values: Tensor) -> None:
+        for i, part in enumerate(image.split(plan.blocks)):
+            own = values if plan.model.lanes is None else values[i]
+            place(plan, op, layer, pack(plan, op, own.to(device, dtype)), part)
+
+    def put_vector(start: int, name: str, values: Tensor) -> None:
+        for i, part in enumerate(vectors):
+            own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
+            if name in biases:
+                own = ordered(plan, biases[name], own)
+            part[start : start + own.numel()] = own
+
     for layer in range(plan.model.num_layers):
         for op in plan.layer_operations:
-            values = take(f"layers.{layer}.{op.matrix.name}").to(device, dtype)
-            place(plan, op, layer, pack(plan, op, values), image)
-        matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
+            put_matrix(op, layer, take(f"layers.{layer}.{op.matrix.name}"))
         for name, buffer in plan.vectors.items():
-            values = take(f"layers.{layer}.{name}").to(device, torch.float32)
-            if name in matrices:
-                values = ordered(plan, matrices[name], values)
             start = plan.layer_vector_values * layer + buffer.offset // 4
-            vectors[start : start + values.numel()] = values
-    vectors[-plan.model.hidden_size :] = take("final_norm").float()
+            put_vector(start, name, take(f"layers.{layer}.{name}"))
+    put_vector(plan.layer_vector_values * plan.model.num_layers, "final_norm", take("final_norm"))
     tied = plan.share.tied_head
     embedding = take("embedding")
-    head = embedding if tied else take("head")
-    place(plan, plan.head, 0, pack(plan, plan.head, head.to(device, dtype)), image)
+    put_matrix(plan.head, 0, embedding if tied else take("head"))
     table = None if tied else embedding.to(device, dtype).contiguous()
-    return image, vectors, table
+    return image, vectors.flatten(), table

@@ -35,3 +35,8 @@ def stack(shapes: dict[str, tuple[int, ...]], value_bytes: int) -> dict[str, Buf
         buffers[name] = Buffer(offset, shape, value_bytes)
         offset += buffers[name].num_bytes
     return buffers
+
+
+def end_of(buffers: dict[str, Buffer]) -> int:
+    """Bytes of an allocation that holds them all."""
+    return max((b.offset + b.num_bytes for b in buffers.values()), default=0)

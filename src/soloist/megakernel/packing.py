@@ -20,6 +20,7 @@ from soloist.megakernel.plan import Operation, Plan
 # Columns of a step, from the slowest to the fastest: warp, half of its 64 columns, quarter of a
 # quad's 32, multiply, register, element.
 _COLUMNS = (8, 2, 4, 2, 2, 2)
+_PAIRED = (RowOrder.PAIRED, RowOrder.FINELY_PAIRED)
 
 
 def ordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
@@ -29,8 +30,8 @@ def ordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
         q, k, v = heads.split([plan.query_heads, plan.kv_heads, plan.kv_heads])
         q = q.unflatten(0, (plan.kv_heads, plan.group))
         return torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
-    if matrix.order is RowOrder.PAIRED:
-        gate, up = values.unflatten(0, (2, -1, SLOT_ROWS))
+    if matrix.order in _PAIRED:
+        gate, up = values.unflatten(0, (2, -1, matrix.unit_neurons))
         return torch.stack([gate, up], dim=1).flatten(0, 2)
     return values
 
@@ -41,8 +42,8 @@ def unordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
         heads = values.unflatten(0, (plan.kv_heads, plan.group + 2, plan.head_dim))
         q, k, v = heads.split([plan.group, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in (q, k, v)])
-    if matrix.order is RowOrder.PAIRED:
-        pairs = values.unflatten(0, (-1, 2, SLOT_ROWS))
+    if matrix.order in _PAIRED:
+        pairs = values.unflatten(0, (-1, 2, matrix.unit_neurons))
         return torch.cat([pairs[:, 0].flatten(0, 1), pairs[:, 1].flatten(0, 1)])
     return values
 

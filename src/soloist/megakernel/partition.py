@@ -1,7 +1,7 @@
 """How one matrix is cut into tiles and spread over the blocks of the grid. Pure integers.
 
-A matrix [rows, columns] is cut along its rows into *units*, 8 rows each (16 for gate_up, where a
-unit is 8 gate rows and the 8 up rows that belong to them), and along its columns into *steps* of
+A matrix [rows, columns] is cut along its rows into *units*, 8 rows each (16 for most gate_up, where
+a unit is 8 gate rows and the 8 up rows that belong to them), and along its columns into *steps* of
 512. A block owns consecutive units. Two units of 8 rows make a full tile for the m16n8k16 multiply;
 an odd one is a half tile. A full tile of one step fills a *slot* of the shared-memory ring, 16 KB.
 """
@@ -21,6 +21,7 @@ class RowOrder(StrEnum):
     NATURAL = "natural"
     HEADS = "heads"  # for each KV head: its query heads, its key head, its value head
     PAIRED = "paired"  # 8 gate rows, the 8 up rows of the same neurons, and so on
+    FINELY_PAIRED = "finely paired"  # the same by 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Matrix:
     def unit_rows(self) -> int:
         """Rows in a unit."""
         return TILE_ROWS if self.order is RowOrder.PAIRED else SLOT_ROWS
+
+    @property
+    def unit_neurons(self) -> int:
+        """Neurons in a unit of gate_up."""
+        return self.unit_rows // 2
 
     @property
     def units(self) -> int:

@@ -6,12 +6,13 @@ shared memory is left for the weight ring. `docs/megakernel.md` explains why.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.layout import Buffer, stack
+from soloist.megakernel.lanes import LaneShare, lane_of, modules_of, require_lanes, rules_of
+from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import (
     SLOT_VALUES,
     STEP_COLUMNS,
@@ -19,7 +20,7 @@ from soloist.megakernel.partition import (
     Matrix,
     RowOrder,
 )
-from soloist.megakernel.share import share_of
+from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -83,11 +84,15 @@ class Operation:
 class Plan:
     """The decode kernel of every rank for one model.
 
+    Of a model with lanes every rank runs several, side by side. A lane is to the kernel what a
+    rank of an ordinary model is: sizes, buffers and blocks are those of one lane, if not said
+    otherwise.
+
     Attributes:
         model: the whole.
         dtype: of weights and keys and values.
         gpu: each rank's, or its part of one.
-        blocks: of each rank.
+        blocks: of each rank, or of each of its lanes.
         ranks: over how many the model is spread.
     """
 
@@ -99,8 +104,47 @@ class Plan:
 
     @cached_property
     def share(self) -> ModelConfig:
-        """Sizes of what one rank has: the model's own where there is one."""
-        return share_of(self.model, self.ranks)
+        """Sizes of what one rank (or lane) has: the model's own where there is one."""
+        return lane_of(self.model) if self.model.lanes else share_of(self.model, self.ranks)
+
+    def part_of(self, rank: int) -> Share | LaneShare:
+        """What a rank has of the model."""
+        return part_of(self.model, self.ranks, rank)
+
+    @property
+    def lanes(self) -> int:
+        """L; an ordinary model has one."""
+        return self.model.lanes.num_lanes if self.model.lanes else 1
+
+    @property
+    def lanes_here(self) -> int:
+        """Lanes of each rank."""
+        return self.lanes // self.ranks if self.model.lanes else 1
+
+    @property
+    def grid_blocks(self) -> int:
+        """Blocks of a rank: those of its lanes, one lane after the other."""
+        return self.blocks * self.lanes_here
+
+    @property
+    def meets(self) -> bool:
+        """Lanes become one stream before the head."""
+        return self.model.lanes is not None and self.model.lanes.head == "replicate"
+
+    @property
+    def lane_turns(self) -> int:
+        """Copies of what lanes tell each other: a lane hears it d layers later, and then tells.
+
+        Who comes to a turn has heard everybody's of d layers before, who had by then heard what
+        was told d layers before that: what was told 2 d layers ago, nobody needs any more.
+        """
+        assert self.model.lanes is not None, "lanes"
+        return 2 * min(self.model.lanes.delay_layers, self.model.num_layers)
+
+    @property
+    def pool_kv_heads(self) -> int:
+        """K in a rank's KV pool: of all its lanes, one after the other."""
+        return self.kv_heads * self.lanes_here
 
     @property
     def query_heads(self) -> int:
@@ -147,6 +191,12 @@ class Plan:
         rows, hidden = 2 * self.intermediate, self.model.hidden_size
         matrix = Matrix("gate_up", rows, hidden, RowOrder.PAIRED, self.blocks)
         groups = -(-matrix.max_tiles // self.most_tiles)
+        if groups == 1 and self.grid_blocks * self.ranks != self.blocks:
+            # A share has few rows for each block: smaller units part them more evenly.
+            matrix = min(
+                matrix, replace(matrix, order=RowOrder.FINELY_PAIRED),
+                key=lambda m: m.max_block_bytes,
+            )  # fmt: skip
         return self._in_groups(matrix, -(-matrix.max_tiles // groups))
 
     @cached_property
@@ -259,8 +309,8 @@ class Plan:
 
     @property
     def image_bytes(self) -> int:
-        """The allocation for all packed weights."""
-        return self.block_stride * self.blocks
+        """The allocation for all packed weights of a rank."""
+        return self.block_stride * self.grid_blocks
 
     def block_bytes(self, block: int) -> int:
         """Weights that one block streams in a round."""
@@ -269,8 +319,8 @@ class Plan:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Weights that all blocks stream in a round, padding included."""
-        return sum(self.block_bytes(block) for block in range(self.blocks))
+        """Weights that all blocks of a rank stream in a round, padding included."""
+        return sum(self.block_bytes(block) for block in range(self.blocks)) * self.lanes_here
 
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
@@ -293,6 +343,24 @@ class Plan:
         """fp32 values of one layer's vectors."""
         return sum(b.num_bytes for b in self.vectors.values()) // 4
 
+    @property
+    def lane_vector_values(self) -> int:
+        """fp32 values of all vectors: of every layer, then the final norm's."""
+        return self.layer_vector_values * self.model.num_layers + self.model.hidden_size
+
+    @property
+    def vector_lanes(self) -> int:
+        """Lanes of a rank that have vectors of their own."""
+        own = self.model.lanes is not None and not self.model.lanes.shared_norm_scales
+        return self.lanes_here if own else 1
+
+    @property
+    def logit_rows(self) -> int:
+        """A column's logits that a rank makes, in the order of the vocabulary, and padding."""
+        if self.model.lanes is None:
+            return self.head.matrix.units * 8
+        return -(-self.share.vocab_size * self.lanes_here // 8) * 8
+
     @cached_property
     def workspace(self) -> dict[str, Buffer]:
         """Exchange buffers in global memory, in copies that take turns."""
@@ -313,29 +381,59 @@ class Plan:
             "projected": (TURNS, columns, rows, 4),
             "partial": (TURNS, columns, self.query_heads, self.splits, self.head_dim, 4),
             "partial_stats": (TURNS, columns, self.query_heads, self.splits, 2 * 4),
-            "best": (2, columns, self.ranks * blocks, 16),
         }
-        if self.ranks > 1:
+        if self.meets:
+            buffers |= {
+                "hidden_out": operand(self.head),
+                "squares_out": (TURNS, columns, blocks, 2 * 4),
+            }
+        if self.model.lanes is None:
+            buffers["best"] = (2, columns, self.ranks * blocks, 16)
+        if self.model.lanes is None and self.ranks > 1:
             # Partial sums of the rows that a block owns, from every rank.
             sums = (TURNS, self.ranks, columns, self.down.matrix.units * 8, 4)
             buffers |= {"sums_mid": sums, "sums_in": sums}
             # For kernels that sample: which blocks' logits are here, and all of them.
-            buffers |= {
-                "arrivals": (self.ranks, blocks, 4),
-                "logits": (columns, self.sampled_rows, 4),
-            }
+            buffers |= self._sampled(blocks)
         return stack(buffers, value_bytes=1)
+
+    @cached_property
+    def told(self) -> dict[str, Buffer]:
+        """What lanes tell each other, once in each rank, behind its lanes' workspaces.
+
+        Values are pairs of 32 bits: a number and the turn that it is of.
+        """
+        if self.model.lanes is None:
+            return {}
+        lanes, columns = self.lanes, MAX_COLUMNS
+        rows = self.down.matrix.units * 8
+        buffers: dict[str, tuple[int, ...]] = {"best": (2, columns, lanes * self.blocks, 16)}
+        for name, module in zip(("told_mid", "told_in"), modules_of(self.model), strict=True):
+            if any(module.tells(layer) for layer in range(self.model.num_layers)):
+                buffers[name] = (self.lane_turns, lanes, columns, rows, 8)
+        if self.meets:
+            buffers["told_out"] = (lanes, columns, rows, 8)
+        if self.ranks > 1:
+            buffers |= self._sampled(self.grid_blocks)
+        return stack(buffers, value_bytes=1)
+
+    @property
+    def lane_workspace_bytes(self) -> int:
+        """All exchange buffers of one lane."""
+        return end_of(self.workspace)
 
     @property
     def sampled_rows(self) -> int:
         """Logits from one column to the next where tokens are sampled: on ranks, all of them."""
-        return self.head.matrix.units * 8 if self.ranks == 1 else -(-self.model.vocab_size // 8) * 8
+        return self.logit_rows if self.ranks == 1 else -(-self.model.vocab_size // 8) * 8
+
+    def _sampled(self, blocks: int) -> dict[str, tuple[int, ...]]:
+        return {"arrivals": (self.ranks, blocks, 4), "logits": (MAX_COLUMNS, self.sampled_rows, 4)}
 
     @property
     def workspace_bytes(self) -> int:
-        """All exchange buffers."""
-        last = list(self.workspace.values())[-1]
-        return last.offset + last.num_bytes
+        """All exchange buffers of a rank."""
+        return self.lane_workspace_bytes * self.lanes_here + end_of(self.told)
 
     @cached_property
     def shared(self) -> dict[str, Buffer]:
@@ -374,13 +472,15 @@ class Plan:
     def describe(self) -> str:
         """The plan for people."""
         lines = [
-            f"{self.model.family} {self.dtype.value} on {self.gpu.arch}: {self.blocks} of "
+            f"{self.model.family} {self.dtype.value} on {self.gpu.arch}: {self.grid_blocks} of "
             f"{self.gpu.num_sms} SMs, {self.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{max(self.block_bytes(b) for b in range(self.blocks)) / 1e6:.2f} MB in the busiest "
-            f"block (mean {self.streamed_bytes / self.blocks / 1e6:.2f})",
+            f"block (mean {self.streamed_bytes / self.grid_blocks / 1e6:.2f})",
             f"ring {self.ring_slots} x {SLOT_BYTES // 1024} KB of {self.shared_bytes:,} bytes; "
             f"attention: up to {self.splits} splits a KV head, {self.softmax_lanes} softmax lanes",
         ]
+        if self.model.lanes is not None:
+            lines.append(self._describe_lanes())
         for op in (*self.layer_operations, self.head):
             m = op.matrix
             lines.append(
@@ -389,6 +489,18 @@ class Plan:
                 f"{op.group_tiles} tiles together, {op.depth} steps ahead"
             )
         return "\n".join(lines)
+
+    def _describe_lanes(self) -> str:
+        lanes, (attention, mlp) = rules_of(self.model), modules_of(self.model)
+        told = sum(m.tells(i) for m in (attention, mlp) for i in range(self.model.num_layers))
+        waits = sum(m.sums(i) for m in (attention, mlp) for i in range(self.model.num_layers))
+        row_bytes = 8 * self.model.hidden_size
+        return (
+            f"{self.lanes_here} of {self.lanes} lanes a rank, {self.blocks} blocks each; of "
+            f"{2 * self.model.num_layers} partial results a round a lane tells {told}, "
+            f"{row_bytes:,} bytes to each rank, heard {lanes.delay_layers} layers later; "
+            f"{waits} are waited for"
+        )
 
 
 def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Plan:
@@ -406,12 +518,15 @@ def make_plan(model: ModelConfig, dtype: Dtype, gpu: Gpu, ranks: int = 1) -> Pla
         ShapeUnsupported: the kernel cannot run this model; the message says why.
     """
     _require_supported(model, dtype)
+    if model.lanes is not None:
+        require_lanes(model, ranks)
     first = Plan(model, dtype, gpu, 1, ranks)
     kv_heads = first.kv_heads
     # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
-    # Of q, k and v ranks have few; blocks without publish enough in the rest of the layer.
-    owned = first.layer_operations[0 if ranks == 1 else 1 :]
-    most = min(gpu.num_sms, *(op.matrix.units for op in owned))
+    # Of q, k and v ranks and lanes have few; blocks without publish enough in the rest of a layer.
+    whole = ranks == 1 and model.lanes is None
+    owned = first.layer_operations[0 if whole else 1 :]
+    most = min(gpu.num_sms // first.lanes_here, *(op.matrix.units for op in owned))
     if most < kv_heads:
         raise ShapeUnsupported(f"{kv_heads} KV heads", f"at most {most}, one for each block")
     # A tenth fewer SMs still draw the memory's full bandwidth.
@@ -441,8 +556,12 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
     first = model.layers[0]
     attention, mlp = first.attention, first.mlp
     checks = [
-        (not model.rope.interleaved, "rope that turns neighbours", "rope that turns halves"),
-        (model.lanes is None, "lanes (delayed tensor parallelism)", "an ordinary transformer"),
+        # Lanes' rows are brought into the order that turns halves; see rope_in_halves.
+        (
+            model.lanes is not None or not model.rope.interleaved,
+            "rope that turns neighbours",
+            "rope that turns halves",
+        ),
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
         (
             attention.head_dim in (32, 64, 96, 128),

@@ -12,7 +12,6 @@ from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
 from soloist.megakernel.plan import MAX_COLUMNS
-from soloist.megakernel.share import Share
 from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.
@@ -38,7 +37,7 @@ class Ranks:
         self.decoders = list(decoders)
         self._devices = [d.pool.device.index or 0 for d in decoders]
         for device in set(self._devices):
-            _require_fit(device, self._devices.count(device) * self.plan.blocks)
+            _require_fit(device, self._devices.count(device) * self.plan.grid_blocks)
         allow_access(sorted(set(self._devices)))
         for decoder in self.decoders:
             decoder.peers = self.decoders
@@ -126,7 +125,7 @@ class Ranks:
     def _gather(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Every rank's rows of the vocabulary [..., rows] to their places in `out` [..., V]."""
         for rank, part in enumerate(parts):
-            own = Share(self.plan.model, self.plan.ranks, rank).vocabulary
+            own = self.plan.part_of(rank).vocabulary
             out[..., own.start : own.stop].copy_(part[..., : len(own)])
 
     def _failure(self) -> DeviceError:

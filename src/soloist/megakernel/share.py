@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import Layer, ModelConfig
 
 RANKS = (1, 2, 4, 8)
@@ -85,6 +86,8 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         raise ShapeUnsupported(f"{ranks} ranks", ", ".join(str(r) for r in RANKS))
     if ranks == 1:
         return model
+    if model.lanes is not None:
+        return lanes_of_ranks(model, ranks)
 
     def share(layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
@@ -102,6 +105,11 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         vocab_size=_share_rows(model.vocab_size, ranks),
         tied_head=model.tied_head and ranks == 1,
     )
+
+
+def part_of(model: ModelConfig, ranks: int, rank: int) -> Share | LaneShare:
+    """What a rank has of a model: a share of everything, or some lanes."""
+    return LaneShare(model, ranks, rank) if model.lanes else Share(model, ranks, rank)
 
 
 def _ranks_to_a_head(kv_heads: int, ranks: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from soloist.errors import OutOfMemory, gigabytes
-from soloist.model.config import ModelConfig
+from soloist.model.config import Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec, parameters
 
@@ -107,7 +107,7 @@ def _kernel_estimate(
 ) -> MemoryEstimate:
     """With weights packed only: rows for prefill are kept as well where there is room for them."""
     sizes = {spec.name: spec.num_values * dtype.num_bytes for spec in specs}
-    table_bytes = 0 if config.tied_head else sizes["embedding"]
+    table_bytes = 0 if config.tied_head and config.lanes is None else sizes["embedding"]
     cached_tokens = -(-context_tokens // kernel.page_tokens) * kernel.page_tokens
     kv_bytes = kv_bytes_per_token(config, dtype) * cached_tokens
     tokens = min(kernel.chunk_tokens, cached_tokens)
@@ -130,6 +130,8 @@ def _prefill_bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
     both = dtype.num_bytes + _FP32
     mixed = attention.num_query_heads * attention.head_dim * dtype.num_bytes
     hidden = (both + _FP32) * config.hidden_size
+    if config.lanes is not None:
+        hidden = _streams(config.lanes) * config.hidden_size * _FP32
     return hidden + both * attention.qkv_rows + mixed + 3 * dtype.num_bytes * ffn
 
 
@@ -155,10 +157,12 @@ def _token_values(config: ModelConfig) -> int:
         queries, keys = a.num_query_heads * a.head_dim, a.num_kv_heads * a.head_dim
         attention = a.qkv_rows + 4 * (queries + keys) + 2 * keys + 3 * queries
         most = max(most, attention + 3 * layer.mlp.intermediate_size)
-    streams = 8
-    if config.lanes is not None:  # every lane has its own, and partial results are under way
-        streams = (8 + 2 * config.lanes.delay_layers) * config.lanes.num_lanes
-    return most + streams * config.hidden_size
+    return most + _streams(config.lanes) * config.hidden_size
+
+
+def _streams(lanes: Lanes | None) -> int:
+    """Tensors as large as a residual stream: of lanes each has its own, and partial results."""
+    return 8 if lanes is None else (8 + 2 * lanes.delay_layers) * lanes.num_lanes
 
 
 def fitting_context(

@@ -55,7 +55,13 @@ class _Buffers(NamedTuple):
 
 
 class PromptRunner(ABC):
-    """Reads prompts in chunks."""
+    """Reads prompts in chunks.
+
+    Attributes:
+        most_tokens: of one chunk.
+    """
+
+    most_tokens: int
 
     @abstractmethod
     def run(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from plan.shapes import LANEFORMER
 from soloist.engine import support as support_module
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.config import EngineConfig, resolve
@@ -19,6 +20,7 @@ from soloist.megakernel.plan import make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.rope import Rope
 from soloist.model.weights import random_weights
@@ -309,11 +311,11 @@ def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
                 DENSE,
                 lanes=Lanes(
                     2, 1, early_sum=False, attention_comm=True, mlp_comm=True,
-                    shared_norm_scales=True, head="replicate", sum_before_norm=True,
+                    shared_norm_scales=True, head="lane", sum_before_norm=False,
                 ),
             ),
             Dtype.BF16,
-            "lanes",
+            "all lanes side by side",
         ),
     ],
 )  # fmt: skip
@@ -327,6 +329,21 @@ def test_refusals_say_why_and_what_runs(
     assert named in found.refusal
     assert found.refusal.endswith("running the reference")
     assert "\n" not in found.refusal
+
+
+def test_lanes_are_supported() -> None:
+    config = read_config(LANEFORMER)
+    found = support_on(*H200, config, Dtype.FP16)
+    assert found.plan is not None
+    assert found.memory is not None
+    assert found.plan.lanes_here == 8
+    assert found.memory.image_bytes > 2 * 2_222_000_000
+    asked = EngineConfig(context_tokens=None)
+    available = resolve(
+        asked, config, tensors(config), Dtype.FP16, "cuda:0", 10**11, lambda _: found.memory
+    )
+    embedding_bytes = 2 * 32_000 * 3_072
+    assert available.memory.weights_bytes == found.memory.image_bytes + embedding_bytes
 
 
 def test_too_little_shared_memory_is_refused() -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from interpreter import lane_models
 from interpreter.models import CASES
-from plan.shapes import PUBLIC, SHAPES, SMALL, etude
+from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude
 from soloist.engine.bandwidth import header as read_header
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
@@ -66,7 +67,7 @@ def require_sound(plan: Plan, build: Build = RUNNING) -> None:
 
 
 def test_every_supported_family_is_compiled() -> None:
-    lanes = {"laneformer", "laneformer_tp"}  # refused by the plan
+    lanes = {"laneformer", "laneformer_tp"}  # below
     assert {values["model_type"] for values, _ in CASES.values()} == set(FAMILIES) - lanes
 
 
@@ -141,6 +142,42 @@ def test_large_shapes_on_ranks_compile_cleanly(
 ) -> None:
     plan = make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks)
     require_sound(plan, Build(samples=samples))
+
+
+# Rules that make other code: which sums are waited for, who talks, how lanes meet.
+LANES = [
+    ("sum before norm", 1), ("vocabulary slices", 4),
+    *(
+        pytest.param(name, ranks, marks=pytest.mark.slow)
+        for name, ranks in (
+            ("mean of lanes", 2), ("no early sum", 1), ("only MLPs talk", 8), ("scales per lane", 2)
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ranks"), LANES)
+def test_lanes_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
+    require_sound(lane_models.configured(name, tmp_path, ranks)[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_laneformer_compiles_cleanly(ranks: int) -> None:
+    plan = make_plan(read_config(LANEFORMER), Dtype.FP16, TYPICAL["sm_90a"], ranks)
+    require_sound(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_lanes_compile_with_sampling(ranks: int) -> None:
+    plan = make_plan(read_config(LANEFORMER), Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    require_sound(plan, Build(samples=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+def test_laneformer_on_eight_ranks_of_every_architecture(arch: str) -> None:
+    require_sound(make_plan(read_config(LANEFORMER), Dtype.FP16, GPUS[arch], 8))
 
 
 @pytest.mark.slow

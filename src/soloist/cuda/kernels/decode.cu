@@ -29,7 +29,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
   cx.sync();
   Control& control = cx.shared.control();
   if (cx.warp == 0) {
-    if (cx.block == 0 && cx.round > 0)
+    if (cx.is_first() && cx.round > 0)
       mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
     bool ended = false;
     if (cx.lane < cx.columns) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 #pragma unroll(kMovesRegisters ? kMaxStops : 1)  // or few registers would spill
           for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
       }
-      if constexpr (kSamples) observe(cx.params, cx.block, cx.lane, control.token[cx.lane]);
+      if constexpr (kSamples) observe(cx.params, blockIdx.x, cx.lane, control.token[cx.lane]);
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
     if (cx.lane == 0) {
       control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
       mbarrier_arrive(barriers.round);
-      if (cx.block == 0) mbarrier_arrive(barriers.emit);
+      if (cx.is_first()) mbarrier_arrive(barriers.emit);
     }
   }
   cx.let_clean(cx.layers_done + cx.round);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
   for (;; ++cx.round) {
     if (cx.thread == 0) cx.where->round = cx.round;
-    cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + cx.block * kTraceWords : nullptr;
+    cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + blockIdx.x * kTraceWords : nullptr;
     cx.mark_clocks();
     cx.mark();
     cx.begin(Phase::kEmbed);
@@ -84,6 +84,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
       down(cx, layer);
     }
     cx.begin(Phase::kHead);
+    if constexpr (kMeets) meet(cx);
     head(cx, cx.params.logits + cx.round * cx.params.launch->logits_round_stride);
     cx.begin(Phase::kChoose);
     if constexpr (kSamples) {
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   } else {
     take_registers();
     const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
-    Context cx{params, Shared{fixed}, ring, 0, blockIdx.x, warp, lane, thread, control->columns, nullptr, 0,
+    Context cx{params, Shared{fixed}, ring, 0, lane_block(), warp, lane, thread, control->columns, nullptr, 0,
                &where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(first + 40);  // the watchdog may go

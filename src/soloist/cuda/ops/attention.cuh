@@ -141,7 +141,8 @@ struct PageWalk {
 };
 
 __device__ __forceinline__ u64 granule_offset(u64 page_values, i32 page_id, u32 layer, u32 head, u32 granule) {
-  return page_id * page_values + ((static_cast<u64>(layer) * kKvHeads + head) * 2 + granule) * (kGranuleBytes);
+  const u32 in_pool = lane_here() * kKvHeads + head;
+  return page_id * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + in_pool) * 2 + granule) * (kGranuleBytes);
 }
 // 16-byte chunk of a key row; odd rows swap halves of 128 bytes so that two rows never share banks.
 __device__ __forceinline__ u32 key_chunk(u32 row, u32 chunk) {
@@ -842,6 +843,7 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors);
+  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors, layer);
+  listen<InStream, Down>(cx, layer);
   cx.mark();
 }

@@ -47,13 +47,25 @@ struct WholeGrid {
   }
 };
 
-// Token ids that a block looks at, without rows of padding: of one rank those whose logits it makes.
+// Token ids that a block of the grid looks at, without rows of padding: of one rank those whose logits it makes.
 struct OwnIds {
   u32 begin, end;
   static __device__ __forceinline__ u32 first(u32 block) {
     return min(kVocab, block * (kSampledRows / 8) / kNumBlocks * 8);
   }
-  __device__ __forceinline__ explicit OwnIds(u32 block) : begin(first(block)), end(first(block + 1)) {}
+  static __device__ __forceinline__ u32 id(u32 lane, u32 row) {
+    return min(kVocab, lane * kShareVocab + min(kShareVocab, row));
+  }
+  __device__ __forceinline__ explicit OwnIds(u32 block) {
+    if constexpr (kHasLanes && kPeers == 1) {
+      const u32 lane = block / kLaneBlocks, own = block % kLaneBlocks;
+      begin = id(lane, first_unit<Head>(own) * 8);
+      end = id(lane, first_unit<Head>(own + 1) * 8);
+    } else {
+      begin = first(block);
+      end = first(block + 1);
+    }
+  }
 };
 
 __device__ __forceinline__ u8* shared_part(u32 offset) {
@@ -104,7 +116,7 @@ __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u
 
 // One word from every block of every rank, [rank][block]: the number of rounds that it has logits of, and beside it
 // what block 0 of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks
-// that it needed on the way there came after everybody's choice.
+// (or what lanes told) that it needed on the way there came after everybody's choice.
 constexpr u32 kToldBits = kMaxColumns + 1;  // masked columns, and whether the launch ends
 __device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
   return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
@@ -130,12 +142,12 @@ __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 r
     }
     __threadfence_system();
 #pragma unroll
-    for (u32 r = 0; r < kRanks; ++r) store_to_peer(arrivals(params.peers[r], params.rank) + block, word);
+    for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals(params.peers[r], params.rank) + block, word);
     if (any_masked(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
   }
   const u32* words = arrivals(params.workspace, 0);
 #pragma unroll 1
-  for (u32 i = threadIdx.x; i < kRanks * kNumBlocks; i += kConsumerThreads)
+  for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
     while (acquire_from_peers(words + i) >> kToldBits != round + 1) {
     }
   sync_consumers();
@@ -155,7 +167,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds own(grid.block());
   u32 told = 0;
-  if constexpr (kRanks > 1) {
+  if constexpr (kPeers > 1) {
     logits = all_logits(params.workspace, 0);
     told = meet_ranks(params, grid.block(), round, control, where);
   }
@@ -163,7 +175,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   if (grid.thread() == 0) {
     u32 yield, masked;
     const u32* masks = params.masks.words;
-    if constexpr (kRanks == 1) {
+    if constexpr (kPeers == 1) {
       yield = *const_cast<volatile u32*>(&control.yield);
       masked = wait_for_masks(params, round, control.columns, where, yield);
     } else {

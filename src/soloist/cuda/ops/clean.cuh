@@ -20,7 +20,7 @@ template <class Stream>
 __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
   clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Down>(block) * 8,
                 num_units<Down>(block) * 8, lane);
-  clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kNumBlocks * 8, columns, block * 2, 2, lane);
+  clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kLaneBlocks * 8, columns, block * 2, 2, lane);
 }
 
 // This block's rows of all ranks' partial sums.
@@ -36,7 +36,7 @@ __device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 
 // Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated
 // values of the layer before. Once more at the end of a round, for the embedding's turn.
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
-  const u32 block = blockIdx.x, head = block / kSplits, split = block % kSplits, columns = control->columns;
+  const u32 block = lane_block(), head = block / kSplits, split = block % kSplits, columns = control->columns;
   u32 hidden_in = 0, layers = 0;
 #pragma unroll 1
   for (u32 turns = 0;; ++turns) {
@@ -45,13 +45,16 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
     clear_stream<InStream>(params, hidden_in + 2, columns, block, lane);
     clear_sums<InStream>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
     if (turns % (kLayers + 1) == kLayers) {
+      if constexpr (kMeets)  // of this round: round + 1
+        clear_stream<OutStream>(params, turns / (kLayers + 1) + 3, columns, block, lane);
       if (*const_cast<const volatile u32*>(&control->stop)) return;
     } else {
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
       clear_sums<MidStream>(params, layers + 2, columns, block, lane);
-      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns, first_unit<GateUp>(block) * 8,
-                    num_units<GateUp>(block) * 8, lane);
+      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns,
+                    first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
+                    num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
                   first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
       if (head < kKvHeads) {

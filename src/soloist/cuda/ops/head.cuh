@@ -1,6 +1,8 @@
 // The LM head: logits to memory, and this block's best token of every column.
 #pragma once
-#include "ops/hidden.cuh"
+#include "ops/meet.cuh"
+
+using HeadStream = StreamOf<kMeets>::Type;
 
 struct Best {
   float value;
@@ -18,19 +20,21 @@ __device__ __forceinline__ Best warp_best(Best best) {
   }
   return best;
 }
-// {value, id, what block 0 of rank 0 tells, round + 1}, [rank][block]; two copies take turns, and the round says whose
-// it is.
-__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 rank) {
-  const u32 at = ((round & 1) * kMaxColumns + column) * kRanks + rank;
-  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kNumBlocks;
+// {value, id, what the first block of rank 0 tells, round + 1}, [rank or lane][block]; two copies take turns, and the
+// round says whose it is.
+inline constexpr u32 kRecordSets = kRanks * kLanes;
+__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 set) {
+  const u32 at = ((round & 1) * kMaxColumns + column) * kRecordSets + set;
+  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kLaneBlocks;
 }
 __device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
-  if constexpr (kRanks == 1) {
-    store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, 0) + cx.block, record);
+  if constexpr (kPeers == 1) {
+    store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, lane_here()) + cx.block, record);
   } else {
+    const u32 set = kHasLanes ? own_lane(cx.params) : cx.params.rank;
 #pragma unroll
-    for (u32 r = 0; r < kRanks; ++r)
-      store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, cx.params.rank) + cx.block, record);
+    for (u32 r = 0; r < kPeers; ++r)
+      store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
   }
 }
 // Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.
@@ -38,14 +42,24 @@ __device__ __forceinline__ float* all_logits(u8* workspace, u32 column) {
   return reinterpret_cast<float*>(workspace + kWsLogits) + static_cast<u64>(column) * kSampledRows;
 }
 
+// Rows of the vocabulary before this rank's or lane's.
+__device__ __forceinline__ u32 first_id(const Params& params) {
+  return kHasLanes ? own_lane(params) * kShareVocab : kRanks > 1 ? params.rank * kShareVocab : 0;
+}
+
 __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
-  GlobalOperand operand(stream_operand<InStream>(cx, cx.next_in()), cx.warp, cx.lane, cx.columns);
+  using Stream = HeadStream;
+  const u32 in = kMeets ? cx.round + 1 : cx.next_in();
+  GlobalOperand operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
   Ahead<Head> ahead;
-  Scale<InStream> scale;
+  Scale<Stream> scale;
   ahead.fill(operand);
-  scale.load(cx, cx.next_in());
-  const float factor = scale.take(cx, cx.next_in());
+  float factor = 1.0f;
+  if constexpr (!kMeets || kSumBeforeNorm) {
+    scale.load(cx, in);
+    factor = scale.take(cx, in);
+  }
   cx.mark();
   // Other blocks may read the keys and values that this one stored in the round: its record, which they wait for,
   // comes after them. The consumers have met since, and the stream hides what the fence takes.
@@ -66,13 +80,13 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
       if (cx.warp >= cx.columns) return;
 #pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
-        const u32 row = first + group * 8 + r, id = (kRanks > 1 ? cx.params.rank * kShareVocab : 0) + row;
+        const u32 row = first + group * 8 + r, id = first_id(cx.params) + row;
         const float y = reduction.get(cx.warp, r - start) * factor;
-        if (id < kVocab && (kRanks == 1 || row < kShareVocab)) {
-          logits[static_cast<u64>(cx.warp) * kVocabRows + row] = y;
-          if constexpr (kSamples && kRanks > 1)
+        if (id < kVocab && ((kRanks == 1 && !kHasLanes) || row < kShareVocab)) {
+          logits[static_cast<u64>(cx.warp) * kVocabRows + lane_here() * kShareVocab + row] = y;
+          if constexpr (kSamples && kPeers > 1)
 #pragma unroll
-            for (u32 r = 0; r < kRanks; ++r)
+            for (u32 r = 0; r < kPeers; ++r)
               store_to_peer(all_logits(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           best = better(best, Best{y, id});
         }
@@ -83,7 +97,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   if (cx.warp < cx.columns) {
     best = warp_best(best);
     if (cx.lane == 0) {
-      const u32 yield = cx.block == 0 ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
+      const u32 yield = cx.is_first() ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
       publish_best(cx, make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
     }
   }
@@ -92,30 +106,32 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
 __device__ __forceinline__ void choose(Context& cx) {
   if (cx.warp >= cx.columns) return;
-  // Of several ranks some at once, as far as registers go: each time is a trip to the L2.
-  constexpr u32 kEach = (kNumBlocks + 31) / 32, kAtOnce = kRanks < 4 ? kRanks : 4;
+  // Of several ranks or lanes some at once, as far as registers go: each time is a trip to the L2.
+  constexpr u32 kSets = kRecordSets < 4 ? kRecordSets : 4, kMost = 512;
+  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kFitting = kRecords < kMost ? kRecords : kMost;
+  constexpr u32 kAtOnce = kHasLanes ? kFitting : kSets * kLaneBlocks, kEach = (kAtOnce + 31) / 32;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
-  for (u32 rank = 0; rank < kRanks; rank += kAtOnce) {
-    const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, rank);
-    uint4 record[kAtOnce * kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
+  for (u32 begin = 0; begin < kRecords; begin += kAtOnce) {
+    const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, 0) + begin;
+    const u32 count = kRecords % kAtOnce == 0 ? kAtOnce : min(kAtOnce, kRecords - begin);
+    uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce * kEach; ++i) {
-        const u32 b = cx.lane + 32 * (i % kEach), at = i / kEach * kNumBlocks + b;
-        if (b >= kNumBlocks) continue;
-        record[i] = kRanks == 1 ? load_exchanged(records + at) : load_from_peers(records + at);
+      for (u32 i = 0; i < kEach; ++i) {
+        const u32 b = cx.lane + 32 * i;
+        if (b >= count) continue;
+        record[i] = kPeers == 1 ? load_exchanged(records + b) : load_from_peers(records + b);
         ready = ready && record[i].w == cx.round + 1;
       }
       if (__all_sync(~0u, ready)) break;
     }
-    if (cx.lane == 0 && cx.warp == 0 && rank == 0) cx.shared.control().yield_agreed = record[0].z;
+    if (cx.lane == 0 && cx.warp == 0 && begin == 0) cx.shared.control().yield_agreed = record[0].z;
 #pragma unroll
-    for (u32 i = 0; i < kAtOnce * kEach; ++i)
-      if (cx.lane + 32 * (i % kEach) < kNumBlocks)
-        best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
+    for (u32 i = 0; i < kEach; ++i)
+      if (cx.lane + 32 * i < count) best = better(best, Best{__uint_as_float(record[i].x), record[i].y});
   }
   __threadfence();  // pairs with that of `head`
   cx.mark();

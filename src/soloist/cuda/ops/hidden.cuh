@@ -2,17 +2,25 @@
 // is x · norm weight in 16 bits, scaled by the last known 1 / rms so that fp16 keeps its range, and each
 // block's sum of squares beside that scale. Readers multiply their results by the true 1 / rms over the assumed one.
 #pragma once
-#include "tile/reduce.cuh"
+#include "ops/lanes.cuh"
 
-struct InStream {  // what qkv and the head read
+struct InStream {  // what qkv reads, and the head of one stream
   static constexpr u32 kOperand = kWsHiddenIn, kBytes = kWsHiddenInBytes;
   static constexpr u32 kSquares = kWsSquaresIn, kSquaresBytes = kWsSquaresInBytes;
   static constexpr u32 kSums = kWsSumsIn, kSumsBytes = kWsSumsInBytes;
+  static constexpr u32 kTold = kWsToldIn;
+  static constexpr bool kTalks = kMlpTalks;  // MLPs add to it
 };
 struct MidStream {  // what gate_up reads
   static constexpr u32 kOperand = kWsHiddenMid, kBytes = kWsHiddenMidBytes;
   static constexpr u32 kSquares = kWsSquaresMid, kSquaresBytes = kWsSquaresMidBytes;
   static constexpr u32 kSums = kWsSumsMid, kSumsBytes = kWsSumsMidBytes;
+  static constexpr u32 kTold = kWsToldMid;
+  static constexpr bool kTalks = kAttentionTalks;
+};
+struct OutStream {  // what the head reads where lanes become one
+  static constexpr u32 kOperand = kWsHiddenOut, kBytes = kWsHiddenOutBytes;
+  static constexpr u32 kSquares = kWsSquaresOut, kSquaresBytes = kWsSquaresOutBytes;
 };
 
 template <class Stream>
@@ -22,7 +30,7 @@ __device__ __forceinline__ u8* stream_operand(const Context& cx, u32 epoch) {
 // [column][block]: the block's sum of squares, and the scale its rows were published with.
 template <class Stream>
 __device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kNumBlocks;
+  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kLaneBlocks;
 }
 
 template <class Stream>
@@ -36,7 +44,7 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
 // below the number of columns. Asked for before the multiply, taken after it.
 template <class Stream>
 struct Scale {
-  static constexpr u32 kEach = (kNumBlocks + 31) / 32;
+  static constexpr u32 kEach = (kLaneBlocks + 31) / 32;
   float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
 
   __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
@@ -46,7 +54,7 @@ struct Scale {
     for (u32 i = 0; i < kEach; ++i) {
       const u32 b = cx.lane + 32 * i;
       part[i] = make_float2(0.0f, 0.0f);
-      if (b < kNumBlocks) part[i] = load_exchanged2(&squares[b].x);
+      if (b < kLaneBlocks) part[i] = load_exchanged2(&squares[b].x);
     }
   }
   // Also remembers the new scale.
@@ -73,7 +81,7 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
   if constexpr (!kTiedHead) {
     return from_half(__ldg(p.embedding + static_cast<u64>(token) * kHidden + k));
   } else {
-    const u32 unit = token / 8, owner = ((unit + 1) * kNumBlocks - 1) / Head::kUnits;
+    const u32 unit = token / 8, owner = ((unit + 1) * kLaneBlocks - 1) / Head::kUnits;
     const u32 begin = first_unit<Head>(owner), units = num_units<Head>(owner), local = unit - begin;
     // The head is packed in groups of tiles, each group by steps.
     const u32 group = local / (2 * Head::kTiles), in_group = local % (2 * Head::kTiles);
@@ -166,7 +174,8 @@ struct RowVectors {
 
 // The product of attention_output or down joins the residual, and the sum is published.
 template <class Stream, class Op>
-__device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors) {
+__device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
+                                              u32 layer) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
   u8* now = stream_operand<Stream>(cx, epoch);
@@ -181,8 +190,12 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       const bool valid = r >= start && r < end;
       float x = valid ? reduction.get(cx.warp, r - start) : 0.0f;
       if constexpr (kRanks > 1) x = sum_over_ranks<Stream>(cx, epoch, first + r, valid, x);
+      const float partial = x;
+      if constexpr (kHasLanes) x = joined<Stream>(cx, layer, first + r, valid, x);
       if (valid) residual[r] = x = residual[r] + x + vectors.bias[i];
       publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
+      if constexpr (kHasLanes)
+        if (tells_later<Stream>(layer)) tell<Stream>(cx, cx.layers_done, first + r, valid, partial);
       squares += x * x;
     }
   });

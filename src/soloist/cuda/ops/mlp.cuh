@@ -6,6 +6,11 @@ __device__ __forceinline__ float silu(float x) {
   return __fdividef(x, 1.0f + exp2_fast(-1.4426950408889634f * x));
 }
 
+// Gate rows of a unit, and then as many up rows.
+inline constexpr u32 kUnitNeurons = GateUp::kUnitHalves * 4;
+inline constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
+static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
+
 __device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
   return turn(cx.params, kWsGated, kWsGatedBytes, epoch);
 }
@@ -26,14 +31,14 @@ __device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u
   }
 }
 
-// `tiles` units from `first_neuron` on, which this block owns.
-__device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& sums, u32 tiles, u32 first_neuron,
+// `units` from `first_neuron` on, which this block owns.
+__device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
   const Control& control = cx.shared.control();
   u8* now = gated_operand(cx, cx.layers_done);
   Reduction reduction(cx, GateUp::kTiles * 16, true);
   // Neurons go to all warps, 32 of a column at a time.
-  reduction.for_each_part(cx, sums, tiles * 2, tiles * 16, [&](u32 start, u32 end) {
+  reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kUnitNeurons, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.columns;
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
@@ -41,13 +46,14 @@ __device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& s
       const bool valid = n < end / 2;
       float gate = 0.0f, up = 0.0f;
       if (valid) {
-        const u32 row = n / 8 * 16 + n % 8 - start;
+        const u32 row = n / kUnitNeurons * (2 * kUnitNeurons) + n % kUnitNeurons - start;
         const float factor = control.factor[column];
         gate = reduction.get(column, row) * factor;
-        up = reduction.get(column, row + 8) * factor;
+        up = reduction.get(column, row + kUnitNeurons) * factor;
         if (bias) {
-          gate += __ldg(bias + neuron / 8 * 16 + neuron % 8);
-          up += __ldg(bias + neuron / 8 * 16 + neuron % 8 + 8);
+          const float* own = bias + neuron / kUnitNeurons * (2 * kUnitNeurons) + neuron % kUnitNeurons;
+          gate += __ldg(own);
+          up += __ldg(own + kUnitNeurons);
         }
       }
       publish_pair(now, column, neuron, cx.lane, valid, silu(gate) * up);
@@ -57,7 +63,7 @@ __device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& s
 
 __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
   cx.let_clean(cx.layers_done + cx.round - 1);
-  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * 8;
+  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * kUnitNeurons;
   const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
   GlobalOperand operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Scale<MidStream> scale;
@@ -69,7 +75,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
     const float factor = scale.take(cx, cx.layers_done);
     if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
   };
-  if constexpr (GateUp::kMaxUnits <= GateUp::kTiles) {
+  if constexpr (kOneGroup) {
     Sums<GateUp> sums;
     multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
     settle();
@@ -88,7 +94,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
       multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
       if (group == 0) settle();
       if (group + GateUp::kTiles >= units) cx.mark();
-      publish_gated(cx, sums, tiles, first + group * 8, bias);
+      publish_gated(cx, sums, tiles, first + group * kUnitNeurons, bias);
     }
   }
   cx.mark();
@@ -103,6 +109,7 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors);
+  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors, layer);
+  listen<MidStream, AttentionOutput>(cx, layer + 1);
   cx.mark();
 }

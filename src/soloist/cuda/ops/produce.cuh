@@ -16,7 +16,7 @@ struct Part {
 };
 template <class Op>
 __device__ __forceinline__ Part part_of(const u8* image, u32 layer) {
-  return Part{weights_of<Op>(image, blockIdx.x, layer), num_units<Op>(blockIdx.x) * Op::kUnitHalves, Op::kSteps};
+  return Part{weights_of<Op>(image, blockIdx.x, layer), num_units<Op>(lane_block()) * Op::kUnitHalves, Op::kSteps};
 }
 enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedKinds };
 
@@ -69,9 +69,9 @@ struct Producer {
 
   // The pages of all columns that this block attends to; page ids are read 32 at a time.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
-    const u32 head = blockIdx.x / kSplits;
+    const u32 head = lane_block() / kSplits;
     if (head >= kKvHeads) return;
-    const ColumnGroups groups(control, layer, blockIdx.x % kSplits, control.columns, lane);
+    const ColumnGroups groups(control, layer, lane_block() % kSplits, control.columns, lane);
 #pragma unroll 1
     for (u32 own = groups.own; own; own &= own - 1) {
       const ColumnGroup g = groups.at(control, __ffs(own) - 1);

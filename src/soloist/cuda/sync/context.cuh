@@ -45,7 +45,7 @@ struct Params {
   const i32* page_tables; // [sequence][page]
   const float2* rope;     // [position][D / 2] cosine, sine
   u8* workspace;
-  float* logits;          // [column][kVocabRows]
+  float* logits;          // [column][kVocabRows], of all lanes here
   const u32* forced;      // [column][rounds] input tokens
   const Launch* launch;
   u32* emitted;           // host: [round][column]
@@ -58,7 +58,7 @@ struct Params {
   float embedding_scale;  // 1 / root mean square of the embedding
   SampleBuffers sample;
   u32 rank;
-  u8* peers[kRanks];      // every rank's workspace, this one's included
+  u8* peers[kPeers];      // every rank's workspace, this one's included
   Masks masks;            // for kernels that sample
 };
 
@@ -101,12 +101,20 @@ struct Shared {
 // All consumer threads of the block.
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
+// A rank's blocks serve its lanes, one lane after the other. An ordinary model has one.
+__device__ __forceinline__ u32 lane_here() { return kLanesHere == 1 ? 0 : blockIdx.x / kLaneBlocks; }
+__device__ __forceinline__ u32 lane_block() { return kLanesHere == 1 ? blockIdx.x : blockIdx.x % kLaneBlocks; }
+__device__ __forceinline__ u32 own_lane(const Params& params) { return params.rank * kLanesHere + lane_here(); }
+__device__ __forceinline__ u8* lane_workspace(const Params& params) {
+  return kLanesHere == 1 ? params.workspace : params.workspace + static_cast<u64>(lane_here()) * kLaneWorkspaceBytes;
+}
+
 struct Context {
   const Params& params;
   Shared shared;
   Ring ring;
   u32 round;
-  u32 block, warp, lane, thread, columns;
+  u32 block, warp, lane, thread, columns;  // block: of its lane
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
   u32 layers_done;  // of all rounds, the present one included: which turn the exchanges of a layer take
   volatile Where* where;
@@ -150,27 +158,30 @@ struct Context {
     if (kTrace && thread == 0 && marks) *marks++ = sm_id();
   }
   __device__ __forceinline__ void sync() const { sync_consumers(); }
+  // It speaks for its rank: to the host, and for it.
+  __device__ __forceinline__ bool is_first() const { return kLanesHere == 1 ? block == 0 : blockIdx.x == 0; }
   __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
-    return params.vectors + static_cast<u64>(layer) * kLayerVectors;
+    const float* own = kLaneVectors ? params.vectors + static_cast<u64>(lane_here()) * kLaneVectors : params.vectors;
+    return own + static_cast<u64>(layer) * kLayerVectors;
   }
 };
 
 template <class Op>
 __device__ __forceinline__ u32 first_unit(u32 block) {
-  return block * Op::kUnits / kNumBlocks;
+  return block * Op::kUnits / kLaneBlocks;
 }
 template <class Op>
 __device__ __forceinline__ u32 num_units(u32 block) {
   return first_unit<Op>(block + 1) - first_unit<Op>(block);
 }
-// This block's part of a matrix.
+// A block's part of a matrix; `block` counts those of all lanes here.
 template <class Op>
 __device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 layer) {
   return image + static_cast<u64>(block) * kBlockStride + static_cast<u64>(layer) * kLayerBytes + Op::kOffset;
 }
 // One turn's copy of an exchange buffer.
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
-  return params.workspace + offset + epoch % kTurns * (bytes / kTurns);
+  return lane_workspace(params) + offset + epoch % kTurns * (bytes / kTurns);
 }
 // Where a value of the exchanged activations lies: [k / 32][column][k % 32].
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
       store_host(&fault->where.copies, copies);
       store_host(&fault->landed, copies - slots_behind(full, copies));
       store_host(&fault->released, copies - slots_behind(empty, copies));
-      if constexpr (kRanks > 1) store_host(&fault->missing, missing());
+      if constexpr (kPeers > 1) store_host(&fault->missing, missing());
       store_host_release(&fault->code, 1);
       __threadfence_system();
       asm volatile("trap;");
