@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from soloist.bench.subject import shape_dtype
 from soloist.cli import main
 from soloist.engine import engine as engine_module
+from soloist.errors import SettingError
 
 
 def assert_refused(outcome: Any, *facts: str, status: int = 2) -> None:
@@ -235,8 +237,8 @@ SHAPE = Path(__file__).parents[2] / "src/soloist/models/etude/config.json"
         (("--shape", SHAPE, "--context", 0), ("--context", "0")),
         (("--shape", SHAPE, "--context", 8000), ("--context", "8,192")),
         (("--shape", SHAPE, "--new-tokens", 5000), ("--new-tokens", "4096")),
-        (("--shape", SHAPE, "--precision", "fp32"), ("--precision", "bf16")),
-        (("--shape", SHAPE, "--device", "cpu"), ("--device", "cuda")),
+        (("--shape", SHAPE, "--device", "cpu", "--columns", 2), ("--columns", "on a GPU only")),
+        (("--shape", SHAPE, "--device", "cpu", "--sequences", 2), ("--sequences", "GPU only")),
         (("--shape", "nowhere.json"), ("nowhere.json",)),
     ],
 )
@@ -244,12 +246,17 @@ def test_shapes_that_cannot_be_measured(soloist, options, named):
     assert_refused(soloist("bench", "decode", *options), *named)
 
 
+def test_a_shape_has_16_bits_on_a_gpu():
+    with pytest.raises(SettingError, match="--precision") as caught:
+        shape_dtype("fp32", torch.device("cuda:0"))
+    assert "bf16" in caught.value.message
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 @pytest.mark.parametrize("device", [(), ("--device", "cuda")], ids=["auto", "cuda"])
 @pytest.mark.parametrize(
     ("command", "otherwise"),
     [
-        (("bench", "decode", "--shape", SHAPE), "soloist bench decode MODEL"),
         (("trace", "--shape", SHAPE), "soloist trace --from"),
         (("trace", "--shape", SHAPE, "--ablations"), "soloist trace --from"),
         (("trace", "etude"), "soloist trace --from"),

@@ -19,12 +19,12 @@ ETUDE = shipped_folder("etude")
 
 @pytest.mark.parametrize("device", ["cpu", "tpu", "cuda:x"])
 def test_nothing_begins_for_other_devices(device: str) -> None:
-    assert begin("etude", device, None) is None
+    assert begin("etude", device, "1", None) is None
 
 
 @pytest.mark.skipif(driver() is not None, reason="this machine has a driver")
 def test_nothing_begins_without_a_driver() -> None:
-    assert begin("etude", "auto", None) is None
+    assert begin("etude", "auto", "1", None) is None
 
 
 def test_files_that_are_not_there_are_read_from_disk() -> None:
@@ -40,7 +40,7 @@ def test_files_that_are_not_there_are_read_from_disk() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_is_loaded_is_the_same(precision: str) -> None:
-    upload = begin("etude", "cuda:0", None)
+    upload = begin("etude", "cuda:0", "1", None)
     assert upload is not None
     file = open_checkpoint(ETUDE).files[0]
     assert upload.address(file) is not None, "it is there"
@@ -58,4 +58,4 @@ def test_what_is_loaded_is_the_same(precision: str) -> None:
 
 
 def test_a_missing_model_is_no_failure_here() -> None:
-    assert begin(str(Path("no") / "such"), "auto", None) is None
+    assert begin(str(Path("no") / "such"), "auto", "1", None) is None
