@@ -1,4 +1,8 @@
-"""Settings for all tests: one thread a process, since pytest-xdist already uses every core."""
+"""Settings for all tests.
+
+One thread a process, since pytest-xdist already uses every core; what takes many minutes runs with
+`-m slow` only.
+"""
 
 import pytest
 import torch
@@ -14,6 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skip, where a test's GPUs are absent: green then means run",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="one of many that take minutes: -m slow"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

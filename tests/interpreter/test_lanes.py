@@ -34,7 +34,9 @@ def require_logits(
         assert chosen == wanted[positions].argmax(1).tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))]
+)
 def test_lanes_give_the_references_logits(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,12 @@ class ByteLevel:
 
     def push(self, tokens: list[str]) -> list[str]:
         """See Step."""
-        return [self._utf8.decode(b"".join(map(byte_level_bytes, tokens)))]
+        text = self._utf8.decode(b"".join(map(byte_level_bytes, tokens)))
+        # Python waits for the third byte of a surrogate, which is no character whatever it is.
+        waiting = self._utf8.getstate()[0]
+        if waiting[:1] == b"\xed" and waiting[1:] >= b"\xa0":
+            text += self._utf8.decode(b"", final=True)
+        return [text]
 
     def finish(self) -> list[str]:
         """See Step."""

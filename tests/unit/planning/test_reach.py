@@ -97,7 +97,7 @@ def test_what_runs_and_what_does_not_yet(tmp_path):
 
 
 def test_a_model_that_the_kernel_cannot_run(tmp_path):
-    config = read_config(written(tmp_path, LANEFORMER_2B))
+    config = read_config(written(tmp_path, {**LANEFORMER_2B, "lm_head_type": "lane"}))
     subject = Subject(config, tensors(config), find_hardware("H200"), 1024)
     (row,) = reaches(subject, [FP16], [1])
     assert row.obstacle == "reference only"

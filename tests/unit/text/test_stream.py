@@ -82,6 +82,13 @@ def test_text_with_noise_streams_as_decoded(tokenizer, text, noise):
     assert "".join(got) == tokenizer.decode(ids)
 
 
+def test_the_beginning_of_a_surrogate_is_not_waited_for(byte_tokenizer):
+    letters = {byte_tokenizer.token_bytes(i): i for i in range(byte_tokenizer.vocab_size)}
+    stream = TextStream(byte_tokenizer)
+    shown = [stream.push([letters[bytes([byte])]]) for byte in (0xED, 0xA2, 0x80, 0xED, 0x95, 0x9C)]
+    assert shown == ["", "\ufffd\ufffd", "\ufffd", "", "", "한"]
+
+
 @given(numbers=ids_of_any_kind, stop=st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=200, deadline=None)
 def test_byte_level_holds_back_no_more_than_needed(byte_tokenizer, numbers, stop):
