@@ -29,7 +29,7 @@ from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.megakernel.plan import Plan
-from soloist.model.checkpoint import open_checkpoint
+from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
@@ -125,9 +125,7 @@ class Engine:
             return cls._load(asked, on_progress, upload)
 
     @classmethod
-    def _load(  # noqa: PLR0915 - one thing after the other
-        cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None
-    ) -> "Engine":
+    def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         config = read_config(folder / CONFIG_FILE)
@@ -159,7 +157,6 @@ class Engine:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
         _set_threads(settings)
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
-        start = time.perf_counter()
         support = support_in(resolved.dtype)
         row_bytes = parameters(tensors(held)) * resolved.dtype.num_bytes
         room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
@@ -170,19 +167,10 @@ class Engine:
         host_bytes = host_cache_bytes(
             asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
-        # Several ranks' shares are cut on the host, where one tensor after the other lies.
-        home = device if placed.ranks == 1 and not is_staged else torch.device("cpu")
-        with early_files(upload, home) as open_stored:
-            read = read_tensors(checkpoint, specs, resolved.dtype, home, on_progress, open_stored)
-            weights = (
-                [dict(read) if support.plan is None else of_one(read, config)]
-                if placed.ranks == 1
-                else distribute(read, config, placed.devices, stays_on_host=is_staged)
-            )
-        end = time.perf_counter()
-        load_s = end - start
-        if upload is not None:
-            load_s = upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
+        weights, load_s = _read_weights(
+            checkpoint, config, resolved.dtype, placed, on_progress, upload,
+            for_kernel=support.plan is not None, stays_on_host=is_staged,
+        )  # fmt: skip
         model = _executor(
             asked, config, support.plan, weights, resolved, placed,
             keep_rows=not is_staged, host_bytes=host_bytes,
@@ -325,6 +313,37 @@ def _place_name(resolved: Resolved) -> str:
     name, ranks, gpus = device_name(resolved.device), len(resolved.rank_devices), resolved.num_gpus
     several = f"{gpus} × {name}" if gpus > 1 else name
     return f"{several} as {ranks} ranks" if ranks > gpus else several
+
+
+def _read_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: Dtype,
+    placed: Placement,
+    on_progress: OnProgress,
+    upload: Upload | None,
+    *,
+    for_kernel: bool,
+    stays_on_host: bool,
+) -> tuple[list[Weights], float]:
+    """Every rank's weights, and the seconds that reading took, before now and here."""
+    start = time.perf_counter()
+    # Several ranks' shares are cut on the host, where one tensor after the other lies.
+    is_alone = placed.ranks == 1
+    home = placed.devices[0] if is_alone and not stays_on_host else torch.device("cpu")
+    with early_files(upload, home) as open_stored:
+        specs = tensors(config)
+        read = read_tensors(checkpoint, specs, dtype, home, on_progress, open_stored)
+        if not for_kernel:
+            weights = [dict(read)]
+        elif is_alone:
+            weights = [of_one(read, config)]
+        else:
+            weights = distribute(read, config, placed.devices, stays_on_host=stays_on_host)
+    end = time.perf_counter()
+    if upload is None:
+        return weights, end - start
+    return weights, upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
 
 
 def _executor(  # noqa: PLR0913 - all that loading has decided
