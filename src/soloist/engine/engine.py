@@ -315,7 +315,7 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _read_weights(
+def _read_weights(  # noqa: PLR0913 - all that loading has decided
     checkpoint: Checkpoint,
     config: ModelConfig,
     dtype: Dtype,
