@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 _SHAPES = ("llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama", "llama-3.1-8b")
 _RUN = "--prompt-tokens 128 --new-tokens 256 --precision bf16"
+_ON_RANKS = (
+    ("laneformer-2b", "fp16"), ("laneformer-2b-as-llama", "fp16"), ("llama-3.2-1b", "bf16"),
+    ("llama-3.1-8b", "bf16"),
+)  # fmt: skip
+_LONG = "--prompt-tokens 128 --new-tokens 512"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +139,25 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "h200-bandwidth.json": File(("bench bandwidth --device cuda",)),
     },
-    # Eight of them, linked by NVLink.
+    # Several of them, linked by NVLink: as many as a machine has, by `--only`.
     "8-h200": {
         f"{gpus}-h200.json": File(
             (
                 *(
-                    _decode(
-                        shape,
-                        f"--prompt-tokens {tokens} --new-tokens 256 --precision bf16 --gpus {gpus}",
+                    _decode(shape, f"{tokens} --precision {precision} --gpus {gpus}")
+                    for tokens in (
+                        "--prompt-tokens 128 --new-tokens 512",
+                        "--prompt-tokens 2048 --new-tokens 64",
                     )
-                    for tokens in (128, 2048)
-                    for shape in ("laneformer-2b-as-llama", "llama-3.2-1b", "llama-3.1-8b")
+                    for shape, precision in _ON_RANKS
                 ),
-                "bench accuracy --shape benchmarks/shapes/llama-3.2-1b.json --precision bf16 "
-                f"--repeats 200 --gpus {gpus}",
+                _decode("laneformer-2b", f"{_LONG} --context 3500 --precision fp16 --gpus {gpus}"),
+                _decode("llama-3.1-8b", f"{_LONG} --context 32000 --precision bf16 --gpus {gpus}"),
+                *(
+                    f"bench accuracy --shape benchmarks/shapes/{shape}.json "
+                    f"--precision {precision} --repeats 200 --gpus {gpus}"
+                    for shape, precision in _ON_RANKS[:3]
+                ),
             )
         )
         for gpus in (1, 2, 4, 8)
