@@ -129,13 +129,22 @@ def _loop(plan: Plan, server: Server) -> list[Step]:
         if not answer.text and not answer.new_tokens:
             raise ServerFailed(server.client.url, "it answered without a single token")
         steps.append(_step(answer, server.counting))
-        told += [_reply(answer.text, told[-1]), _tool_result(plan.tool_tokens, turn)]
+        told += [_reply(answer.text, told), _tool_result(plan.tool_tokens, turn)]
     return steps
 
 
-def _reply(text: str, sent: str) -> str:
-    """An answer without the prompt, which some servers send back before it."""
-    return text.rpartition(sent)[2]
+def _reply(text: str, told: Sequence[str]) -> str:
+    """An answer without the conversation, which some servers send back before it.
+
+    They send it as the model's template has it, which may put marks before lines or trim them; but
+    all lines are there, in order.
+    """
+    end = 0
+    for line in filter(None, (line.strip() for part in told for line in part.splitlines())):
+        if (found := text.find(line, end)) < 0:
+            return text
+        end = found + len(line)
+    return text[end:]
 
 
 def _tool_result(tokens: int, turn: int) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from soloist.bench import agent
+from soloist.bench.agent import _reply
 from soloist.errors import ServerFailed, SettingError
 from soloist.planning.cost import ApiPrices, Machine
 from unit.bench.toy_server import Toy, serving
@@ -44,6 +45,16 @@ def test_a_prompt_that_is_sent_back_is_not_said_again() -> None:
     measured(toy, turns=2, runs=1)
     second = [asked["messages"] for asked in toy.asked if asked["max_tokens"] == 50][1]
     assert second[1]["content"] == "word " * 50
+
+
+def test_a_template_changes_what_is_sent_back() -> None:
+    told = ["def f(x):\n    return 1\n", "    y = 2", "tool says 5"]
+    shown = "# def f(x):\n#   return 1\n    y = 2\n# tool says 5\n"
+    assert _reply(shown + "    z = 3", told) == "\n    z = 3"
+    assert _reply("    z = 3", told) == "    z = 3"
+    assert _reply("tool says 5\ndef f(x):", told) == "tool says 5\ndef f(x):", (
+        "an answer may repeat"
+    )
 
 
 @pytest.mark.timed
