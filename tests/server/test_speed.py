@@ -19,7 +19,25 @@ pytestmark = pytest.mark.timed
 TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n"
 
 # Whatever else the machine does makes a try slower, never quicker.
-TRIES = 6
+TRIES = 15
+# What `work_s` takes on a core of 2.6 GHz. A machine that others use, too, may be half as quick for
+# minutes; bounds grow with it there, and never shrink.
+WORK_S = 0.0012
+
+
+def work_s() -> float:
+    """How long this machine takes now for a fixed piece of work."""
+    took = []
+    for _ in range(8):
+        start, words = time.perf_counter(), {}
+        for i in range(20_000):
+            words[i % 97] = str(i)
+        took.append(time.perf_counter() - start)
+    return min(took)
+
+
+def slowness() -> float:
+    return max(1.0, work_s() / WORK_S)
 
 
 class Watched(Scripted):
@@ -63,7 +81,7 @@ def cpu_s(thread: threading.Thread) -> float:
 
 
 def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) -> float:
-    """CPU share of the HTTP thread while streams run: of several tries, the least."""
+    """CPU share of the HTTP thread, of a core of 2.6 GHz, while streams run: the least of several."""
     executor = Scripted(TEXT, tokens_per_s)
     script = executor.script
     ids = [script[i % len(script)] for i in range(num_tokens)]
@@ -74,7 +92,7 @@ def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) 
             before = cpu_s(http)
             answers = read(count)
             # Of the time that the streams should take; where they took longer it counts as well.
-            share = (cpu_s(http) - before) / (num_tokens / tokens_per_s)
+            share = (cpu_s(http) - before) / (num_tokens / tokens_per_s) / slowness()
             assert all(answer["text"] == wanted for answer in answers), "nothing is lost"
             # Written by time, not by token: about one piece a millisecond.
             assert all(answer["pieces"] <= num_tokens / 2 for answer in answers)
@@ -101,7 +119,7 @@ def test_the_server_adds_less_than_a_millisecond_to_the_first_token() -> None:
             answers = read(1, turns=40)
             # The first one warms the connection.
             took = zip(answers, executor.read_took[1:], strict=True)
-            delay = min(answer["first_s"] - read_s for answer, read_s in took)
+            delay = min(answer["first_s"] - read_s for answer, read_s in took) / slowness()
             if delay < 0.001:
                 break
     assert delay < 0.001, f"at best {delay * 1e3:.2f} ms"
