@@ -81,7 +81,7 @@ def cpu_s(thread: threading.Thread) -> float:
 
 
 def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) -> float:
-    """CPU share of the HTTP thread, of a core of 2.6 GHz, while streams run: the least of several."""
+    """CPU share of the HTTP thread, of a core of 2.6 GHz, while streams run: the least found."""
     executor = Scripted(TEXT, tokens_per_s)
     script = executor.script
     ids = [script[i % len(script)] for i in range(num_tokens)]
