@@ -20,7 +20,9 @@ class Prompts(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.tree: PrefixTree[tuple[int, ...]] = PrefixTree(GRID)
+        # When it became the newest of its tier, by use or by moving there; and when it was used.
         self.used_at: dict[tuple[int, ...], int] = {}
+        self.read_at: dict[tuple[int, ...], int] = {}
         self.spilled: set[tuple[int, ...]] = set()
         self.using: list[tuple[tuple[int, ...], object]] = []
         self.clock = 0
@@ -33,7 +35,7 @@ class Prompts(RuleBasedStateMachine):
         """The last block first: it goes before those that it stands on."""
         for end in reversed([e for e in ENDS if e <= size]):
             self.clock += 1
-            self.used_at[tuple(ids[:end])] = self.clock
+            self.used_at[tuple(ids[:end])] = self.read_at[tuple(ids[:end])] = self.clock
 
     @rule(ids=PROMPTS)
     def match(self, ids):
@@ -55,12 +57,12 @@ class Prompts(RuleBasedStateMachine):
         end = min(e for e in ENDS if e > size)
         rest = tuple(ids[size:end])
         found = []
-        for kept, used_at in self.used_at.items():
+        for kept, read_at in self.read_at.items():
             if len(kept) != end or kept[:size] != tuple(ids[:size]):
                 continue
             differs = [a != b for a, b in zip(rest, kept[size:], strict=False)]
             if any(differs) and (at := size + differs.index(True)):
-                found.append((at, used_at, kept[at:]))
+                found.append((at, read_at, kept[at:]))
         return Divergence(max(found)[0], max(found)[2]) if found else None
 
     @rule(ids=PROMPTS)
@@ -117,7 +119,7 @@ class Prompts(RuleBasedStateMachine):
         if node is not None and not node.children:
             self.tree.remove(node)
             assert not self.tree.is_kept(node)
-            del self.used_at[node.held]
+            del self.used_at[node.held], self.read_at[node.held]
             self.spilled.discard(node.held)
 
     @rule()
