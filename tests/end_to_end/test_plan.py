@@ -102,7 +102,7 @@ def test_speculation_is_assumed_unless_told(soloist):
 
 
 def test_a_mixture_of_experts(soloist, tmp_path):
-    from unit.planning.test_mixture import QWEN3_30B_A3B
+    from unit.planning.mixtures import QWEN3_30B_A3B
 
     file = tmp_path / "qwen3-30b-a3b.json"
     file.write_text(json.dumps(QWEN3_30B_A3B))

@@ -14,7 +14,7 @@ from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
 from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, READ_SHARE, Wall
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
-from soloist.planning.mixture import Model, active_parameters, read_model
+from soloist.planning.model import Model, active_parameters
 from soloist.planning.precision import PRECISIONS, find_precision
 from soloist.planning.reach import (
     GPU_COUNTS,
@@ -25,6 +25,7 @@ from soloist.planning.reach import (
     reaches,
     what_fits,
 )
+from soloist.planning.reading import read_model
 from soloist.planning.speculation import read_speculation
 from soloist.settings import read_settings
 
@@ -85,7 +86,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
         raise SettingError("--gpus", asked.gpus, ", ".join(str(n) for n in GPU_COUNTS))
     precisions = PRECISIONS if asked.precision is None else (find_precision(asked.precision),)
     name, model = _read(asked.model, asked.file, asked.revision)
-    most = model.config.context_tokens
+    most = model.context_tokens
     tokens = min(DEFAULT_CONTEXT_TOKENS, most) if asked.context is None else asked.context
     if not 1 <= tokens <= most:
         raise SettingError("--context", tokens, f"1 … {most:,}")
@@ -93,7 +94,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
     draft = None if asked.draft is None else _read_draft(asked.draft)
     speculation = read_speculation(draft, asked.drafts, asked.acceptance)
     target = detect() if asked.hardware is None else find_hardware(asked.hardware)
-    subject = Subject(model.config, model.specs, target, tokens, model.mixture, speculation)
+    subject = Subject(model, target, tokens, speculation)
     rows = reaches(subject, precisions, GPU_COUNTS if asked.gpus is None else (asked.gpus,))
     if as_json:
         print_json(_facts(name, subject, rows, costs))
@@ -149,10 +150,10 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
     rate = h.link.bytes_per_s
     link = h.link.name + (f" {rate / 1e9:,.0f} GB/s a direction" if rate else "")
     active = ""
-    if subject.mixture is not None:
+    if subject.model.mixture is not None:
         active = f" ({millions(active_parameters(subject.model))} for a token)"
     print(
-        f"{name} · {subject.config.family} · {millions(parameters(subject.specs))} parameters"
+        f"{name} · {subject.model.family} · {millions(parameters(subject.model.specs))} parameters"
         f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
     )
     print(
@@ -255,13 +256,27 @@ def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         lines.append(what_fits(subject))
     shape = find_shape_obstacle(subject)
     if shape:
-        lines.append(f"reference only: {shape}")
+        lines.append(f"{'reference only' if subject.model.config else 'not yet'}: {shape}")
     lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
     return [
         *lines,
         f"expected: {FORMULA}",
         *_speculation(subject, rows[0]),
+        *_sharing(subject, rows),
         *_basis(subject, rows),
+    ]
+
+
+def _sharing(subject: Subject, rows: Sequence[Reach]) -> list[str]:
+    """What sharing out the KV cache takes for granted where a model has few heads for it."""
+    model, most = subject.model, max(row.gpus for row in rows)
+    fewest = min((cache.heads for cache in model.caches), default=most)
+    if model.config is not None or fewest >= most:
+        return []
+    what = f"{fewest} KV heads" if fewest > 1 else "one latent for all heads"
+    return [
+        f"assumed: GPUs share out the KV cache evenly, {what} or not; those that each hold all of "
+        "it need more room and read more"
     ]
 
 
@@ -281,10 +296,10 @@ def _speculation(subject: Subject, row: Reach) -> list[str]:
         f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of {s.drafts} "
         f"drafts and a step of {s.drafts + 1} columns"
     ]
-    if subject.mixture is not None:
+    if subject.model.mixture is not None:
         lines.append(
-            f"speculating: columns choose experts apart, {subject.mixture.chosen} of "
-            f"{subject.mixture.experts} each, so a step of several reads more of them"
+            f"speculating: columns choose experts apart, {subject.model.mixture.chosen} of "
+            f"{subject.model.mixture.experts} each, so a step of several reads more of them"
         )
     return lines
 
@@ -305,7 +320,7 @@ def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         f"(5 exchanges) in µs by GPUs: {waits}; {measured.sources}"
     ]
     if any(row.expected.wait_s is None for row in rows):
-        who = "with lanes" if subject.mixture is None else "of experts"
+        who = "with lanes" if subject.model.mixture is None else "of experts"
         lines.append(f"assumed: a model {who} waits elsewhere; what that costs is left out")
     if any(not row.precision.runs for row in rows):
         lines.append("assumed: unpacking fp8, int4 and fp4 costs nothing")
@@ -318,8 +333,8 @@ def _facts(
     h, s = subject.hardware, subject.speculation
     return {
         "model": name,
-        "family": subject.config.family,
-        "parameters": parameters(subject.specs),
+        "family": subject.model.family,
+        "parameters": parameters(subject.model.specs),
         "active_parameters": active_parameters(subject.model),
         "context_tokens": subject.context_tokens,
         "hardware": {

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from soloist.model.families import read_config, tensors
 from soloist.planning.bounds import StepCost, step_cost
 from soloist.planning.expectation import Wall, expect
 from soloist.planning.hardware import find_hardware
 from soloist.planning.precision import SIXTEEN_BIT
+from soloist.planning.reading import read_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 H200, MI300X, RUBIN = (find_hardware(name) for name in ("H200", "MI300X", "Rubin"))
@@ -20,9 +20,9 @@ def test_recorded_speeds_of_one_gpu_are_met_within_6_percent():
     rows = [r for r in rows if r.get("bench") == "decode" and r["columns"] == 1]
     assert rows
     for row in rows:
-        config = read_config(BENCHMARKS / "shapes" / f"{row['shape']}.json")
+        model = read_model(BENCHMARKS / "shapes" / f"{row['shape']}.json")
         seen = row["start_position"] + row["new_tokens"] // 2
-        cost = step_cost(config, tensors(config), SIXTEEN_BIT, seen)
+        cost = step_cost(model, SIXTEEN_BIT, seen)
         assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.01)
         speed = 1 / expect(cost, H200, 1).token_s
         assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.06), row["shape"]
