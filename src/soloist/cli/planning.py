@@ -240,7 +240,7 @@ def _cells(row: Reach) -> tuple[str, ...]:
 
 def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """Which wall comes first where, what the figures rest on, and what would fit."""
-    lines = []
+    lines = ["of this model only the part that makes text"] if subject.model.is_part else []
     for wall in Wall:
         met = [row for row in rows if row.wall is wall]
         if met:
@@ -273,10 +273,10 @@ def _sharing(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     fewest = min((cache.heads for cache in model.caches), default=most)
     if model.config is not None or fewest >= most:
         return []
-    what = f"{fewest} KV heads" if fewest > 1 else "one latent for all heads"
+    what = f"{fewest} heads" if fewest > 1 else "one latent for all heads"
     return [
-        f"assumed: GPUs share out the KV cache evenly, {what} or not; those that each hold all of "
-        "it need more room and read more"
+        f"assumed: {most} GPUs share out the KV cache evenly, though it has {what}; where each "
+        "holds more than its share, it needs more room and reads more"
     ]
 
 
@@ -285,16 +285,17 @@ def _speculation(subject: Subject, row: Reach) -> list[str]:
     s = subject.speculation
     if s is None or row.speculating is None:
         return []
-    source = "looked up in the text, at no cost"
+    source, drafting = "looked up in the text, at no cost", ""
     if s.draft is not None:
+        drafting = f"{s.drafts} drafts and "
         held = gigabytes(subject.draft_bytes)
         source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
     told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
     lines = [
         f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
         f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
-        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of {s.drafts} "
-        f"drafts and a step of {s.drafts + 1} columns"
+        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of "
+        f"{drafting}a step of {s.drafts + 1} columns"
     ]
     if subject.model.mixture is not None:
         lines.append(
@@ -319,9 +320,14 @@ def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         f"measured: {measured.read_bandwidth / 1e12:.3g} TB/s read by one GPU; waiting of a layer "
         f"(5 exchanges) in µs by GPUs: {waits}; {measured.sources}"
     ]
-    if any(row.expected.wait_s is None for row in rows):
-        who = "with lanes" if subject.model.mixture is None else "of experts"
-        lines.append(f"assumed: a model {who} waits elsewhere; what that costs is left out")
+    if subject.model.config is None:
+        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
+    elif subject.model.config.lanes is not None:
+        waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in measured.lanes_wait_s.items())
+        lines.append(
+            f"measured: layers with lanes wait {waits} (benchmarks/results/2-h200.json); on other "
+            "numbers of GPUs that is left out"
+        )
     if any(not row.precision.runs for row in rows):
         lines.append("assumed: unpacking fp8, int4 and fp4 costs nothing")
     return lines

@@ -10,11 +10,24 @@ the next; only of models of a few tens of megabytes could it.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec
 from soloist.planning.model import Model
 from soloist.planning.precision import Precision, streamed_bytes
+
+
+class Kind(Enum):
+    """What blocks wait for in a layer.
+
+    With lanes, sums arrive late and are not waited for in the same places. Of models that Soloist
+    does not run, nothing was measured.
+    """
+
+    DENSE = "dense"
+    LANES = "lanes"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +38,15 @@ class StepCost:
         weight_bytes: weights read; of a mixture of experts only those that take part.
         kv_bytes: keys and values read, and what layers keep instead of them.
         flops: multiplications and additions, of all columns.
-        exchanging_layers: layers whose blocks wait for each other; None: not like those measured.
+        layers: in which blocks wait for each other.
+        kind: of their exchanges.
     """
 
     weight_bytes: int
     kv_bytes: int
     flops: float
-    exchanging_layers: int | None
+    layers: int
+    kind: Kind = Kind.DENSE
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +81,8 @@ def step_cost(
         weight_bytes=weight_bytes(model, precision, columns),
         kv_bytes=kv_bytes_read(model, context_tokens),
         flops=columns * (2 * _values_used(model) + attention_flops(model, context_tokens)),
-        exchanging_layers=_exchanging_layers(model),
+        layers=model.num_layers,
+        kind=_kind(model),
     )
 
 
@@ -83,7 +99,8 @@ def prompt_cost(model: Model, precision: Precision, tokens: int) -> StepCost:
         weight_bytes=weight_bytes(headless, precision, tokens),
         kv_bytes=kv_bytes_read(model, seen),
         flops=tokens * (2 * _values_used(headless) + attention_flops(headless, seen)),
-        exchanging_layers=_exchanging_layers(model),
+        layers=model.num_layers,
+        kind=_kind(model),
     )
 
 
@@ -135,10 +152,7 @@ def _values_used(model: Model) -> float:
     )
 
 
-def _exchanging_layers(model: Model) -> int | None:
-    """With lanes, sums arrive late and are not waited for in the same places.
-
-    What models wait for that Soloist does not run was not measured.
-    """
-    is_like_measured = model.config is not None and model.config.lanes is None
-    return model.num_layers if is_like_measured else None
+def _kind(model: Model) -> Kind:
+    if model.config is None:
+        return Kind.OTHER
+    return Kind.DENSE if model.config.lanes is None else Kind.LANES

@@ -16,22 +16,26 @@ Sources, all from H200s:
 - Waiting on several GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28
   layers, hidden size 2,048, without attention and sampling, measured whole and as a stream alone.
   In µs: 574 and 414 on 2 GPUs, 402 and 205 on 4, 339 and 102 on 8; the difference over 28 layers
-  is the waiting. Wider models exchange more.
-
+  is the waiting. Wider models exchange more. Speeds of such models on 2 GPUs in
+  `benchmarks/results/2-h200.json` are met within 4 %, but for one: at 2,048 positions a 1B model
+  waits 8.9 µs, and makes 12 % fewer tokens than expected here.
+- Waiting with lanes on 2 GPUs: the three rows of that file wait 4.6 to 7.6 µs a layer.
 - Waiting of a step of several columns: 8 instead of 1 add 2.2 to 4.9 µs a layer in that file, 3.2
   is in the middle; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
 - Reading a prompt: its FLOPs at 60 % of the peak, or its weights once, and 85 µs a layer; times to
   first token in that file are within 15 % of it.
 
-Elsewhere the same share of bandwidth is an assumption, and waiting is not known.
+Elsewhere the same share of bandwidth is an assumption, and waiting is not known. Layers of models
+that Soloist does not run are taken to wait as long as dense ones of the same machine; what a router
+or a latent adds to that is not known.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from soloist.planning.bounds import StepCost
+from soloist.planning.bounds import Kind, StepCost
 from soloist.planning.hardware import Hardware
 
 FORMULA = (
@@ -56,12 +60,14 @@ class Measured:
     Attributes:
         read_bandwidth: bytes a second that one GPU really reads.
         layer_wait_s: number of GPUs → seconds that a layer's five exchanges add to the stream.
+        lanes_wait_s: the same of a layer with lanes.
         columns_wait_s: what several columns add to that.
         sources: for people.
     """
 
     read_bandwidth: float
     layer_wait_s: Mapping[int, float]
+    lanes_wait_s: Mapping[int, float]
     columns_wait_s: float
     sources: str
 
@@ -77,6 +83,7 @@ MEASURED = {
             4: (402 - 205) * 1e-6 / _CHAIN_LAYERS,
             8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
         },
+        lanes_wait_s={2: 6.0e-6},
         columns_wait_s=3.2e-6,
         sources="1 GPU: benchmarks/results/h200.json; 2, 4 and 8 GPUs: a chain of multiplies and "
         "exchanges in the shape of a 2B model, without attention "
@@ -124,12 +131,15 @@ def expect(cost: StepCost, hardware: Hardware, gpus: int, columns: int = 1) -> E
     """The formula above for `gpus` GPUs of this kind, and a step of `columns` columns."""
     measured = MEASURED.get(hardware.name)
     wait = None
-    if measured and cost.exchanging_layers is not None and gpus in measured.layer_wait_s:
-        of_layer = measured.layer_wait_s[gpus]
-        of_layer += measured.columns_wait_s if columns > 1 else 0.0
-        wait = cost.exchanging_layers * of_layer
+    of_layers = {} if measured is None else _waiting(measured, cost.kind)
+    if measured is not None and gpus in of_layers:
+        wait = cost.layers * (of_layers[gpus] + (measured.columns_wait_s if columns > 1 else 0.0))
     compute = None if hardware.flops is None else cost.flops / (hardware.flops * gpus)
     return Expectation(cost.num_bytes / (_read_rate(hardware) * gpus), compute, wait)
+
+
+def _waiting(measured: Measured, kind: Kind) -> Mapping[int, float]:
+    return measured.lanes_wait_s if kind is Kind.LANES else measured.layer_wait_s
 
 
 def prompt_s(cost: StepCost, layers: int, hardware: Hardware, gpus: int) -> float | None:

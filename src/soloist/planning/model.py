@@ -73,6 +73,7 @@ class Model:
         caches: of all layers; one that keeps two things of a position has two.
         state_values: fp32 numbers that layers keep whatever the context is, and rewrite each step.
         mixture: its experts; None for a dense model.
+        is_part: of a model that also sees or hears, the part that makes text.
         config: the model as Soloist runs it; None where it does not.
     """
 
@@ -84,6 +85,7 @@ class Model:
     caches: tuple[Cache, ...]
     state_values: int = 0
     mixture: Mixture | None = None
+    is_part: bool = False
     config: ModelConfig | None = None
 
 

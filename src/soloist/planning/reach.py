@@ -8,7 +8,7 @@ from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
 from soloist.model.memory import HEADROOM_BYTES
-from soloist.planning.bounds import kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
+from soloist.planning.bounds import Kind, kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
 from soloist.planning.expectation import MEASURED, Expectation, Wall, expect
 from soloist.planning.hardware import Hardware
 from soloist.planning.model import Model
@@ -109,7 +109,12 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
         # What unpacking small weights costs has not been measured.
-        measured=hardware.name in MEASURED and expected.wait_s is not None and precision.runs,
+        measured=(
+            hardware.name in MEASURED
+            and expected.wait_s is not None
+            and cost.kind is not Kind.OTHER
+            and precision.runs
+        ),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,
@@ -129,7 +134,7 @@ def reaches(
 
     def obstacle(precision: Precision, gpus: int) -> str:
         if subject.model.config is None:
-            return "no experts" if subject.model.mixture else "text alone"
+            return "no experts" if subject.model.mixture else "no text parts"
         return find_obstacle(subject.hardware, precision, shape_fits=shape_fits[gpus])
 
     rows = [

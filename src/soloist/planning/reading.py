@@ -63,12 +63,12 @@ def _read_text_part(file: Path, values: Any) -> Model:  # noqa: ANN401
         raise MissingField(str(file), f"{_TEXT}.model_type", f"one of {', '.join(_families())}")
     fields = Fields(values, str(file), family, f"{_TEXT}.")
     if family in READERS:
-        return _read_mixture(fields)
+        return replace(_read_mixture(fields), is_part=True)
     if family not in FAMILIES:
         raise UnknownFamily(str(file), family, _families())
     config = FAMILIES[family].read(fields)
     fields.refuse_rest()
-    return replace(served(config), config=None)
+    return replace(served(config), is_part=True, config=None)
 
 
 def _read_mixture(fields: Fields) -> Model:

@@ -8,6 +8,7 @@ import pytest
 from soloist.errors import SettingError
 from soloist.model.families import read_config, tensors
 from soloist.planning.bounds import (
+    Kind,
     attention_flops,
     kv_bytes_held,
     kv_bytes_read,
@@ -87,7 +88,7 @@ def test_only_the_matrices_of_layers_shrink(llama):
 def test_matrices_of_lanes_shrink_too(tmp_path):
     model = read_model(written(tmp_path, LANEFORMER_2B))
     assert sum(is_quantised(s) for s in model.specs) == 4 * model.num_layers
-    assert step_cost(model, PRECISIONS[0], 100).exchanging_layers is None
+    assert step_cost(model, PRECISIONS[0], 100).kind is Kind.LANES
 
 
 def test_keys_and_values(llama):
@@ -111,7 +112,7 @@ def test_cost_of_a_step(llama):
     streamed = 32 * LAYER_MATRICES + EMBEDDING + NORMS
     assert cost.num_bytes == 2 * streamed + 131_072_000
     assert cost.flops == 2 * streamed + 4 * 32 * 128 * 1000 * 32
-    assert cost.exchanging_layers == 32
+    assert (cost.layers, cost.kind) == (32, Kind.DENSE)
 
 
 def test_rows_must_divide_into_groups(llama):

@@ -8,6 +8,7 @@ import pytest
 from soloist.errors import ConfigError, MissingField, UnknownFamily, UnsupportedField, WrongType
 from soloist.model.tensors import parameters
 from soloist.planning.bounds import (
+    Kind,
     attention_flops,
     kv_bytes_held,
     kv_bytes_read,
@@ -68,7 +69,7 @@ def test_a_step_reads_the_experts_it_chooses(tmp_path):
     streamed = layers * of_layer + 151936 * h + h
     assert cost.weight_bytes == 2 * streamed
     assert cost.kv_bytes == 1000 * 2 * 4 * 128 * 2 * layers
-    assert cost.exchanging_layers is None, "what experts wait for was not measured"
+    assert (cost.layers, cost.kind) == (48, Kind.OTHER)
     assert cost.flops == 2 * streamed + 4 * 32 * 128 * 1000 * layers
 
 
@@ -150,8 +151,7 @@ def test_layers_that_see_a_chunk_and_have_experts_in_turn(tmp_path):
     names = {spec.name for spec in model.specs}
     assert {"layers.0.gate_up", "layers.1.experts.gate_up", "layers.1.shared.down"} <= names
     assert not {"layers.0.experts.gate_up", "layers.1.gate_up"} & names
-    assert model.config is None
-    assert model.family == "llama4_text"
+    assert (model.config, model.is_part, model.family) == (None, True, "llama4_text")
 
 
 def test_columns_wake_more_experts(tmp_path):
@@ -215,7 +215,7 @@ def test_the_text_part_of_a_dense_model(tmp_path):
     whole = model_of(tmp_path, {"model_type": "some_vision", "text_config": text})
     assert parameters(whole.specs) == 8_030_261_248
     (row,) = reaches(Subject(whole, find_hardware("H200"), 8192), [SIXTEEN_BIT], [1])
-    assert (row.obstacle, row.measured) == ("text alone", False)
+    assert (row.obstacle, row.measured) == ("no text parts", False)
     with pytest.raises(UnsupportedField, match=r"text_config\.new_field"):
         model_of(tmp_path, {"text_config": {**text, "new_field": 1}})
     with pytest.raises(MissingField, match=r"text_config\.model_type"):
