@@ -12,7 +12,7 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.tensors import parameters
 from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
-from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, READ_SHARE, Wall
+from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, Wall
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
 from soloist.planning.model import Model, active_parameters
 from soloist.planning.precision import PRECISIONS, find_precision
@@ -307,29 +307,28 @@ def _speculation(subject: Subject, row: Reach) -> list[str]:
 
 def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """What the expectations were measured on, and what they assume."""
-    hardware = subject.hardware
-    measured = MEASURED.get(hardware.name)
-    if measured is None:
-        return [
-            f"assumed: nothing was measured on {hardware.name}; it reads at the H200's "
-            f"{READ_SHARE:.1%} of peak bandwidth, and what exchanges cost is left out, so less is "
-            "likely"
-        ]
-    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in measured.layer_wait_s.items())
+    hardware, config = subject.hardware, subject.model.config
+    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in MEASURED.layer_wait_s.items())
     lines = [
-        f"measured: {measured.read_bandwidth / 1e12:.3g} TB/s read by one GPU; waiting of a layer "
-        f"(5 exchanges) in µs by GPUs: {waits}; {measured.sources}"
+        f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
+        f"GPU; waiting of a layer (5 exchanges) in µs by GPUs: {waits}; {MEASURED.sources}"
     ]
-    if subject.model.config is None:
-        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
-    elif subject.model.config.lanes is not None:
-        waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in measured.lanes_wait_s.items())
+    if hardware.name != MEASURED.hardware:
         lines.append(
-            f"measured: layers with lanes wait {waits} (benchmarks/results/2-h200.json); on other "
-            "numbers of GPUs that is left out"
+            f"assumed: nothing was measured on {hardware.name}; it reads at the same "
+            f"{MEASURED.read_share:.1%} of its peak and waits as long, longer where GPUs reach "
+            "each other more slowly"
         )
-    if any(not row.precision.runs for row in rows):
-        lines.append("assumed: unpacking fp8, int4 and fp4 costs nothing")
+    if config is None:
+        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
+    elif config.lanes is not None:
+        lines.append(
+            f"with lanes: {MEASURED.lanes_wait_s * 1e6:.1f} µs a layer, measured on "
+            f"{MEASURED.lanes_gpus} GPUs (benchmarks/results/2-h200.json) and assumed on others"
+        )
+    unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
+    if unpacked:
+        lines.append(f"assumed: unpacking {', '.join(unpacked)} costs nothing")
     return lines
 
 

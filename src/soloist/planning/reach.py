@@ -8,8 +8,8 @@ from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
 from soloist.model.memory import HEADROOM_BYTES
-from soloist.planning.bounds import Kind, kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
-from soloist.planning.expectation import MEASURED, Expectation, Wall, expect
+from soloist.planning.bounds import kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
+from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware
 from soloist.planning.model import Model
 from soloist.planning.precision import (
@@ -109,12 +109,7 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
         # What unpacking small weights costs has not been measured.
-        measured=(
-            hardware.name in MEASURED
-            and expected.wait_s is not None
-            and cost.kind is not Kind.OTHER
-            and precision.runs
-        ),
+        measured=precision.runs and is_measured(cost.kind, hardware, gpus),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,

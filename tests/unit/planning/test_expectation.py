@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from soloist.planning.bounds import Kind, StepCost, step_cost
-from soloist.planning.expectation import Wall, expect
+from soloist.planning.expectation import Wall, expect, is_measured
 from soloist.planning.hardware import find_hardware
 from soloist.planning.precision import SIXTEEN_BIT
 from soloist.planning.reading import read_model
@@ -43,11 +43,11 @@ def test_stream_and_waiting_add_up():
     assert expected.wall is Wall.BANDWIDTH
 
 
-def test_without_measurements_only_the_share_of_bandwidth_is_assumed():
+def test_without_measurements_share_of_bandwidth_and_waiting_are_assumed():
     expected = expect(StepCost(4_440_000_000, 0, 4e9, 10), MI300X, 1)
     assert expected.stream_s == pytest.approx(4.44e9 / (5.3e12 * 0.925))
-    assert expected.wait_s is None
-    assert expected.token_s == expected.stream_s
+    assert expected.wait_s == pytest.approx(30e-6)
+    assert not is_measured(Kind.DENSE, MI300X, 1)
     assert expect(StepCost(1, 0, 1, 10), RUBIN, 1).compute_s is None
 
 
@@ -67,16 +67,14 @@ def test_recorded_speeds_of_two_gpus_are_met_but_for_one():
         assert abs(share) < (0.08 if shape == "laneformer-2b" else 0.04), (shape, start)
 
 
-def test_exchanges_of_lanes_are_not_guessed():
-    lanes = StepCost(10**9, 0, 1e9, 28, Kind.LANES)
-    assert expect(lanes, H200, 8).wait_s is None
-    assert expect(lanes, H200, 2).wait_s == pytest.approx(28 * 6.0e-6)
-
-
-def test_layers_that_do_not_run_wait_like_dense_ones():
-    dense, other = (StepCost(10**9, 0, 1e9, 28, kind) for kind in (Kind.DENSE, Kind.OTHER))
-    assert expect(other, H200, 8) == expect(dense, H200, 8)
-    assert expect(other, MI300X, 8).wait_s is None
+def test_what_was_measured_and_what_is_taken_to_be_alike():
+    dense, lanes, other = (StepCost(10**9, 0, 1e9, 28, kind) for kind in Kind)
+    for gpus in (1, 2, 4, 8):
+        assert is_measured(Kind.DENSE, H200, gpus)
+        assert is_measured(Kind.LANES, H200, gpus) is (gpus == 2)
+        assert not is_measured(Kind.OTHER, H200, gpus)
+        assert expect(lanes, H200, gpus).wait_s == pytest.approx(28 * 6.0e-6)
+        assert expect(other, H200, gpus) == expect(dense, H200, gpus)
 
 
 def test_each_wall():
