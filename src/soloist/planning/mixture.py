@@ -83,10 +83,18 @@ def _deepseek(fields: Fields) -> Model:
 
 
 def _deepseek_indexed(fields: Fields) -> Model:
-    count = _num_layers(fields)
+    """Layers may attend to what an earlier layer's index chose, and have none of their own."""
+    count, every = _num_layers(fields), fields.integer("index_topk_freq", 1)
+    skipped = fields.integer("index_skip_topk_offset", 2, minimum=0)
     fields.texts("layer_types", count, ("indexed_attention",))
-    fields.texts("indexer_types", count, ("full",))
-    return _model(fields, [read_indexed(fields)] * count, _deepseek_mlps(fields))
+    kinds = fields.texts("indexer_types", count, ("full", "shared"))
+    if kinds is None:
+        own = [i < skipped or (i - skipped + 1) % every == 0 for i in range(count)]
+    else:
+        own = [kind == "full" for kind in kinds]
+    full, shared = read_indexed(fields), read_latent(fields, fields.integer("index_topk"))
+    attentions = [full if has_index else shared for has_index in own]
+    return _model(fields, attentions, _deepseek_mlps(fields))
 
 
 def _llama4(fields: Fields) -> Model:
@@ -101,7 +109,8 @@ def _llama4(fields: Fields) -> Model:
         rotates = [kind == "chunked_attention" for kind in kinds]
     chunk = fields.integer("attention_chunk_size", None)
     expert = fields.integer("intermediate_size")
-    sparse = fields.integers("moe_layers", None) or range(step - 1, count, step)
+    named = fields.integers("moe_layers", None)
+    sparse = range(step - 1, count, step) if named is None else named
     mlps = _Mlps(
         _mixture(fields, "num_local_experts"),
         expert,

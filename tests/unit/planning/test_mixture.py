@@ -116,6 +116,20 @@ def test_an_index_bounds_what_is_read_and_is_read_whole(tmp_path):
     assert kv_bytes_read(model, 1000) == kv_bytes_held(model, 1000)
 
 
+def test_layers_that_share_an_index(tmp_path):
+    """The first three and every fourth from then on have one, as in GLM-5.2: 17 of 61 here."""
+    index = 1536 * 64 * 128 + (128 + 64) * 7168
+    every = {**mixtures.DEEPSEEK_V32, "model_type": "glm_moe_dsa"}
+    scheduled = {**every, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    own = [i < 3 or i % 4 == 2 for i in range(61)]
+    listed = {**every, "indexer_types": ["full" if has else "shared" for has in own]}
+    for values in (scheduled, listed):
+        model = model_of(tmp_path, values)
+        assert kv_bytes_held(model, 1000) == 1000 * (61 * 576 + sum(own) * 128) * 2
+        without = parameters(model_of(tmp_path, every).specs) - parameters(model.specs)
+        assert without == (61 - sum(own)) * index
+
+
 def test_layers_that_keep_a_state_instead(tmp_path):
     """Qwen3-Next: 12 of 48 layers have keys and values, 36 a state that each step rewrites."""
     model = model_of(tmp_path, mixtures.QWEN3_NEXT_80B_A3B)
