@@ -341,6 +341,7 @@ def _facts(
         "family": subject.model.family,
         "parameters": parameters(subject.model.specs),
         "active_parameters": active_parameters(subject.model),
+        "is_text_part": subject.model.is_part,
         "context_tokens": subject.context_tokens,
         "hardware": {
             "name": h.name,
@@ -353,7 +354,7 @@ def _facts(
             "source": h.source,
         },
         "formula": FORMULA,
-        "basis": _basis(subject, rows),
+        "basis": [*_sharing(subject, rows), *_basis(subject, rows)],
         "speculation": None
         if s is None
         else {

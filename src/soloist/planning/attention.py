@@ -28,6 +28,17 @@ class Attention:
     state_values: int = 0
 
 
+def read_nullable(fields: Fields, name: str) -> int:
+    """A whole number; 0 where the file says null, which is not the same as saying nothing.
+
+    Raises:
+        ConfigError: the field is missing or of the wrong type.
+    """
+    if not fields.names(name):
+        raise MissingField(fields.file, name, "a whole number, or null for none")
+    return int(fields.integer(name, 0, minimum=0))
+
+
 def read_grouped(fields: Fields, window: int | None = None, *, gated: bool = False) -> Attention:
     """Q query heads over K heads of keys and values; gated, every query head has a gate beside it.
 
@@ -55,12 +66,10 @@ def read_latent(fields: Fields, window: int | None = None) -> Attention:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     latent, rotated = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
     plain, value = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
-    if not fields.names("q_lora_rank"):
-        raise MissingField(fields.file, "q_lora_rank", "a whole number, or null for none")
-    compressed = fields.integer("q_lora_rank", None)
+    compressed = read_nullable(fields, "q_lora_rank")
     fields.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # follow from the others
     matrices = (
-        ("latents", (compressed or 0) + latent + rotated, hidden),
+        ("latents", compressed + latent + rotated, hidden),
         ("query", heads * (plain + rotated), compressed or hidden),
         ("key_value", heads * (plain + value), latent),
         ("attention_output", hidden, heads * value),

@@ -7,6 +7,7 @@ needs. Layers that only draft (`num_nextn_predict_layers`) are left out.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from soloist.errors import WrongType
 from soloist.model.reading import Fields
 from soloist.model.tensors import Source, TensorSpec
 from soloist.planning.attention import (
@@ -15,6 +16,7 @@ from soloist.planning.attention import (
     read_indexed,
     read_latent,
     read_linear,
+    read_nullable,
 )
 from soloist.planning.model import EXPERTS, Mixture, Model
 
@@ -55,8 +57,12 @@ def _minimax_m2(fields: Fields) -> Model:
     return _model(fields, _sliding(fields), _alike(fields))
 
 
-def _qwen_moe(fields: Fields) -> Model:
-    return _model(fields, _sliding(fields), _qwen_mlps(fields))
+def _qwen2_moe(fields: Fields) -> Model:
+    return _model(fields, _sliding(fields), _qwen_mlps(fields, _shared_size(fields)))
+
+
+def _qwen3_moe(fields: Fields) -> Model:
+    return _model(fields, _sliding(fields), _qwen_mlps(fields, shared=0))
 
 
 def _qwen_hybrid(fields: Fields) -> Model:
@@ -70,7 +76,9 @@ def _qwen_hybrid(fields: Fields) -> Model:
     fields.only("attn_output_gate", True)
     full, state = read_grouped(fields, gated=True), read_linear(fields)
     return _model(
-        fields, [state if is_linear else full for is_linear in linear], _qwen_mlps(fields)
+        fields,
+        [state if is_linear else full for is_linear in linear],
+        _qwen_mlps(fields, _shared_size(fields)),
     )
 
 
@@ -136,11 +144,11 @@ READERS: Mapping[str, Callable[[Fields], Model]] = {
     "mixtral": _mixtral,
     "olmoe": _mixtral,
     "phimoe": _mixtral,
-    "qwen2_moe": _qwen_moe,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_5_moe_text": _qwen_hybrid,
-    "qwen3_moe": _qwen_moe,
+    "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen_hybrid,
-    "qwen3_vl_moe_text": _qwen_moe,
+    "qwen3_vl_moe_text": _qwen3_moe,
 }
 
 
@@ -152,13 +160,17 @@ def _mixture(fields: Fields, usual: str) -> Mixture:
     """Experts by the family's usual name, or by another under which newer files say the same.
 
     Raises:
-        ConfigError: there is none, or two differ.
+        ConfigError: there is none, two differ, or a token chooses more.
     """
     found = [name for name in _EXPERT_COUNTS if name in fields]
     experts = fields.integer(usual if usual in found or not found else found[0])
     for name in found:
         fields.only(name, experts)
-    return Mixture(experts, fields.integer("num_experts_per_tok"))
+    chosen = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        allowed = f"at most the {experts} experts that there are"
+        raise WrongType(fields.file, "num_experts_per_tok", chosen, allowed)
+    return Mixture(experts, chosen)
 
 
 def _alike(fields: Fields) -> _Mlps:
@@ -166,7 +178,11 @@ def _alike(fields: Fields) -> _Mlps:
     return _Mlps(_mixture(fields, "num_local_experts"), fields.integer("intermediate_size"))
 
 
-def _qwen_mlps(fields: Fields) -> _Mlps:
+def _shared_size(fields: Fields) -> int:
+    return int(fields.integer("shared_expert_intermediate_size", minimum=0))
+
+
+def _qwen_mlps(fields: Fields, shared: int) -> _Mlps:
     """One expert in every `decoder_sparse_step` layers, and none in those that are named."""
     step = fields.integer("decoder_sparse_step", 1)
     named = fields.integers("mlp_only_layers", [])
@@ -175,7 +191,7 @@ def _qwen_mlps(fields: Fields) -> _Mlps:
     return _Mlps(
         _mixture(fields, "num_experts"),
         fields.integer("moe_intermediate_size"),
-        shared=fields.integer("shared_expert_intermediate_size", 0, minimum=0),
+        shared=shared,
         dense=fields.integer("intermediate_size") if dense else 0,
         dense_layers=dense,
     )
@@ -193,7 +209,7 @@ def _deepseek_mlps(fields: Fields) -> _Mlps:
     return _Mlps(
         _mixture(fields, "n_routed_experts"),
         expert,
-        shared=expert * (fields.integer("n_shared_experts", 0, minimum=0)),
+        shared=expert * read_nullable(fields, "n_shared_experts"),
         dense=fields.integer("intermediate_size"),
         dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"),
     )
