@@ -16,7 +16,7 @@ def status(line: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout."""
+    """One JSON value on stdout."""
     print(json.dumps(value, ensure_ascii=False, indent=2))
 
 
