@@ -104,3 +104,37 @@ MINIMAX_M2 = {
     "max_position_embeddings": 196608, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "attn_type_list": [1] * 62, "shared_intermediate_size": 0, "rotary_dim": 64,
 }  # fmt: skip
+PHI_35_MOE = {
+    "model_type": "phimoe", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32064,
+    "intermediate_size": 6400, "num_local_experts": 16, "num_experts_per_tok": 2,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "sliding_window": 131072, "lm_head_bias": True, "input_jitter_noise": 0.01,
+}  # fmt: skip
+OLMOE_1B_7B = {
+    "model_type": "olmoe", "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+    "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "clip_qkv": None, "norm_topk_prob": False,
+}  # fmt: skip
+GLM_47_FLASH = {
+    "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 154880,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "v_head_dim": 256, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 46, "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_interleave": True,
+}  # fmt: skip
+QWEN35_35B_A3B = {
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **{k: v for k, v in QWEN3_NEXT_80B_A3B.items() if k != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "vocab_size": 248320,
+        "num_experts": 256, "num_experts_per_tok": 8, "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    },
+    "vision_config": {"depth": 27},
+}  # fmt: skip
