@@ -19,6 +19,7 @@ def test_etude_on_h200_waits_for_exchanges(soloist):
         assert words in done.out
     assert "4.44 TB/s read" in done.out
     assert "int4" not in done.out.split("assumed:")[0]  # 320 values are no groups of 128
+    assert "left out: int4, whose scales are for 128 weights" in done.out
 
 
 def test_a_configuration_as_json(soloist):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from soloist.cli.remarks import basis, remarks
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import millions, print_json
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
@@ -12,7 +13,7 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.tensors import parameters
 from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
-from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, Wall
+from soloist.planning.expectation import FORMULA, PROMPT_FLOPS_SHARE
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
 from soloist.planning.model import Model, active_parameters
 from soloist.planning.precision import PRECISIONS, find_precision
@@ -21,9 +22,7 @@ from soloist.planning.reach import (
     Reach,
     Subject,
     count,
-    find_shape_obstacle,
     reaches,
-    what_fits,
 )
 from soloist.planning.reading import read_model
 from soloist.planning.speculation import read_speculation
@@ -31,13 +30,6 @@ from soloist.settings import read_settings
 
 # Positions in sight where nothing else is asked for; a shorter model has its own.
 DEFAULT_CONTEXT_TOKENS = 8192
-
-_REASONS = {
-    Wall.CAPACITY: "weights and KV cache have no room",
-    Wall.BANDWIDTH: "reading weights and KV cache takes most of a token's time",
-    Wall.EXCHANGES: "blocks wait for each other longer than they read",
-    Wall.COMPUTE: "multiplying takes most of a token's time",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +158,7 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
          "first wall", "runs today"),
         [_cells(row) for row in rows],
     )  # fmt: skip
-    for line in _remarks(subject, rows):
+    for line in remarks(subject, rows):
         print(line)
     if costs is not None:
         _show_costs(subject, rows, costs)
@@ -238,100 +230,6 @@ def _cells(row: Reach) -> tuple[str, ...]:
     )
 
 
-def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """Which wall comes first where, what the figures rest on, and what would fit."""
-    lines = ["of this model only the part that makes text"] if subject.model.is_part else []
-    for wall in Wall:
-        met = [row for row in rows if row.wall is wall]
-        if met:
-            by_precision: dict[str, list[str]] = {}
-            for row in met:
-                by_precision.setdefault(row.precision.name, []).append(str(row.gpus))
-            where = "; ".join(
-                f"{name} on {', '.join(counts)} GPU{'s' * (counts != ['1'])}"
-                for name, counts in by_precision.items()
-            )
-            lines.append(f"{wall.value} first: {where} ({_REASONS[wall]})")
-    if any(not row.fits for row in rows):
-        lines.append(what_fits(subject))
-    shape = find_shape_obstacle(subject)
-    if shape:
-        lines.append(f"{'reference only' if subject.model.config else 'not yet'}: {shape}")
-    lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
-    return [
-        *lines,
-        f"expected: {FORMULA}",
-        *_speculation(subject, rows[0]),
-        *_sharing(subject, rows),
-        *_basis(subject, rows),
-    ]
-
-
-def _sharing(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """What sharing out the KV cache takes for granted where a model has few heads for it."""
-    model, most = subject.model, max(row.gpus for row in rows)
-    fewest = min((cache.heads for cache in model.caches), default=most)
-    if model.config is not None or fewest >= most:
-        return []
-    what = f"{fewest} heads" if fewest > 1 else "one latent for all heads"
-    return [
-        f"assumed: {most} GPUs share out the KV cache evenly, though it has {what}; where each "
-        "holds more than its share, it needs more room and reads more"
-    ]
-
-
-def _speculation(subject: Subject, row: Reach) -> list[str]:
-    """How tokens are drafted, and what of it nobody measured."""
-    s = subject.speculation
-    if s is None or row.speculating is None:
-        return []
-    source, drafting = "looked up in the text, at no cost", ""
-    if s.draft is not None:
-        drafting = f"{s.drafts} drafts and "
-        held = gigabytes(subject.draft_bytes)
-        source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
-    told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
-    lines = [
-        f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
-        f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
-        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of "
-        f"{drafting}a step of {s.drafts + 1} columns"
-    ]
-    if subject.model.mixture is not None:
-        lines.append(
-            f"speculating: columns choose experts apart, {subject.model.mixture.chosen} of "
-            f"{subject.model.mixture.experts} each, so a step of several reads more of them"
-        )
-    return lines
-
-
-def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """What the expectations were measured on, and what they assume."""
-    hardware, config = subject.hardware, subject.model.config
-    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in MEASURED.layer_wait_s.items())
-    lines = [
-        f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
-        f"GPU; waiting of a layer (5 exchanges) in µs by GPUs: {waits}; {MEASURED.sources}"
-    ]
-    if hardware.name != MEASURED.hardware:
-        lines.append(
-            f"assumed: nothing was measured on {hardware.name}; it reads at the same "
-            f"{MEASURED.read_share:.1%} of its peak and waits as long, longer where GPUs reach "
-            "each other more slowly"
-        )
-    if config is None:
-        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
-    elif config.lanes is not None:
-        lines.append(
-            f"with lanes: {MEASURED.lanes_wait_s * 1e6:.1f} µs a layer, measured on "
-            f"{MEASURED.lanes_gpus} GPUs (benchmarks/results/2-h200.json) and assumed on others"
-        )
-    unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
-    if unpacked:
-        lines.append(f"assumed: unpacking {', '.join(unpacked)} costs nothing")
-    return lines
-
-
 def _facts(
     name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None
 ) -> dict[str, object]:
@@ -354,7 +252,7 @@ def _facts(
             "source": h.source,
         },
         "formula": FORMULA,
-        "basis": [*_sharing(subject, rows), *_basis(subject, rows)],
+        "basis": basis(subject, rows),
         "speculation": None
         if s is None
         else {
