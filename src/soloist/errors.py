@@ -225,7 +225,7 @@ class EmptyPrompt(RequestError):
     def __init__(self) -> None:
         super().__init__(
             "the prompt is empty: generation needs at least one token to start from",
-            "give some text, for example --prompt 'def main():'",
+            "give some text, for example 'def main():'",
         )
 
 
@@ -234,12 +234,13 @@ class PromptTooLong(RequestError):
 
     def __init__(self, prompt_tokens: int, new_tokens: int, context_tokens: int) -> None:
         room = context_tokens - prompt_tokens
+        fits = context_tokens - (new_tokens if new_tokens < context_tokens else 1)
         super().__init__(
             f"the prompt has {prompt_tokens:,} tokens and {new_tokens:,} new ones were asked for, "
             f"but the context holds {context_tokens:,}; nothing was cut",
             f"ask for at most {room:,} new tokens"
             if room > 0
-            else f"shorten the prompt to at most {context_tokens - 1:,} tokens, or raise --context "
+            else f"shorten the prompt to at most {fits:,} tokens, or raise --context "
             "if the model allows it",
         )
         self.prompt_tokens = prompt_tokens

@@ -89,6 +89,9 @@ def test_keys_of_both_kinds() -> None:
                 reply = http.get(path)
                 assert reply.status_code == 401
                 assert reply.json()["error"]["code"] == "invalid_api_key"
+            # As Anthropic's clients read it.
+            kind = http.post("/v1/messages", json={}).json()["error"]["type"]
+            assert kind == "authentication_error"
             for bad in ("", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer ü"):
                 headers = {"Authorization": bad.encode()}
                 assert http.get("/v1/models", headers=headers).status_code == 401

@@ -81,7 +81,10 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
     ]
     chat = [{"role": "system", "content": "Write Python.\na\nb"}, {"role": "user", "content": "c"}]
     ask = {"model": "gpt", "instructions": "Write Python.", "input": items, "temperature": 0}
-    more = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+    more = {
+        "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
+        "reasoning": {"summary": "auto", "effort": None},
+    }  # fmt: skip
     reply = client.responses.create(
         **ask, **more, max_output_tokens=8, extra_body={"client_metadata": {"a": "b"}}
     )
@@ -105,7 +108,8 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        ({"max_output_tokens": 5000}, "prompt"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"extra_body": {"stream_options": {"include_obfuscation": True}}}, "stream_options"),
         ({"extra_body": {"colour": 1}}, "colour"),
     ],
 )  # fmt: skip
@@ -115,11 +119,15 @@ def test_refusals_name_the_field(client, changed, param) -> None:
     assert caught.value.param == param
 
 
-def test_cancelling_ends_a_stream_with_an_error(client, server) -> None:
+@pytest.mark.parametrize("does_delete", [False, True])
+def test_cancelling_ends_a_stream_with_an_error(client, server, does_delete) -> None:
     more = {"extra_body": {"ignore_eos": True}, "stream": True}
     stream = client.responses.create(**ASK, **more)
     first = next(iter(stream))
-    client.post(f"/responses/{first.response.id}/cancel", cast_to=object)
+    if does_delete:
+        client.responses.delete(first.response.id)
+    else:
+        client.post(f"/responses/{first.response.id}/cancel", cast_to=object)
     last = list(stream)[-1]
     assert last.type == "error"
     assert "cancelled on demand" in last.message

@@ -59,6 +59,7 @@ class ResponsesRequest(SamplingFields):
     )
     include: only([], [_SEALED]) = None  # type: ignore[valid-type]
     background: only(False) = None  # type: ignore[valid-type]
+    stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
     reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
