@@ -303,9 +303,10 @@ class GrammarFailed(RequestError):
 class QueueFull(Unavailable):
     """As many requests wait as may."""
 
-    def __init__(self, num_waiting: int, retry_s: float) -> None:
+    def __init__(self, num_columns: int, most_waiting: int, retry_s: float) -> None:
         super().__init__(
-            f"the queue is full: {num_waiting} requests wait already; this one was not taken",
+            f"the queue is full: as many requests wait as may ({most_waiting}, beside "
+            f"{num_columns} that run); this one was not taken",
             f"try again in about {retry_s:.0f} s, or start the server with a longer --queue",
         )
         self.retry_s = retry_s
