@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx2
 import openai
 import pytest
 
 from server.running import (
+    CONFIG,
     KEY,
     Scripted,
     etude,
@@ -71,6 +73,22 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
 
     with pytest.raises(ModelNotFound):
         serve(load, ServerConfig(names=("x",), port=0), lambda _: None, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"most_waiting": -1}, r"--queue is -1 \(allowed: 0 … 100,000\)"),
+        ({"most_body_bytes": 0}, r"--max-body-mb is 0.0 \(allowed: 0.000977 … 2,048\)"),
+        ({"request_s": float("nan")}, "--request-timeout is nan"),
+        ({"api_keys": (" ",)}, "--api-key"),
+        ({"cors_origins": ("localhost:3000",)}, r"--cors-origin is 'localhost:3000' .*http://"),
+        ({"cors_origins": ("http://a.example/",)}, "--cors-origin"),
+    ],
+)
+def test_settings_are_refused_as_they_were_typed(setting, told) -> None:
+    with pytest.raises(SettingError, match=told):
+        replace(CONFIG, **setting)
 
 
 def test_a_port_that_is_taken_is_refused(server) -> None:
