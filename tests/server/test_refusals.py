@@ -64,6 +64,7 @@ REFUSED = [
         400, "stream_options.speed", "not supported",
     ),
     ("chat/completions", {"model": "gpt"}, 400, "messages", "required"),
+    ("chat/completions", {"model": "gpt", "input": "x"}, 400, "input", "not supported"),
     ("chat/completions", {**CHAT, "messages": []}, 400, None, "empty"),
     ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, None, "no role"),
     (
@@ -178,11 +179,17 @@ def test_bodies_that_are_no_requests(http, body, words) -> None:
     assert words in reply.json()["error"]["message"]
 
 
+def test_compressed_bodies_are_refused(http) -> None:
+    reply = http.post("/v1/completions", content=b"x", headers={"Content-Encoding": "zstd"})
+    assert reply.status_code == 415
+    assert "zstd" in reply.json()["error"]["message"]
+
+
 def test_deeply_nested_values_are_refused(http) -> None:
     nested: object = 1
     for _ in range(400):
         nested = {"a": nested}
-    message = {"role": "user", "content": "x", "more": nested}
+    message = {"role": "user", "content": "x", "tool_calls": [nested]}
     body = {**CHAT, "max_tokens": 1, "messages": [message]}
     assert http.post("/v1/chat/completions", content=json.dumps(body)).status_code in (200, 400)
 

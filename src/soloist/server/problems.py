@@ -120,9 +120,13 @@ def invalid(path: str, message: str) -> Problem:
 
 
 def problem_of_fields(error: ValidationError) -> Problem:
-    """The first field that does not fit its schema."""
+    """The first field that does not fit its schema; one that is unknown goes before others.
+
+    What is missing may stand there under another name.
+    """
     found = error.errors(include_url=False)
-    first, path = found[0], path_of(found[0]["loc"]) or "body"
+    first = next((x for x in found if x["type"] == "extra_forbidden"), found[0])
+    path = path_of(first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return unsupported(path)
     if first["type"] == "not_supported":
