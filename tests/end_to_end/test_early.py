@@ -38,6 +38,7 @@ def test_files_that_are_not_there_are_read_from_disk() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timed  # it reads the card's free memory, which others beside it would take
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_is_loaded_is_the_same(precision: str) -> None:
     upload = begin("etude", "cuda:0", "1", None)

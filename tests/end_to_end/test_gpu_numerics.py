@@ -28,8 +28,10 @@ MOST_KL = 4.9e-4
 
 
 @cache
-def model() -> tuple[Engine, KernelModel]:
-    engine = Engine.load(EngineConfig("etude", device="cuda"))
+def model(ranks: int = 1) -> tuple[Engine, KernelModel]:
+    """Several ranks share the GPU."""
+    where = {"rank_devices": (0,) * ranks} if ranks > 1 else {}
+    engine = Engine.load(EngineConfig("etude", device="cuda", **where))
     kernel = engine.model
     assert isinstance(kernel, KernelModel), engine.report.refusal
     return engine, kernel
@@ -41,13 +43,15 @@ def text_ids() -> tuple[int, ...]:
     return tuple(model()[0].tokenizer.encode(source[:40_000])[:NUM_TOKENS])
 
 
-def kernel_logits(columns: int, rounds: int) -> Tensor:
+def kernel_logits(columns: int, rounds: int, ranks: int = 1) -> Tensor:
     """[T, V] of the text, `columns` positions side by side, at most `rounds` rounds a launch."""
-    engine, kernel = model()
+    engine, kernel = model(ranks)
     return forced_logits(kernel.decoder, engine.config.vocab_size, text_ids(), columns, rounds)
 
 
-def test_logits_are_nearer_to_fp32_than_a_16_bit_forward_is():
+@cache
+def exact_logits() -> Tensor:
+    """[T, V] of the fp32 reference."""
     engine, _ = model()
     checkpoint = open_checkpoint(shipped_folder("etude"))
     weights = load_weights(checkpoint, tensors(engine.config), Dtype.FP32, torch.device("cpu"))
@@ -55,15 +59,26 @@ def test_logits_are_nearer_to_fp32_than_a_16_bit_forward_is():
     ids = torch.tensor(text_ids())
     wanted = reference.forward(ids, 0, reference.new_cache(len(ids)), "all")
     assert wanted is not None
-    found = agreement(wanted, kernel_logits(1, NUM_TOKENS), ids.roll(-1))
+    return wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_logits_are_nearer_to_fp32_than_a_16_bit_forward_is(ranks: int):
+    logits = kernel_logits(1, NUM_TOKENS, ranks)
+    found = agreement(exact_logits(), logits, torch.tensor(text_ids()).roll(-1))
     assert found.mean_kl < MOST_KL, found
+    assert abs(found.nll_difference) < 3 * found.nll_standard_error, found
 
 
 @pytest.mark.parametrize(
-    ("columns", "rounds"), [(1, 1), (1, 64), (2, 256), (4, 16), (8, 64), (8, 1)]
+    ("ranks", "columns", "rounds"),
+    [
+        *((1, *steps) for steps in ((1, 1), (1, 64), (2, 256), (4, 16), (8, 64), (8, 1))),
+        *((ranks, *steps) for ranks in (2, 4, 8) for steps in ((1, 64), (8, 16))),
+    ],
 )
-def test_bits_do_not_depend_on_columns_or_launches(columns: int, rounds: int):
-    assert torch.equal(kernel_logits(columns, rounds), kernel_logits(1, NUM_TOKENS))
+def test_bits_do_not_depend_on_columns_or_launches(ranks: int, columns: int, rounds: int):
+    assert torch.equal(kernel_logits(columns, rounds, ranks), kernel_logits(1, NUM_TOKENS, ranks))
 
 
 @pytest.mark.parametrize("subject", [("etude",), ("--shape", CONFIG)])

@@ -51,7 +51,7 @@ SHARED, OURS = KERNELS
     ("kernel", "like", "ranks", "dtype"),
     [
         *((OURS, name, 2, Dtype.FP16) for name in TYPICAL),
-        *((OURS, "sm_90a", ranks, Dtype.BF16) for ranks in (1, 8)),
+        *((OURS, "sm_90a", ranks, Dtype.BF16) for ranks in (1, 2, 8)),
         *((SHARED, name, 2, Dtype.FP16) for name in ("sm_80", "sm_90a")),
     ],
 )

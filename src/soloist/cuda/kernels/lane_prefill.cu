@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   give_sums(peers, due, blockIdx.x, gridDim.x);
 }
 // Both side by side, the sums by the first `sum_blocks` blocks: one waits for links, the other for memory. The streams
-// must not need these sums.
-extern "C" __global__ void __launch_bounds__(kThreads)
+// must not need these sums. Four blocks an SM: left to itself, the compiler aims at more and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     hear_and_sum(const __grid_constant__ Hearing hearing, const __grid_constant__ Peers<uint4> peers, const Due due,
                  u32 sum_blocks) {
   if (blockIdx.x < sum_blocks) {
