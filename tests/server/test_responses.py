@@ -55,6 +55,27 @@ def test_a_stream_that_is_cut_is_incomplete(client) -> None:
     assert last.response.output_text == client.responses.create(**ask).output_text
 
 
+def test_log_probabilities_are_those_of_the_chat(client) -> None:
+    stop = chat_answer(PLAIN, max_tokens=30).text[12:15]
+    chat = {"messages": PLAIN, "max_tokens": 30, "logprobs": True, "top_logprobs": 2, "stop": stop}
+    whole = client.chat.completions.create(model="gpt", temperature=0, **chat)
+    wanted = [entry.model_dump() for entry in whole.choices[0].logprobs.content]
+    ask = {
+        **ASK, "max_output_tokens": 30, "extra_body": {"stop": stop}, "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    (told,) = client.responses.create(**ask).output[0].content
+    assert [entry.model_dump() for entry in told.logprobs] == wanted
+    assert len(wanted) > 1
+    *events, last = client.responses.create(**ask, stream=True)
+    assert last.response.output[0].content[0].logprobs == told.logprobs
+    pieces = [x for e in events if e.type == "response.output_text.delta" for x in e.logprobs]
+    assert pieces
+    assert [x.token for x in pieces] == [x.token for x in told.logprobs][: len(pieces)]
+    (done,) = [e for e in events if e.type == "response.output_text.done"]
+    assert [x.logprob for x in done.logprobs] == [x.logprob for x in told.logprobs]
+
+
 def test_items_and_parts(client) -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Write Python."}]},
@@ -96,6 +117,8 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
     [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
          "input[0].encrypted_content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
