@@ -209,6 +209,8 @@ def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claud
             "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1",
                  "content": [{"type": "text", "text": "rain"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such town",
+                 "is_error": True},
                 {"type": "text", "text": "And?"},
             ],
         },
@@ -221,6 +223,7 @@ def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claud
             "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": "toolu_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": "The call failed:\nno such town"},
         {"role": "user", "content": "And?"},
     ]  # fmt: skip
     tool = {"name": "t", "description": "time", "parameters": {"type": "object"}}

@@ -9,6 +9,9 @@ from soloist.server.problems import invalid, unsupported
 # of what the model is asked, and would keep prompts from ever sharing a beginning.
 _BILLING_HEADER = "x-anthropic-billing-header"
 
+# The first line of a result whose `is_error` is true.
+_FAILED = "The call failed:"
+
 
 def system_text(given: str | list[dict[str, Any]] | None) -> str:
     """The system prompt; blocks are a line each."""
@@ -74,12 +77,8 @@ def _of_user(blocks: Sequence[Any], place: str) -> list[dict[str, Any]]:
         here = f"{place}[{number}]"
         match block:
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                content = block.get("content") or ""
-                if isinstance(content, list):
-                    content = "\n".join(
-                        _text(x, f"{here}.content[{n}]") for n, x in enumerate(content)
-                    )
-                plain.append({"role": "tool", "tool_call_id": call_id, "content": content})
+                result = _of_tool(block, here)
+                plain.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
                 text = _text(block, here)
                 if plain and plain[-1]["role"] == "user":
@@ -87,6 +86,21 @@ def _of_user(blocks: Sequence[Any], place: str) -> list[dict[str, Any]]:
                 else:
                     plain.append({"role": "user", "content": text})
     return plain
+
+
+def _of_tool(block: Mapping[str, Any], place: str) -> str:
+    """A result as text. Templates know no failed calls, so that a call failed is said in words."""
+    content = block.get("content") or ""
+    if isinstance(content, list):
+        content = "\n".join(_text(x, f"{place}.content[{n}]") for n, x in enumerate(content))
+    elif not isinstance(content, str):
+        raise invalid(f"{place}.content", "expected a text or a list of blocks")
+    match block.get("is_error"):
+        case None | False:
+            return content
+        case True:
+            return f"{_FAILED}\n{content}"
+    raise invalid(f"{place}.is_error", "expected true or false")
 
 
 def _of_assistant(blocks: Sequence[object], place: str) -> dict[str, Any]:
