@@ -124,6 +124,24 @@ def test_counts(claude) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             r"messages\[0\].content\[0\].type is not supported",
         ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "content": "x",
+                                "is_error": "yes",
+                            }
+                        ],
+                    }
+                ]
+            },
+            r"messages\[0\].content\[0\].is_error: expected true or false",
+        ),
         ({"extra_body": {"colour": 1}}, "colour is not supported"),
         ({"extra_body": {"top_k": 0, "temperature": 7000}}, "0.01 … 100"),
     ],

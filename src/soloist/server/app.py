@@ -25,27 +25,28 @@ from soloist.server.responses import responses
 
 log = logging.getLogger(__name__)
 
+# Asked in this order for every request: those whose first token is waited for go first.
 ROUTES = (
-    Route("/", playground.page),
-    Route("/playground/{name}", playground.part),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/responses/{request_id}/cancel", status.cancel, methods=["POST"]),
+    Route("/v1/messages/{request_id}", status.cancel, methods=["DELETE"]),
+    Route("/v1/models", status.models),
+    Route("/v1/models/{name:path}", status.model),
+    Route("/tokenize", tokens.tokenize, methods=["POST"]),
+    Route("/detokenize", tokens.detokenize, methods=["POST"]),
     Route("/health", status.health),
     Route("/metrics", status.metrics),
     Route("/docs", documentation.page),
     Route("/openapi.json", documentation.openapi),
-    Route("/v1/models", status.models),
-    Route("/v1/models/{name:path}", status.model),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
-    Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
-    Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
-    Route("/v1/responses/{request_id}/cancel", status.cancel, methods=["POST"]),
-    Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-    Route("/v1/messages/{request_id}", status.cancel, methods=["DELETE"]),
-    Route("/tokenize", tokens.tokenize, methods=["POST"]),
-    Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    Route("/", playground.page),
+    Route("/playground/{name}", playground.part),
 )
 
 # Where a prompt stands in requests that do not call it that.

@@ -73,17 +73,24 @@ def choices(params: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
 
 
-def room(engine: Engine, prompt_ids: list[int], wanted: int | None) -> int:
-    """Tokens that may be made: what was asked for, or all that the context holds.
+def fitted(
+    engine: Engine, prompt_ids: list[int], params: SamplingParams, wanted: int | None
+) -> SamplingParams:
+    """The same, for what the context holds beside the prompt where no number was asked for.
+
+    Args:
+        engine: whose context it is.
+        prompt_ids: the prompt.
+        params: for `wanted` tokens, if that is a number.
+        wanted: most new tokens.
 
     Raises:
         RequestError: the prompt is empty or too long.
     """
-    if wanted is None:
-        engine.check_prompt(prompt_ids, 1)
-        return engine.resolved.context_tokens - len(prompt_ids)
-    engine.check_prompt(prompt_ids, wanted)
-    return wanted
+    engine.check_prompt(prompt_ids, 1 if wanted is None else wanted)
+    if wanted is not None:
+        return params
+    return replace(params, max_tokens=engine.resolved.context_tokens - len(prompt_ids))
 
 
 def _tool_use(asked: ChatRequest) -> ToolUse:
@@ -109,7 +116,7 @@ def _prepared(
     style = part_format(engine, asked.offered_tools or ())
     text = chat_prompt(engine, asked, asked.offered_tools)
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
+    params = fitted(engine, prompt_ids, params, wanted)
     wanted = (asked.top_logprobs or 0) if asked.logprobs else None
     end = text[-PROMPT_END:]
     grammar = grammar_of(engine, shape, use, style, end)

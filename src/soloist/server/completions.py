@@ -13,7 +13,7 @@ from soloist.engine import Completion, Engine, Scored, Scores
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
 from soloist.server.bodies import read
-from soloist.server.chat import FINISH, choices, room
+from soloist.server.chat import FINISH, choices
 from soloist.server.fields import MOST_CHOICES, CompletionRequest
 from soloist.server.generation import Asked, Delta, Generation, Whole, collect
 from soloist.server.host import Ready
@@ -71,7 +71,7 @@ def _prepared(engine: Engine, asked: CompletionRequest, shape: Shape | None) -> 
     if not prompts:
         raise invalid("prompt", "an empty list; give at least one prompt")
     for ids in prompts:
-        room(engine, ids, wanted)
+        engine.check_prompt(ids, wanted)
     grammar = plain_grammar(engine, shape)
     return [Asked(ids, params, asked.logprobs, grammar=grammar, scores=scores) for ids in prompts]
 

@@ -42,13 +42,8 @@ def shown_ids(engine: Engine, style: PartFormat) -> frozenset[int]:
 
 def special_marks(engine: Engine, style: PartFormat) -> dict[str, int]:
     """Those marks that are special tokens, with their ids."""
-    tokenizer = engine.tokenizer
-    marks = {mark: tokenizer.encode(mark, add_special_tokens=False) for mark in style.marks}
-    return {
-        mark: ids[0]
-        for mark, ids in marks.items()
-        if len(ids) == 1 and ids[0] in tokenizer.special_ids
-    }
+    ids = {mark: engine.tokenizer.special_id(mark) for mark in style.marks}
+    return {mark: token_id for mark, token_id in ids.items() if token_id is not None}
 
 
 def _json_parameters(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -15,7 +14,7 @@ from soloist.errors import SoloistError
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
 from soloist.server.bodies import read
-from soloist.server.chat import room
+from soloist.server.chat import fitted
 from soloist.server.fields import (
     MOST_TOP_LOGPROBS,
     Harmless,
@@ -139,7 +138,7 @@ def _prepared(
         for_template(engine, chat), tools=tools or None, add_generation_prompt=True
     )
     prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
+    params = fitted(engine, prompt_ids, params, wanted)
     end = text[-PROMPT_END:]
     grammar = grammar_of(engine, shape, use, style, end)
     one = Asked(prompt_ids, params, shown, shown_ids(engine, style), grammar)

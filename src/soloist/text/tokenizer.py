@@ -118,6 +118,11 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else self._decoder.token_bytes(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled `text`, if there is one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental twin of `decode`, fed with the spellings of tokens."""
         return self._decoder.start()

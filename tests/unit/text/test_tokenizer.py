@@ -165,6 +165,7 @@ def test_ids_in_added_tokens_decoder_are_kept(byte_level, folder):
         assert ours.encode(text) == theirs.encode(text)
     assert size in ours.special_ids
     assert size + 1 not in ours.special_ids
+    assert [ours.special_id(text) for text in ("<extra>", "<pad>", "none")] == [size, None, None]
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(byte_level, folder):
