@@ -217,6 +217,14 @@ class Elementwise(ABC):
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`product` [T, 2 F] (+ `bias`), gate then up, to silu(gate) · up [T, F]."""
 
+    def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:  # noqa: ARG002 - most have no such kernel
+        """The product of `x` [T, H] with gate_up's matrix [2 F, H] and `silu_mul` at once.
+
+        Returns:
+            Whether that was done: only where a kernel is faster than the two.
+        """
+        return False
+
 
 class TorchElementwise(Elementwise):
     """On any device."""

@@ -25,6 +25,7 @@ from soloist.prefill.elementwise import (
     Reach,
     Vectors,
 )
+from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
 from soloist.prefill.pages import PagePool
 
@@ -101,6 +102,10 @@ class FusedElementwise(Elementwise):
         self._modules: dict[str, Module] = {}
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
         self._load(_KERNEL, entries, arch, cache_root)
+        self._gate_up = None
+        if not lanes and has_gate_up(arch, config.hidden_size, ffn):
+            with torch.cuda.device(pool.device):
+                self._gate_up = GateUp(self._spec, cache_root)
         self._stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -243,6 +248,14 @@ class FusedElementwise(Elementwise):
         count = out.numel() // _ACCESS_VALUES
         args = (pointer(product), pointer(bias), pointer(out), ctypes.c_uint32(count))
         self._launch("silu_mul", -(-count // THREADS), args)
+
+    def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+        """See the base class."""
+        kernel = self._gate_up
+        if kernel is None or bias is not None or not kernel.suits(x, matrix):
+            return False
+        kernel.launch(x, matrix, out, self._stream)
+        return True
 
     def _launch(
         self,
