@@ -225,6 +225,18 @@ class Elementwise(ABC):
         """
         return False
 
+    @property
+    def attends(self) -> bool:
+        """Whether `attend` is there, which is where it is faster than libraries."""
+        return False
+
+    def attend(self, heads: Heads, window: int | None) -> Tensor:
+        """What a chunk that begins its sequence attends to, [T, Q · D]; `window` as of libraries.
+
+        A row's bits depend neither on T nor on what other rows hold.
+        """
+        raise NotImplementedError
+
 
 class TorchElementwise(Elementwise):
     """On any device."""

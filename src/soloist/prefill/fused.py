@@ -25,6 +25,7 @@ from soloist.prefill.elementwise import (
     Reach,
     Vectors,
 )
+from soloist.prefill.first_attention import FirstAttention, has_first_attention
 from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
 from soloist.prefill.pages import PagePool
@@ -106,6 +107,12 @@ class FusedElementwise(Elementwise):
         if not lanes and has_gate_up(arch, config.hidden_size, ffn):
             with torch.cuda.device(pool.device):
                 self._gate_up = GateUp(self._spec, cache_root)
+        self._attention = None
+        if has_first_attention(arch, attention.head_dim):
+            with torch.cuda.device(pool.device):
+                self._attention = FirstAttention(
+                    attention.head_dim, DTYPES[pool.dtype], cache_root
+                )
         self._stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -256,6 +263,20 @@ class FusedElementwise(Elementwise):
             return False
         kernel.launch(x, matrix, out, self._stream)
         return True
+
+    @property
+    def attends(self) -> bool:
+        """See the base class."""
+        return self._attention is not None
+
+    def attend(self, heads: Heads, window: int | None) -> Tensor:
+        """See the base class."""
+        assert self._attention is not None, "asked for before"
+        out = torch.empty_like(heads.queries)
+        self._attention.launch(
+            heads.queries, heads.keys, heads.values, out, window, self._stream
+        )
+        return out.flatten(1)
 
     def _launch(
         self,

@@ -207,6 +207,7 @@ class Prefill(PromptRunner):
         assert self._elementwise.capturable, "kernels read the place from the device"
         assert 0 < size <= self.most_tokens, "buffers are large enough"
         is_whole = size == self.most_tokens and not self.widths
+        is_whole = is_whole and not self._elementwise.attends
         self._attends_whole = is_whole and self._can_attend_whole()
         nothing = torch.zeros(0, dtype=torch.int32)
         return self._upload.chunk(nothing, 0, nothing, size)
@@ -410,6 +411,8 @@ class Prefill(PromptRunner):
         if chunk.num_rows in self.widths:
             return self._attend_gathered(layer, chunk, heads.queries, chunk.query_bounds)
         if chunk.position == 0:
+            if self._elementwise.attends:
+                return self._elementwise.attend(heads, window)
             sees_all = window is None or window >= chunk.num_rows
             if sees_all and self._attends_whole:
                 return attend_whole(heads.queries, heads.keys, heads.values)

@@ -1,7 +1,7 @@
 // Boxes of matrices in global memory, copied to and from shared memory by the copy engine (sm_90 on).
 //
-// Rows of a box are 128 bytes; 16-byte chunk c of its row r lies at c ^ r % 8. What lies outside of the matrix is read as zeros
-// and not written.
+// Rows of a box are 128 bytes; 16-byte chunk c of its row r lies at c ^ r % 8. Of rows of 64 bytes it lies at c ^ r / 2 % 4.
+// What lies outside of the matrix is read as zeros and not written.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -10,7 +10,11 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row % 8)) << 4); }
+template <u32 kRowBytes = 128>
+__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes == 128, "as wide as the swizzle");
+  return row * kRowBytes + ((chunk ^ (kRowBytes == 128 ? row % 8 : row / 2 % 4)) << 4);
+}
 
 // Completes `barrier` by the box's bytes.
 __device__ __forceinline__ void load_box(u32 shared, const TensorMap& map, u32 column, u32 row, u32 barrier) {
@@ -31,6 +35,18 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 column, u32 
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
                ::"l"(&map), "r"(column), "r"(row), "r"(shared) : "memory");
 }
+
+// The same for boxes beside each other, of a map that has them as its third dimension: all rows of the first one come first.
+__device__ __forceinline__ void load_boxes(u32 shared, const TensorMap& map, u32 row, u32 box, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      ::"r"(shared), "l"(&map), "r"(0), "r"(row), "r"(box), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void store_boxes(const TensorMap& map, u32 row, u32 box, u32 shared) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
+               ::"l"(&map), "r"(0), "r"(row), "r"(box), "r"(shared) : "memory");
+}
+
 // Those of this thread since the last call are a group; all groups have read shared memory; all have been written.
 __device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -27,9 +27,10 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
 // Sums are read from here on, and not before: to be called once no product is in flight.
-__device__ __forceinline__ void take_sums(float (&s)[kWgmmaSums]) {
+template <u32 kSums>
+__device__ __forceinline__ void take_sums(float (&s)[kSums]) {
 #pragma unroll
-  for (u32 i = 0; i < kWgmmaSums; ++i) asm volatile("" : "+f"(s[i])::"memory");
+  for (u32 i = 0; i < kSums; ++i) asm volatile("" : "+f"(s[i])::"memory");
 }
 
 #define WGMMA(type) \
