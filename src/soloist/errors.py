@@ -536,9 +536,9 @@ class BitsDiffer(DeviceError):
 
 
 def gigabytes(num_bytes: int) -> str:
-    """`num_bytes` for people, in decimal units: '12.8 GB', '640 MB', '3.1 kB'."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
+    """`num_bytes` for people, in decimal units: '1.34 TB', '12.8 GB', '640 MB', '3.1 kB'."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= 0.9995 * size:  # what three digits round to the larger unit
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes} B"
 

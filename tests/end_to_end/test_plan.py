@@ -19,6 +19,7 @@ def test_etude_on_h200_waits_for_exchanges(soloist):
         assert words in done.out
     assert "4.44 TB/s read" in done.out
     assert "int4" not in done.out.split("assumed:")[0]  # 320 values are no groups of 128
+    assert "left out: int4, whose scales are for 128 weights" in done.out
 
 
 def test_a_configuration_as_json(soloist):
@@ -102,7 +103,7 @@ def test_speculation_is_assumed_unless_told(soloist):
 
 
 def test_a_mixture_of_experts(soloist, tmp_path):
-    from unit.planning.test_mixture import QWEN3_30B_A3B
+    from unit.planning.mixtures import QWEN3_30B_A3B
 
     file = tmp_path / "qwen3-30b-a3b.json"
     file.write_text(json.dumps(QWEN3_30B_A3B))

@@ -97,12 +97,12 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_na
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline class="s{colour}" points="{joined}"/>')
         parts += [f'<circle class="c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places]
-        key = _PLOT_HEIGHT + i * 18
+        key = _PLOT_HEIGHT + 8 + i * 18
         parts.append(
             f'<rect class="c{colour}" x="{_LEFT}" y="{key}" width="10" height="10"/>'
             + _text(_LEFT + 16, key + 5, label, "start")
         )
-    return _svg(_PLOT_HEIGHT + len(series) * 18, parts)
+    return _svg(_PLOT_HEIGHT + 8 + len(series) * 18, parts)
 
 
 def _step(most: float) -> float:

@@ -82,11 +82,13 @@ class Comparison:
     Attributes:
         differences: of all pairs.
         only_before, only_after: rows without partner, in words.
+        apart: without a single pair, what keeps the two most alike rows apart.
     """
 
     differences: tuple[Difference, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
+    apart: str = ""
 
     @property
     def regressions(self) -> tuple[Difference, ...]:
@@ -110,6 +112,7 @@ def compare(before: Sequence[Json], after: Sequence[Json], threshold: float) -> 
         tuple(d for a, b in pairs for d in _differences(a, b, threshold)),
         tuple(describe(row) for row in left),
         tuple(describe(row) for row in right),
+        "" if pairs else _apart(left, right),
     )
 
 
@@ -118,17 +121,48 @@ def conditions(row: Json) -> tuple[object, ...] | None:
     kind = row.get("bench", "decode")
     if kind not in _CONDITIONS:
         return None
-    values = [row.get(field, default) for field, default in _CONDITIONS[kind].items()]
+    return (kind, *_values(row).values())
+
+
+def _apart(before: Sequence[Json], after: Sequence[Json]) -> str:
+    """What keeps the two most alike rows of one kind from being partners; empty without any."""
+    pairs = [
+        (a, b)
+        for a in before
+        for b in after
+        if a.get("bench", "decode") == b.get("bench", "decode") and conditions(a) is not None
+    ]
+    if not pairs:
+        return ""
+    a, b = min(pairs, key=lambda pair: len(_differing(*pair)))
+    words = [f"{field} {was} and {now}" for field, (was, now) in _differing(a, b).items()]
+    words = words or [f"engine {_engine(a)} and {_engine(b)}, and there are more alike"]
+    return f"{describe(a)}: {', '.join(words)}"
+
+
+def _differing(a: Json, b: Json) -> dict[str, tuple[object, object]]:
+    theirs = _values(b)
+    return {
+        field: (value, theirs[field])
+        for field, value in _values(a).items()
+        if value != theirs[field]
+    }
+
+
+def _values(row: Json) -> dict[str, object]:
+    """A row's conditions by field."""
+    kind = row.get("bench", "decode")
+    values = {field: row.get(field, default) for field, default in _CONDITIONS[kind].items()}
     if kind == "decode":
         start = row.get("start_position")
-        values.append(row.get("prompt_tokens") if start is None else start)
+        values["start_position"] = row.get("prompt_tokens") if start is None else start
     if kind == "serve":
         asked = row.get("asked_prompt_tokens")
-        values.append(row.get("prompt_tokens") if asked is None else asked)
+        values["asked_prompt_tokens"] = row.get("prompt_tokens") if asked is None else asked
     if kind in ("serve", "agent"):
         # Servers call one model by its folder, its owner and name, or its name.
-        values[0] = _model_name(row)
-    return (kind, *values)
+        values["shape"] = _model_name(row)
+    return values
 
 
 def describe(row: Json) -> str:
@@ -142,6 +176,8 @@ def describe(row: Json) -> str:
         words.append(f"{row.get('turns')} turns from {row.get('asked_prompt_tokens')}")
     if kind == "prefill":
         words.append(f"{row.get('prompt_tokens')} tokens")
+    if row.get("gpus", 1) > 1:
+        words.append(f"on {row['gpus']} GPUs")
     if row.get("columns", 1) != 1:
         words.append(f"{row['columns']} columns of {row.get('sequences', 1)}")
     if row.get("start_position") not in (None, row.get("prompt_tokens")):

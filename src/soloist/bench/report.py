@@ -11,14 +11,19 @@ _COLOURS = (
 )  # fmt: skip
 assert len(_COLOURS) == NUM_COLOURS, "one for each class of a chart"
 _STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #ddd; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --paper: #16181c; --faint: #3a3d44; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
-  color: #222; background: #fff; }
-svg { width: 100%; height: auto; font-size: 12px; fill: #222; }
+  color: var(--ink); background: var(--paper); }
+figure { margin: 0; overflow-x: auto; }
+svg { width: 100%; min-width: 48rem; height: auto; font-size: 12px; fill: var(--ink); }
 table { border-collapse: collapse; font-size: 12px; display: block; overflow-x: auto; }
-td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: left; white-space: nowrap; }
-.file { margin: 0; } .file span { display: inline-block; width: 12px; height: 12px;
-  margin-right: 8px; }
-.range { stroke: #222; stroke-width: 1.5; } .grid { stroke: #ddd; } polyline { fill: none; }
+td, th { border-bottom: 1px solid var(--faint); padding: 2px 8px; text-align: left;
+  white-space: nowrap; }
+.file { margin: 0; overflow-wrap: anywhere; }
+.file span { display: inline-block; width: 12px; height: 12px; margin-right: 8px; }
+.range { stroke: var(--ink); stroke-width: 1.5; } .grid { stroke: var(--faint); }
+polyline { fill: none; }
 """
 _LATENCIES = (
     ("token_ms", "time of a token"),
@@ -64,6 +69,7 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>soloist bench</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{style}</style></head><body>\n<h1>soloist bench</h1>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
@@ -100,30 +106,34 @@ def _figure(
                     shown, colours[file],
                 )
             )  # fmt: skip
-    return [f"<h2>{kind}: {figure.unit}</h2>", bars(items)] if items else []
+    return _plot(f"{kind}: {figure.unit}", bars(items)) if items else []
+
+
+def _plot(title: str, svg: str, note: str = "") -> list[str]:
+    return [f"<h2>{escape(title)}</h2>{note}", f"<figure>{svg}</figure>"]
 
 
 def _against_context(rows: Sequence[tuple[str, Json]], kind: str) -> list[str]:
-    """A line for all rows that differ in context only."""
-    series: dict[str, dict[float, float]] = {}
-    for _, row in rows:
+    """A line for all rows of one file that differ in context only."""
+    series: dict[tuple[str, str], dict[float, float]] = {}
+    for file, row in rows:
         speed = row.get("decode_tokens_per_s")
         start = row.get("start_position") or row.get("prompt_tokens")
         if _kind(row) != kind or speed is None or start is None or row.get("columns", 1) != 1:
             continue
-        name = " ".join(
-            str(row[field])
-            for field in ("engine", "shape", "precision", "device", "prefix")
-            if row.get(field)
-        )
-        series.setdefault(name, {})[start] = speed["median"]
+        fields = ("engine", "shape", "precision", "device", "prefix")
+        words = [str(row[field]) for field in fields if row.get(field)]
+        words += [f"on {row['gpus']} GPUs"] if row.get("gpus", 1) > 1 else []
+        series.setdefault((" ".join(words), file), {})[start] = speed["median"]
     lasting = {name: sorted(points.items()) for name, points in series.items() if len(points) > 1}
     if not lasting:
         return []
-    return [
-        f"<h2>{kind}: speed against context</h2>",
-        lines(lasting, "tokens before the first one made", "tokens/s"),
-    ]
+    several = len({file for _, file in lasting}) > 1
+    named = {
+        name + (f" · {file}" if several else ""): points for (name, file), points in lasting.items()
+    }
+    title = f"{kind}: speed against context"
+    return _plot(title, lines(named, "tokens before the first one made", "tokens/s"))
 
 
 def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[str]:
@@ -135,11 +145,8 @@ def _mbu(rows: Sequence[tuple[str, Json]], colours: Mapping[str, int]) -> list[s
     if not items:
         return []
     note = "<p>Share of the read bandwidth that was measured on the machine.</p>"
-    return [
-        "<h2>Memory-bandwidth utilisation</h2>",
-        note,
-        bars(items, max(1, *(b.value for b in items))),
-    ]
+    most = max(1, *(bar.value for bar in items))
+    return _plot("Memory-bandwidth utilisation", bars(items, most), note)
 
 
 def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
@@ -152,7 +159,6 @@ def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
                 name = f"{_kind(row)}: {row.get('shape', '')}"
                 of_model.setdefault(name, []).append((file, row))
         for name, found in of_model.items():
-            parts.append(f"<h2>{escape(name)}: {title}</h2>")
             series = {
                 label: [
                     (share, row[field][at])
@@ -161,10 +167,8 @@ def _latencies(rows: Sequence[tuple[str, Json]]) -> list[str]:
                 ]
                 for label, (_, row) in zip(_labels(found), found, strict=True)
             }
-            parts += [
-                lines(series, "% of them take no longer", "ms"),
-                _times(series, [row for _, row in found], field),
-            ]
+            parts += _plot(f"{name}: {title}", lines(series, "% of them take no longer", "ms"))
+            parts.append(_times(series, [row for _, row in found], field))
     return parts
 
 
@@ -177,7 +181,7 @@ def _loops(rows: Sequence[tuple[str, Json]]) -> list[str]:
         label: [(number, turn["step_ms"]) for number, turn in enumerate(row["by_turn"], 1)]
         for label, (_, row) in zip(_labels(found), found, strict=True)
     }
-    return ["<h2>agent: time of each step</h2>", lines(series, "step of the loop", "ms")]
+    return _plot("agent: time of each step", lines(series, "step of the loop", "ms"))
 
 
 def _labels(rows: Sequence[tuple[str, Json]]) -> list[str]:

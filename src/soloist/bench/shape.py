@@ -158,15 +158,14 @@ def _check(plan: Plan) -> None:
 
 def _check_reference(plan: Plan) -> None:
     """What the reference has no equal of."""
-    for option, given, only in (
-        ("--columns", plan.columns, 1),
-        ("--sequences", plan.sequences, 1),
-        ("--context", plan.context, None),
+    for option, given, only, allowed in (
+        ("--columns", plan.columns, 1, "1, more on a GPU only"),
+        ("--sequences", plan.sequences, 1, "1, more on a GPU only"),
+        ("--context", plan.context, None, "none, on a GPU only"),
     ):
         if given != only:
-            raise SettingError(
-                option, given, "on a GPU only", "the reference runs one column, after its prompt"
-            )
+            hint = "the reference runs one column, after its prompt"
+            raise SettingError(option, given, allowed, hint)
 
 
 def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) -> Run:

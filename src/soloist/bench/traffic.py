@@ -10,12 +10,11 @@ from pathlib import Path
 from soloist.bench import record
 from soloist.bench.sizes import require_at_least
 from soloist.errors import SettingError, UserError
-from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.families import read_config, tensors
-from soloist.model.memory import kv_bytes_seen
-from soloist.model.tensors import TensorSpec, streamed_values
-from soloist.planning.precision import find_precision, streamed_bytes
+from soloist.planning.bounds import kv_bytes_read, weight_bytes
+from soloist.planning.model import Model
+from soloist.planning.precision import SIXTEEN_BIT, find_precision
+from soloist.planning.reading import read_model
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "int4", "fp4")
 
@@ -25,25 +24,23 @@ class Traffic:
     """A model in a server.
 
     Attributes:
-        config, specs: the model and its tensors.
+        model: in figures; of a mixture a token reads the experts that it chooses.
         precision: of `PRECISIONS`; below 16 bits that of the layers' matrices, beside a 16-bit KV
             cache.
         bandwidth: bytes a second that the server's memory, of all GPUs together, reads.
     """
 
-    config: ModelConfig
-    specs: tuple[TensorSpec, ...]
+    model: Model
     precision: str
     bandwidth: float
 
     def bytes_at(self, position: int) -> int:
         """Weights, keys and values that the token at `position` has to read."""
-        tied = self.config.tied_head
         if self.precision == "fp32":
-            weights = streamed_values(self.specs, tied_head=tied) * Dtype.FP32.num_bytes
-            return weights + kv_bytes_seen(self.config, Dtype.FP32, position)
-        weights = streamed_bytes(self.specs, find_precision(self.precision), tied_head=tied)
-        return weights + kv_bytes_seen(self.config, Dtype.BF16, position)
+            weights = 2 * weight_bytes(self.model, SIXTEEN_BIT)
+            return weights + kv_bytes_read(self.model, position, Dtype.FP32)
+        weights = weight_bytes(self.model, find_precision(self.precision))
+        return weights + kv_bytes_read(self.model, position)
 
 
 def read_traffic(config: Path, precision: str, bandwidth: Path, gpus: int = 1) -> Traffic:
@@ -63,7 +60,7 @@ def read_traffic(config: Path, precision: str, bandwidth: Path, gpus: int = 1) -
     if precision not in PRECISIONS:
         raise SettingError("--precision", precision, ", ".join(PRECISIONS))
     require_at_least(("--gpus", gpus, 1))
-    model = read_config(config)
+    model = read_model(config)
     found = [row for row in record.read(bandwidth) if row.get("bench") == "bandwidth"]
     if len(found) != 1:
         raise UserError(
@@ -71,4 +68,4 @@ def read_traffic(config: Path, precision: str, bandwidth: Path, gpus: int = 1) -
             "on the server's machine: soloist bench bandwidth -o FILE",
         )
     rate = float(found[0]["gb_per_s"]["median"]) * 1e9 * gpus
-    return Traffic(model, tensors(model), precision, rate)
+    return Traffic(model, precision, rate)

@@ -452,7 +452,7 @@ def bench_decode(
     shape: Annotated[
         Path | None,
         typer.Option(
-            help="Instead of a model, a config.json: random weights, on the decode kernel.",
+            help="Instead of a model, a config.json: random weights.",
             rich_help_panel=_SHAPE,
         ),
     ] = None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from os.path import commonpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,8 +175,9 @@ def _check_threshold(threshold: float) -> None:
 def _end(made: "Comparison") -> None:
     """Without a single pair nothing was compared, which is no success."""
     if not made.differences:
+        nearest = f" (nearest: {made.apart})" if made.apart else ""
         raise UserError(
-            "no two rows measure the same",
+            f"no two rows measure the same{nearest}",
             "rows are partners where model, device, precision, lengths and columns are equal",
         )
     if made.regressions:
@@ -217,7 +219,10 @@ def report(
     from soloist.bench import record
     from soloist.bench import report as page
 
-    rows = {str(file): record.read(file) for file in files}
+    # Without the folders that they share: where they lie here tells readers elsewhere nothing.
+    paths = [file.resolve() for file in files]
+    shared = commonpath([path.parent for path in paths])
+    rows = {path.relative_to(shared).as_posix(): record.read(path) for path in paths}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page.report(rows), encoding="utf-8")
     status(f"{output}: {sum(map(len, rows.values()))} rows")

@@ -109,7 +109,7 @@ IgnoreEos = Annotated[
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", help="JSON on stdout, nothing else.", rich_help_panel=_OUTPUT),
 ]
 
 Output = Annotated[

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from soloist.cli.remarks import basis, remarks
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import millions, print_json
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
@@ -12,31 +13,23 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.tensors import parameters
 from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
-from soloist.planning.expectation import FORMULA, MEASURED, PROMPT_FLOPS_SHARE, READ_SHARE, Wall
+from soloist.planning.expectation import FORMULA, PROMPT_FLOPS_SHARE
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
-from soloist.planning.mixture import Model, active_parameters, read_model
+from soloist.planning.model import Model, active_parameters
 from soloist.planning.precision import PRECISIONS, find_precision
 from soloist.planning.reach import (
     GPU_COUNTS,
     Reach,
     Subject,
     count,
-    find_shape_obstacle,
     reaches,
-    what_fits,
 )
+from soloist.planning.reading import read_model
 from soloist.planning.speculation import read_speculation
 from soloist.settings import read_settings
 
 # Positions in sight where nothing else is asked for; a shorter model has its own.
 DEFAULT_CONTEXT_TOKENS = 8192
-
-_REASONS = {
-    Wall.CAPACITY: "weights and KV cache have no room",
-    Wall.BANDWIDTH: "reading weights and KV cache takes most of a token's time",
-    Wall.EXCHANGES: "blocks wait for each other longer than they read",
-    Wall.COMPUTE: "multiplying takes most of a token's time",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
         raise SettingError("--gpus", asked.gpus, ", ".join(str(n) for n in GPU_COUNTS))
     precisions = PRECISIONS if asked.precision is None else (find_precision(asked.precision),)
     name, model = _read(asked.model, asked.file, asked.revision)
-    most = model.config.context_tokens
+    most = model.context_tokens
     tokens = min(DEFAULT_CONTEXT_TOKENS, most) if asked.context is None else asked.context
     if not 1 <= tokens <= most:
         raise SettingError("--context", tokens, f"1 … {most:,}")
@@ -93,7 +86,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
     draft = None if asked.draft is None else _read_draft(asked.draft)
     speculation = read_speculation(draft, asked.drafts, asked.acceptance)
     target = detect() if asked.hardware is None else find_hardware(asked.hardware)
-    subject = Subject(model.config, model.specs, target, tokens, model.mixture, speculation)
+    subject = Subject(model, target, tokens, speculation)
     rows = reaches(subject, precisions, GPU_COUNTS if asked.gpus is None else (asked.gpus,))
     if as_json:
         print_json(_facts(name, subject, rows, costs))
@@ -149,10 +142,10 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
     rate = h.link.bytes_per_s
     link = h.link.name + (f" {rate / 1e9:,.0f} GB/s a direction" if rate else "")
     active = ""
-    if subject.mixture is not None:
+    if subject.model.mixture is not None:
         active = f" ({millions(active_parameters(subject.model))} for a token)"
     print(
-        f"{name} · {subject.config.family} · {millions(parameters(subject.specs))} parameters"
+        f"{name} · {subject.model.family} · {millions(parameters(subject.model.specs))} parameters"
         f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
     )
     print(
@@ -165,7 +158,7 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
          "first wall", "runs today"),
         [_cells(row) for row in rows],
     )  # fmt: skip
-    for line in _remarks(subject, rows):
+    for line in remarks(subject, rows):
         print(line)
     if costs is not None:
         _show_costs(subject, rows, costs)
@@ -237,90 +230,16 @@ def _cells(row: Reach) -> tuple[str, ...]:
     )
 
 
-def _remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """Which wall comes first where, what the figures rest on, and what would fit."""
-    lines = []
-    for wall in Wall:
-        met = [row for row in rows if row.wall is wall]
-        if met:
-            by_precision: dict[str, list[str]] = {}
-            for row in met:
-                by_precision.setdefault(row.precision.name, []).append(str(row.gpus))
-            where = "; ".join(
-                f"{name} on {', '.join(counts)} GPU{'s' * (counts != ['1'])}"
-                for name, counts in by_precision.items()
-            )
-            lines.append(f"{wall.value} first: {where} ({_REASONS[wall]})")
-    if any(not row.fits for row in rows):
-        lines.append(what_fits(subject))
-    shape = find_shape_obstacle(subject)
-    if shape:
-        lines.append(f"reference only: {shape}")
-    lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
-    return [
-        *lines,
-        f"expected: {FORMULA}",
-        *_speculation(subject, rows[0]),
-        *_basis(subject, rows),
-    ]
-
-
-def _speculation(subject: Subject, row: Reach) -> list[str]:
-    """How tokens are drafted, and what of it nobody measured."""
-    s = subject.speculation
-    if s is None or row.speculating is None:
-        return []
-    source = "looked up in the text, at no cost"
-    if s.draft is not None:
-        held = gigabytes(subject.draft_bytes)
-        source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
-    told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
-    lines = [
-        f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
-        f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
-        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of {s.drafts} "
-        f"drafts and a step of {s.drafts + 1} columns"
-    ]
-    if subject.mixture is not None:
-        lines.append(
-            f"speculating: columns choose experts apart, {subject.mixture.chosen} of "
-            f"{subject.mixture.experts} each, so a step of several reads more of them"
-        )
-    return lines
-
-
-def _basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """What the expectations were measured on, and what they assume."""
-    hardware = subject.hardware
-    measured = MEASURED.get(hardware.name)
-    if measured is None:
-        return [
-            f"assumed: nothing was measured on {hardware.name}; it reads at the H200's "
-            f"{READ_SHARE:.1%} of peak bandwidth, and what exchanges cost is left out, so less is "
-            "likely"
-        ]
-    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in measured.layer_wait_s.items())
-    lines = [
-        f"measured: {measured.read_bandwidth / 1e12:.3g} TB/s read by one GPU; waiting of a layer "
-        f"(5 exchanges) in µs by GPUs: {waits}; {measured.sources}"
-    ]
-    if any(row.expected.wait_s is None for row in rows):
-        who = "with lanes" if subject.mixture is None else "of experts"
-        lines.append(f"assumed: a model {who} waits elsewhere; what that costs is left out")
-    if any(not row.precision.runs for row in rows):
-        lines.append("assumed: unpacking fp8, int4 and fp4 costs nothing")
-    return lines
-
-
 def _facts(
     name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None
 ) -> dict[str, object]:
     h, s = subject.hardware, subject.speculation
     return {
         "model": name,
-        "family": subject.config.family,
-        "parameters": parameters(subject.specs),
+        "family": subject.model.family,
+        "parameters": parameters(subject.model.specs),
         "active_parameters": active_parameters(subject.model),
+        "is_text_part": subject.model.is_part,
         "context_tokens": subject.context_tokens,
         "hardware": {
             "name": h.name,
@@ -333,7 +252,7 @@ def _facts(
             "source": h.source,
         },
         "formula": FORMULA,
-        "basis": _basis(subject, rows),
+        "basis": basis(subject, rows),
         "speculation": None
         if s is None
         else {

@@ -16,7 +16,7 @@ def status(line: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout."""
+    """One JSON value on stdout."""
     print(json.dumps(value, ensure_ascii=False, indent=2))
 
 
@@ -53,5 +53,8 @@ def figures(completion: "Completion") -> str:
 
 
 def millions(count: int) -> str:
-    """Parameters for people: '12.8 M', '8.03 B'."""
-    return f"{count / 1e9:.3g} B" if count >= 10**9 else f"{count / 1e6:.3g} M"
+    """Parameters for people: '12.8 M', '8.03 B', '1.03 T'."""
+    unit, size = next(
+        (at for at in (("T", 1e12), ("B", 1e9)) if count >= 0.9995 * at[1]), ("M", 1e6)
+    )
+    return f"{count / size:.3g} {unit}"

@@ -50,10 +50,8 @@ def bill(subject: Subject, row: Reach, costs: Costs) -> Bill:
     """The arithmetic of `cost`, on the times of `expectation`."""
     work = costs.work
     machine = replace(costs.machine, price_per_hour=costs.machine.price_per_hour * row.gpus)
-    reading = prompt_cost(
-        subject.config, subject.specs, row.precision, work.prompt_tokens, subject.mixture
-    )
-    read_s = prompt_s(reading, subject.config.num_layers, subject.hardware, row.gpus)
+    reading = prompt_cost(subject.model, row.precision, work.prompt_tokens)
+    read_s = prompt_s(reading, subject.model.num_layers, subject.hardware, row.gpus)
     step_s = speculating_s = None
     if read_s is not None:
         step_s = read_s + work.new_tokens * row.expected.token_s

@@ -9,15 +9,25 @@ even if computing, waiting and exchanging took no time. Nothing stays in a cache
 the next; only of models of a few tens of megabytes could it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import kv_bytes_per_token, kv_bytes_seen
 from soloist.model.tensors import TensorSpec
-from soloist.planning.mixture import Mixture
+from soloist.planning.model import Model
 from soloist.planning.precision import Precision, streamed_bytes
+
+
+class Kind(Enum):
+    """What blocks wait for in a layer.
+
+    With lanes, sums arrive late and are not waited for in the same places. Of models that Soloist
+    does not run, nothing was measured.
+    """
+
+    DENSE = "dense"
+    LANES = "lanes"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +36,17 @@ class StepCost:
 
     Attributes:
         weight_bytes: weights read; of a mixture of experts only those that take part.
-        kv_bytes: keys and values read.
+        kv_bytes: keys and values read, and what layers keep instead of them.
         flops: multiplications and additions, of all columns.
-        exchanging_layers: layers whose blocks wait for each other; None: not like those measured.
+        layers: in which blocks wait for each other.
+        kind: of their exchanges.
     """
 
     weight_bytes: int
     kv_bytes: int
     flops: float
-    exchanging_layers: int | None
+    layers: int
+    kind: Kind = Kind.DENSE
 
     @property
     def num_bytes(self) -> int:
@@ -54,75 +66,93 @@ def speed_limit(num_bytes: int, bandwidth: float, gpus: int) -> float:
 
 
 def step_cost(
-    config: ModelConfig,
-    specs: Iterable[TensorSpec],
-    precision: Precision,
-    context_tokens: int,
-    *,
-    mixture: Mixture | None = None,
-    columns: int = 1,
+    model: Model, precision: Precision, context_tokens: int, *, columns: int = 1
 ) -> StepCost:
     """The step that sees `context_tokens` positions.
 
     Args:
-        config: of the model.
-        specs: its tensors.
+        model: whose step it is.
         precision: of its weights.
         context_tokens: positions in sight.
-        mixture: its experts, if it has any.
         columns: positions of the sequence that the step makes: they share what is read, but each
             may choose experts of its own.
     """
-
-    def share_read(spec: TensorSpec, columns: int = columns) -> float:
-        return 1.0 if mixture is None else mixture.share_read(spec, columns)
-
-    specs, tied = tuple(specs), config.tied_head
-    used = sum(
-        spec.num_values * share_read(spec, 1) for spec in specs if tied or spec.name != "embedding"
-    )
     return StepCost(
-        weight_bytes=streamed_bytes(specs, precision, tied_head=tied, share_read=share_read),
-        kv_bytes=kv_bytes_read(config, context_tokens),
-        flops=columns * (2 * used + attention_flops(config, context_tokens)),
-        # With lanes, sums arrive late and are not waited for in the same places; what experts wait
-        # for was not measured.
-        exchanging_layers=config.num_layers if config.lanes is None and mixture is None else None,
+        weight_bytes=weight_bytes(model, precision, columns),
+        kv_bytes=kv_bytes_read(model, context_tokens),
+        flops=columns * (2 * _values_used(model) + attention_flops(model, context_tokens)),
+        layers=model.num_layers,
+        kind=_kind(model),
     )
 
 
-def prompt_cost(
-    config: ModelConfig,
-    specs: Iterable[TensorSpec],
-    precision: Precision,
-    tokens: int,
-    mixture: Mixture | None = None,
-) -> StepCost:
+def prompt_cost(model: Model, precision: Precision, tokens: int) -> StepCost:
     """Reading a prompt of so many tokens: one wide step over half of it, on average, and no head.
 
     The head is left out, since only the last token needs it.
     """
-    headless = replace(config, tied_head=False)
-    rest = [spec for spec in specs if spec.name != "head"]
-    return step_cost(
-        headless, rest, precision, max(1, tokens // 2), mixture=mixture, columns=tokens
+    rest = tuple(spec for spec in model.specs if spec.name != "head")
+    seen = max(1, tokens // 2)
+    unfolded = tuple(replace(cache, flops=cache.prompt_flops) for cache in model.caches)
+    headless = replace(model, specs=rest, tied_head=False, caches=unfolded)
+    return StepCost(
+        weight_bytes=weight_bytes(headless, precision, tokens),
+        kv_bytes=kv_bytes_read(model, seen),
+        flops=tokens * (2 * _values_used(headless) + attention_flops(headless, seen)),
+        layers=model.num_layers,
+        kind=_kind(model),
     )
 
 
-def kv_bytes_read(config: ModelConfig, context_tokens: int) -> int:
-    """Keys and values in sight of a step, 16-bit numbers in every precision of the weights."""
-    return kv_bytes_seen(config, Dtype.BF16, context_tokens)
+def weight_bytes(model: Model, precision: Precision, columns: int = 1) -> int:
+    """Weights that a step reads; of experts only those that its columns choose."""
+
+    def share_read(spec: TensorSpec) -> float:
+        return 1.0 if model.mixture is None else model.mixture.share_read(spec, columns)
+
+    return streamed_bytes(model.specs, precision, tied_head=model.tied_head, share_read=share_read)
 
 
-def kv_bytes_held(config: ModelConfig, context_tokens: int) -> int:
+def kv_bytes_read(model: Model, context_tokens: int, dtype: Dtype = Dtype.BF16) -> int:
+    """Keys and values in sight of a step, 16-bit numbers in every precision of the weights.
+
+    What layers keep instead of them is read and written.
+    """
+    values = sum(cache.values * cache.seen(context_tokens) for cache in model.caches)
+    return values * dtype.num_bytes + 2 * _state_bytes(model)
+
+
+def kv_bytes_held(model: Model, context_tokens: int) -> int:
     """KV cache of so many positions, which layers that slide hold in full as well."""
-    return kv_bytes_per_token(config, Dtype.BF16) * context_tokens
+    return kv_bytes_per_token(model) * context_tokens + _state_bytes(model)
 
 
-def attention_flops(config: ModelConfig, context_tokens: int) -> int:
-    """Scores and mixing: 4 · Q · D for each position in sight, layer by layer."""
-    attentions = [layer.attention for layer in config.layers]
+def kv_bytes_per_token(model: Model) -> int:
+    """What one more position adds to the KV cache."""
+    return sum(cache.values for cache in model.caches) * Dtype.BF16.num_bytes
+
+
+def attention_flops(model: Model, context_tokens: int) -> int:
+    """Scores and mixing of one column; a state decays, is read, corrected and read again."""
+    seen = sum(cache.flops * cache.seen(context_tokens) for cache in model.caches)
+    return seen + 7 * model.state_values
+
+
+def _state_bytes(model: Model) -> int:
+    return model.state_values * Dtype.FP32.num_bytes
+
+
+def _values_used(model: Model) -> float:
+    """Weights that one column multiplies with."""
+    mixture, tied = model.mixture, model.tied_head
     return sum(
-        4 * a.num_query_heads * a.head_dim * min(context_tokens, a.window or context_tokens)
-        for a in attentions
+        spec.num_values * (1.0 if mixture is None else mixture.share_read(spec, 1))
+        for spec in model.specs
+        if tied or spec.name != "embedding"
     )
+
+
+def _kind(model: Model) -> Kind:
+    if model.config is None:
+        return Kind.OTHER
+    return Kind.DENSE if model.config.lanes is None else Kind.LANES

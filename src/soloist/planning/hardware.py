@@ -1,5 +1,7 @@
 """GPUs in figures, from their makers' publications. No driver is asked.
 
+Those of the MI450 are from a report of what its maker announced; there is no datasheet yet.
+
 Gigabytes and terabytes are decimal, as datasheets write them; where a chip has more (the 24 GB of
 an RTX 4090 are 24 GiB), the difference is reserve. FLOP/s are dense, of 16-bit inputs summed in
 fp32: where a source states sparse or 8-bit rates, what follows for these. Links stated for both

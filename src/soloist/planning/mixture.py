@@ -1,89 +1,34 @@
 """Mixtures of experts, as far as sizes go: models that Soloist plans for and does not run. Pure.
 
 Read are the fields of config.json that decide how many numbers there are and how many a token
-needs. What the router sees is not modelled: a step of several columns is taken to choose experts at
-random for each column, which is the most that it can read on average.
+needs. Layers that only draft (`num_nextn_predict_layers`) are left out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from soloist.errors import UnknownFamily
-from soloist.model.config import Attention, Layer, Mlp, ModelConfig
-from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.reading import Fields, read_json
-from soloist.model.rope import Rope
-from soloist.model.tensors import Source, TensorSpec, parameters
+from soloist.errors import WrongType
+from soloist.model.reading import Fields
+from soloist.model.tensors import Source, TensorSpec
+from soloist.planning.attention import (
+    Attention,
+    read_grouped,
+    read_indexed,
+    read_latent,
+    read_linear,
+    read_nullable,
+)
+from soloist.planning.model import EXPERTS, Mixture, Model
 
-_EXPERTS = ".experts."
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Experts of each layer that has them.
-
-    Attributes:
-        experts: there are.
-        chosen: by each token.
-    """
-
-    experts: int
-    chosen: int
-
-    def share_read(self, spec: TensorSpec, columns: int) -> float:
-        """Share of a tensor that a step of m columns reads: of experts 1 - (1 - k / E)^m."""
-        if _EXPERTS not in spec.name:
-            return 1.0
-        return 1 - (1 - self.chosen / self.experts) ** columns
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is planned for: sizes of a model.
+class _Mlps:
+    """Of all layers.
 
     Attributes:
-        config: attention, context, vocabulary; its MLPs are those of one expert.
-        specs: all tensors; those of experts hold all experts of a layer.
-        mixture: None for a dense model.
-    """
-
-    config: ModelConfig
-    specs: tuple[TensorSpec, ...]
-    mixture: Mixture | None = None
-
-
-def active_parameters(model: Model) -> int:
-    """Parameters that one token needs: all but the experts that it does not choose."""
-    if model.mixture is None:
-        return parameters(model.specs)
-    mixture = model.mixture
-    return round(sum(spec.num_values * mixture.share_read(spec, 1) for spec in model.specs))
-
-
-def read_model(file: Path) -> Model:
-    """A configuration of any family that is served, or of a mixture in `_READERS`.
-
-    Raises:
-        ConfigError: a field is missing or has a value that is not understood.
-        UnknownFamily: it is of no known family.
-    """
-    values = read_json(file)
-    family = values.get("model_type")
-    if isinstance(family, str) and family in _READERS:
-        return _READERS[family](Fields(values, str(file), family))
-    if isinstance(family, str) and family not in FAMILIES:
-        raise UnknownFamily(str(file), family, [*FAMILIES, *_READERS])
-    config = read_config(file)
-    return Model(config, tensors(config))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Of a mixture's layers.
-
-    Attributes:
-        mixture: its experts.
+        mixture: experts.
         expert: F of an expert.
         shared: F of the experts that every token takes, together; 0 without.
         dense: F of layers without experts.
@@ -98,119 +43,239 @@ class _Sizes:
 
 
 def _mixtral(fields: Fields) -> Model:
-    mixture = Mixture(fields.integer("num_local_experts"), fields.integer("num_experts_per_tok"))
-    return _model(fields, _Sizes(mixture, fields.integer("intermediate_size")))
+    return _model(fields, _sliding(fields, everywhere=True), _alike(fields))
 
 
 def _gpt_oss(fields: Fields) -> Model:
-    mixture = Mixture(fields.integer("num_local_experts"), fields.integer("num_experts_per_tok"))
-    return _model(fields, _Sizes(mixture, fields.integer("intermediate_size")))
+    fields.only("experts_per_token", fields.integer("num_experts_per_tok"))  # says it twice
+    return _model(fields, _sliding(fields), _alike(fields))
+
+
+def _minimax_m2(fields: Fields) -> Model:
+    fields.only("shared_intermediate_size", 0)
+    fields.only("attn_type_list", [1] * _num_layers(fields))  # 1: full attention
+    return _model(fields, _sliding(fields), _alike(fields))
+
+
+def _qwen2_moe(fields: Fields) -> Model:
+    return _model(fields, _sliding(fields), _qwen_mlps(fields, _shared_size(fields)))
 
 
 def _qwen3_moe(fields: Fields) -> Model:
-    mixture = Mixture(fields.integer("num_experts"), fields.integer("num_experts_per_tok"))
-    step = fields.integer("decoder_sparse_step", 1)
-    layers = range(fields.integer("num_hidden_layers"))
-    named = fields.integers("mlp_only_layers", [])
-    dense = frozenset(i for i in layers if i in named or (i + 1) % step)
-    sizes = _Sizes(
-        mixture,
-        fields.integer("moe_intermediate_size"),
-        dense=fields.integer("intermediate_size"),
-        dense_layers=dense,
+    return _model(fields, _sliding(fields), _qwen_mlps(fields, shared=0))
+
+
+def _qwen_hybrid(fields: Fields) -> Model:
+    """Most layers keep a state, every fourth or so keys and values."""
+    count, every = _num_layers(fields), fields.integer("full_attention_interval", 4)
+    kinds = fields.texts("layer_types", count, ("full_attention", "linear_attention"))
+    if kinds is None:
+        linear = [bool((i + 1) % every) for i in range(count)]
+    else:
+        linear = [kind == "linear_attention" for kind in kinds]
+    fields.only("attn_output_gate", True)
+    full, state = read_grouped(fields, gated=True), read_linear(fields)
+    return _model(
+        fields,
+        [state if is_linear else full for is_linear in linear],
+        _qwen_mlps(fields, _shared_size(fields)),
     )
-    return _model(fields, sizes)
 
 
 def _glm4_moe(fields: Fields) -> Model:
-    expert = fields.integer("moe_intermediate_size")
-    sizes = _Sizes(
-        Mixture(fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")),
+    return _model(fields, _sliding(fields), _deepseek_mlps(fields))
+
+
+def _deepseek(fields: Fields) -> Model:
+    return _model(fields, [read_latent(fields)] * _num_layers(fields), _deepseek_mlps(fields))
+
+
+def _deepseek_indexed(fields: Fields) -> Model:
+    """Layers may attend to what an earlier layer's index chose, and have none of their own."""
+    count, every = _num_layers(fields), fields.integer("index_topk_freq", 1)
+    skipped = fields.integer("index_skip_topk_offset", 2, minimum=0)
+    fields.texts("layer_types", count, ("indexed_attention",))
+    kinds = fields.texts("indexer_types", count, ("full", "shared"))
+    if kinds is None:
+        own = [i < skipped or (i - skipped + 1) % every == 0 for i in range(count)]
+    else:
+        own = [kind == "full" for kind in kinds]
+    full, shared = read_indexed(fields), read_latent(fields, fields.integer("index_topk"))
+    attentions = [full if has_index else shared for has_index in own]
+    return _model(fields, attentions, _deepseek_mlps(fields))
+
+
+def _llama4(fields: Fields) -> Model:
+    """Most layers rotate and see a chunk, at its end all of it; the others see everything."""
+    count, step = _num_layers(fields), fields.integer("interleave_moe_layer_step", 1)
+    kinds = fields.texts("layer_types", count, ("full_attention", "chunked_attention"))
+    every = fields.integer("no_rope_layer_interval", 4)
+    rotates = fields.integers("no_rope_layers", None) or [(i + 1) % every for i in range(count)]
+    if len(rotates) != count:
+        raise fields.unsupported("no_rope_layers", rotates, f"a list of {count} entries")
+    if kinds is not None:
+        rotates = [kind == "chunked_attention" for kind in kinds]
+    chunk = fields.integer("attention_chunk_size", None)
+    expert = fields.integer("intermediate_size")
+    named = fields.integers("moe_layers", None)
+    sparse = range(step - 1, count, step) if named is None else named
+    mlps = _Mlps(
+        _mixture(fields, "num_local_experts"),
         expert,
-        shared=expert * fields.integer("n_shared_experts", 0, minimum=0),
-        dense=fields.integer("intermediate_size"),
-        dense_layers=frozenset(range(fields.integer("first_k_dense_replace", 0, minimum=0))),
+        shared=expert,
+        dense=fields.integer("intermediate_size_mlp"),
+        dense_layers=frozenset(range(count)) - frozenset(sparse),
     )
-    return _model(fields, sizes)
+    attentions = [read_grouped(fields, chunk if rotated else None) for rotated in rotates]
+    return _model(fields, attentions, mlps)
 
 
-_READERS: Mapping[str, Callable[[Fields], Model]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "gpt_oss": _gpt_oss,
+READERS: Mapping[str, Callable[[Fields], Model]] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek_indexed,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek,
+    "glm_moe_dsa": _deepseek_indexed,
+    "gpt_oss": _gpt_oss,
+    "kimi_k2": _deepseek,
+    "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _mixtral,
+    "phimoe": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_5_moe_text": _qwen_hybrid,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen_hybrid,
+    "qwen3_vl_moe_text": _qwen3_moe,
 }
 
 
-def _model(fields: Fields, sizes: _Sizes) -> Model:
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    attention = Attention(
-        heads,
-        fields.integer("num_key_value_heads", heads),
-        fields.integer("head_dim", hidden // heads),
-    )
-    config = ModelConfig(
-        family=fields.family,
-        hidden_size=hidden,
-        vocab_size=fields.integer("vocab_size"),
-        context_tokens=fields.integer("max_position_embeddings"),
-        norm_epsilon=fields.number("rms_norm_eps"),
-        layers=tuple(
-            Layer(
-                Attention(
-                    attention.num_query_heads, attention.num_kv_heads, attention.head_dim, window
-                ),
-                Mlp(sizes.dense if i in sizes.dense_layers else sizes.expert),
-            )
-            for i, window in enumerate(_windows(fields))
-        ),
-        rope=Rope(10_000.0),  # changes no size
-        tied_head=fields.flag("tie_word_embeddings", False),
-    )
-    return Model(config, tuple(_specs(config, sizes)), sizes.mixture)
+def _num_layers(fields: Fields) -> int:
+    return int(fields.integer("num_hidden_layers"))
 
 
-def _windows(fields: Fields) -> list[int | None]:
-    """Of each layer; the window counts where a layer is said to slide."""
-    count = fields.integer("num_hidden_layers")
+def _mixture(fields: Fields, usual: str) -> Mixture:
+    """Experts by the family's usual name, or by another under which newer files say the same.
+
+    Raises:
+        ConfigError: there is none, two differ, or a token chooses more.
+    """
+    found = [name for name in _EXPERT_COUNTS if name in fields]
+    experts = fields.integer(usual if usual in found or not found else found[0])
+    for name in found:
+        fields.only(name, experts)
+    chosen = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        allowed = f"at most the {experts} experts that there are"
+        raise WrongType(fields.file, "num_experts_per_tok", chosen, allowed)
+    return Mixture(experts, chosen)
+
+
+def _alike(fields: Fields) -> _Mlps:
+    """Experts of `intermediate_size` in every layer."""
+    return _Mlps(_mixture(fields, "num_local_experts"), fields.integer("intermediate_size"))
+
+
+def _shared_size(fields: Fields) -> int:
+    return int(fields.integer("shared_expert_intermediate_size", minimum=0))
+
+
+def _qwen_mlps(fields: Fields, shared: int) -> _Mlps:
+    """One expert in every `decoder_sparse_step` layers, and none in those that are named."""
+    step = fields.integer("decoder_sparse_step", 1)
+    named = fields.integers("mlp_only_layers", [])
+    dense = frozenset(i for i in range(_num_layers(fields)) if i in named or (i + 1) % step)
+    fields.ignore("intermediate_size")  # says nothing where all layers have experts
+    return _Mlps(
+        _mixture(fields, "num_experts"),
+        fields.integer("moe_intermediate_size"),
+        shared=shared,
+        dense=fields.integer("intermediate_size") if dense else 0,
+        dense_layers=dense,
+    )
+
+
+def _deepseek_mlps(fields: Fields) -> _Mlps:
+    """The first layers are dense, the others have experts, some of them for every token."""
+    count, expert = _num_layers(fields), fields.integer("moe_intermediate_size")
+    kinds = fields.texts("mlp_layer_types", count, ("dense", "sparse"))
+    if kinds is None:
+        first = fields.integer("first_k_dense_replace", minimum=0)
+        step = fields.integer("moe_layer_freq", 1)
+        kinds = ["dense" if i < first or i % step else "sparse" for i in range(count)]
+    fields.ignore("first_k_dense_replace")
+    return _Mlps(
+        _mixture(fields, "n_routed_experts"),
+        expert,
+        shared=expert * read_nullable(fields, "n_shared_experts"),
+        dense=fields.integer("intermediate_size"),
+        dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"),
+    )
+
+
+def _sliding(fields: Fields, *, everywhere: bool = False) -> list[Attention]:
+    """Grouped heads; the window counts in layers that are said to slide.
+
+    Args:
+        fields: the configuration.
+        everywhere: a family in which all layers slide where a window is given and nothing else.
+    """
+    count = _num_layers(fields)
     kinds = fields.texts("layer_types", count, ("full_attention", "sliding_attention"))
-    window = fields.integer("sliding_window", None)
-    slides = [kind == "sliding_attention" for kind in kinds or ["full_attention"] * count]
-    return [window if is_sliding else None for is_sliding in slides]
+    window = fields.integer("sliding_window", None, minimum=0)
+    if kinds is None:
+        fields.only("use_sliding_window", False)
+        kinds = ["sliding_attention" if everywhere else "full_attention"] * count
+    fields.ignore("use_sliding_window")
+    full, slides = read_grouped(fields), read_grouped(fields, window or None)
+    return [slides if kind == "sliding_attention" else full for kind in kinds]
 
 
-def _specs(config: ModelConfig, sizes: _Sizes) -> list[TensorSpec]:
+def _model(fields: Fields, attentions: Sequence[Attention], mlps: _Mlps) -> Model:
+    fields.only("is_encoder_decoder", False)
+    tied = fields.flag("tie_word_embeddings", False)
+    return Model(
+        family=fields.family,
+        context_tokens=fields.integer("max_position_embeddings"),
+        num_layers=len(attentions),
+        tied_head=tied,
+        specs=tuple(_specs(fields, attentions, mlps, tied=tied)),
+        caches=tuple(cache for attention in attentions for cache in attention.caches),
+        state_values=sum(attention.state_values for attention in attentions),
+        mixture=mlps.mixture,
+    )
+
+
+def _specs(
+    fields: Fields, attentions: Sequence[Attention], mlps: _Mlps, *, tied: bool
+) -> list[TensorSpec]:
     """Matrices and norms; biases are too small to matter."""
-    hidden = config.hidden_size
-
-    def spec(name: str, *shape: int) -> TensorSpec:
-        return TensorSpec(name, (Source(name, shape),))
-
-    specs = [spec("embedding", config.vocab_size, hidden), spec("final_norm", hidden)]
-    if not config.tied_head:
-        specs.append(spec("head", config.vocab_size, hidden))
-    for i, layer in enumerate(config.layers):
-        a, at = layer.attention, f"layers.{i}"
-        specs += [
-            spec(f"{at}.norms", 2 * hidden),
-            spec(f"{at}.qkv", a.qkv_rows, hidden),
-            spec(f"{at}.attention_output", hidden, a.num_query_heads * a.head_dim),
-        ]
-        if i in sizes.dense_layers:
-            specs += [
-                spec(f"{at}.gate_up", 2 * sizes.dense, hidden),
-                spec(f"{at}.down", hidden, sizes.dense),
-            ]
+    hidden, vocab = fields.integer("hidden_size"), fields.integer("vocab_size")
+    specs = [_spec("embedding", vocab, hidden), _spec("final_norm", hidden)]
+    if not tied:
+        specs.append(_spec("head", vocab, hidden))
+    for i, attention in enumerate(attentions):
+        at = f"layers.{i}"
+        specs.append(_spec(f"{at}.norms", 2 * hidden))
+        specs += [_spec(f"{at}.{name}", *shape) for name, *shape in attention.matrices]
+        if i in mlps.dense_layers:
+            specs += _mlp(f"{at}.", hidden, mlps.dense)
             continue
-        experts = sizes.mixture.experts
-        specs += [
-            spec(f"{at}.router", experts, hidden),
-            spec(f"{at}{_EXPERTS}gate_up", experts, 2 * sizes.expert, hidden),
-            spec(f"{at}{_EXPERTS}down", experts, hidden, sizes.expert),
-        ]
-        if sizes.shared:
-            specs += [
-                spec(f"{at}.shared.gate_up", 2 * sizes.shared, hidden),
-                spec(f"{at}.shared.down", hidden, sizes.shared),
-            ]
+        specs.append(_spec(f"{at}.router", mlps.mixture.experts, hidden))
+        specs += _mlp(f"{at}{EXPERTS}", hidden, mlps.expert, mlps.mixture.experts)
+        if mlps.shared:
+            specs += _mlp(f"{at}.shared.", hidden, mlps.shared)
     return specs
+
+
+def _mlp(at: str, hidden: int, ffn: int, *experts: int) -> list[TensorSpec]:
+    return [
+        _spec(f"{at}gate_up", *experts, 2 * ffn, hidden),
+        _spec(f"{at}down", *experts, hidden, ffn),
+    ]
+
+
+def _spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, (Source(name, shape),))

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from soloist.errors import SettingError
 from soloist.model.tensors import TensorSpec
 
-_MATRICES = (".qkv", ".attention_output", ".gate_up", ".down")
+_MATRICES = (
+    *(".qkv", ".attention_output", ".gate_up", ".down"),
+    *(".latents", ".query", ".key_value", ".index_query"),  # latent attention
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported, gigabytes
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
-from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import HEADROOM_BYTES
-from soloist.model.tensors import TensorSpec
-from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
-from soloist.planning.expectation import MEASURED, Expectation, Wall, expect
+from soloist.planning.bounds import kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
+from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware
-from soloist.planning.mixture import Mixture, Model
+from soloist.planning.model import Model
 from soloist.planning.precision import (
     PRECISIONS,
     SIXTEEN_BIT,
@@ -31,24 +29,16 @@ class Subject:
     """What is planned for.
 
     Attributes:
-        config, specs: the model and its tensors.
+        model: in figures.
         hardware: one kind of GPU.
         context_tokens: positions in memory and in sight of every step.
-        mixture: the model's experts, if it has any.
         speculation: how tokens are drafted; None: they are not.
     """
 
-    config: ModelConfig
-    specs: tuple[TensorSpec, ...]
+    model: Model
     hardware: Hardware
     context_tokens: int
-    mixture: Mixture | None = None
     speculation: Speculation | None = None
-
-    @property
-    def model(self) -> Model:
-        """The model alone."""
-        return Model(self.config, self.specs, self.mixture)
 
     @property
     def draft_bytes(self) -> int:
@@ -57,7 +47,7 @@ class Subject:
         if draft is None:
             return 0
         weights = weights_bytes(draft.specs, SIXTEEN_BIT)
-        return weights + kv_bytes_held(draft.config, self.context_tokens)
+        return weights + kv_bytes_held(draft, self.context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +92,7 @@ class Reach:
 def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "") -> Reach:
     """Sizes and speeds; weights and KV cache are shared out evenly over the GPUs."""
     hardware = subject.hardware
-    cost = step_cost(
-        subject.config, subject.specs, precision, subject.context_tokens, mixture=subject.mixture
-    )
+    cost = step_cost(subject.model, precision, subject.context_tokens)
     speculating = None
     if subject.speculation is not None:
         speculating = expect_round(
@@ -114,14 +102,14 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
     return Reach(
         precision=precision,
         gpus=gpus,
-        weights_bytes=weights_bytes(subject.specs, precision),
-        kv_bytes=kv_bytes_held(subject.config, subject.context_tokens),
+        weights_bytes=weights_bytes(subject.model.specs, precision),
+        kv_bytes=kv_bytes_held(subject.model, subject.context_tokens),
         bytes_per_token=cost.num_bytes,
         missing_bytes=max(0, bytes_per_gpu(subject, precision, gpus) - hardware.memory_bytes),
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
         # What unpacking small weights costs has not been measured.
-        measured=hardware.name in MEASURED and expected.wait_s is not None and precision.runs,
+        measured=precision.runs and is_measured(cost.kind, hardware, gpus),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,
@@ -140,18 +128,18 @@ def reaches(
     shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
 
     def obstacle(precision: Precision, gpus: int) -> str:
-        if subject.mixture is not None:
-            return "no experts"
+        if subject.model.config is None:
+            return "no experts" if subject.model.mixture else "no text parts"
         return find_obstacle(subject.hardware, precision, shape_fits=shape_fits[gpus])
 
     rows = [
         reach(subject, precision, gpus, obstacle(precision, gpus))
         for precision in precisions
-        if can_store(subject.specs, precision)
+        if can_store(subject.model.specs, precision)
         for gpus in gpu_counts
     ]
     if not rows:
-        names = ", ".join(p.name for p in PRECISIONS if can_store(subject.specs, p))
+        names = ", ".join(p.name for p in PRECISIONS if can_store(subject.model.specs, p))
         given = ", ".join(p.name for p in precisions)
         raise SettingError("--precision", given, f"{names} for rows of this model's lengths")
     if not any(row.fits for row in rows):
@@ -176,15 +164,15 @@ def _hint(subject: Subject, nearest: Reach) -> str:
 
 def bytes_per_gpu(subject: Subject, precision: Precision, gpus: int) -> int:
     """What each GPU must hold: its share of weights, KV cache and draft, and a reserve."""
-    held = weights_bytes(subject.specs, precision)
-    held += kv_bytes_held(subject.config, subject.context_tokens) + subject.draft_bytes
+    held = weights_bytes(subject.model.specs, precision)
+    held += kv_bytes_held(subject.model, subject.context_tokens) + subject.draft_bytes
     return -(-held // gpus) + HEADROOM_BYTES
 
 
 def what_fits(subject: Subject) -> str:
     """The fewest GPUs for each precision, or the longest context, or a smaller model."""
     memory = subject.hardware.memory_bytes
-    precisions = [p for p in PRECISIONS if can_store(subject.specs, p)]
+    precisions = [p for p in PRECISIONS if can_store(subject.model.specs, p)]
     fewest = [
         (p, next((n for n in GPU_COUNTS if bytes_per_gpu(subject, p, n) <= memory), None))
         for p in precisions
@@ -193,7 +181,7 @@ def what_fits(subject: Subject) -> str:
     name = subject.hardware.name
     if found:
         return f"what fits on {name}: {', '.join(found)}"
-    smallest = min(precisions, key=lambda p: weights_bytes(subject.specs, p))
+    smallest = min(precisions, key=lambda p: weights_bytes(subject.model.specs, p))
     most = max(GPU_COUNTS)
     tokens = longest_context(subject, smallest, most)
     if tokens:
@@ -208,26 +196,28 @@ def what_fits(subject: Subject) -> str:
 def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     """Positions that fit, at most the model's own; 0 where the weights alone do not fit."""
     room = gpus * (subject.hardware.memory_bytes - HEADROOM_BYTES)
-    room -= weights_bytes(subject.specs, precision)
-    a_token = kv_bytes_held(subject.config, 1)
+    room -= weights_bytes(subject.model.specs, precision)
+    a_token = kv_bytes_per_token(subject.model)
+    room -= kv_bytes_held(subject.model, 0)
     draft = None if subject.speculation is None else subject.speculation.draft
     if draft is not None:
-        room -= weights_bytes(draft.specs, SIXTEEN_BIT)
-        a_token += kv_bytes_held(draft.config, 1)
-    return max(0, min(subject.config.context_tokens, room // a_token))
+        room -= weights_bytes(draft.specs, SIXTEEN_BIT) + kv_bytes_held(draft, 0)
+        a_token += kv_bytes_per_token(draft)
+    return max(0, min(subject.model.context_tokens, room // a_token))
 
 
 def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
     """Why the decode kernel cannot run this shape on so many GPUs; empty where it can or is none.
 
-    Such a model runs on the reference, but for mixtures of experts, which do not run at all.
+    Such a model runs on the reference, but for those that do not run at all.
     """
     if subject.hardware.arch is None:
         return ""
-    if subject.mixture is not None:
-        return "the decode kernel and the reference run no mixture of experts"
+    if subject.model.config is None:
+        what = "mixture of experts" if subject.model.mixture else "text part of another model"
+        return f"the decode kernel and the reference run no {what}"
     try:
-        make_plan(subject.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
+        make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
     except ShapeUnsupported as error:
         return error.message
     return ""

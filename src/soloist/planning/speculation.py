@@ -17,7 +17,7 @@ from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.planning.bounds import step_cost
 from soloist.planning.expectation import Expectation, expect
 from soloist.planning.hardware import Hardware
-from soloist.planning.mixture import Model
+from soloist.planning.model import Model
 from soloist.planning.precision import SIXTEEN_BIT, Precision
 
 # What is assumed where nobody says how many drafts are accepted: (drafts a round, share).
@@ -95,14 +95,10 @@ def expect_round(
 ) -> Round:
     """A round of the model in this precision, on `gpus` GPUs that share draft and model alike."""
     columns = speculation.drafts + 1
-    cost = step_cost(
-        model.config, model.specs, precision, context_tokens,
-        mixture=model.mixture, columns=columns,
-    )  # fmt: skip
+    cost = step_cost(model, precision, context_tokens, columns=columns)
     draft_s = 0.0
     if speculation.draft is not None:
-        d = speculation.draft
-        own = step_cost(d.config, d.specs, SIXTEEN_BIT, context_tokens, mixture=d.mixture)
+        own = step_cost(speculation.draft, SIXTEEN_BIT, context_tokens)
         draft_s = speculation.drafts * expect(own, hardware, gpus).token_s
     check = expect(cost, hardware, gpus, columns)
     return Round(speculation.tokens_per_round, draft_s, check)

@@ -59,6 +59,10 @@ def test_rows_under_other_conditions_are_no_partners(changed: dict) -> None:
     made = compare([decode(100)], [decode(50, **changed)], 0.05)
     assert (len(made.differences), len(made.only_before), len(made.only_after)) == (0, 1, 1)
     assert made.only_before == ("decode: soloist m 128 + 256 bf16",)
+    for field, value in changed.items():
+        # A start at the prompt's end moves with it; rows of another kind are not held against it.
+        told = "" if field == "bench" else f"{field} {decode(0)[field]} and {value}"
+        assert made.apart == (told and f"decode: soloist m 128 + 256 bf16: {told}")
 
 
 def test_fields_that_older_files_lack() -> None:
@@ -74,7 +78,9 @@ def test_partners_have_the_same_engine_where_there_is_one() -> None:
     assert [d.verdict for d in made.differences] == ["same", "same"]
     (other,) = compare([decode(100)], [decode(50, engine="rival")], 0.05).differences
     assert (other.verdict, other.row.endswith("→ rival")) == ("slower", True)
-    assert not compare(before, [decode(50, engine="third")], 0.05).differences
+    unclear = compare(before, [decode(50, engine="third")], 0.05)
+    assert not unclear.differences
+    assert unclear.apart.endswith("engine soloist and third, and there are more alike")
 
 
 def test_a_speed_that_is_no_longer_stated_is_a_regression() -> None:

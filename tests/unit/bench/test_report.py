@@ -22,6 +22,12 @@ def figures(svg: str, tag: str) -> list[ET.Element]:
     return ET.fromstring(svg).findall(f".//{{http://www.w3.org/2000/svg}}{tag}")  # noqa: S314 - our own
 
 
+def plot(page: str, title: str) -> str:
+    found = re.search(rf"<h2>{title}</h2>.*?\n<figure>(<svg.*?</svg>)", page, re.DOTALL)
+    assert found is not None, title
+    return found[1]
+
+
 def test_recorded_results() -> None:
     files = {file.name: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
     page = report(files)
@@ -36,16 +42,38 @@ def test_recorded_results() -> None:
 def test_rows_that_measure_the_same_are_side_by_side() -> None:
     rows = json.loads((RESULTS / "h200.json").read_text())
     page = report({"before.json": rows, "after.json": rows})
-    bars_of = re.search(r"<h2>decode: decode tokens/s</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    bars_of = re.search(
+        r"<h2>decode: decode tokens/s</h2>\n<figure>(<svg.*?</svg>)", page, re.DOTALL
+    )
     assert bars_of is not None
     colours = [rect.attrib["class"] for rect in figures(bars_of[1], "rect")]
     assert colours == ["c0", "c1"] * len(rows)
 
 
+def test_lines_against_context_are_those_of_one_file_and_number_of_gpus() -> None:
+    row = {"engine": "x", "shape": "m", "columns": 1}
+    rows = [
+        row | {"start_position": at, "gpus": gpus, "decode_tokens_per_s": SERVE["ttft_ms"]}
+        for at in (100, 200)
+        for gpus in (1, 2)
+    ]
+    drawn = plot(report({"a.json": rows, "b.json": rows}), "decode: speed against context")
+    assert len(figures(drawn, "circle")) == len(rows) * 2
+    labels = {e.text for e in figures(drawn, "text")}
+    assert {
+        "x m · a.json",
+        "x m on 2 GPUs · a.json",
+        "x m · b.json",
+        "x m on 2 GPUs · b.json",
+    } < labels
+
+
 def test_distributions_of_times() -> None:
     times = {"min": 1.0, "p10": 2.0, "p25": 3.0, "p50": 4.0, "p75": 5.0, "p90": 6.0, "p99": 8.0}
     page = report({"a.json": [SERVE | {"token_ms": {**times, "max": 400.0}}]})
-    title = re.search(r"<h2>serve: m: time of a token</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
+    title = re.search(
+        r"<h2>serve: m: time of a token</h2>\n<figure>(<svg.*?</svg>)", page, re.DOTALL
+    )
     assert title is not None
     points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in figures(title[1], "circle")]
     assert len(points) == len(times)
@@ -63,12 +91,11 @@ def test_steps_of_a_loop_and_where_lines_come_from() -> None:
         "by_turn": [{"step_ms": 10.0}, {"step_ms": 30.0}],
     }  # fmt: skip
     page = report({"a.json": [row], "b.json": [row]})
-    plot = re.search(r"<h2>agent: time of each step</h2>\n(<svg.*?</svg>)", page, re.DOTALL)
-    assert plot is not None
-    labels = [e.text for e in figures(plot[1], "text")]
+    drawn = plot(page, "agent: time of each step")
+    labels = [e.text for e in figures(drawn, "text")]
     assert "1. x m 2 turns from 9 · a.json" in labels
     assert "2. x m 2 turns from 9 · b.json" in labels
-    heights = [300 - float(c.attrib["cy"]) for c in figures(plot[1], "circle")]
+    heights = [300 - float(c.attrib["cy"]) for c in figures(drawn, "circle")]
     assert len(heights) == 4
     assert heights[1] > heights[0]
 

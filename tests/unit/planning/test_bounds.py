@@ -8,6 +8,7 @@ import pytest
 from soloist.errors import SettingError
 from soloist.model.families import read_config, tensors
 from soloist.planning.bounds import (
+    Kind,
     attention_flops,
     kv_bytes_held,
     kv_bytes_read,
@@ -24,6 +25,7 @@ from soloist.planning.precision import (
     streamed_bytes,
     weights_bytes,
 )
+from soloist.planning.reading import read_model
 from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
 # Llama 3.1 8B by hand: hidden 4,096, FFN 14,336, 32 layers, 32 / 8 heads of 128, 128,256 tokens.
@@ -34,8 +36,7 @@ NORMS = 65 * 4096
 
 @pytest.fixture
 def llama(tmp_path: Path):
-    config = read_config(written(tmp_path, LLAMA_31_8B))
-    return config, tensors(config)
+    return read_model(written(tmp_path, LLAMA_31_8B))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_stored_bytes_round_up():
 
 
 def test_sizes_of_llama_8b_in_16_bits(llama):
-    _, specs = llama
+    specs = llama.specs
     fp16 = find_precision("fp16")
     every = 32 * LAYER_MATRICES + 2 * EMBEDDING + NORMS
     assert weights_bytes(specs, fp16) == 2 * every == 16_060_522_496
@@ -77,7 +78,7 @@ def test_sizes_of_llama_8b_in_16_bits(llama):
 
 
 def test_only_the_matrices_of_layers_shrink(llama):
-    _, specs = llama
+    specs = llama.specs
     rest = 2 * (2 * EMBEDDING + NORMS)
     assert weights_bytes(specs, find_precision("int4")) == 32 * LAYER_MATRICES * 33 // 64 + rest
     assert weights_bytes(specs, find_precision("fp4")) == 32 * LAYER_MATRICES * 17 // 32 + rest
@@ -85,40 +86,37 @@ def test_only_the_matrices_of_layers_shrink(llama):
 
 
 def test_matrices_of_lanes_shrink_too(tmp_path):
-    config = read_config(written(tmp_path, LANEFORMER_2B))
-    specs = tensors(config)
-    assert sum(is_quantised(s) for s in specs) == 4 * config.num_layers
-    assert step_cost(config, specs, PRECISIONS[0], 100).exchanging_layers is None
+    model = read_model(written(tmp_path, LANEFORMER_2B))
+    assert sum(is_quantised(s) for s in model.specs) == 4 * model.num_layers
+    assert step_cost(model, PRECISIONS[0], 100).kind is Kind.LANES
 
 
 def test_keys_and_values(llama):
-    config, _ = llama
-    assert kv_bytes_held(config, 1) == 2 * 2 * 8 * 128 * 32 == 131_072
-    assert kv_bytes_read(config, 1000) == 131_072_000
+    assert kv_bytes_held(llama, 1) == 2 * 2 * 8 * 128 * 32 == 131_072
+    assert kv_bytes_read(llama, 1000) == 131_072_000
 
 
 def test_layers_that_slide_read_their_window_and_hold_everything(tmp_path):
     sliding = {**LLAMA_31_8B, "model_type": "mistral", "sliding_window": 4096}
     for name in ("rope_scaling", "attention_bias", "mlp_bias"):
         sliding.pop(name)
-    config = read_config(written(tmp_path, sliding))
-    assert kv_bytes_read(config, 100) == 100 * 131_072
-    assert kv_bytes_read(config, 10_000) == 4096 * 131_072
-    assert kv_bytes_held(config, 10_000) == 10_000 * 131_072
-    assert attention_flops(config, 10_000) == attention_flops(config, 4096)
+    model = read_model(written(tmp_path, sliding))
+    assert kv_bytes_read(model, 100) == 100 * 131_072
+    assert kv_bytes_read(model, 10_000) == 4096 * 131_072
+    assert kv_bytes_held(model, 10_000) == 10_000 * 131_072
+    assert attention_flops(model, 10_000) == attention_flops(model, 4096)
 
 
 def test_cost_of_a_step(llama):
-    config, specs = llama
-    cost = step_cost(config, specs, find_precision("bf16"), 1000)
+    cost = step_cost(llama, find_precision("bf16"), 1000)
     streamed = 32 * LAYER_MATRICES + EMBEDDING + NORMS
     assert cost.num_bytes == 2 * streamed + 131_072_000
     assert cost.flops == 2 * streamed + 4 * 32 * 128 * 1000 * 32
-    assert cost.exchanging_layers == 32
+    assert (cost.layers, cost.kind) == (32, Kind.DENSE)
 
 
 def test_rows_must_divide_into_groups(llama):
-    _, specs = llama
+    specs = llama.specs
     assert all(can_store(specs, precision) for precision in PRECISIONS)
     etude = Path(__file__).parents[3] / "src/soloist/models/etude/config.json"
     assert json.loads(etude.read_text())["hidden_size"] == 320  # 2.5 groups of 128

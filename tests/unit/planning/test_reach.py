@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from soloist.errors import DoesNotFit, SettingError
-from soloist.model.families import read_config, tensors
 from soloist.model.memory import HEADROOM_BYTES
 from soloist.planning.expectation import Wall
 from soloist.planning.hardware import find_hardware
@@ -19,6 +18,7 @@ from soloist.planning.reach import (
     reaches,
     what_fits,
 )
+from soloist.planning.reading import read_model
 from unit.model.configurations import LANEFORMER_2B, LLAMA_31_8B, written
 
 FP16, FP8, INT4 = (find_precision(name) for name in ("fp16", "fp8", "int4"))
@@ -26,8 +26,8 @@ WEIGHTS, KV_A_TOKEN = 16_060_522_496, 131_072  # Llama 3.1 8B in 16 bits
 
 
 def subject_of(folder: Path, hardware: str, context: int, **changes: object) -> Subject:
-    config = read_config(written(folder, {**LLAMA_31_8B, **changes}))
-    return Subject(config, tensors(config), find_hardware(hardware), context)
+    model = read_model(written(folder, {**LLAMA_31_8B, **changes}))
+    return Subject(model, find_hardware(hardware), context)
 
 
 def test_a_model_that_fits(tmp_path):
@@ -75,7 +75,7 @@ def test_refusal_where_only_less_context_fits(tmp_path):
         reaches(subject, PRECISIONS, GPU_COUNTS)
     longest = longest_context(subject, INT4, 8)
     assert f"int4 on 8 GPUs with a context of {longest:,} tokens" in refusal.value.hint
-    with_less = Subject(subject.config, subject.specs, subject.hardware, longest)
+    with_less = Subject(subject.model, subject.hardware, longest)
     assert any(row.fits for row in reaches(with_less, PRECISIONS, GPU_COUNTS))
 
 
@@ -97,8 +97,8 @@ def test_what_runs_and_what_does_not_yet(tmp_path):
 
 
 def test_a_model_that_the_kernel_cannot_run(tmp_path):
-    config = read_config(written(tmp_path, {**LANEFORMER_2B, "lm_head_type": "lane"}))
-    subject = Subject(config, tensors(config), find_hardware("H200"), 1024)
+    model = read_model(written(tmp_path, {**LANEFORMER_2B, "lm_head_type": "lane"}))
+    subject = Subject(model, find_hardware("H200"), 1024)
     (row,) = reaches(subject, [FP16], [1])
     assert row.obstacle == "reference only"
     assert "the decode kernel does not support" in find_shape_obstacle(subject)

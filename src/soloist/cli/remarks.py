@@ -1,0 +1,116 @@
+"""What `soloist plan` says in sentences: the first wall, what figures rest on, what fits."""
+
+from collections.abc import Sequence
+
+from soloist.cli.terminal import millions
+from soloist.errors import gigabytes
+from soloist.model.tensors import parameters
+from soloist.planning.expectation import FORMULA, MEASURED, Wall
+from soloist.planning.precision import PRECISIONS, can_store
+from soloist.planning.reach import Reach, Subject, find_shape_obstacle, what_fits
+
+_REASONS = {
+    Wall.CAPACITY: "weights and KV cache have no room",
+    Wall.BANDWIDTH: "reading weights and KV cache takes most of a token's time",
+    Wall.EXCHANGES: "blocks wait for each other longer than they read",
+    Wall.COMPUTE: "multiplying takes most of a token's time",
+}
+
+
+def remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
+    """Which wall comes first where, what the figures rest on, and what would fit."""
+    lines = ["of this model only the part that makes text"] if subject.model.is_part else []
+    for wall in Wall:
+        met = [row for row in rows if row.wall is wall]
+        if met:
+            by_precision: dict[str, list[str]] = {}
+            for row in met:
+                by_precision.setdefault(row.precision.name, []).append(str(row.gpus))
+            where = "; ".join(
+                f"{name} on {', '.join(counts)} GPU{'s' * (counts != ['1'])}"
+                for name, counts in by_precision.items()
+            )
+            lines.append(f"{wall.value} first: {where} ({_REASONS[wall]})")
+    if any(not row.fits for row in rows):
+        lines.append(what_fits(subject))
+    shape = find_shape_obstacle(subject)
+    if shape:
+        lines.append(f"{'reference only' if subject.model.config else 'not yet'}: {shape}")
+    lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
+    return [
+        *lines,
+        f"expected: {FORMULA}",
+        *_speculation(subject, rows[0]),
+        *basis(subject, rows),
+    ]
+
+
+def _sharing(subject: Subject, rows: Sequence[Reach]) -> list[str]:
+    """What sharing out the KV cache takes for granted where a model has few heads for it."""
+    model, most = subject.model, max(row.gpus for row in rows)
+    fewest = min((cache.heads for cache in model.caches), default=most)
+    if model.config is not None or fewest >= most:
+        return []
+    what = f"{fewest} heads" if fewest > 1 else "one latent for all heads"
+    return [
+        f"assumed: {most} GPUs share out the KV cache evenly, though it has {what}; where each "
+        "holds more than its share, it needs more room and reads more"
+    ]
+
+
+def _speculation(subject: Subject, row: Reach) -> list[str]:
+    """How tokens are drafted, and what of it nobody measured."""
+    s = subject.speculation
+    if s is None or row.speculating is None:
+        return []
+    source, drafting = "looked up in the text, at no cost", ""
+    if s.draft is not None:
+        drafting = f"{s.drafts} drafts and "
+        held = gigabytes(subject.draft_bytes)
+        source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
+    told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
+    lines = [
+        f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
+        f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
+        f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of "
+        f"{drafting}a step of {s.drafts + 1} columns"
+    ]
+    if subject.model.mixture is not None:
+        lines.append(
+            f"speculating: columns choose experts apart, {subject.model.mixture.chosen} of "
+            f"{subject.model.mixture.experts} each, so a step of several reads more of them"
+        )
+    return lines
+
+
+def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
+    """What the expectations were measured on, and what they assume."""
+    hardware, config = subject.hardware, subject.model.config
+    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in MEASURED.layer_wait_s.items())
+    lines = [
+        *_sharing(subject, rows),
+        f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
+        f"GPU; waiting of a layer (5 exchanges) in µs by GPUs: {waits}; {MEASURED.sources}",
+    ]
+    if hardware.name != MEASURED.hardware:
+        lines.append(
+            f"assumed: nothing was measured on {hardware.name}; it reads at the same "
+            f"{MEASURED.read_share:.1%} of its peak and waits as long, longer where GPUs reach "
+            "each other more slowly"
+        )
+    if config is None:
+        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
+    elif config.lanes is not None:
+        lines.append(
+            f"with lanes: {MEASURED.lanes_wait_s * 1e6:.1f} µs a layer, measured on "
+            f"{MEASURED.lanes_gpus} GPUs (benchmarks/results/2-h200.json) and assumed on others"
+        )
+    unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
+    if unpacked:
+        lines.append(f"assumed: unpacking {', '.join(unpacked)} costs nothing")
+    shown = {row.precision for row in rows}
+    unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]
+    if len(shown) > 1 and unfit:
+        groups = ", ".join(f"{p.name}, whose scales are for {p.group} weights" for p in unfit)
+        lines.append(f"left out: {groups} of a row; rows of this model do not divide so")
+    return lines
