@@ -27,8 +27,13 @@ SHARED_BYTES = _SLOTS * 3 * 128 * 128 + _ROWS // _CLUSTER * _NEURONS * 2
 
 
 def has_gate_up(arch: str, hidden: int, ffn: int) -> bool:
-    """Whether there is a kernel for this architecture, of whole steps and tiles."""
-    return arch == _ARCH and hidden % _FACTOR_BOX.columns == 0 and ffn % _NEURONS == 0
+    """Whether there is a kernel for this architecture, of whole steps and tiles.
+
+    One that has fewer steps than slots gains nothing, and was seen to spill registers.
+    """
+    step = _FACTOR_BOX.columns
+    is_whole = hidden % step == 0 and ffn % _NEURONS == 0
+    return arch == _ARCH and is_whole and hidden >= _SLOTS * step
 
 
 def gate_up_spec(spec: str) -> str:

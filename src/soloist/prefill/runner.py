@@ -1,9 +1,10 @@
 """A prompt through the model in chunks: library products, attention, and keys into the pool.
 
-On CUDA a layer is nine launches (four products, attention, four kernels of ours), and where passes
-have settled widths one more, which brings earlier keys together. First chunks may run as captured
-graphs, and so may all passes of settled widths: up to some hundred tokens launching takes longer
-than computing, and a full first chunk has the faster attention that is slow to set up.
+On CUDA a layer is nine launches (four products, attention, four kernels of ours), eight where
+gate_up and SwiGLU are one, and where passes have settled widths one more, which brings earlier keys
+together. First chunks may run as captured graphs, and so may all passes of settled widths: up to
+some hundred tokens launching takes longer than computing, and a full first chunk has the faster
+attention that is slow to set up.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
