@@ -110,9 +110,7 @@ class FusedElementwise(Elementwise):
         self._attention = None
         if has_first_attention(arch, attention.head_dim):
             with torch.cuda.device(pool.device):
-                self._attention = FirstAttention(
-                    attention.head_dim, DTYPES[pool.dtype], cache_root
-                )
+                self._attention = FirstAttention(attention.head_dim, DTYPES[pool.dtype], cache_root)
         self._stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -273,9 +271,7 @@ class FusedElementwise(Elementwise):
         """See the base class."""
         assert self._attention is not None, "asked for before"
         out = torch.empty_like(heads.queries)
-        self._attention.launch(
-            heads.queries, heads.keys, heads.values, out, window, self._stream
-        )
+        self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self._stream)
         return out.flatten(1)
 
     def _launch(

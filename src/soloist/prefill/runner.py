@@ -3,8 +3,8 @@
 On CUDA a layer is nine launches (four products, attention, four kernels of ours), eight where
 gate_up and SwiGLU are one, and where passes have settled widths one more, which brings earlier keys
 together. First chunks may run as captured graphs, and so may all passes of settled widths: up to
-some hundred tokens launching takes longer than computing, and a full first chunk has the faster
-attention that is slow to set up.
+some hundred tokens launching takes longer than computing, and where we have no attention of our own
+a full first chunk has the faster one that is slow to set up.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -208,7 +208,6 @@ class Prefill(PromptRunner):
         assert self._elementwise.capturable, "kernels read the place from the device"
         assert 0 < size <= self.most_tokens, "buffers are large enough"
         is_whole = size == self.most_tokens and not self.widths
-        is_whole = is_whole and not self._elementwise.attends
         self._attends_whole = is_whole and self._can_attend_whole()
         nothing = torch.zeros(0, dtype=torch.int32)
         return self._upload.chunk(nothing, 0, nothing, size)
@@ -317,6 +316,8 @@ class Prefill(PromptRunner):
     # --- a pass -----------------------------------------------------------------------------------
 
     def _can_attend_whole(self) -> bool:
+        if self._elementwise.attends:
+            return False  # nobody asks for it
         b = self._buffers
         try:
             attend_whole(b.queries, b.keys, b.values)
