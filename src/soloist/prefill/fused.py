@@ -264,8 +264,12 @@ class FusedElementwise(Elementwise):
 
     @property
     def attends(self) -> bool:
-        """See the base class."""
-        return self._attention is not None
+        """See the base class.
+
+        It takes SMs whole. Where ranks share a GPU, one that waits may hold a part of each.
+        """
+        sharing = [peer for peer in self._peers if peer.pool.device == self.pool.device]
+        return self._attention is not None and len(sharing) == 1
 
     def attend(self, heads: Heads, window: int | None) -> Tensor:
         """See the base class."""
