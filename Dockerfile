@@ -4,6 +4,7 @@
 #   docker build -t soloist .
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -v soloist:/data soloist serve MODEL --host 0.0.0.0
 #
+# `docker stop --time 15` leaves requests the time that they have to finish (--shutdown-timeout, 10 s).
 # Without --gpus it runs on the CPU. A smaller image for CPUs alone takes torch from the index of its
 # CPU builds: --build-arg TORCH_INDEX=URL.
 ARG PYTHON=3.11

@@ -225,7 +225,7 @@ class EmptyPrompt(RequestError):
     def __init__(self) -> None:
         super().__init__(
             "the prompt is empty: generation needs at least one token to start from",
-            "give some text, for example --prompt 'def main():'",
+            "give some text, for example 'def main():'",
         )
 
 
@@ -234,12 +234,13 @@ class PromptTooLong(RequestError):
 
     def __init__(self, prompt_tokens: int, new_tokens: int, context_tokens: int) -> None:
         room = context_tokens - prompt_tokens
+        fits = context_tokens - (new_tokens if new_tokens < context_tokens else 1)
         super().__init__(
             f"the prompt has {prompt_tokens:,} tokens and {new_tokens:,} new ones were asked for, "
             f"but the context holds {context_tokens:,}; nothing was cut",
             f"ask for at most {room:,} new tokens"
             if room > 0
-            else f"shorten the prompt to at most {context_tokens - 1:,} tokens, or raise --context "
+            else f"shorten the prompt to at most {fits:,} tokens, or raise --context "
             "if the model allows it",
         )
         self.prompt_tokens = prompt_tokens
@@ -302,9 +303,10 @@ class GrammarFailed(RequestError):
 class QueueFull(Unavailable):
     """As many requests wait as may."""
 
-    def __init__(self, num_waiting: int, retry_s: float) -> None:
+    def __init__(self, num_columns: int, most_waiting: int, retry_s: float) -> None:
         super().__init__(
-            f"the queue is full: {num_waiting} requests wait already; this one was not taken",
+            f"the queue is full: as many requests wait as may ({most_waiting}, beside "
+            f"{num_columns} that run); this one was not taken",
             f"try again in about {retry_s:.0f} s, or start the server with a longer --queue",
         )
         self.retry_s = retry_s

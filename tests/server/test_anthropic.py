@@ -89,6 +89,7 @@ def test_what_claude_code_sends_beside_its_messages(claude) -> None:
     wanted = chat_answer([*PLAIN, later | {"content": "Be brief."}], max_tokens=20)
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     more = {"temperature": 0, "context_management": keep, "output_config": {"effort": "high"}}
+    more["cache_control"] = {"type": "ephemeral"}
     reply = claude.messages.create(
         **ask(messages=[*MESSAGES, later], thinking={"type": "adaptive"}, extra_body=more)
     )
@@ -108,6 +109,7 @@ def test_counts(claude) -> None:
         ({"tool_choice": {"type": "any"}}, "forced, but there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"max_tokens": 5000}, "context holds 2,048"),
+        ({"stop_sequences": [""]}, r"stop_sequences\[0\]: .* at least 1 character"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "system", "content": 3}]}, "expected a text or a list"),
         (
@@ -135,9 +137,15 @@ def test_refusals_are_anthropics_errors(claude, changed, words) -> None:
 def test_unknown_models_and_closed_streams(claude, server) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist here"):
         claude.messages.create(**ask(model="claude"))
-    with claude.messages.stream(**ask(max_tokens=1900, extra_body={"temperature": 1})) as stream:
+    endless = ask(max_tokens=1900, extra_body={"temperature": 1})
+    with claude.messages.stream(**endless) as stream:
         next(iter(stream))
     wait_for(lambda: is_idle(server))
+    with claude.messages.stream(**endless) as stream:
+        begun = next(iter(stream)).message
+        claude.delete(f"/v1/messages/{begun.id}", cast_to=object)
+        with pytest.raises(anthropic.APIStatusError, match="cancelled on demand"):
+            list(stream)
 
 
 def test_what_was_cached_is_no_input(claude) -> None:

@@ -189,6 +189,9 @@ def test_it_is_dark_or_light_and_fits_a_phone(tab, fast) -> None:
     assert tab.evaluate(back) == "rgb(255, 255, 255)" != dark
     tab.reload()
     assert tab.evaluate(back) == "rgb(255, 255, 255)"
+    tab.get_by_label("Message").fill("Say it")
+    tab.keyboard.press("Control+Enter")
+    ending(tab, "chat")
     for name in ("chat", "complete", "race", "raw"):
         tab.locator(f"#tab-{name}").click()
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx2
 import openai
 import pytest
 
 from server.running import (
+    CONFIG,
     KEY,
     Scripted,
     etude,
@@ -73,6 +75,22 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         serve(load, ServerConfig(names=("x",), port=0), lambda _: None, lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"most_waiting": -1}, r"--queue is -1 \(allowed: 0 … 100,000\)"),
+        ({"most_body_bytes": 0}, r"--max-body-mb is 0.0 \(allowed: 0.000977 … 2,048\)"),
+        ({"request_s": float("nan")}, "--request-timeout is nan"),
+        ({"api_keys": (" ",)}, "--api-key"),
+        ({"cors_origins": ("localhost:3000",)}, r"--cors-origin is 'localhost:3000' .*http://"),
+        ({"cors_origins": ("http://a.example/",)}, "--cors-origin"),
+    ],
+)
+def test_settings_are_refused_as_they_were_typed(setting, told) -> None:
+    with pytest.raises(SettingError, match=told):
+        replace(CONFIG, **setting)
+
+
 def test_a_port_that_is_taken_is_refused(server) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(SettingError, match="free address"):
@@ -89,6 +107,9 @@ def test_keys_of_both_kinds() -> None:
                 reply = http.get(path)
                 assert reply.status_code == 401
                 assert reply.json()["error"]["code"] == "invalid_api_key"
+            # As Anthropic's clients read it.
+            kind = http.post("/v1/messages", json={}).json()["error"]["type"]
+            assert kind == "authentication_error"
             for bad in ("", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer ü"):
                 headers = {"Authorization": bad.encode()}
                 assert http.get("/v1/models", headers=headers).status_code == 401
@@ -136,6 +157,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(slow) -> None:
         several = http.post("/v1/completions", json=TEXT | {"n": 3})
         assert several.status_code == 429
         assert server.host.ready().loop.load.num_waiting == 1, "of several, none stays"
+        never = http.post("/v1/completions", json=TEXT | {"n": 10})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         for stream in streams:
             stream.close()
     wait_for(lambda: is_idle(server))

@@ -41,10 +41,15 @@ REFUSED = [
     ("chat/completions", {**CHAT, "temperature": "1"}, 400, "temperature", "valid"),
     ("chat/completions", {**CHAT, "temperature": 0, "top_p": 7}, 400, "top_p", "at most 1"),
     ("chat/completions", {**CHAT, "stop": [1]}, 400, "stop", "valid string"),
+    ("chat/completions", {**CHAT, "stop": ""}, 400, "stop", "at least one character"),
+    ("chat/completions", {**CHAT, "stop": [""]}, 400, "stop", "at least one character"),
+    ("chat/completions", {**CHAT, "stop_token_ids": [-1]}, 400, "stop_token_ids", "at least 0"),
     ("chat/completions", {**CHAT, "stop": ["x"] * 65}, 400, "stop", "at most 64 items"),
     ("chat/completions", {**CHAT, "stop": 1}, 400, "stop", "valid string, or: Input"),
     ("chat/completions", {**CHAT, "n": 0}, 400, "n", "greater than or equal to 1"),
     ("chat/completions", {**CHAT, "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+    ("chat/completions", {**CHAT, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "token ids"),
+    ("chat/completions", {**CHAT, "logit_bias": {"٣": 1}}, 400, "logit_bias", "token ids"),
     ("chat/completions", {**CHAT, "logit_bias": {"999999": 1}}, 400, "logit_bias", "outside"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
     ("chat/completions", {**CHAT, "top_logprobs": 21}, 400, "top_logprobs", "equal to 20"),
@@ -59,8 +64,19 @@ REFUSED = [
         400, "stream_options.speed", "not supported",
     ),
     ("chat/completions", {"model": "gpt"}, 400, "messages", "required"),
+    ("chat/completions", {"model": "gpt", "input": "x"}, 400, "input", "not supported"),
     ("chat/completions", {**CHAT, "messages": []}, 400, None, "empty"),
     ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, None, "no role"),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [*MESSAGES, {"role": "function", "name": "f", "content": "x"}]},
+        400, f"messages[{len(MESSAGES)}].role", "'system', 'user', 'assistant', 'tool'",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [{**MESSAGES[0], "function_call": {"name": "f"}}]},
+        400, "messages[0].function_call", "not supported",
+    ),
     (
         "chat/completions",
         {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -72,7 +88,7 @@ REFUSED = [
         400, "max_tokens", "contradicts",
     ),
     ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "at least 1"),
-    ("chat/completions", {**CHAT, "max_tokens": 4000}, 400, "prompt", "context holds 2,048"),
+    ("chat/completions", {**CHAT, "max_tokens": 4000}, 400, "messages", "context holds 2,048"),
     ("chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model", "there is: etude-draft, gpt"),
     (
         "chat/completions",
@@ -99,6 +115,7 @@ REFUSED = [
     ("completions", {**TEXT, "prompt": ["a"] * 33, "n": 2}, 400, "n", "at most 64"),
     ("completions", {**TEXT, "min_tokens": 20}, 400, "min_tokens", "at most max_tokens"),
     ("completions", {**TEXT, "seed": -1}, 400, "seed", "2^64"),
+    ("completions", {**TEXT, "seed": 2**64}, 400, "seed", "(given: 1.8446744073709552e+19)"),
 ]  # fmt: skip
 
 
@@ -121,6 +138,7 @@ def test_refusals_name_the_field(http, case) -> None:
         {"n": None, "stop": None, "logprobs": False, "logit_bias": None, "stream": False},
         {"stop": "a stop string may be long " * 9},
         {"parallel_tool_calls": False, "modalities": ["text"], "functions": None},
+        {"messages": [{**m, "refusal": None, "annotations": [], "audio": None} for m in MESSAGES]},
     ],
 )
 def test_fields_that_change_nothing_are_taken(http, fields) -> None:
@@ -161,11 +179,17 @@ def test_bodies_that_are_no_requests(http, body, words) -> None:
     assert words in reply.json()["error"]["message"]
 
 
+def test_compressed_bodies_are_refused(http) -> None:
+    reply = http.post("/v1/completions", content=b"x", headers={"Content-Encoding": "zstd"})
+    assert reply.status_code == 415
+    assert "zstd" in reply.json()["error"]["message"]
+
+
 def test_deeply_nested_values_are_refused(http) -> None:
     nested: object = 1
     for _ in range(400):
         nested = {"a": nested}
-    message = {"role": "user", "content": "x", "more": nested}
+    message = {"role": "user", "content": "x", "tool_calls": [nested]}
     body = {**CHAT, "max_tokens": 1, "messages": [message]}
     assert http.post("/v1/chat/completions", content=json.dumps(body)).status_code in (200, 400)
 

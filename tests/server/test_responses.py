@@ -55,6 +55,27 @@ def test_a_stream_that_is_cut_is_incomplete(client) -> None:
     assert last.response.output_text == client.responses.create(**ask).output_text
 
 
+def test_log_probabilities_are_those_of_the_chat(client) -> None:
+    stop = chat_answer(PLAIN, max_tokens=30).text[12:15]
+    chat = {"messages": PLAIN, "max_tokens": 30, "logprobs": True, "top_logprobs": 2, "stop": stop}
+    whole = client.chat.completions.create(model="gpt", temperature=0, **chat)
+    wanted = [entry.model_dump() for entry in whole.choices[0].logprobs.content]
+    ask = {
+        **ASK, "max_output_tokens": 30, "extra_body": {"stop": stop}, "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    (told,) = client.responses.create(**ask).output[0].content
+    assert [entry.model_dump() for entry in told.logprobs] == wanted
+    assert len(wanted) > 1
+    *events, last = client.responses.create(**ask, stream=True)
+    assert last.response.output[0].content[0].logprobs == told.logprobs
+    pieces = [x for e in events if e.type == "response.output_text.delta" for x in e.logprobs]
+    assert pieces
+    assert [x.token for x in pieces] == [x.token for x in told.logprobs][: len(pieces)]
+    (done,) = [e for e in events if e.type == "response.output_text.done"]
+    assert [x.logprob for x in done.logprobs] == [x.logprob for x in told.logprobs]
+
+
 def test_items_and_parts(client) -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Write Python."}]},
@@ -81,7 +102,10 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
     ]
     chat = [{"role": "system", "content": "Write Python.\na\nb"}, {"role": "user", "content": "c"}]
     ask = {"model": "gpt", "instructions": "Write Python.", "input": items, "temperature": 0}
-    more = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+    more = {
+        "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
+        "reasoning": {"summary": "auto", "effort": None},
+    }  # fmt: skip
     reply = client.responses.create(
         **ask, **more, max_output_tokens=8, extra_body={"client_metadata": {"a": "b"}}
     )
@@ -93,6 +117,8 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
     [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
          "input[0].encrypted_content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -105,7 +131,8 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        ({"max_output_tokens": 5000}, "prompt"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"extra_body": {"stream_options": {"include_obfuscation": True}}}, "stream_options"),
         ({"extra_body": {"colour": 1}}, "colour"),
     ],
 )  # fmt: skip
@@ -115,11 +142,15 @@ def test_refusals_name_the_field(client, changed, param) -> None:
     assert caught.value.param == param
 
 
-def test_cancelling_ends_a_stream_with_an_error(client, server) -> None:
+@pytest.mark.parametrize("does_delete", [False, True])
+def test_cancelling_ends_a_stream_with_an_error(client, server, does_delete) -> None:
     more = {"extra_body": {"ignore_eos": True}, "stream": True}
     stream = client.responses.create(**ASK, **more)
     first = next(iter(stream))
-    client.post(f"/responses/{first.response.id}/cancel", cast_to=object)
+    if does_delete:
+        client.responses.delete(first.response.id)
+    else:
+        client.post(f"/responses/{first.response.id}/cancel", cast_to=object)
     last = list(stream)[-1]
     assert last.type == "error"
     assert "cancelled on demand" in last.message

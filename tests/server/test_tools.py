@@ -338,3 +338,10 @@ def test_items_that_are_refused(client, more, param) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "gpt", "input": "x"} | more)
     assert caught.value.param == param
+
+
+def test_log_probabilities_beside_calls_are_refused(client) -> None:
+    with pytest.raises(openai.BadRequestError, match="only for answers of one text"):
+        client.responses.create(
+            model="gpt", input="x", include=["message.output_text.logprobs"], tools=ITEM_TOOLS
+        )

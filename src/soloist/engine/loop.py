@@ -227,7 +227,8 @@ class EngineLoop:
             raise ShuttingDown
         if self._scheduler.is_full:
             ahead = load.num_waiting + 1
-            raise QueueFull(load.num_waiting, max(1.0, ahead * state.mean_s / load.num_columns))
+            retry_s = max(1.0, ahead * state.mean_s / load.num_columns)
+            raise QueueFull(load.num_columns, load.most_waiting, retry_s)
 
     def _news(self) -> None:
         with self._condition:

@@ -122,17 +122,17 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise BadSampling("logit_bias", self.logit_bias, "a mapping of token id to bias")
         for token_id, bias in self.logit_bias.items():
-            _check_whole("a token id in logit_bias", token_id, 0)
+            _check_whole("logit_bias", token_id, 0, "its keys are token ids")
             _check_real(f"logit_bias[{token_id}]", bias, -100, 100)
         if not isinstance(self.stop_token_ids, frozenset):
             raise BadSampling("stop_token_ids", self.stop_token_ids, "a frozenset of token ids")
         for token_id in self.stop_token_ids:
-            _check_whole("a token id in stop_token_ids", token_id, 0)
+            _check_whole("stop_token_ids", token_id, 0, "give token ids")
         if not isinstance(self.stop, tuple):
             raise BadSampling("stop", self.stop, "a tuple of strings")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise BadSampling("a string in stop", text, "a string of at least one character")
+                raise BadSampling("stop", text, "strings of at least one character")
 
     def _check_contradictions(self) -> None:
         if self.is_greedy:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from soloist.server import playground
 from soloist.server.metrics import Metrics
 from soloist.server.problems import Problem
-from soloist.server.replies import json_reply
+from soloist.server.replies import problem_reply
 
 # What a page, a load balancer and a reader of the documentation need before they have a key.
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", *playground.PATHS})
@@ -78,7 +78,7 @@ class Gate:
             try:
                 self._keys.check(Headers(scope=scope))
             except Problem as problem:
-                app = json_reply(problem.body(), problem.status, problem.headers)
+                app = problem_reply(path, problem)
         await app(scope, receive, counted)
 
 

@@ -18,9 +18,9 @@ from soloist.server.access import Gate, Keys
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
 from soloist.server.host import Host
-from soloist.server.messages import count_tokens, messages, problem_body
+from soloist.server.messages import count_tokens, messages
 from soloist.server.problems import Problem, problem_of
-from soloist.server.replies import json_reply
+from soloist.server.replies import problem_reply
 from soloist.server.responses import responses
 
 log = logging.getLogger(__name__)
@@ -39,12 +39,17 @@ ROUTES = (
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/responses/{request_id}/cancel", status.cancel, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/messages/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
 )
+
+# Where a prompt stands in requests that do not call it that.
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 
 
 def make_app(host: Host) -> Starlette:
@@ -86,9 +91,7 @@ def make_app(host: Host) -> Starlette:
 
 
 def _reply(request: Request, problem: Problem) -> Response:
-    is_anthropics = request.url.path.startswith("/v1/messages")
-    body = problem_body(problem) if is_anthropics else problem.body()
-    return json_reply(body, problem.status, problem.headers)
+    return problem_reply(request.url.path, problem)
 
 
 async def _problem(request: Request, error: Exception) -> Response:
@@ -98,7 +101,10 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SoloistError), "registered for it"
-    return _reply(request, problem_of(error))
+    problem = problem_of(error)
+    if problem.param == "prompt":
+        problem.param = _PROMPTS.get(request.url.path, "prompt")
+    return _reply(request, problem)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -20,8 +20,12 @@ async def read(request: Request, schema: type[Wanted], most_bytes: int) -> Wante
     """The request's body as `schema`.
 
     Raises:
-        Problem: it is too large, comes too slowly, is no JSON object, or has unusable fields.
+        Problem: it is too large, compressed, comes too slowly, is no JSON object, or has unusable
+            fields.
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise Problem(415, f"Content-Encoding is '{coding}' (allowed: none); send plain JSON")
     try:
         async with asyncio.timeout(BODY_S):
             body = await _bytes(request, most_bytes)

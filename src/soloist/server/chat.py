@@ -29,7 +29,7 @@ from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, shape_of
-from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartFormat
 
@@ -193,7 +193,7 @@ class _Chat:
                     yield _TEXT % (start, index, orjson.dumps(fields["content"]), tail)
             if end is not None:
                 ends[index] = end
-                yield self._last(head, index, end, is_first=index not in begun)
+                yield self._last(head, index, end, tail, is_first=index not in begun)
         if self._asked.includes_usage:
             answers = [ends[i] for i in sorted(ends)]
             yield event({**head, "choices": [], "usage": figures.usage(answers, self._ready)})
@@ -226,10 +226,10 @@ class _Chat:
         tail: bytes,
     ) -> bytes:
         choice = {"index": index, "delta": fields, "logprobs": None, "finish_reason": None} | more
-        return b"data: " + orjson.dumps({**head, "choices": [choice]})[:-1] + tail + b"}\n\n"
+        return event_with({**head, "choices": [choice]}, tail)
 
     def _last(
-        self, head: dict[str, object], index: int, end: Completion, *, is_first: bool
+        self, head: dict[str, object], index: int, end: Completion, tail: bytes, *, is_first: bool
     ) -> bytes:
         teller = self.tellers[index]
         choice: dict[str, object] = {
@@ -241,6 +241,6 @@ class _Chat:
         }
         if teller.reader.warning:
             choice["warning"] = teller.reader.warning
-        return event(
-            {**head, "choices": [choice], "timings": figures.timings(end.timings, self._ready)}
-        )
+        shown = figures.timings(end.timings, self._ready)
+        body = {**head, "choices": [choice], "timings": shown}
+        return event_with(body, tail)

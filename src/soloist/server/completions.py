@@ -22,7 +22,7 @@ from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts, elsewhere
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, plain_grammar, shape_of
-from soloist.server.sse import DONE, Events, event, with_errors
+from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import TEXT, RequestTrace
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
@@ -181,7 +181,7 @@ class _Texts:
                     yield _TEXT % (start, delta.index, orjson.dumps(text), tail)
             if delta.end is not None:
                 ends[delta.index] = delta.end
-                yield self._last(delta.index, delta.end)
+                yield self._last(delta.index, delta.end, tail)
         if self._asked.includes_usage:
             total = figures.usage([ends[i] for i in sorted(ends)], self._ready, len(self._prompts))
             yield event({**self._head, "choices": [], "usage": total})
@@ -207,9 +207,9 @@ class _Texts:
             if is_first:
                 choice["prompt_token_ids"] = list(self._prompt_of(delta.index).prompt_ids)
         body = {**self._head, "choices": [choice]}
-        return b"data: " + orjson.dumps(body)[:-1] + tail + b"}\n\n"
+        return event_with(body, tail)
 
-    def _last(self, index: int, end: Completion) -> bytes:
+    def _last(self, index: int, end: Completion, tail: bytes) -> bytes:
         choice = {
             "index": index,
             "text": "",
@@ -218,4 +218,5 @@ class _Texts:
             "stop_reason": end.stop,
         }
         shown = figures.timings(end.timings, self._ready)
-        return event({**self._head, "choices": [choice], "timings": shown})
+        body = {**self._head, "choices": [choice], "timings": shown}
+        return event_with(body, tail)

@@ -1,8 +1,22 @@
 """What an operator asks of the server."""
 
+import re
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
+
+# As the command line has them: option, smallest, largest, and how much one of it is here.
+_RANGES = {
+    "port": ("--port", 0, 65_535, 1),
+    "most_waiting": ("--queue", 0, 100_000, 1),
+    "flush_ms": ("--flush-ms", 0, 1000, 1),
+    "most_body_bytes": ("--max-body-mb", 1 / 1024, 2048, 2**20),
+    "request_s": ("--request-timeout", 0.1, 10**6, 1),
+    "shutdown_s": ("--shutdown-timeout", 0, 10**6, 1),
+}
+
+# What browsers send: never a path, nor a slash at the end.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +36,7 @@ class ServerConfig:
         shutdown_s: on SIGTERM, running requests may go on for so long.
 
     Raises:
-        SettingError: a number out of range, an empty key.
+        SettingError: a number out of range, an empty key, no origin.
     """
 
     names: tuple[str, ...]
@@ -37,16 +51,13 @@ class ServerConfig:
     shutdown_s: float = 10.0
 
     def __post_init__(self) -> None:
-        ranges = {
-            "port": (0, 65535),
-            "most_waiting": (0, 100_000),
-            "flush_ms": (0, 1000),
-            "most_body_bytes": (1024, 2**31),
-            "request_s": (0.1, 10**6),
-            "shutdown_s": (0, 10**6),
-        }
-        for name, (low, high) in ranges.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                raise SettingError(name, value, f"{low:,} … {high:,}")
+        for name, (option, low, high, unit) in _RANGES.items():
+            value = getattr(self, name)
+            if not low * unit <= value <= high * unit:
+                shown = value if unit == 1 else value / unit
+                raise SettingError(option, shown, f"{low:,.3g} … {high:,}")
         if not all(key.strip() for key in self.api_keys):
-            raise SettingError("api_keys", "", "keys of at least one character")
+            raise SettingError("--api-key", "", "keys of at least one character")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SettingError("--cors-origin", origin, "such as http://localhost:3000, or '*'")

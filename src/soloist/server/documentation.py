@@ -39,6 +39,8 @@ _READS = {
 _ENDS = {
     ("delete", "/v1/chat/completions/{request_id}"): "End a running request by its id",
     ("delete", "/v1/completions/{request_id}"): "The same",
+    ("delete", "/v1/responses/{request_id}"): "The same",
+    ("delete", "/v1/messages/{request_id}"): "The same",
     ("post", "/v1/responses/{request_id}/cancel"): "The same",
 }
 
@@ -99,7 +101,9 @@ def _page() -> str:
         "<meta name=viewport content='width=device-width'>"
         "<style>body{font:16px/1.5 system-ui;max-width:56rem;margin:2rem auto;padding:0 1rem}"
         "table{border-collapse:collapse;width:100%}td{border-top:1px solid #8884;padding:.2rem "
-        ".6rem .2rem 0;vertical-align:top}code{font-size:.9em}:root{color-scheme:light dark}"
+        ".6rem .2rem 0;vertical-align:top}h2{overflow-wrap:anywhere}code{font-size:.9em}"
+        ":root{color-scheme:light dark}@media(max-width:40rem){td{display:block;border:0;padding:0}"
+        "tr{display:block;border-top:1px solid #8884;padding:.3rem 0}}"
         "</style><h1>Soloist API</h1><p>A field that is not listed is refused with a 400 that "
         "names it. <a href=/openapi.json>openapi.json</a></p>"
     ]
@@ -123,7 +127,8 @@ def _type(field: dict[str, Any]) -> str:
     """A field's type in a few words."""
     if "anyOf" in field:
         kinds = dict.fromkeys(_type(kind) for kind in field["anyOf"])
-        return " or ".join(kind for kind in kinds if kind != "null")
+        unsaid = {"null", "integer"} if "number" in kinds else {"null"}
+        return " or ".join(kind for kind in kinds if kind not in unsaid)
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     if field.get("type") == "array":

@@ -3,6 +3,7 @@
 `null` stands for a field's default everywhere, as clients write it.
 """
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -26,17 +27,23 @@ def only(*allowed: object) -> Any:  # noqa: ANN401 - a type for pydantic
     """A field that is known, but of which only values are taken that change nothing."""
 
     def check(value: object) -> object:
-        if value is None or any(value == x and type(value) is type(x) for x in allowed):
+        # Null within an object stands for a default, too.
+        given = {k: v for k, v in value.items() if v is not None} if type(value) is dict else value
+        if given is None or any(given == x and type(given) is type(x) for x in allowed):
             return value
-        shown = ", ".join(map(repr, allowed)) or "leave it out"
         raise PydanticCustomError("not_supported", "is not supported", {"allowed": shown})
 
-    return Annotated[Any, AfterValidator(check)]
+    shown = ", ".join(map(repr, allowed)) or "leave it out"
+    told = f"Not supported (allowed: {shown})."
+    return Annotated[Any, AfterValidator(check), Field(description=told)]
 
 
 # Sent by clients and of no effect on what they get from one server with one model.
 Harmless = Annotated[Any, Field(description="Accepted; has no effect.")]
 Number = int | float
+
+# No vocabulary has longer ones.
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
 class StreamOptions(Fields):
@@ -55,20 +62,28 @@ class SamplingFields(Fields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
     temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
-    top_p: Number | None = None
+    top_p: Number | None = Field(default=None, description="Above 0, at most 1, the default.")
     top_k: int | None = Field(default=None, description="0 or -1 keeps all tokens.")
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
+    min_p: Number | None = Field(default=None, description="0 … 1; default 0.")
+    repetition_penalty: Number | None = Field(
+        default=None, description="Above 0, at most 100; default 1."
+    )
+    presence_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
+    frequency_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
     seed: int | None = Field(
         default=None, description="Same seed, same text. Choice i takes seed + i."
     )
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
-    logit_bias: dict[str, Number] | None = Field(default=None, description="Token id to bias.")
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
+    logit_bias: dict[str, Number] | None = Field(
+        default=None, description="Token id to bias, -100 … 100."
+    )
+    min_tokens: int | None = Field(
+        default=None, description="No token ends the answer before so many."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="The model's own end is a token like any other."
+    )
 
     def params(self, max_tokens: int) -> SamplingParams:
         """The engine's parameters.
@@ -77,7 +92,7 @@ class SamplingFields(Fields):
             BadSampling: a value out of range.
             Problem: a key of logit_bias that is no token id.
         """
-        stop = self.stop if isinstance(self.stop, list) else [self.stop] if self.stop else []
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params = SamplingParams(
             temperature=1.0 if not self.temperature else self.temperature,
             top_k=None if self.top_k in (None, 0, -1) else self.top_k,
@@ -130,7 +145,7 @@ class TextFields(Fields):
     """`text` of responses."""
 
     format: TextFormat | None = None
-    verbosity: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
 
 
 class OutputFormat(Fields):
@@ -174,10 +189,12 @@ class GenerationFields(SamplingFields, ShapeFields):
     """What both ways to generate with OpenAI's clients share."""
 
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES, description="Answers; default 1.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="Token ids of prompt and answers beside the text."
+    )
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -245,7 +262,9 @@ class ChatFields(Fields):
 class ChatRequest(GenerationFields, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(
+        description="Roles system (or developer), user, assistant, tool; content is text."
+    )
     max_completion_tokens: int | None = Field(
         default=None, description="Default: what the context holds."
     )
@@ -262,7 +281,7 @@ class ChatRequest(GenerationFields, ChatFields):
     audio: only() = None  # type: ignore[valid-type]
     prediction: only() = None  # type: ignore[valid-type]
     reasoning_effort: only() = None  # type: ignore[valid-type]
-    verbosity: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
     web_search_options: only() = None  # type: ignore[valid-type]
 
     @property
@@ -294,6 +313,6 @@ def _or(value: Any, default: Any) -> Any:  # noqa: ANN401 - numbers of two kinds
 
 
 def _parsed_bias(given: dict[str, Number]) -> dict[int, float]:
-    if not all(key.isdecimal() for key in given):
+    if not all(_TOKEN_ID.fullmatch(key) for key in given):
         raise invalid("logit_bias", "keys are token ids, such as {'1234': -100}")
     return {int(key): value for key, value in given.items()}

@@ -19,7 +19,7 @@ from soloist.errors import SoloistError
 from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
-from soloist.server.problems import Problem, problem_of
+from soloist.server.problems import Problem, invalid, problem_of
 from soloist.server.tracing import RequestTrace
 from soloist.text.grammar import Grammar
 
@@ -73,6 +73,7 @@ class Generation:
 
     Raises:
         SoloistError: one of them is not taken; then none is.
+        Problem: there are more of them than can ever be taken.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class Generation:
         self.tickets: list[Ticket] = []
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
+            load = ready.loop.load
+            _check_count(len(asked), load.num_columns + load.most_waiting)
             for one in asked:
                 self.tickets.append(
                     ready.loop.submit(
@@ -104,9 +107,9 @@ class Generation:
                         scores=one.scores,
                     )
                 )
-        except SoloistError as error:
+        except (Problem, SoloistError) as error:
             self._cancel()
-            trace.close(problem_of(error).word)
+            trace.close((error if isinstance(error, Problem) else problem_of(error)).word)
             raise
 
     async def __aenter__(self) -> Self:
@@ -193,6 +196,12 @@ def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
     text = "".join([chunk.text for chunk in chunks])
     scored = next((event for event in events if isinstance(event, Scored)), None)
     return Delta(index, text, ids, logprobs, num_made + len(ids), end, scored)
+
+
+def _check_count(count: int, most: int) -> None:
+    """Coming back later would not help a request for more answers than there are places."""
+    if count > most:
+        raise invalid("n", f"{count} answers in all (allowed: at most {most}, as --queue has it)")
 
 
 def _too_long(limit_s: float) -> Problem:

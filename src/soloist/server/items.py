@@ -83,9 +83,13 @@ class Items:
         self.output: list[dict[str, Any]] = []
         self._seals_reasoning = seals_reasoning
         self._kind: str | None = None
+        self._likely: list[dict[str, object]] = []  # of tokens whose text is still to come
 
-    def events(self, parts: Sequence[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Kind and fields of events for more of the answer."""
+    def events(
+        self, parts: Sequence[Part], likely: Sequence[dict[str, object]] = ()
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Kind and fields of events for more of the answer, and log probabilities of its tokens."""
+        self._likely += likely
         for part in parts:
             if part.kind == "call" or part.kind not in ("arguments", self._kind):
                 yield from self._stop("completed")
@@ -120,7 +124,13 @@ class Items:
         item["content"][0]["text"] += part.text
         if part.kind == "reasoning":
             return "reasoning_text.delta", {**place, "content_index": 0}
-        return "output_text.delta", {**place, "content_index": 0, "logprobs": []}
+        return "output_text.delta", {**place, "content_index": 0, "logprobs": self._told(item)}
+
+    def _told(self, item: dict[str, Any]) -> list[dict[str, object]]:
+        """Log probabilities that came and were not told yet; they become a part of the item."""
+        told, self._likely = self._likely, []
+        item["content"][0]["logprobs"] += told
+        return told
 
     def _stop(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._kind is None:
@@ -140,7 +150,8 @@ class Items:
             if kind == "reasoning":
                 yield "reasoning_text.done", told
             else:
-                yield "output_text.done", {**told, "logprobs": []}
+                self._told(item)  # of a token that a stop string left without a text
+                yield "output_text.done", {**told, "logprobs": content["logprobs"]}
                 yield "content_part.done", {**place, "part": content}
         yield "output_item.done", {"output_index": place["output_index"], "item": item}
 

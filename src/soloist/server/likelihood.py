@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes that OpenAI's clients know."""
+"""Log probabilities in the shapes that OpenAI's clients know."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,18 +10,24 @@ from soloist.text import Tokenizer
 def for_chat(
     tokenizer: Tokenizer, token_ids: Sequence[int], shown: Sequence[TokenLogprobs]
 ) -> dict[str, object]:
-    """`choices[].logprobs` of a chat; tokens without log probabilities at the end are left out."""
+    """`choices[].logprobs` of a chat."""
+    return {"content": entries(tokenizer, token_ids, shown), "refusal": None}
+
+
+def entries(
+    tokenizer: Tokenizer, token_ids: Sequence[int], shown: Sequence[TokenLogprobs]
+) -> list[dict[str, object]]:
+    """One for each token; those without log probabilities at the end are left out."""
 
     def entry(token_id: int, logprob: float) -> dict[str, object]:
         raw = tokenizer.token_bytes(token_id)
         text = raw.decode(errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
-    content = [
+    return [
         entry(token_id, one.chosen) | {"top_logprobs": [entry(*top) for top in one.top]}
         for token_id, one in zip(token_ids, shown, strict=False)
     ]
-    return {"content": content, "refusal": None}
 
 
 def for_completion(

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -49,6 +49,7 @@ class ConversationFields(Fields):
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
     output_config: OutputFields | None = None
+    cache_control: Harmless = None
 
     @property
     def offers_tools(self) -> bool:
@@ -67,7 +68,9 @@ class MessagesRequest(ConversationFields):
     temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
     top_p: Number | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = Field(default=None, max_length=64)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, max_length=64
+    )
     stream: bool | None = None
     metadata: Harmless = None
     service_tier: Harmless = None
@@ -110,12 +113,6 @@ async def count_tokens(request: Request) -> Response:
 
     given = [asked.messages, asked.system, asked.tools]
     return json_reply({"input_tokens": await elsewhere(given, count)})
-
-
-def problem_body(problem: Problem) -> dict[str, object]:
-    """An error as Anthropic's clients read it."""
-    kind = "api_error" if problem.status >= 500 else problem.kind
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
 def _tool_use(asked: MessagesRequest) -> ToolUse:
@@ -247,6 +244,6 @@ async def _with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for part in body:
             yield part
     except Problem as problem:
-        yield event(problem_body(problem), "error")
+        yield event(problem.anthropic_body(), "error")
     except SoloistError as error:
-        yield event(problem_body(problem_of(error)), "error")
+        yield event(problem_of(error).anthropic_body(), "error")

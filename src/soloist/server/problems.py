@@ -1,5 +1,6 @@
 """Every reply that is not a success: one class, and what errors of the engine become."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +25,10 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+
+
+# Characters of a bad value that an error repeats.
+_MOST_SHOWN = 40
 
 
 class Problem(Exception):
@@ -61,6 +66,11 @@ class Problem(Exception):
     def word(self) -> str:
         """What went wrong, for programs."""
         return self.code or self.kind
+
+    def anthropic_body(self) -> dict[str, object]:
+        """As Anthropic's clients read it."""
+        kind = "api_error" if self.status >= 500 else self.kind
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body(self) -> dict[str, object]:
         """As OpenAI's clients read it."""
@@ -110,16 +120,29 @@ def invalid(path: str, message: str) -> Problem:
 
 
 def problem_of_fields(error: ValidationError) -> Problem:
-    """The first field that does not fit its schema."""
-    found = error.errors(include_url=False, include_input=False)
-    first, path = found[0], path_of(found[0]["loc"]) or "body"
+    """The first field that does not fit its schema; one that is unknown goes before others.
+
+    What is missing may stand there under another name.
+    """
+    found = error.errors(include_url=False)
+    first = next((x for x in found if x["type"] == "extra_forbidden"), found[0])
+    path = path_of(first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return unsupported(path)
     if first["type"] == "not_supported":
         return unsupported(path, first.get("ctx", {}).get("allowed", ""))
     # A field of several types has an error for each.
     told = [x["msg"] for x in found if path_of(x["loc"]) == path]
-    return invalid(path, ", or: ".join(dict.fromkeys(told)))
+    given = "" if first["type"] == "missing" else f" (given: {_shown(first['input'])})"
+    return invalid(path, ", or: ".join(dict.fromkeys(told)) + given)
+
+
+def _shown(value: object) -> str:
+    """A value of a request, in a few words."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    text = "null" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
 
 
 # What pydantic adds to a place where a field may have several types.

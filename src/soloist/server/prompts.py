@@ -19,6 +19,13 @@ INLINE_CHARACTERS = 8_000
 
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
+# Of a chat, what every template either reads or may leave out without loss.
+_ROLES = ("system", "user", "assistant", "tool")
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "id", "annotations"}
+    | {"reasoning", "reasoning_content", "thinking", "cache_control"}
+)
+
 Made = TypeVar("Made")
 
 
@@ -59,7 +66,7 @@ def chat_prompt(engine: Engine, asked: ChatFields, tools: Sequence[Tool] | None)
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
     return engine.chat_template.render(
-        for_template(engine, plain_messages(asked.messages or ())),
+        for_template(engine, plain_messages(asked.messages or (), engine.chat_template.source)),
         tools=tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
@@ -100,24 +107,35 @@ def _short(call_id: str) -> str:
     return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as every template reads them.
+def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages as templates read them.
 
     Parts of text become one text, a line each; the role `developer` becomes `system`, which is
     what OpenAI's newer models call it.
 
+    Args:
+        messages: as OpenAI's clients send them.
+        template: the model's; it may know more roles and fields than all do.
+
     Raises:
-        Problem: a part that is no text.
+        Problem: a part that is no text, a role or a field that the template would pass over.
     """
     plain = []
     for index, message in enumerate(messages):
+        place, role = f"messages[{index}]", message.get("role")
+        if role == "developer":
+            role = "system"
+        if isinstance(role, str) and role not in _ROLES and role not in template:
+            raise unsupported(f"{place}.role", ", ".join(map(repr, _ROLES)))
+        for name, value in message.items():
+            if value and name not in _MESSAGE_FIELDS and name not in template:
+                raise unsupported(f"{place}.{name}")
         content = message.get("content")
         if isinstance(content, list):
-            place = f"messages[{index}].content"
-            content = "\n".join(_text(part, f"{place}[{n}]") for n, part in enumerate(content))
-        role = message.get("role")
-        changed = {"role": "system" if role == "developer" else role, "content": content}
-        plain.append({**message, **changed})
+            content = "\n".join(
+                _text(part, f"{place}.content[{n}]") for n, part in enumerate(content)
+            )
+        plain.append({**message, "role": role, "content": content})
     return plain
 
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,23 @@ from starlette.responses import Response
 
 from soloist.engine import Completion, Engine
 from soloist.errors import SoloistError
-from soloist.server import figures
+from soloist.sampling.logprobs import TokenLogprobs
+from soloist.server import figures, likelihood
 from soloist.server.bodies import read
 from soloist.server.chat import room
-from soloist.server.fields import Harmless, SamplingFields, TextFields, only
-from soloist.server.generation import Asked, Generation, collect
+from soloist.server.fields import (
+    MOST_TOP_LOGPROBS,
+    Harmless,
+    SamplingFields,
+    TextFields,
+    only,
+)
+from soloist.server.generation import Asked, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items, plain_conversation, plain_tools
 from soloist.server.names import served_name
 from soloist.server.parts import PROMPT_END, part_format, shown_ids
-from soloist.server.problems import Problem, problem_of
+from soloist.server.problems import Problem, invalid, problem_of
 from soloist.server.prompts import elsewhere, for_template
 from soloist.server.replies import json_reply
 from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, text_shape
@@ -29,7 +36,7 @@ from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
-_SEALED = "reasoning.encrypted_content"
+_SEALED, _LIKELY = "reasoning.encrypted_content", "message.output_text.logprobs"
 
 
 class ResponsesRequest(SamplingFields):
@@ -57,13 +64,27 @@ class ResponsesRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description="auto, none, required, or the name of a function."
     )
-    include: only([], [_SEALED]) = None  # type: ignore[valid-type]
+    include: only(  # type: ignore[valid-type]
+        [], [_SEALED], [_LIKELY], [_SEALED, _LIKELY], [_LIKELY, _SEALED]
+    ) = None
     background: only(False) = None  # type: ignore[valid-type]
+    stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
     reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
-    top_logprobs: only(0) = None  # type: ignore[valid-type]
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_TOP_LOGPROBS, description=f"Beside include: {_LIKELY}."
+    )
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """Alternatives to name beside each token; None for no log probabilities."""
+        if _LIKELY in (self.include or ()):
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise invalid("top_logprobs", f"only beside include: ['{_LIKELY}']")
+        return None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -87,12 +108,12 @@ async def responses(request: Request) -> Response:
     request_id = f"resp_{uuid.uuid4().hex}"
     trace = RequestTrace(request.headers, CHAT, model, accepted)
     generation = Generation(host, ready, request_id, [one], accepted, trace)
-    items = Items(seals_reasoning=asked.include == [_SEALED])
+    items = Items(seals_reasoning=_SEALED in (asked.include or ()))
     reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
-    return json_reply(reply.whole(answer.end))
+    return json_reply(reply.whole(answer))
 
 
 def _tool_use(asked: ResponsesRequest) -> ToolUse:
@@ -109,7 +130,10 @@ def _prepared(
     wanted, tools = asked.max_output_tokens, use.tools
     params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
     params.check_vocabulary(engine.config.vocab_size)
-    style = part_format(engine, tools)
+    style, shown = part_format(engine, tools), asked.shown_logprobs
+    if shown is not None and (style.thinks or style.calls is not None):
+        told = "only for answers of one text; here there is reasoning, or tools. Chats have it"
+        raise invalid("include", f"'{_LIKELY}' is {told}")
     chat = plain_conversation(asked.input, asked.instructions)
     text = engine.chat_template.render(
         for_template(engine, chat), tools=tools or None, add_generation_prompt=True
@@ -118,8 +142,8 @@ def _prepared(
     params = replace(params, max_tokens=room(engine, prompt_ids, wanted))
     end = text[-PROMPT_END:]
     grammar = grammar_of(engine, shape, use, style, end)
-    asked_for = Asked(prompt_ids, params, shown_ids=shown_ids(engine, style), grammar=grammar)
-    return asked_for, PartReader(style, end)
+    one = Asked(prompt_ids, params, shown, shown_ids(engine, style), grammar)
+    return one, PartReader(style, end)
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
@@ -164,11 +188,18 @@ class _Reply:
         self._items = items
         self._num_events = 0
 
-    def whole(self, end: Completion) -> dict[str, object]:
+    def whole(self, answer: Whole) -> dict[str, object]:
         """The reply at the end."""
-        list(self._items.events(self._reader.push(end.text) + self._reader.finish()))
+        end = answer.end
+        parts = self._reader.push(end.text) + self._reader.finish()
+        list(self._items.events(parts, self._likely(end.token_ids, answer.logprobs)))
         list(self._items.finish(_status(end)))
         return self._body(end)
+
+    def _likely(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> list[dict[str, object]]:
+        return likelihood.entries(self._ready.engine.tokenizer, token_ids, logprobs)
 
     def _body(self, end: Completion) -> dict[str, object]:
         t, status = end.timings, _status(end)
@@ -213,7 +244,8 @@ class _Reply:
             if not has_begun and (parts or end is not None):
                 has_begun = True
                 written += [self._event(x, {"response": begun}) for x in ("created", "in_progress")]
-            written += [self._event(*one) for one in self._items.events(parts)]
+            likely = self._likely(delta.token_ids, delta.logprobs)
+            written += [self._event(*one) for one in self._items.events(parts, likely)]
             if end is not None:
                 status = _status(end)
                 written += [self._event(*one) for one in self._items.finish(status)]

@@ -20,6 +20,11 @@ def event(data: Mapping[str, object], name: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
+def event_with(data: Mapping[str, object], more: bytes) -> bytes:
+    """One event; `more` is JSON of further fields, such as `,"usage":null`, or nothing."""
+    return b"data: " + orjson.dumps(data)[:-1] + more + b"}\n\n"
+
+
 class Events(StreamingResponse):
     """A stream of events made from running answers.
 

@@ -7,6 +7,7 @@ import { headers, messageOf, Stream } from "./stream.js";
 
 const MOST_EVENTS_SHOWN = 2000;
 const HEALTH_MS = 1000;
+const NAME_MS = 5000; // for another server to say what it serves
 
 const find = (selector, root = document) => root.querySelector(selector);
 const here = { base: new URL("v1", document.baseURI).href, cancels: true };
@@ -108,7 +109,8 @@ async function race() {
 // Its first model, or null where it does not say.
 async function firstModel({ base: url, key }) {
   try {
-    const reply = await fetch(`${url}/models`, { headers: headers(key) });
+    const signal = AbortSignal.timeout(NAME_MS);
+    const reply = await fetch(`${url}/models`, { headers: headers(key), signal });
     return (await reply.json()).data[0].id;
   } catch {
     return null;
