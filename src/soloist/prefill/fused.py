@@ -257,19 +257,22 @@ class FusedElementwise(Elementwise):
     def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:
         """See the base class."""
         kernel = self._gate_up
-        if kernel is None or bias is not None or not kernel.suits(x, matrix):
+        if kernel is None or bias is not None or not self._is_alone:
+            return False
+        if not kernel.suits(x, matrix):
             return False
         kernel.launch(x, matrix, out, self._stream)
         return True
 
     @property
     def attends(self) -> bool:
-        """See the base class.
+        """See the base class."""
+        return self._attention is not None and self._is_alone
 
-        It takes SMs whole. Where ranks share a GPU, one that waits may hold a part of each.
-        """
-        sharing = [peer for peer in self._peers if peer.pool.device == self.pool.device]
-        return self._attention is not None and len(sharing) == 1
+    @property
+    def _is_alone(self) -> bool:
+        """Whether kernels may take SMs whole: a rank that waits may hold a part of each."""
+        return sum(peer.pool.device == self.pool.device for peer in self._peers) == 1
 
     def attend(self, heads: Heads, window: int | None) -> Tensor:
         """See the base class."""
