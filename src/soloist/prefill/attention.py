@@ -1,4 +1,7 @@
-"""Attention of a chunk's queries over all keys so far, by the library kernel the device has."""
+"""Attention of a chunk's queries over all keys so far, by the library kernel the device has.
+
+Of first chunks on Hopper there is a faster one: `first_attention.py`.
+"""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that

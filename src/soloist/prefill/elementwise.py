@@ -217,6 +217,26 @@ class Elementwise(ABC):
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`product` [T, 2 F] (+ `bias`), gate then up, to silu(gate) · up [T, F]."""
 
+    def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:  # noqa: ARG002 - most have no such kernel
+        """The product of `x` [T, H] with gate_up's matrix [2 F, H] and `silu_mul` at once.
+
+        Returns:
+            Whether that was done: only where a kernel is faster than the two.
+        """
+        return False
+
+    @property
+    def attends(self) -> bool:
+        """Whether `attend` is there, which is where it is faster than libraries."""
+        return False
+
+    def attend(self, heads: Heads, window: int | None) -> Tensor:
+        """What a chunk that begins its sequence attends to, [T, Q · D]; `window` as of libraries.
+
+        A row's bits depend neither on T nor on what other rows hold.
+        """
+        raise NotImplementedError
+
 
 class TorchElementwise(Elementwise):
     """On any device."""

@@ -25,6 +25,8 @@ from soloist.prefill.elementwise import (
     Reach,
     Vectors,
 )
+from soloist.prefill.first_attention import FirstAttention, has_first_attention
+from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
 from soloist.prefill.pages import PagePool
 
@@ -101,6 +103,14 @@ class FusedElementwise(Elementwise):
         self._modules: dict[str, Module] = {}
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
         self._load(_KERNEL, entries, arch, cache_root)
+        self._gate_up = None
+        if not lanes and has_gate_up(arch, config.hidden_size, ffn):
+            with torch.cuda.device(pool.device):
+                self._gate_up = GateUp(self._spec, cache_root)
+        self._attention = None
+        if has_first_attention(arch, attention.head_dim):
+            with torch.cuda.device(pool.device):
+                self._attention = FirstAttention(attention.head_dim, DTYPES[pool.dtype], cache_root)
         self._stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -243,6 +253,33 @@ class FusedElementwise(Elementwise):
         count = out.numel() // _ACCESS_VALUES
         args = (pointer(product), pointer(bias), pointer(out), ctypes.c_uint32(count))
         self._launch("silu_mul", -(-count // THREADS), args)
+
+    def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:
+        """See the base class."""
+        kernel = self._gate_up
+        if kernel is None or bias is not None or not self._is_alone:
+            return False
+        if not kernel.suits(x, matrix):
+            return False
+        kernel.launch(x, matrix, out, self._stream)
+        return True
+
+    @property
+    def attends(self) -> bool:
+        """See the base class."""
+        return self._attention is not None and self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether kernels may take SMs whole: a rank that waits may hold a part of each."""
+        return sum(peer.pool.device == self.pool.device for peer in self._peers) == 1
+
+    def attend(self, heads: Heads, window: int | None) -> Tensor:
+        """See the base class."""
+        assert self._attention is not None, "asked for before"
+        out = torch.empty_like(heads.queries)
+        self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self._stream)
+        return out.flatten(1)
 
     def _launch(
         self,

@@ -148,8 +148,7 @@ class RankPrefill(RankPart):
             if is_last:  # nobody asks for more than the last token from here on
                 torch.index_select(b.normed, 0, chunk.last, out=self._last_row.normed)
                 reach, b, own = self._last_reach, self._last_row, replace(own, last=chunk.last)
-            self._multiply(b.normed, names.gate_up, b.gate_up)
-            e.silu_mul(b.gate_up, vectors.gate_up_bias, b.activated)
+            self._activate(b, i)
             self._multiply(b.activated, names.down, b.delta)
             yield from self._join(reach, own, vectors.down_bias, following)
         self._multiply(b.normed, "head", self._logits)

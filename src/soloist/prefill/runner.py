@@ -1,9 +1,10 @@
 """A prompt through the model in chunks: library products, attention, and keys into the pool.
 
-On CUDA a layer is nine launches (four products, attention, four kernels of ours), and where passes
-have settled widths one more, which brings earlier keys together. First chunks may run as captured
-graphs, and so may all passes of settled widths: up to some hundred tokens launching takes longer
-than computing, and a full first chunk has the faster attention that is slow to set up.
+On CUDA a layer is nine launches (four products, attention, four kernels of ours), eight where
+gate_up and SwiGLU are one, and where passes have settled widths one more, which brings earlier keys
+together. First chunks may run as captured graphs, and so may all passes of settled widths: up to
+some hundred tokens launching takes longer than computing, and where we have no attention of our own
+a full first chunk has the faster one that is slow to set up.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -247,6 +248,7 @@ class Prefill(PromptRunner):
     @torch.inference_mode()
     def behaviours(self) -> Behaviours:
         """Of every candidate width and product, equal where widths agree: for `agreeing_widths`."""
+        self._elementwise.start()
         candidates, like = candidate_widths(self.most_tokens), self._buffers.normed
         of_products: dict[str, list[dict[int, int | None]]] = {}
         # Of the last layer all but the queries.
@@ -271,10 +273,14 @@ class Prefill(PromptRunner):
         """A product where passes have it: that may decide which kernel multiplies."""
         b, short = self._buffers, name.rpartition(".")[2]
         source = {"attention_output": None, "down": b.activated}.get(short, b.normed)
-        targets = {"qkv": b.qkv, "gate_up": b.gate_up, "down": b.mlp_delta}
+        targets = {"qkv": b.qkv, "down": b.mlp_delta}
         target = targets.get(short, b.delta)[: len(x)]
         if source is not None:
             x = source[: len(x)].copy_(x)
+        if short == "gate_up":
+            b = b.rows(len(x))
+            self._activate(b, next(i for i, of in enumerate(self._names) if of.gate_up == name))
+            return b.activated
         self._multiply(x, name, target, first)
         return target[:, first:]
 
@@ -310,6 +316,8 @@ class Prefill(PromptRunner):
     # --- a pass -----------------------------------------------------------------------------------
 
     def _can_attend_whole(self) -> bool:
+        if self._elementwise.attends:
+            return False  # nobody asks for it
         b = self._buffers
         try:
             attend_whole(b.queries, b.keys, b.values)
@@ -386,12 +394,18 @@ class Prefill(PromptRunner):
 
     def _mlp(self, b: Buffers, layer: int) -> None:
         """`mlp_delta` of `normed`."""
-        names = self._names[layer]
-        self._multiply(b.normed, names.gate_up, b.gate_up)
-        self._elementwise.silu_mul(
-            b.gate_up, self._elementwise.layers[layer].gate_up_bias, b.activated
-        )
-        self._multiply(b.activated, names.down, b.mlp_delta)
+        self._activate(b, layer)
+        self._multiply(b.activated, self._names[layer].down, b.mlp_delta)
+
+    def _activate(self, b: Buffers, layer: int) -> None:
+        """`activated` of `normed`."""
+        e, name = self._elementwise, self._names[layer].gate_up
+        matrix, bias = self._matrices(name), e.layers[layer].gate_up_bias
+        count = self._rows_of_product(name, len(b.normed))
+        x, product, out = (_lengthened(t, count) for t in (b.normed, b.gate_up, b.activated))
+        if not e.gate_up(x, matrix, bias, out):
+            self._multiply_by(x, matrix, product)
+            e.silu_mul(b.gate_up, bias, b.activated)
 
     def _attend(self, layer: int, chunk: Chunk, heads: Heads) -> Tensor:
         """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
@@ -399,6 +413,8 @@ class Prefill(PromptRunner):
         if chunk.num_rows in self.widths:
             return self._attend_gathered(layer, chunk, heads.queries, chunk.query_bounds)
         if chunk.position == 0:
+            if self._elementwise.attends:
+                return self._elementwise.attend(heads, window)
             sees_all = window is None or window >= chunk.num_rows
             if sees_all and self._attends_whole:
                 return attend_whole(heads.queries, heads.keys, heads.values)
@@ -442,10 +458,16 @@ class Prefill(PromptRunner):
 
     def _multiply(self, x: Tensor, name: str, out: Tensor, first: int = 0) -> None:
         """`out` [T, rows] = `x` [T, columns] · matrixᵀ, summed in fp32; rows from `first` on."""
-        if count := self._product_rows.get((name.rpartition(".")[2], len(x))):
-            # Rows behind are of no use: it is for the order in which those before are summed.
-            x, out = (b.as_strided((count, b.shape[1]), b.stride()) for b in (x, out))
+        count = self._rows_of_product(name, len(x))
+        x, out = (_lengthened(t, count) for t in (x, out))
         self._multiply_by(x, self._matrices(name)[first:], out[:, first:])
+
+    def _rows_of_product(self, name: str, rows: int) -> int:
+        """What a pass of so many rows multiplies.
+
+        Rows behind its own are of no use: it is for the order in which those before are summed.
+        """
+        return self._product_rows.get((name.rpartition(".")[2], rows), rows)
 
     @staticmethod
     def _multiply_by(x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -474,6 +496,11 @@ class Prefill(PromptRunner):
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.pool.device)
+
+
+def _lengthened(buffer: Tensor, rows: int) -> Tensor:
+    """A buffer's first rows with those behind them."""
+    return buffer.as_strided((rows, buffer.shape[1]), buffer.stride())
 
 
 def combined(behaviours: Sequence[Hashable | None]) -> Hashable | None:

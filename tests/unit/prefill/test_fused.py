@@ -22,6 +22,14 @@ from soloist.model.families import read_config
 from soloist.prefill import elementwise
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise, Heads, TorchElementwise
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.gate_up import (
+    ENTRY,
+    FEWEST_TOKENS,
+    KERNEL,
+    SHARED_BYTES,
+    gate_up_spec,
+    has_gate_up,
+)
 from soloist.prefill.header import header, wide_products
 from soloist.prefill.pages import PagePool
 from soloist.prefill.runner import Prefill
@@ -60,6 +68,58 @@ def test_kernels_of_ranks_compile_without_spills(name: str, ranks: int) -> None:
     assert not cubin.report.warnings
     for entry in (*ENTRIES, "tell", "await", "sum_norm"):
         require_clean(cubin, entry, 0, 48 * 1024)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize(("hidden", "ffn"), [(256, 128), (960, 2560), (3072, 12288), (8192, 28672)])
+def test_gate_up_compiles_without_spills(hidden: int, ffn: int, dtype: Dtype) -> None:
+    assert has_gate_up("sm_90a", hidden, ffn)
+    try:
+        nvrtc()
+    except CudaMissing as error:
+        pytest.skip(f"no NVRTC: {error.message}")
+    spec = header(model(GQA, hidden_size=hidden, ffn=ffn), dtype)
+    cubin = compile_source(Source(KERNEL, gate_up_spec(spec)), "sm_90a")
+    require_clean(cubin, ENTRY, SHARED_BYTES, TYPICAL["sm_90a"].shared_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arch", "hidden", "ffn"),
+    [("sm_90", 256, 128), ("sm_90a", 288, 128), ("sm_90a", 256, 192), ("sm_90a", 192, 128)],
+)
+def test_gate_up_is_for_whole_tiles_on_hopper(arch: str, hidden: int, ffn: int) -> None:
+    assert not has_gate_up(arch, hidden, ffn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "ffn"), [(256, 128), (512, 1536)])
+def test_gate_up_does_what_its_two_steps_do(
+    hidden: int, ffn: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A row has the same bits among any number of rows, and nothing behind them is written."""
+    if not has_gate_up(arch(), hidden, ffn):
+        pytest.skip("needs a Hopper GPU")
+    config = model(GQA, hidden_size=hidden, ffn=ffn)
+    weights = on_cuda(random_weights(config))
+    e = FusedElementwise(config, vectors(weights), cuda_pool(config, dtype), arch(), tmp_path)
+    e.start()
+    torch.manual_seed(0)
+    x = torch.randn(2048, hidden, device="cuda").to(dtype)
+    matrix = (torch.randn(2 * ffn, hidden, device="cuda") * hidden**-0.5).to(dtype)
+    wanted, whole = (torch.empty(2048, ffn, device="cuda", dtype=dtype) for _ in range(2))
+    e.silu_mul(x @ matrix.mT, None, wanted)
+    assert not e.gate_up(x[: FEWEST_TOKENS - 1], matrix, None, whole[: FEWEST_TOKENS - 1])
+    assert not e.gate_up(x, matrix, torch.zeros(2 * ffn, device="cuda"), whole)
+    assert e.gate_up(x, matrix, None, whole)
+    close(whole, wanted)
+    kernel = e._gate_up
+    assert kernel is not None
+    for rows in (1100, 300, 1):
+        out = torch.full((rows + 1, ffn), float("nan"), device="cuda", dtype=dtype)
+        kernel.launch(x[:rows], matrix, out[:rows], torch.cuda.current_stream().cuda_stream)
+        assert torch.equal(out[:rows], whole[:rows])
+        assert out[rows].isnan().all()
 
 
 def test_sizes_that_wide_accesses_do_not_divide_are_refused() -> None:

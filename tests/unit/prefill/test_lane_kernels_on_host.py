@@ -37,7 +37,7 @@ STUBS = r"""
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
 #include "ptx/types.cuh"
@@ -124,7 +124,10 @@ class Case:
         totals = (CUDA / "tile" / "totals.cuh").read_text()
         meeting = (CUDA / "sync" / "meeting.cuh").read_text()
         kernels = (CUDA / "kernels" / "lane_prefill.cu").read_text()
-        text = totals[totals.index("__device__ __forceinline__ float low_half") :]
+        mma = (CUDA / "ptx" / "mma.cuh").read_text()
+        halves = mma[mma.index("__device__ __forceinline__ float low_half") :]
+        halves = halves[: halves.index("__device__ __forceinline__ float exp2_fast")]
+        text = halves + totals[totals.index("__device__ __forceinline__ float4 widened") :]
         text = text + meeting + kernels
         text = re.sub(r"^#(include|pragma).*$", "", text, flags=re.MULTILINE)
         text = text.replace('asm volatile("trap;");', "std::abort();")

@@ -3,6 +3,7 @@
 // Products come as fp32 or in the 16-bit type (kWideProducts), gate and up always in the latter; every result is
 // rounded once. Defined by TorchElementwise (prefill/elementwise.py). Blocks have kThreads threads and one grid dimension.
 #include "sync/meeting.cuh"
+#include "tile/silu.cuh"
 #include "tile/totals.cuh"
 
 inline constexpr u32 kHalfDim = kHeadDim / 2;
@@ -312,16 +313,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+// Two neurons and their biases, if there are any.
 __device__ __forceinline__ u32 gated_pair(u32 gate, u32 up, const float* gate_bias, const float* up_bias) {
-  float g0 = low_half(gate), g1 = high_half(gate), u0 = low_half(up), u1 = high_half(up);
-  if (gate_bias) {
-    g0 += __ldg(gate_bias);
-    g1 += __ldg(gate_bias + 1);
-    u0 += __ldg(up_bias);
-    u1 += __ldg(up_bias + 1);
-  }
-  return pack_pair(gated(g0, u0), gated(g1, u1));
+  if (!gate_bias) return gated_pair(gate, up);
+  return pack_pair(silu(low_half(gate) + __ldg(gate_bias)) * (low_half(up) + __ldg(up_bias)),
+                   silu(high_half(gate) + __ldg(gate_bias + 1)) * (high_half(up) + __ldg(up_bias + 1)));
 }
 
 // Product [T, 2F] (gate, then up) to silu(gate) up [T, F]; `count` = T F / 8 chunks, one a thread.

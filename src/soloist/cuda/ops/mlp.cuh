@@ -1,10 +1,7 @@
 // gate_up and down: silu(gate) · up travels between them in 16 bits.
 #pragma once
 #include "ops/hidden.cuh"
-
-__device__ __forceinline__ float silu(float x) {
-  return __fdividef(x, 1.0f + exp2_fast(-1.4426950408889634f * x));
-}
+#include "tile/silu.cuh"
 
 // Gate rows of a unit, and then as many up rows.
 inline constexpr u32 kUnitNeurons = GateUp::kUnitHalves * 4;

@@ -18,12 +18,23 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// Arrive, and expect copies of so many bytes before the phase ends.
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // Whether the phase of this parity has passed; suspends the thread for at most about `ns`.
 __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity, u32 ns) {
   u32 done;
   asm volatile(
       "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3; selp.u32 %0, 1, 0, p; }"
       : "=r"(done) : "r"(barrier), "r"(parity), "r"(ns) : "memory");
+  return done != 0;
+}
+// The same for as long as the system sees fit.
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done != 0;
 }
 // Wait until it has; the watchdog sees to it that this ends.

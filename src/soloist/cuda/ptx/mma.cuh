@@ -37,6 +37,8 @@ __device__ __forceinline__ float from_half(u16 x) {
     return r;
   }
 }
+__device__ __forceinline__ float low_half(u32 pair) { return from_half(static_cast<u16>(pair)); }
+__device__ __forceinline__ float high_half(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }
 __device__ __forceinline__ float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

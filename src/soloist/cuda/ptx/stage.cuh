@@ -4,7 +4,7 @@
 // a time. Either way `stage` is called by kStagingLanes lanes of a warp, each of which is one arrival of the
 // barrier, and whoever has waited for the barrier sees the bytes.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/mbarrier.cuh"
 
 // What is read once a round leaves the L2 first, or it would push out what blocks exchange.
 __device__ __forceinline__ u64 read_once_policy() {
@@ -17,7 +17,7 @@ __device__ __forceinline__ u64 read_once_policy() {
 inline constexpr u32 kStagingLanes = 1;
 
 __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy, u32) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  mbarrier_expect(barrier, bytes);
   // To shared::cta: a copy to shared::cluster is a call of the system on sm_120.
   asm volatile(
       "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"

@@ -22,9 +22,6 @@ __device__ __forceinline__ float block_total(float x, u32 turn = 0) {
   return total;
 }
 
-__device__ __forceinline__ float low_half(u32 pair) { return from_half(static_cast<u16>(pair)); }
-__device__ __forceinline__ float high_half(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }
-
 __device__ __forceinline__ float4 widened(float4 x) { return x; }
 __device__ __forceinline__ float4 widened(uint2 x) {
   return make_float4(low_half(x.x), high_half(x.x), low_half(x.y), high_half(x.y));
