@@ -102,6 +102,22 @@ def h200_context() -> str:
     return table(("shape", "context", "decode tokens/s", "MBU"), cells)
 
 
+def h200_prompts() -> str:
+    """Times to the first token: a column for each length of prompt."""
+    lengths = (16, 128, 2048, 8192)
+    found: dict[str, dict[int, str]] = {}
+    for row in rows_of("h200.json"):
+        if row["columns"] == 1 and row["start_position"] == row["prompt_tokens"]:
+            of_shape = found.setdefault(row["shape"], {})
+            of_shape[row["prompt_tokens"]] = f"{row['ttft_ms']['median']:.1f}"
+    for row in rows_of("h200-prefill.json", "prefill"):
+        if row["prefix"] == "cold":
+            of_shape = found.setdefault(row["shape"], {})
+            of_shape.setdefault(row["prompt_tokens"], f"{row['ttft_ms']['median']:.1f}")
+    cells = [(shape, *(of.get(n, "–") for n in lengths)) for shape, of in found.items()]
+    return table(("shape", *(f"{n:,} tokens" for n in lengths)), cells)
+
+
 def h200_ranks() -> str:
     """Requests over several GPUs, the fewest first."""
     cells = [
@@ -214,6 +230,7 @@ def _type(annotation: object) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "h200-speed": h200_speed,
     "h200-context": h200_context,
+    "h200-prompts": h200_prompts,
     "h200-ranks": h200_ranks,
     "etude-cpu": etude_cpu,
     "etude-servers": etude_servers,

@@ -1,13 +1,17 @@
 """With an engine that says tokens faster than any model, the server loses none and costs little."""
 
+import email
 import json
+import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -20,9 +24,13 @@ TEXT = "def add(first, second):\n    total = first + second\n    return total\n\
 
 # Whatever else the machine does makes a try slower, never quicker.
 TRIES = 15
-# Where `work_s` took 1.7 ms, the first token took 1.0 to 1.5 ms more than the engine: there a
-# millisecond cannot be judged, only missed.
+FIRST_TOKEN_TRIES = 25
+# A millisecond can be judged only where a fixed piece of Python takes no longer than this, and where
+# a varied one after a pause takes at most so many times as long as over and over: elsewhere others
+# use the cores or the caches, and the first token took 1.0 to 1.5 ms more than the engine.
 JUDGED_WORK_S = 0.0014
+JUDGED_COLD = 2.5
+MAIL = "From: a@b.c\nTo: d@e.f\nContent-Type: text/plain; charset=utf-8\n\nbody\n"
 
 
 def work_s() -> float:
@@ -34,6 +42,25 @@ def work_s() -> float:
             words[i % 97] = str(i)
         took.append(time.perf_counter() - start)
     return min(took)
+
+
+def varied_s() -> float:
+    """For one that touches much code once."""
+    start = time.perf_counter()
+    email.message_from_string(MAIL).get_content_type()
+    textwrap.wrap("some words to be wrapped " * 4, 30)
+    shlex.split("a 'b c' d --e=f")
+    json.dumps(json.loads('{"a": [1, 2, {"b": null}], "c": "d"}'), indent=1)
+    return time.perf_counter() - start
+
+
+def is_quiet() -> bool:
+    """Whether a millisecond can be judged now."""
+    hot, cold = min(varied_s() for _ in range(100)), []
+    for _ in range(20):
+        time.sleep(0.005)
+        cold.append(varied_s())
+    return work_s() <= JUDGED_WORK_S and median(cold) <= JUDGED_COLD * hot
 
 
 class Watched(Scripted):
@@ -112,20 +139,19 @@ def test_eight_streams_of_2_000_tokens_a_second() -> None:
 
 def test_the_server_adds_less_than_a_millisecond_to_the_first_token() -> None:
     """Beside the engine: parsing, template, tokens, threads and sockets."""
-    executor, quickest_work_s = Watched(TEXT, 1000, read_s=0.005), 1.0
+    executor, judged = Watched(TEXT, 1000, read_s=0.005), list[float]()
     with running(lambda _: scripted(executor, 103)) as server:
         wait_until_ready(server)
-        for _ in range(TRIES):
-            quickest_work_s = min(quickest_work_s, work_s())
+        for _ in range(FIRST_TOKEN_TRIES):
+            was_quiet = is_quiet()
             executor.read_took.clear()
             waited = ask("waiter.py", server.url.rpartition(":")[2], "40")
             took = zip(waited, executor.read_took, strict=True)
             delay = min(first_s - read_s for first_s, read_s in took)
             if delay < 0.001:
-                break
-    found = f"at best {delay * 1e3:.2f} ms"
-    if delay >= 0.001 and quickest_work_s > JUDGED_WORK_S:
-        pytest.skip(
-            f"{found} on a machine too slow to tell: {quickest_work_s * 1e3:.2f} ms of work"
-        )
-    assert delay < 0.001, found
+                return
+            if was_quiet and is_quiet():
+                judged.append(delay)
+    if not judged:
+        pytest.skip(f"{delay * 1e3:.2f} ms on a machine that was never quiet enough to tell")
+    pytest.fail(f"at best {min(judged) * 1e3:.2f} ms")

@@ -8,11 +8,11 @@ and waiting add up. A layer has five exchanges; waiting is what they cost beyond
 
 Sources, all from H200s:
 
-- Read bandwidth: 4.44 of 4.8 TB/s, the machine of `benchmarks/results/h200.json`. Other H200s
-  read at up to 4.58, so up to 3 % more is possible.
-- Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.44 TB/s, over
-  layers: 1.3 to 5.3 µs over fifteen rows, 2.9 in the middle. Contexts of some 2,000 positions
-  wait longest, where a few blocks of a KV head read all of its cache.
+- Read bandwidth: 4.44 of 4.8 TB/s, as most H200s that were at hand read. That of
+  `benchmarks/results/h200.json` read 4.55, so up to 3 % more is possible.
+- Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.55 TB/s, over
+  layers: 2.0 to 5.8 µs over fifteen rows, 3.4 in the middle; 3.0 goes with 4.44 TB/s. Contexts of
+  some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.
 - Waiting on several GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28
   layers, hidden size 2,048, without attention and sampling, measured whole and as a stream alone.
   In µs: 574 and 414 on 2 GPUs, 402 and 205 on 4, 339 and 102 on 8; the difference over 28 layers
@@ -20,11 +20,11 @@ Sources, all from H200s:
   `benchmarks/results/2-h200.json` are met within 4 %, but for one: at 2,048 positions a 1B model
   waits 8.9 µs, and makes 12 % fewer tokens than expected here.
 - Waiting with lanes on 2 GPUs: the three rows of that file wait 4.6 to 7.6 µs a layer.
-- Waiting of a step of several columns: 8 instead of 1 add 2.2 to 4.9 µs a layer in that file, 3.2
-  is in the middle; columns are padded to 8, so fewer cost the same. On several GPUs the same is
+- Waiting of a step of several columns: 8 instead of 1 add 2.5 to 4.8 µs a layer there, and
+  3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
-- Reading a prompt: its FLOPs at 60 % of the peak, or its weights once, and 85 µs a layer; times to
-  first token in that file are within 15 % of it.
+- Reading a prompt: its FLOPs at 76 % of the peak, or its weights once, and 65 µs a layer; times to
+  first token in that file, of 128 and 2,048 tokens, are within 15 % of it.
 
 Elsewhere the same share of bandwidth and the same waiting are assumptions: GPUs that reach each
 other more slowly wait longer. So they are for models that Soloist does not run, whose layers are
@@ -100,8 +100,8 @@ MEASURED = Measured(
 )
 
 # Of a GPU's peak, while prompts are read; and what a layer takes beside its work.
-PROMPT_FLOPS_SHARE = 0.6
-PROMPT_LAYER_S = 85e-6
+PROMPT_FLOPS_SHARE = 0.76
+PROMPT_LAYER_S = 65e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def test_reading_a_prompt_leaves_the_head_out() -> None:
     layers = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336) + 65 * 4096
     assert cost.weight_bytes == 2 * layers
     assert cost.flops == 2000 * (2 * layers + 4 * 32 * 128 * 1000 * 32)
-    expected = 32 * PROMPT_LAYER_S + cost.flops / (0.6 * 989e12)
+    expected = 32 * PROMPT_LAYER_S + cost.flops / (0.76 * 989e12)
     assert prompt_s(cost, 32, H200, 1) == pytest.approx(expected)
     assert prompt_s(cost, 32, RUBIN, 1) is None
 
