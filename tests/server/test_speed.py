@@ -25,9 +25,9 @@ TEXT = "def add(first, second):\n    total = first + second\n    return total\n\
 # Whatever else the machine does makes a try slower, never quicker.
 TRIES = 15
 FIRST_TOKEN_TRIES = 25
-# A millisecond can be judged only where a fixed piece of Python takes no longer than this, and where
-# a varied one after a pause takes at most so many times as long as over and over: elsewhere others
-# use the cores or the caches, and the first token took 1.0 to 1.5 ms more than the engine.
+# A millisecond can be judged only where a fixed piece of Python takes no longer than this, and a
+# varied one after a pause at most so many times as long as over and over: elsewhere others use the
+# cores or the caches, and the first token took 1.0 to 1.5 ms more than the engine.
 JUDGED_WORK_S = 0.0014
 JUDGED_COLD = 2.5
 MAIL = "From: a@b.c\nTo: d@e.f\nContent-Type: text/plain; charset=utf-8\n\nbody\n"
