@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import signal
 from collections.abc import Iterator
 from functools import cache
 
@@ -13,7 +14,14 @@ import torch
 
 from server.asgi import Exchange, application
 from server.asgi import is_idle as is_idle_host
-from server.running import CONFIG, is_idle, running, wait_for, wait_until_ready
+from server.running import (
+    CONFIG,
+    is_idle,
+    running,
+    serve_in_a_process,
+    wait_for,
+    wait_until_ready,
+)
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.bandwidth import brief_bandwidth, read_bandwidth
 from soloist.engine.columns import KernelExecutor
@@ -117,3 +125,21 @@ def test_disconnects_leave_no_sequence(server) -> None:
     before = len(executor.rooms._free_slots)
     asyncio.run(all_of_them())
     assert len(executor.rooms._free_slots) == before == executor.num_columns
+
+
+@pytest.mark.timed  # it reads the card's free memory, which others beside it would take
+def test_a_signal_in_mid_answer_leaves_no_process_and_no_memory() -> None:
+    free_bytes = torch.cuda.mem_get_info()[0]
+    process, url = serve_in_a_process("etude", "--device", "cuda", "--shutdown-timeout", "0.5")
+    try:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            more = {"ignore_eos": True}
+            ask = {"model": "etude", "prompt": PROMPT, "stream": True, "max_tokens": 8000}
+            next(iter(client.completions.create(**ask, extra_body=more)))
+            assert torch.cuda.mem_get_info()[0] < free_bytes
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert torch.cuda.mem_get_info()[0] > free_bytes - (64 << 20)

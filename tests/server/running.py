@@ -1,5 +1,8 @@
 """A server in this process, on a real port; and an executor that says what it is told to."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -178,3 +181,15 @@ def wait_for(what: Callable[[], bool], seconds: float = 20) -> None:
 def is_idle(server: Server) -> bool:
     load = server.host.ready().loop.load
     return load.num_running == load.num_waiting == 0 and not server.host.running
+
+
+def serve_in_a_process(model: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """`soloist serve` that is ready, and its address."""
+    command = [sys.executable, "-m", "soloist", "serve", model, "--port", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stderr is not None
+    url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
+    for line in process.stderr:
+        if line.strip() == "ready":
+            break
+    return process, url

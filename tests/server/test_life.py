@@ -1,10 +1,7 @@
 """Loading, keys, queues, failures and the end."""
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +19,7 @@ from server.running import (
     is_idle,
     running,
     scripted,
+    serve_in_a_process,
     wait_for,
     wait_until_ready,
 )
@@ -222,20 +220,9 @@ def test_logs_have_figures_and_no_text(client, caplog) -> None:
     assert "SECRET" not in caplog.text
 
 
-def serve_in_a_process(*options: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "soloist", "serve", "etude-draft", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stderr is not None
-    url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
-    for line in process.stderr:
-        if line.strip() == "ready":
-            break
-    return process, url
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish_or_cuts_them(number: int) -> None:
-    process, url = serve_in_a_process("--shutdown-timeout", "2", "--sequences", "2")
+    process, url = serve_in_a_process("etude-draft", "--shutdown-timeout", "2", "--sequences", "2")
     try:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             ask = {"model": "etude-draft", "prompt": "def f", "stream": True}
