@@ -17,6 +17,7 @@ from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope
+from soloist.prefill.attention import attend
 from soloist.prefill.pages import PagePool
 from soloist.prefill.widths import BLOCK_TOKENS
 from soloist.reference.blocks import Rotary
@@ -227,15 +228,15 @@ class Elementwise(ABC):
 
     @property
     def attends(self) -> bool:
-        """Whether `attend` is there, which is where it is faster than libraries."""
+        """Whether `attend` is a kernel of ours, which is faster than any library."""
         return False
 
     def attend(self, heads: Heads, window: int | None) -> Tensor:
         """What a chunk that begins its sequence attends to, [T, Q · D]; `window` as of libraries.
 
-        A row's bits depend neither on T nor on what other rows hold.
+        Where it `attends`, a row's bits depend neither on T nor on what other rows hold.
         """
-        raise NotImplementedError
+        return attend(heads.queries, heads.keys, heads.values, window)
 
 
 class TorchElementwise(Elementwise):

@@ -276,7 +276,8 @@ class FusedElementwise(Elementwise):
 
     def attend(self, heads: Heads, window: int | None) -> Tensor:
         """See the base class."""
-        assert self._attention is not None, "asked for before"
+        if self._attention is None or not self._is_alone:
+            return super().attend(heads, window)
         out = torch.empty_like(heads.queries)
         self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self._stream)
         return out.flatten(1)

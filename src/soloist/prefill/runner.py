@@ -413,12 +413,10 @@ class Prefill(PromptRunner):
         if chunk.num_rows in self.widths:
             return self._attend_gathered(layer, chunk, heads.queries, chunk.query_bounds)
         if chunk.position == 0:
-            if self._elementwise.attends:
-                return self._elementwise.attend(heads, window)
             sees_all = window is None or window >= chunk.num_rows
             if sees_all and self._attends_whole:
                 return attend_whole(heads.queries, heads.keys, heads.values)
-            return attend(heads.queries, heads.keys, heads.values, window)
+            return self._elementwise.attend(heads, window)
         return attend(heads.queries, *self._read(layer, chunk), window)
 
     def _attend_last(self, layer: int, chunk: Chunk, query: Tensor, heads: Heads) -> Tensor:
