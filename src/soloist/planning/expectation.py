@@ -8,8 +8,9 @@ and waiting add up. A layer has five exchanges; waiting is what they cost beyond
 
 Sources, all from H200s:
 
-- Read bandwidth: 4.44 of 4.8 TB/s, as most H200s that were at hand read. That of
-  `benchmarks/results/h200.json` read 4.55, so up to 3 % more is possible.
+- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.38
+  (`benchmarks/results/h200-bandwidth.json`) to 4.56 (`benchmarks/results/h200.json`), so up to 3 %
+  more is possible.
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.55 TB/s, over
   layers: 2.0 to 5.8 µs over fifteen rows, 3.4 in the middle; 3.0 goes with 4.44 TB/s. Contexts of
   some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.

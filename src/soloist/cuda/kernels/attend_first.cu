@@ -12,6 +12,7 @@
 #include "ptx/stage.cuh"
 #include "ptx/tensor.cuh"
 #include "ptx/wgmma_attention.cuh"
+#include "sync/slots.cuh"
 
 inline constexpr u32 kGroups = 2, kTile = kGroups * kWgmmaRows;  // queries of a block, and keys at once
 inline constexpr u32 kBoxColumns = kHeadDim % 64 ? 32 : 64, kBoxes = kHeadDim / kBoxColumns, kRowBytes = kBoxColumns * 2;
@@ -19,7 +20,6 @@ inline constexpr u32 kTileBytes = kTile * kHeadDim * 2, kBoxBytes = kTile * kRow
 inline constexpr u32 kSums = kWgmmaRows * kHeadDim / 128, kWeights = kScores / 2;  // of a thread; weights in pairs
 inline constexpr u32 kComputingWarps = 4 * kGroups, kAllWarps = kComputingWarps + 4;
 inline constexpr u32 kOutRows = 16, kOutBytes = kOutRows * kHeadDim * 2;  // of a warp
-inline constexpr u32 kLoadingRegisters = 24, kComputingRegisters = 240;
 
 static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "what ptx/wgmma_attention.cuh multiplies");
 static_assert(kTile == kScoreColumns && kTile == kAttendTile, "one product has the keys of a tile");
@@ -32,12 +32,7 @@ struct Places {
   u32 queries_full, queries_empty, full, empty;
 };
 // The slots in turn: keys 0, keys 1, values 0, keys 2, values 1 and so on.
-struct Turn {
-  u32 slot = 0, round = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kAttendSlots) slot = 0, round ^= 1;
-  }
-};
+using Turn = SlotTurn<kAttendSlots>;
 struct Shape {
   u32 tokens, window, query_heads, group;  // no window: 0; of query heads that share keys
 };
@@ -58,16 +53,8 @@ __device__ __forceinline__ bool find_item(const Shape& shape, u32 round, Item& i
   return true;
 }
 
-// Ends the kernel where nothing goes on: a hang would take the GPU with it. The loading thread watches so over all others; if
-// they could trap, too, the compiler would give them no more registers than every warp has at first.
-__device__ __forceinline__ void wait_or_trap(u32 barrier, u32 parity) {
-  if (mbarrier_try_wait(barrier, parity)) return;
-  const u64 since = clock_cycles();
-  while (!mbarrier_try_wait(barrier, parity))
-    if (clock_cycles() - since > kAwaitNs) asm volatile("trap;");  // no clock is much faster than 1 GHz
-}
-
-// One thread: everything that the block reads.
+// One thread: everything that the block reads. It watches over all others' waits as well: if they could trap, too, the compiler
+// would give them no more registers than every warp has at first.
 __device__ __forceinline__ void load(const Places& at, const Shape& shape, const TensorMap& queries, const TensorMap& keys,
                                      const TensorMap& values) {
   Turn turn;
@@ -308,10 +295,10 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads, 1)
   }
   __syncthreads();
   if (warp >= kComputingWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+    keep_registers_to_load();
     if (warp == kComputingWarps && lane == 0) load(at, shape, queries, keys, values);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputingRegisters));
+    take_registers_to_compute();
     compute(at, shape, out, scale, warp, lane);
   }
 }

@@ -11,6 +11,7 @@
 #include "ptx/stage.cuh"
 #include "ptx/tensor.cuh"
 #include "ptx/wgmma.cuh"
+#include "sync/slots.cuh"
 #include "tile/silu.cuh"
 
 inline constexpr u32 kCluster = 2, kGroups = 2;
@@ -24,7 +25,6 @@ inline constexpr u32 kColumnTiles = kIntermediate / kTileNeurons;
 inline constexpr u32 kBoxRows = 16, kBoxNeurons = 64, kBoxes = kTileNeurons / kBoxNeurons;
 inline constexpr u32 kBoxBytes = kBoxRows * kBoxNeurons * 2;
 inline constexpr u32 kMultiplyingWarps = 4 * kGroups, kAllWarps = kMultiplyingWarps + 4;
-inline constexpr u32 kLoadingRegisters = 24, kMultiplyingRegisters = 240;
 
 static_assert(kHidden % kStepColumns == 0 && kIntermediate % kTileNeurons == 0, "whole steps and tiles");
 static_assert(kGateUpThreads == kAllWarps * 32, "one group of warps more than multiply");
@@ -34,21 +34,7 @@ static_assert(kGateUpShared == kGateUpSlots * kSlotBytes + kMultiplyingWarps * k
 struct Slots {
   u32 data, full, empty;  // barriers have 8 bytes each
 };
-// The slots in turn.
-struct Turn {
-  u32 slot = 0, round = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == kGateUpSlots) slot = 0, round ^= 1;
-  }
-};
-
-// Ends the kernel where nothing comes: a hang would take the GPU with it.
-__device__ __forceinline__ void wait_or_trap(u32 barrier, u32 parity) {
-  if (mbarrier_try_wait(barrier, parity)) return;
-  const u64 since = clock_cycles();
-  while (!mbarrier_try_wait(barrier, parity))
-    if (clock_cycles() - since > kAwaitNs) asm volatile("trap;");  // no clock is much faster than 1 GHz
-}
+using Turn = SlotTurn<kGateUpSlots>;
 
 // One thread: everything that the block's products read. A slot's neurons come from both blocks of the cluster into both, so
 // it is free once both have read it.
@@ -154,10 +140,10 @@ extern "C" __global__ void __launch_bounds__(kGateUpThreads, 1)
   }
   meet_cluster();
   if (warp >= kMultiplyingWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadingRegisters));
+    keep_registers_to_load();
     if (warp == kMultiplyingWarps && lane == 0) load(slots, x, matrix, rank, first, stride, row_tiles);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyingRegisters));
+    take_registers_to_compute();
     multiply(slots, data + kGateUpSlots * kSlotBytes, out, rank, first, stride, row_tiles, warp, lane);
   }
   __syncwarp();
