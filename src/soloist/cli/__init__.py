@@ -11,8 +11,9 @@ from typing import NoReturn
 from soloist.errors import DeviceError, SoloistError, Unavailable
 from soloist.settings import read_settings
 
-# Imports make a million objects and no garbage: looking for it takes a tenth of a second.
-_OBJECTS_BEFORE_COLLECTING = 100_000
+# Imports make a third of a million objects, all of which stay: looking for garbage among them takes
+# a tenth of a second.
+_OBJECTS_BEFORE_COLLECTING = 1_000_000
 
 _EXIT_USER, _EXIT_DEVICE, _EXIT_INTERNAL, _EXIT_INTERRUPTED = 2, 3, 1, 130
 

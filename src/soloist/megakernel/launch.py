@@ -293,7 +293,8 @@ class Decoder:
         if table is None:
             table = self.image[:, self.plan.matrix_offset(self.plan.head) // 2 :]
         chunks = torch.split(table, max(1, (1 << 26) // table.shape[1]))
-        squares = math.fsum(x.float().square().sum().item() for x in chunks)
+        # Multiplied: the library's kernel for powers is large, and is loaded when first used.
+        squares = math.fsum((x * x).sum().item() for x in map(Tensor.float, chunks))
         return float((squares / (self.plan.model.vocab_size * self.plan.model.hidden_size)) ** -0.5)
 
     def start(

@@ -6,8 +6,8 @@ a slot of 16 KB: two halves of 32 columns for each of the 8 warps. A tile of 8 r
 64 columns for each warp.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -20,6 +20,8 @@ from soloist.megakernel.plan import Operation, Plan
 # Columns of a step, from the slowest to the fastest: warp, half of its 64 columns, quarter of a
 # quad's 32, multiply, register, element.
 _COLUMNS = (8, 2, 4, 2, 2, 2)
+# Partitions that are remembered: every layer has the same, of a few matrices on each rank.
+_MATRICES = 64
 _PAIRED = (RowOrder.PAIRED, RowOrder.FINELY_PAIRED)
 
 
@@ -94,15 +96,18 @@ def _start(plan: Plan, operation: Operation, layer: int) -> int:
     return (plan.layer_bytes * layer + plan.matrix_offset(operation)) // 2
 
 
-def _shares(matrix: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+@lru_cache(_MATRICES)
+def _shares(matrix: Matrix) -> tuple[tuple[Tensor, Tensor], ...]:
     """Blocks [B] with equally many units, and which ones [B, units] they own."""
     by_count: dict[int, list[int]] = {}
     for block in range(matrix.blocks):
         count = matrix.first_unit(block + 1) - matrix.first_unit(block)
         by_count.setdefault(count, []).append(block)
+    shares = []
     for count, blocks in by_count.items():
         first = torch.tensor([matrix.first_unit(b) for b in blocks])
-        yield torch.tensor(blocks), first[:, None] + torch.arange(count)
+        shares.append((torch.tensor(blocks), first[:, None] + torch.arange(count)))
+    return tuple(shares)
 
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> Tensor:
@@ -128,7 +133,8 @@ class _Part:
     rows: Tensor  # [blocks, units]: which units of 8 rows
 
 
-def _parts(operation: Operation) -> Iterator[_Part]:
+@lru_cache(_MATRICES)
+def _parts(operation: Operation) -> tuple[_Part, ...]:
     matrix = operation.matrix
     first = [matrix.first_unit(b) * matrix.unit_slots for b in range(matrix.blocks + 1)]
     most = 2 * operation.group_tiles
@@ -136,8 +142,10 @@ def _parts(operation: Operation) -> Iterator[_Part]:
     for start, end in pairwise(first):
         for group in range(start, end, most):
             by_count.setdefault(min(most, end - group), []).append(group)
-    for count, starts in by_count.items():
-        yield _Part(torch.tensor(starts)[:, None] + torch.arange(count))
+    return tuple(
+        _Part(torch.tensor(starts)[:, None] + torch.arange(count))
+        for count, starts in by_count.items()
+    )
 
 
 def _to_slots(units: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ _LAST_WORDS_S = 2.0
 
 _SWITCH_S = 0.0005
 
+# Starting collects less often still; requests leave a few cycles each.
+_OBJECTS_BEFORE_COLLECTING = 100_000
+
 
 class Server(uvicorn.Server):
     """Uvicorn with an engine behind it, which a signal stops as well.
@@ -114,6 +117,7 @@ def serve(
         # Otherwise a collection now and then walks all that loading made, and every stream waits.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_OBJECTS_BEFORE_COLLECTING, 20, 20)
         on_ready(engine)
 
     server = Server(load, config, begin)
