@@ -1,5 +1,6 @@
 """From checkpoint files to the tensors of a model: mapped, joined, converted and checked."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -157,7 +158,7 @@ def _require_same(name: str, values: Tensor, copy_name: str, copy: Tensor) -> No
 
 def _require_finite(name: str, values: Tensor) -> None:
     # One sum finds every NaN and infinity in a single pass; the exact count is for the message.
-    if torch.isfinite(values.sum(dtype=torch.float32)):
+    if math.isfinite(values.sum(dtype=torch.float32).item()):
         return
     bad = int((~torch.isfinite(values)).sum())
     if bad:
