@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plan.shapes import SHAPES, etude
+from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
+from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
@@ -24,6 +25,8 @@ from soloist.model.families import read_config, tensors
 from soloist.model.weights import TORCH_DTYPES, random_weights
 from soloist.prefill import runner
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.fused_lanes import FusedLanes
+from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.ranks import RankPrefill, RanksPrefill
 from soloist.prefill.runner import Prefill
@@ -212,7 +215,23 @@ def spread(config: ModelConfig, devices: list[torch.device], cache_root: Path) -
     return RanksPrefill(parts)
 
 
-def ranks_agree(run: RanksPrefill) -> None:
+def spread_lanes(devices: list[torch.device], cache_root: Path) -> RanksPrefill | LanePrefill:
+    config = read_config(LANEFORMER)
+    config = replace(config, context_tokens=CONTEXT, layers=config.layers[:5])
+    ranks, whole = len(devices), random_weights(tensors(config), Dtype.FP16, GPU)
+    a, parts = lanes_of_ranks(config, ranks).layers[0].attention, []
+    for rank, device in enumerate(devices):
+        share = LaneShare(config, ranks, rank)
+        weights = {name: part.to(device) for name, part in shard_all(share, whole).items()}
+        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.float16, device)
+        fused = partial(
+            FusedLanes, arch=arch(), cache_root=cache_root, ranks=ranks, lanes=len(share.lanes)
+        )
+        parts.append(LanePrefill(share, weights.__getitem__, vectors(weights), pool, fused))
+    return RanksPrefill(parts) if ranks > 1 else parts[0]
+
+
+def ranks_agree(run: RanksPrefill | LanePrefill) -> None:
     run.settle_widths()
     if not run.widths:
         pytest.skip("no widths agree here")
@@ -235,3 +254,15 @@ def test_ranks_and_their_graphs_for_later_passes(tmp_path: Path) -> None:
     allow_access([0, 1])
     devices = [torch.device("cuda", i) for i in (0, 1)]
     ranks_agree(spread(cut_shape("laneformer-2b-as-llama"), devices, tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lanes_that_share_a_gpu(ranks: int, tmp_path: Path) -> None:
+    ranks_agree(spread_lanes([GPU] * ranks, tmp_path))
+
+
+@pytest.mark.gpus(2)
+def test_lanes_and_their_graphs_for_later_passes(tmp_path: Path) -> None:
+    allow_access([0, 1])
+    ranks_agree(spread_lanes([torch.device("cuda", i) for i in (0, 1)], tmp_path))

@@ -13,7 +13,7 @@ and what their streams heard at e - 2. So
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -113,9 +113,9 @@ class LanePrefill(RankPart):
         return self._last_row.residual if self._rules.sum_before_norm else self._norms
 
     @property
-    def tries_widths(self) -> bool:
-        """See the base class: batched products are not compared, so passes keep their borders."""
-        return False
+    def padded(self) -> Collection[str]:
+        """See the base class: a lane's rows are followed by the next lane's."""
+        return ()
 
     @property
     def logits(self) -> Tensor:
@@ -301,6 +301,23 @@ class LanePrefill(RankPart):
         lanes_first = x if x.ndim == out.ndim == 3 else self._by_lane(x)
         out = out if out.ndim == 3 else self._by_lane(out)
         torch.bmm(lanes_first, self._matrices(name).mT, out=out)
+
+    def _products(self) -> list[tuple[str, int]]:
+        """See the base class."""
+        return [(name, 0) for name in self._distinct_matrices()]
+
+    def _multiply_as_a_pass(self, name: str, first: int, x: Tensor) -> Tensor:  # noqa: ARG002 - of others
+        """See the base class; all lanes have the same factor."""
+        b, short = self._buffers.rows(len(x)), name.rpartition(".")[2]
+        of_lanes = x.expand(len(self.share.lanes), *x.shape)
+        if short == "attention_output":  # lanes lie side by side
+            given = of_lanes.transpose(0, 1).contiguous().transpose(0, 1)
+        else:
+            given = self._by_lane(b.activated if short == "down" else b.normed).copy_(of_lanes)
+        targets = {"qkv": b.qkv, "gate_up": b.gate_up}
+        out = self._by_lane(targets.get(short, self.ring.parts[0][: len(x)]))
+        self._multiply_lanes(given, name, out)
+        return out.transpose(0, 1).flatten(1)
 
     @property
     def _width(self) -> int:

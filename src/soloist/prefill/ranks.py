@@ -22,7 +22,7 @@ from soloist.prefill.elementwise import Chunk, Heads, OwnRows, Reach, TorchEleme
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.pages import PagePool
 from soloist.prefill.prompts import CHUNK_TOKENS, PromptRunner, TokenIds
-from soloist.prefill.runner import PADDED, MakeElementwise, Matrices, Prefill, combined
+from soloist.prefill.runner import MakeElementwise, Matrices, Prefill, combined
 from soloist.prefill.widths import agreeing_widths
 
 
@@ -195,7 +195,7 @@ class RanksPrefill(PromptRunner):
             width: {name: combined([of_one[width][name] for of_one in of_ranks]) for name in seen}
             for width, seen in of_ranks[0].items()
         }
-        widths = agreeing_widths(everywhere, PADDED)
+        widths = agreeing_widths(everywhere, self.ranks[0].padded)
         if widths is not None and all(rank.agrees_on(widths.passes) for rank in self.ranks):
             for rank in self.ranks:
                 rank.take_widths(widths)

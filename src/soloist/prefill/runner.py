@@ -7,7 +7,7 @@ some hundred tokens launching takes longer than computing, and where we have no 
 a full first chunk has the faster one that is slow to set up.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -236,9 +236,14 @@ class Prefill(PromptRunner):
     def settle_widths(self) -> None:
         """See the base class. Only 16-bit libraries on CUDA are asked: elsewhere there are none."""
         if self.tries_widths:
-            widths = agreeing_widths(self.behaviours(), PADDED)
+            widths = agreeing_widths(self.behaviours(), self.padded)
             if widths is not None and self.agrees_on(widths.passes):
                 self.take_widths(widths)
+
+    @property
+    def padded(self) -> Collection[str]:
+        """Products that can have more rows than a pass."""
+        return PADDED
 
     @property
     def tries_widths(self) -> bool:
@@ -251,13 +256,8 @@ class Prefill(PromptRunner):
         self._elementwise.start()
         candidates, like = candidate_widths(self.most_tokens), self._buffers.normed
         of_products: dict[str, list[dict[int, int | None]]] = {}
-        # Of the last layer all but the queries.
-        keys_at = self._buffers.queries[0].numel()
-        for name, first in [
-            *((n, 0) for n in self._distinct_matrices()),
-            (self._names[-1].qkv, keys_at),
-        ]:
-            columns = self._matrices(name).shape[1]
+        for name, first in self._products():
+            columns = self._matrices(name).shape[-1]
             multiply = partial(self._multiply_as_a_pass, name, first)
             seen = product_behaviours(multiply, columns, candidates, like)
             of_products.setdefault(name.rpartition(".")[2], []).append(seen)
@@ -268,6 +268,11 @@ class Prefill(PromptRunner):
             }
             for width in candidates
         }
+
+    def _products(self) -> list[tuple[str, int]]:
+        """Matrices that may be multiplied differently, and the row from which on."""
+        keys_at = self._buffers.queries[0].numel()  # of the last layer all but the queries
+        return [*((name, 0) for name in self._distinct_matrices()), (self._names[-1].qkv, keys_at)]
 
     def _multiply_as_a_pass(self, name: str, first: int, x: Tensor) -> Tensor:
         """A product where passes have it: that may decide which kernel multiplies."""

@@ -25,7 +25,8 @@ from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
 from soloist.prefill.prompts import PromptRunner
 from soloist.prefill.ranks import RanksPrefill
-from soloist.prefill.runner import MakeElementwise, Prefill
+from soloist.prefill.runner import MakeElementwise
+from soloist.prefill.widths import Widths
 from unit.model.configurations import written
 
 CPU = torch.device("cpu")
@@ -58,6 +59,7 @@ def spread(
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (),
     make: type[LanePrefill] = LanePrefill,
+    most: int = MOST,
 ) -> list[LanePrefill]:
     """A part for each rank, not connected yet; on the CPU unless told otherwise."""
     a, parts = lanes_of_ranks(config, ranks).layers[0].attention, []
@@ -69,7 +71,7 @@ def spread(
         vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
         pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 3, dtype, device)
         made = {} if elementwise is None else {"elementwise": elementwise}
-        parts.append(make(share, held.__getitem__, vectors, pool, most_tokens=MOST, **made))
+        parts.append(make(share, held.__getitem__, vectors, pool, most_tokens=most, **made))
     return parts
 
 
@@ -148,14 +150,71 @@ def test_one_rank_waits_for_nobody(case) -> None:
     torch.testing.assert_close(made[-1], wanted[-1], rtol=0, atol=ATOL)
 
 
+# Widths -------------------------------------------------------------------------------------------
+
+
+class Exact(LanePrefill):
+    """Sums in 64 bits, so that a row's bits do not depend on how many there are."""
+
+    split_at = 0  # rows at which sums over columns are rounded in halves
+
+    def _multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
+        given = (x if x.ndim == 3 else self._by_lane(x)).double()
+        made, matrix = (
+            out if out.ndim == 3 else self._by_lane(out),
+            self._matrices(name).mT.double(),
+        )
+        half = given.shape[-1] // 2 if given.shape[1] == self.split_at else 0
+        parts = [given[..., :half] @ matrix[:, :half], given[..., half:] @ matrix[:, half:]]
+        made.copy_(parts[0].to(out.dtype) + parts[1].to(out.dtype))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_passes_keep_their_borders(ranks: int, tmp_path: Path, monkeypatch) -> None:
-    """Where prompts are kept, widths are for products of one matrix."""
-    monkeypatch.setattr(Prefill, "tries_widths", property(lambda _: True))
+def test_passes_of_settled_widths_are_the_references(case, ranks: int) -> None:
+    """Padding and gathered keys change nothing, wherever a prompt is cut."""
+    config, ids, wanted = case
+    if ranks not in ranks_of(config):
+        return
+    parts = spread(config, ranks, most=256)
+    for part in parts:
+        part.take_widths(Widths((256,)))
+    run = runner(parts)
+    for _ in range(2):  # the second time over pages that hold something else
+        made = logits_in_chunks(run, ids)
+        for seen, right in zip(made, wanted, strict=True):
+            torch.testing.assert_close(seen, right, rtol=0, atol=ATOL)
+        for part in parts:
+            part.pool.tensor.normal_()
+
+
+@pytest.mark.parametrize("name", ["mean of lanes", "vocabulary slices"])
+def test_what_is_compared_is_what_passes_multiply(name: str, tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, fields_of(name)))
+    part = spread(config, 2, most=256)[1]
+    for matrix_name, first in part._products():
+        assert first == 0
+        matrix = part._matrices(matrix_name)
+        x = torch.randn(256, matrix.shape[2])
+        wanted = torch.cat([x @ own.T for own in matrix], 1)
+        torch.testing.assert_close(part._multiply_as_a_pass(matrix_name, 0, x), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_widths_whose_products_split_their_sums_are_refused(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanePrefill, "tries_widths", True)
+    monkeypatch.setattr(LanePrefill, "agrees_on", lambda *_: True)
     config = read_config(written(tmp_path, fields_of("mean of lanes")))
-    run = runner(spread(config, ranks, dtype=torch.bfloat16))
-    run.settle_widths()
-    assert run.widths == ()
+    for split_at, left in (
+        (0, (256, 384, 512, 768)),
+        (384, (256, 512, 768)),
+        (256, (384, 512, 768)),
+    ):
+        monkeypatch.setattr(Exact, "split_at", split_at)
+        run = runner(spread(config, ranks, dtype=torch.bfloat16, make=Exact, most=768))
+        run.settle_widths()
+        assert run.widths == left, "no product of lanes can be padded"
 
 
 @pytest.mark.parametrize(("ranks", "cuts"), [(1, [1]), (2, [1, 2, 4])])
