@@ -19,8 +19,9 @@ Sources, all from H200s:
   In µs: 574 and 414 on 2 GPUs, 402 and 205 on 4, 339 and 102 on 8; the difference over 28 layers
   is the waiting. Wider models exchange more. Speeds of such models on 2 GPUs in
   `benchmarks/results/2-h200.json` are met within 4 %, but for one: at 2,048 positions a 1B model
-  waits 8.9 µs, and makes 12 % fewer tokens than expected here.
-- Waiting with lanes on 2 GPUs: the three rows of that file wait 4.6 to 7.6 µs a layer.
+  waits 9.4 µs, and makes 13 % fewer tokens than expected here: four blocks of a KV head read its
+  cache and all others wait (docs/experiments.md).
+- Waiting with lanes on 2 GPUs: the three rows of that file wait 4.6 to 8.1 µs a layer.
 - Waiting of a step of several columns: 8 instead of 1 add 2.5 to 4.8 µs a layer there, and
   3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.

@@ -62,7 +62,7 @@ def test_recorded_speeds_of_two_gpus_are_met_but_for_one():
         name = row["shape"], row["start_position"]
         off[name] = speed / row["decode_tokens_per_s"]["median"] - 1
     assert len(off) == 10
-    assert 0.1 < off.pop(("llama-3.2-1b", 2048)) < 0.14
+    assert 0.1 < off.pop(("llama-3.2-1b", 2048)) < 0.16
     for (shape, start), share in off.items():
         assert abs(share) < (0.08 if shape == "laneformer-2b" else 0.04), (shape, start)
 
