@@ -133,6 +133,35 @@ def h200_ranks() -> str:
     return table((*headings, "MBU"), cells, 2)
 
 
+def h200_ranks_prompts() -> str:
+    """Times to the first token over several GPUs, of prompts read whole and after kept prefixes."""
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for gpus in (2, 4, 8):
+        for row in rows_of(f"{gpus}-h200-prompts.json", "prefill"):
+            name = row["shape"], str(gpus), "whole" if row["prefix"] == "cold" else "kept"
+            of_name = found.setdefault(name, {})
+            if row["prefix"] == "cold" or row["cached_tokens"]:
+                kept = f" ({row['cached_tokens']:,} kept)" if row["cached_tokens"] else ""
+                of_name[row["prompt_tokens"]] = f"{row['ttft_ms']['median']:.1f}{kept}"
+    lengths = (128, 512, 2048)
+    cells = [(*name, *(of.get(n, "–") for n in lengths)) for name, of in found.items() if of]
+    headings = ("shape", "GPUs", "prompt", *(f"{n:,} tokens" for n in lengths))
+    return table(headings, cells, 3)
+
+
+def h200_startup() -> str:
+    """From starting the command to its first token."""
+    cells = [
+        (
+            r["shape"], "compiled before" if r["kernel_cache"] == "warm" else "none compiled yet",
+            *(f"{r[part]['median']:.2f}" for part in ("total_s", "weights_s", "kernels_s")),
+        )
+        for r in rows_of("h200-startup.json", "startup")
+    ]  # fmt: skip
+    headings = ("shape", "kernels", "seconds", "of it weights", "of it compiling")
+    return table(headings, cells, 2)
+
+
 def etude_cpu() -> str:
     """étude and its rivals in one process."""
     cells = [
@@ -232,6 +261,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-context": h200_context,
     "h200-prompts": h200_prompts,
     "h200-ranks": h200_ranks,
+    "h200-ranks-prompts": h200_ranks_prompts,
+    "h200-startup": h200_startup,
     "etude-cpu": etude_cpu,
     "etude-servers": etude_servers,
     "etude-loops": etude_loops,
