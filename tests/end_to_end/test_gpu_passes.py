@@ -18,7 +18,7 @@ from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.share import Share, share_of
+from soloist.megakernel.share import part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -28,7 +28,7 @@ from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
-from soloist.prefill.ranks import RankPrefill, RanksPrefill
+from soloist.prefill.ranks import RankPart, RankPrefill, RanksPrefill
 from soloist.prefill.runner import Prefill
 from unit.prefill.models import vectors
 from unit.prefill.test_fused import arch
@@ -41,8 +41,9 @@ def cut_shape(name: str) -> ModelConfig:
     """A few layers of it; 'windows' are a sliding family's, some of which do not end on a block."""
     if name == "etude":
         return replace(etude(), context_tokens=CONTEXT)
-    config = read_config(SHAPES["llama-3.2-1b" if name == "windows" else name])
-    layers = config.layers[:3]
+    files = {"windows": SHAPES["llama-3.2-1b"], "laneformer-2b": LANEFORMER, **SHAPES}
+    config = read_config(files[name])
+    layers = config.layers[:3] if config.lanes is None else config.layers[:5]
     if name == "windows":
         layers = tuple(
             replace(layer, attention=replace(layer.attention, window=window))
@@ -200,35 +201,29 @@ def test_widths_whose_products_split_their_sums_are_refused(
     assert not unpadded & {split, 2 * split} or not unpadded & set(others)
 
 
-def spread(config: ModelConfig, devices: list[torch.device], cache_root: Path) -> RanksPrefill:
-    ranks, whole = len(devices), random_weights(tensors(config), Dtype.BF16, GPU)
-    a = share_of(config, ranks).layers[0].attention
-    parts = []
+def spread(
+    config: ModelConfig, dtype: Dtype, devices: list[torch.device], cache_root: Path
+) -> RanksPrefill | LanePrefill:
+    """A rank on each of these devices, which may be the same; of lanes also one alone."""
+    ranks, whole = len(devices), random_weights(tensors(config), dtype, GPU)
+    parts: list[RankPart] = []
     for rank, device in enumerate(devices):
-        share = Share(config, ranks, rank)
-        weights = {name: part.to(device) for name, part in shard_all(share, whole).items()}
+        share = part_of(config, ranks, rank)
+        held = {name: part.to(device) for name, part in shard_all(share, whole).items()}
+        own = share_of(config, ranks) if config.lanes is None else lanes_of_ranks(config, ranks)
+        a = own.layers[0].attention
         pool = PagePool(
-            config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, device
+            config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], device
         )
-        fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks)
-        parts.append(RankPrefill(share, weights.__getitem__, vectors(weights), pool, fused))
-    return RanksPrefill(parts)
-
-
-def spread_lanes(devices: list[torch.device], cache_root: Path) -> RanksPrefill | LanePrefill:
-    config = read_config(LANEFORMER)
-    config = replace(config, context_tokens=CONTEXT, layers=config.layers[:5])
-    ranks, whole = len(devices), random_weights(tensors(config), Dtype.FP16, GPU)
-    a, parts = lanes_of_ranks(config, ranks).layers[0].attention, []
-    for rank, device in enumerate(devices):
-        share = LaneShare(config, ranks, rank)
-        weights = {name: part.to(device) for name, part in shard_all(share, whole).items()}
-        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.float16, device)
-        fused = partial(
-            FusedLanes, arch=arch(), cache_root=cache_root, ranks=ranks, lanes=len(share.lanes)
-        )
-        parts.append(LanePrefill(share, weights.__getitem__, vectors(weights), pool, fused))
-    return RanksPrefill(parts) if ranks > 1 else parts[0]
+        given = held.__getitem__, vectors(held), pool
+        made = {"arch": arch(), "cache_root": cache_root, "ranks": ranks}
+        if isinstance(share, LaneShare):
+            fused = partial(FusedLanes, **made, lanes=len(share.lanes))
+            parts.append(LanePrefill(share, *given, fused))
+        else:
+            parts.append(RankPrefill(share, *given, partial(FusedElementwise, **made)))
+    alone = parts[0]
+    return alone if isinstance(alone, LanePrefill) and ranks == 1 else RanksPrefill(parts)
 
 
 def ranks_agree(run: RanksPrefill | LanePrefill) -> None:
@@ -244,25 +239,24 @@ def ranks_agree(run: RanksPrefill | LanePrefill) -> None:
         assert same(read(run, ids, cut(count, 256, 512), by_graph=False), cold)
 
 
+# Cut into parts of a sum, and in lanes.
+OVER_RANKS = [("laneformer-2b-as-llama", Dtype.BF16), ("laneformer-2b", Dtype.FP16)]
+
+
 @pytest.mark.gpu
-def test_ranks_that_share_a_gpu(tmp_path: Path) -> None:
-    ranks_agree(spread(cut_shape("laneformer-2b-as-llama"), [GPU] * 2, tmp_path))
+@pytest.mark.parametrize(("name", "dtype"), OVER_RANKS)
+def test_ranks_that_share_a_gpu(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    ranks_agree(spread(cut_shape(name), dtype, [GPU] * 2, tmp_path))
+
+
+@pytest.mark.gpu
+def test_lanes_on_one_rank(tmp_path: Path) -> None:
+    ranks_agree(spread(cut_shape("laneformer-2b"), Dtype.FP16, [GPU], tmp_path))
 
 
 @pytest.mark.gpus(2)
-def test_ranks_and_their_graphs_for_later_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), OVER_RANKS)
+def test_ranks_and_their_graphs_for_later_passes(name: str, dtype: Dtype, tmp_path: Path) -> None:
     allow_access([0, 1])
     devices = [torch.device("cuda", i) for i in (0, 1)]
-    ranks_agree(spread(cut_shape("laneformer-2b-as-llama"), devices, tmp_path))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_lanes_that_share_a_gpu(ranks: int, tmp_path: Path) -> None:
-    ranks_agree(spread_lanes([GPU] * ranks, tmp_path))
-
-
-@pytest.mark.gpus(2)
-def test_lanes_and_their_graphs_for_later_passes(tmp_path: Path) -> None:
-    allow_access([0, 1])
-    ranks_agree(spread_lanes([torch.device("cuda", i) for i in (0, 1)], tmp_path))
+    ranks_agree(spread(cut_shape(name), dtype, devices, tmp_path))

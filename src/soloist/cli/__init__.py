@@ -13,7 +13,7 @@ from soloist.settings import read_settings
 
 # Imports make a third of a million objects, all of which stay: looking for garbage among them takes
 # a tenth of a second.
-_OBJECTS_BEFORE_COLLECTING = 1_000_000
+_OBJECTS_WHILE_STARTING = 1_000_000
 
 _EXIT_USER, _EXIT_DEVICE, _EXIT_INTERNAL, _EXIT_INTERRUPTED = 2, 3, 1, 130
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
-    gc.set_threshold(_OBJECTS_BEFORE_COLLECTING, 20, 20)
+    gc.set_threshold(_OBJECTS_WHILE_STARTING, 20, 20)
     try:
         debug = read_settings().debug or debug
         from soloist.cli.app import app

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from soloist.model.dtype import Dtype
-from soloist.model.tensors import TensorSpec
 from soloist.planning.model import Model
 from soloist.planning.precision import Precision, streamed_bytes
 
@@ -92,25 +91,19 @@ def prompt_cost(model: Model, precision: Precision, tokens: int) -> StepCost:
     The head is left out, since only the last token needs it.
     """
     rest = tuple(spec for spec in model.specs if spec.name != "head")
-    seen = max(1, tokens // 2)
     unfolded = tuple(replace(cache, flops=cache.prompt_flops) for cache in model.caches)
     headless = replace(model, specs=rest, tied_head=False, caches=unfolded)
-    return StepCost(
-        weight_bytes=weight_bytes(headless, precision, tokens),
-        kv_bytes=kv_bytes_read(model, seen),
-        flops=tokens * (2 * _values_used(headless) + attention_flops(headless, seen)),
-        layers=model.num_layers,
-        kind=_kind(model),
-    )
+    return step_cost(headless, precision, max(1, tokens // 2), columns=tokens)
 
 
 def weight_bytes(model: Model, precision: Precision, columns: int = 1) -> int:
     """Weights that a step reads; of experts only those that its columns choose."""
-
-    def share_read(spec: TensorSpec) -> float:
-        return 1.0 if model.mixture is None else model.mixture.share_read(spec, columns)
-
-    return streamed_bytes(model.specs, precision, tied_head=model.tied_head, share_read=share_read)
+    return streamed_bytes(
+        model.specs,
+        precision,
+        tied_head=model.tied_head,
+        share_read=lambda spec: model.share_read(spec, columns),
+    )
 
 
 def kv_bytes_read(model: Model, context_tokens: int, dtype: Dtype = Dtype.BF16) -> int:
@@ -144,11 +137,10 @@ def _state_bytes(model: Model) -> int:
 
 def _values_used(model: Model) -> float:
     """Weights that one column multiplies with."""
-    mixture, tied = model.mixture, model.tied_head
     return sum(
-        spec.num_values * (1.0 if mixture is None else mixture.share_read(spec, 1))
+        spec.num_values * model.share_read(spec, 1)
         for spec in model.specs
-        if tied or spec.name != "embedding"
+        if model.tied_head or spec.name != "embedding"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from soloist.model.config import ModelConfig
 from soloist.model.families import tensors
-from soloist.model.tensors import TensorSpec, parameters
+from soloist.model.tensors import TensorSpec
 
 # Part of the names of tensors that hold all experts of a layer.
 EXPERTS = ".experts."
@@ -88,13 +88,14 @@ class Model:
     is_part: bool = False
     config: ModelConfig | None = None
 
+    def share_read(self, spec: TensorSpec, columns: int) -> float:
+        """Share of a tensor that a step of so many columns reads: less than all only of experts."""
+        return 1.0 if self.mixture is None else self.mixture.share_read(spec, columns)
+
 
 def active_parameters(model: Model) -> int:
     """Parameters that one token needs: all but the experts that it does not choose."""
-    mixture = model.mixture
-    if mixture is None:
-        return parameters(model.specs)
-    return round(sum(spec.num_values * mixture.share_read(spec, 1) for spec in model.specs))
+    return round(sum(spec.num_values * model.share_read(spec, 1) for spec in model.specs))
 
 
 def served(config: ModelConfig) -> Model:

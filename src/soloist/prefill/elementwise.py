@@ -139,7 +139,7 @@ class OwnRows:
 
 
 class Elementwise(ABC):
-    """Everything of prefill but matrix products and attention.
+    """Everything of prefill but matrix products and attention, of which it may have faster ones.
 
     Args:
         config: a dense model whose layers are of one size.

@@ -4,20 +4,15 @@ import ctypes
 import math
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from soloist.jit.cache import load_or_build
-from soloist.jit.compiler import require_clean
-from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import TensorMap, heads_map
 from soloist.model.dtype import Dtype
+from soloist.prefill import hopper
 from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY = "kernels/attend_first.cu", "attend_first"
-_ARCH = "sm_90a"
-_SMEM_LIMIT_BYTES = 227 * 1024
 # Queries of a block and keys at once; rows of results that a warp writes.
 _TILE, _RESULT_ROWS = 128, 16
 _THREADS = 384
@@ -28,7 +23,7 @@ _VALUE_BYTES = 2
 
 def has_first_attention(arch: str, head_dim: int) -> bool:
     """Whether there is a kernel for this architecture and head dimension."""
-    return arch == _ARCH and head_dim in _SLOTS
+    return arch == hopper.ARCH and head_dim in _SLOTS
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -71,11 +66,8 @@ class FirstAttention:
 
     def __init__(self, head_dim: int, dtype: Dtype, cache_root: Path | None) -> None:
         source = Source(KERNEL, first_attention_spec(head_dim, dtype))
-        cubin = load_or_build(source, _ARCH, cache_root)
         self._shared_bytes = shared_bytes(head_dim)
-        require_clean(cubin, ENTRY, self._shared_bytes, _SMEM_LIMIT_BYTES)
-        self._module = Module(cubin, ENTRY)
-        self._module.make_ready(self._shared_bytes)
+        self._module = hopper.load(source, ENTRY, self._shared_bytes, cache_root)
 
     def launch(
         self,
@@ -116,6 +108,4 @@ class FirstAttention:
 
 
 def _map(heads: Tensor, box_rows: int) -> TensorMap:
-    assert heads.is_contiguous(), "rows lie one after the other"
-    assert heads.element_size() == torch.bfloat16.itemsize, "16-bit values"
-    return heads_map(heads.data_ptr(), *heads.shape, box_rows)
+    return heads_map(hopper.address(heads), *heads.shape, box_rows)

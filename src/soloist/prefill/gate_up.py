@@ -3,20 +3,15 @@
 import ctypes
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from soloist.jit.cache import load_or_build
-from soloist.jit.compiler import require_clean
-from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import ALIGNMENT, Box, TensorMap, tensor_map
+from soloist.prefill import hopper
 
 KERNEL, ENTRY = "kernels/gate_up.cu", "gate_up"
 # Below, a library has tiles that fill the GPU better.
 FEWEST_TOKENS = 1024
-_ARCH = "sm_90a"
-_SMEM_LIMIT_BYTES = 227 * 1024
 # Of a cluster of two blocks: tokens, and neurons, of each a row of gate and one of up.
 _CLUSTER, _ROWS, _NEURONS = 2, 256, 128
 _THREADS, _SLOTS = 384, 4
@@ -33,7 +28,7 @@ def has_gate_up(arch: str, hidden: int, ffn: int) -> bool:
     """
     step = _FACTOR_BOX.columns
     is_whole = hidden % step == 0 and ffn % _NEURONS == 0
-    return arch == _ARCH and is_whole and hidden >= _SLOTS * step
+    return arch == hopper.ARCH and is_whole and hidden >= _SLOTS * step
 
 
 def gate_up_spec(spec: str) -> str:
@@ -63,10 +58,8 @@ class GateUp:
     """
 
     def __init__(self, spec: str, cache_root: Path | None) -> None:
-        cubin = load_or_build(Source(KERNEL, gate_up_spec(spec)), _ARCH, cache_root)
-        require_clean(cubin, ENTRY, SHARED_BYTES, _SMEM_LIMIT_BYTES)
-        self._module = Module(cubin, ENTRY)
-        self._module.make_ready(SHARED_BYTES)
+        source = Source(KERNEL, gate_up_spec(spec))
+        self._module = hopper.load(source, ENTRY, SHARED_BYTES, cache_root)
 
     @staticmethod
     def suits(x: Tensor, matrix: Tensor) -> bool:
@@ -97,6 +90,4 @@ class GateUp:
 
 
 def _map(matrix: Tensor, box: Box) -> TensorMap:
-    assert matrix.is_contiguous(), "rows lie one after the other"
-    assert matrix.element_size() == torch.bfloat16.itemsize, "16-bit values"
-    return tensor_map(matrix.data_ptr(), *matrix.shape, box)
+    return tensor_map(hopper.address(matrix), *matrix.shape, box)

@@ -306,8 +306,9 @@ class LanePrefill(RankPart):
         """See the base class."""
         return [(name, 0) for name in self._distinct_matrices()]
 
-    def _multiply_as_a_pass(self, name: str, first: int, x: Tensor) -> Tensor:  # noqa: ARG002 - of others
+    def _multiply_as_a_pass(self, name: str, first: int, x: Tensor) -> Tensor:
         """See the base class; all lanes have the same factor."""
+        assert first == 0, "lanes multiply whole matrices"
         b, short = self._buffers.rows(len(x)), name.rpartition(".")[2]
         of_lanes = x.expand(len(self.share.lanes), *x.shape)
         if short == "attention_output":  # lanes lie side by side

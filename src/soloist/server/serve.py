@@ -20,7 +20,7 @@ _LAST_WORDS_S = 2.0
 
 _SWITCH_S = 0.0005
 
-# Starting collects less often still; requests leave a few cycles each.
+# Requests leave a few cycles each; the command looked for less garbage while it started.
 _OBJECTS_BEFORE_COLLECTING = 100_000
 
 

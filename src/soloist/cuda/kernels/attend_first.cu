@@ -90,7 +90,7 @@ struct Rows {
 };
 
 __device__ __forceinline__ void score(float (&s)[kScores], u32 queries, u32 keys) {
-  const u64 a = wgmma_boxes<kRowBytes>(queries, 16), b = wgmma_boxes<kRowBytes>(keys, 16);
+  const u64 a = wgmma_operand<kRowBytes>(queries), b = wgmma_operand<kRowBytes>(keys);
 #pragma unroll
   for (u32 column = 0; column < kHeadDim; column += kWgmmaDepth) {
     const u32 at = (column / kBoxColumns * kBoxBytes + column % kBoxColumns * 2) >> 4;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void score(float (&s)[kScores], u32 queries, u32 keys
   }
 }
 __device__ __forceinline__ void add_tile(float (&sums)[kSums], const u32 (&weights)[kWeights / 4][4], u32 values) {
-  const u64 b = wgmma_boxes<kRowBytes>(values, kBoxBytes);
+  const u64 b = wgmma_operand<kRowBytes>(values, kBoxBytes);
 #pragma unroll
   for (u32 i = 0; i < kWeights / 4; ++i) add_values(sums, weights[i], b + (i * kWgmmaDepth * kRowBytes >> 4));
 }

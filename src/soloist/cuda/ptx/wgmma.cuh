@@ -1,7 +1,6 @@
 // Matrix multiply-accumulate of a warpgroup, m64n256k16 with fp32 sums, both factors in shared memory. Needs sm_90a.
 //
-// Factors are rows of 64 values, 128 bytes, in the order that tensor copies write with their swizzle of 128 bytes; such
-// an operand begins at a multiple of 1,024 bytes.
+// Factors are boxes of ptx/tensor.cuh; each begins at a multiple of 1,024 bytes.
 #pragma once
 #include "ptx/types.cuh"
 #include "spec.cuh"
@@ -9,13 +8,16 @@
 inline constexpr u32 kWgmmaRows = 64, kWgmmaColumns = 256, kWgmmaDepth = 16;
 inline constexpr u32 kWgmmaSums = kWgmmaRows * kWgmmaColumns / 128;  // of a thread
 
-// Where an operand's rows begin: groups of eight rows 1,024 bytes apart, swizzled by 128 bytes.
-__device__ __forceinline__ u64 wgmma_operand(u32 shared) {
-  return static_cast<u64>(shared >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+// Where an operand's rows begin, of 64 or 128 bytes and swizzled by as many, groups of eight rows one after the other. `next_box`:
+// bytes to the next columns, which count only where an operand is read across its rows.
+template <u32 kRowBytes = 128>
+__device__ __forceinline__ u64 wgmma_operand(u32 shared, u32 next_box = 16) {
+  constexpr u64 kSwizzle = kRowBytes == 128 ? 1 : 2;
+  return static_cast<u64>(shared >> 4) | static_cast<u64>(next_box >> 4) << 16 |
+         static_cast<u64>(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
 }
-// So many values further along its rows, or so many rows further down, a multiple of eight.
+// So many values further along its rows.
 __device__ __forceinline__ u64 along(u64 operand, u32 values) { return operand + (values * 2 >> 4); }
-__device__ __forceinline__ u64 down(u64 operand, u32 rows) { return operand + (rows * 128 >> 4); }
 
 // Before the first product after anybody else has touched sums.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,21 +1,12 @@
 // What a warpgroup multiplies in attention, with fp32 sums: 64 queries with 128 keys, and their weights with values of 64, 96 or
 // 128 columns. Needs sm_90a.
 //
-// Queries, keys and values are boxes of ptx/tensor.cuh, rows of kRowBytes (64 or 128) swizzled by as many, and boxes of more
-// columns one after the other; each begins at a multiple of 1,024 bytes.
+// Queries, keys and values are operands as of ptx/wgmma.cuh, boxes of more columns one after the other. Values are read across
+// their rows.
 #pragma once
 #include "ptx/wgmma.cuh"
 
 inline constexpr u32 kScoreColumns = 128, kScores = kWgmmaRows * kScoreColumns / 128;  // of a thread
-
-// Where an operand's rows begin, groups of eight rows one after the other. `next_box`: bytes to the next columns, which count
-// only where an operand is read across its rows, as values are.
-template <u32 kRowBytes>
-__device__ __forceinline__ u64 wgmma_boxes(u32 shared, u32 next_box) {
-  constexpr u64 kSwizzle = kRowBytes == 128 ? 1 : 2;
-  return static_cast<u64>(shared >> 4) | static_cast<u64>(next_box >> 4) << 16 |
-         static_cast<u64>(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
-}
 
 #define REGISTERS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
