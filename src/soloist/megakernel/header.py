@@ -8,7 +8,6 @@ from typing import TypeAlias
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
     CONSUMER_WARPS,
-    COPIES_IN_FLIGHT,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
@@ -48,6 +47,8 @@ class Build:
 
     Attributes:
         samples: choose tokens by their columns' `Choice`, not only the largest logit.
+        columns: how many a launch may have: one, which takes the least code, or `MAX_COLUMNS`. A
+            column's bits are the same.
         trace_round: take time stamps in this round of a launch.
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
@@ -58,6 +59,7 @@ class Build:
     """
 
     samples: bool = False
+    columns: int = MAX_COLUMNS
     trace_round: int | None = None
     ablation: int = 0
     silent_block: int | None = None
@@ -73,6 +75,8 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 def header(plan: Plan, build: Build = Build()) -> str:
     """The text of spec.cuh."""
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
+    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
+    warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
     constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
         "kNumBlocks": plan.grid_blocks,
@@ -84,6 +88,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kConsumerRegisters": plan.gpu.consumer_registers,
         "kHelperRegisters": plan.gpu.helper_registers,
         "kMaxColumns": MAX_COLUMNS,
+        "kMostColumns": build.columns,
         "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
@@ -115,7 +120,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kCopies": COPIES_IN_FLIGHT,
+        "kCopies": plan.copies_in_flight,
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
@@ -127,8 +132,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kNearPositions": plan.near_positions,
         "kChunkPages": CHUNK_PAGES,
         "kEarlySlots": plan.early_slots,
-        "kRowTiles": plan.row_tiles,
-        "kWarpTiles": plan.warp_tiles,
+        "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,
+        "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": plan.softmax_lanes,
         "kGranuleBytes": plan.granule_bytes,
         "kPageSlot": plan.page_slot,

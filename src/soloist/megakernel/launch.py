@@ -4,6 +4,7 @@ import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -127,12 +128,20 @@ class Given:
     choices: PackedChoices | None
 
 
-class _Sampler:
-    """The kernel that samples, and its buffers in GPU memory."""
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """Two builds of the kernel, for launches of one column and of more."""
 
-    def __init__(self, plan: Plan, module: Module, device: torch.device) -> None:
+    single: Module
+    several: Module
+
+
+class _Sampler:
+    """The kernels that sample, and their buffers in GPU memory."""
+
+    def __init__(self, plan: Plan, modules: _Modules, device: torch.device) -> None:
         rows = plan.sampled_rows
-        self.module = module
+        self.modules = modules
         self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
         self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
         workspace_bytes = sample_workspace_bytes(plan.grid_blocks)
@@ -261,28 +270,34 @@ class Decoder:
         self._embedding_scale = self._measure_embedding()
 
     def load(self, build: Build) -> None:
-        """Take another build of the kernel, on the same weights; no launch may be running."""
+        """Take another build of the kernel, on the same weights; no launch may be running.
+
+        Args:
+            build: for any number of columns; the one for a single column is loaded beside it.
+        """
         self._build_as = build
         self.__dict__.pop("_sampler", None)
-        cubin = self._built(build)
-        self.report = cubin.report.entries["decode"]
-        self._module = self._loaded(cubin)
+        self._modules = self._loaded(build)
+
+    @cached_property
+    def _sampler(self) -> _Sampler:
+        modules = self._loaded(replace(self._build_as, samples=True))
+        return _Sampler(self.plan, modules, self._device)
+
+    def _loaded(self, build: Build) -> _Modules:
+        builds = [replace(build, columns=columns) for columns in (1, MAX_COLUMNS)]
+        with ThreadPoolExecutor(len(builds), "soloist-compile") as pool:
+            cubins = list(pool.map(self._built, builds))
+        with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
+            modules = _Modules(*(Module(cubin, "decode") for cubin in cubins))
+        # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
+        for module in (modules.single, modules.several):
+            module.make_ready(self.plan.shared_bytes)
+        return modules
 
     def _built(self, build: Build) -> Cubin:
         source = Source("kernels/decode.cu", header(self.plan, build))
         return load_or_build(source, self.plan.gpu.arch, self._cache)
-
-    @cached_property
-    def _sampler(self) -> _Sampler:
-        cubin = self._built(replace(self._build_as, samples=True))
-        return _Sampler(self.plan, self._loaded(cubin), self._device)
-
-    def _loaded(self, cubin: Cubin) -> Module:
-        with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
-            module = Module(cubin, "decode")
-        # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
-        module.make_ready(self.plan.shared_bytes)
-        return module
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
@@ -355,11 +370,11 @@ class Decoder:
         with torch.cuda.stream(stream):
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
             self._workspace.copy_(self._fresh_workspace)
-            self._launched, sample_pointers = self._module, (0,) * len(_SAMPLE_POINTERS)
+            modules, sample_pointers = self._modules, (0,) * len(_SAMPLE_POINTERS)
             masks = (0, 0)
             if given.choices is not None:
                 sampler, first = self._sampler, self.peers[0]._sampler  # noqa: SLF001 - same class
-                self._launched, sample_pointers = sampler.module, sampler.upload(given.choices)
+                modules, sample_pointers = sampler.modules, sampler.upload(given.choices)
                 if sampler is first:
                     sampler.begin(given.choices.masks, given.num_given)
                 masks = (first.masks.data_ptr(), first.turns.data_ptr())
@@ -379,6 +394,7 @@ class Decoder:
             )  # fmt: skip
             if self.plan.ranks > 1:
                 self._ready.record(stream)
+        self._launched = modules.single if given.num_columns == 1 else modules.several
         self._columns = given.num_columns
 
     def await_copies(self) -> None:

@@ -36,6 +36,10 @@ MAX_SPLITS = 64
 # fast as if it had nothing to do, 48 KB 98 % and twice the time; more only wait, and what blocks
 # exchange waits with them. Measured: see docs/experiments.md.
 COPIES_IN_FLIGHT = 3
+# Blocks that stream so little of a layer wait for each other most of the time: they gain more by
+# quick exchanges.
+FEW_COPIES_IN_FLIGHT = 2
+FEW_LAYER_BYTES = 512 * 1024
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -285,6 +289,11 @@ class Plan:
     def layer_bytes(self) -> int:
         """Packed weights of one layer that one block streams, one matrix after the other."""
         return sum(op.matrix.max_block_bytes for op in self.layer_operations)
+
+    @property
+    def copies_in_flight(self) -> int:
+        """Slots of weights that a block has asked for and that have not come yet, at most."""
+        return COPIES_IN_FLIGHT if self.layer_bytes > FEW_LAYER_BYTES else FEW_COPIES_IN_FLIGHT
 
     def matrix_offset(self, operation: Operation) -> int:
         """Bytes from the start of a block's layer (the head: of a block) to its matrix."""

@@ -143,7 +143,7 @@ static void body() {
   Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
   prepare_sampling(*params.launch);
   if (threadIdx.x == 0) {
-    control.columns = params.launch->columns;
+    control.columns = Columns{params.launch->columns};
     control.rounds = params.launch->rounds;
     control.yield = 0;
   }

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     }
     for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), i < 2 ? kTellers : 1);
     where = Where{0, 0, 0, 0, 0, 0};
-    control->columns = params.launch->columns;
+    control->columns = Columns{params.launch->columns};
     control->rounds = params.launch->rounds;
     control->stop = control->yield = control->yield_agreed = 0;
     fence_async_proxy();

@@ -12,6 +12,8 @@
 
 inline constexpr u32 kHeadRows = (kGroup + 2) * kHeadDim;  // rows of q, k, v of one KV head
 inline constexpr u32 kTileSets = kRowTiles / kWarpTiles;  // warps that share a granule, for different rows
+// Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
+inline constexpr u32 kRowHalves = kMostColumns * kGroup > 8 ? 2 : 1;
 
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   const i32 w = kWindow[layer];
@@ -360,7 +362,7 @@ __device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i3
 // Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
 struct Softmax {
   float out[kWarpTiles][kHeadDim / 8][4];
-  float best[kWarpTiles][2], total[kWarpTiles][2];  // best: of scores to base 2
+  float best[kWarpTiles][kRowHalves], total[kWarpTiles][kRowHalves];  // best: of scores to base 2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -369,8 +371,8 @@ struct Softmax {
       for (u32 n = 0; n < kHeadDim / 8; ++n)
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
-      best[m][0] = best[m][1] = -kInfinity;
-      total[m][0] = total[m][1] = 0.0f;
+#pragma unroll
+      for (u32 r = 0; r < kRowHalves; ++r) best[m][r] = -kInfinity, total[m][r] = 0.0f;
     }
   }
 
@@ -378,7 +380,7 @@ struct Softmax {
   // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `last`: the
   // position of each row; `partly`: some row does not see some position.
   __device__ __forceinline__ void add(u32 queries, u32 tiles, u32 keys, u32 values, i32 start,
-                                      const i32 (&last)[kWarpTiles][2], i32 window, bool partly, u32 lane) {
+                                      const i32 (&last)[kWarpTiles][kRowHalves], i32 window, bool partly, u32 lane) {
     const u32 g = lane / 4, q = lane % 4, swapped = kHeadDim % 64 == 0 ? g & 1 : 0;
     float score[kWarpTiles][4][4];
 #pragma unroll
@@ -412,7 +414,7 @@ struct Softmax {
         continue;
       }
 #pragma unroll
-      for (u32 r = 0; r < 2; ++r) {
+      for (u32 r = 0; r < kRowHalves; ++r) {
         if (partly) {
 #pragma unroll
           for (u32 t = 0; t < 4; ++t)
@@ -454,7 +456,7 @@ struct Softmax {
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) {
         weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
-        weight[m][t][1] = pack_pair(score[m][t][2], score[m][t][3]);
+        weight[m][t][1] = kRowHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
       }
     }
 #pragma unroll
@@ -503,11 +505,11 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   float* gather = reinterpret_cast<float*>(cx.shared.reduce());  // [lane][row][D]
   float2* stats = cx.shared.stats();                             // [lane][row]
   u8* attended = attended_operand(cx, cx.layers_done);
-  float totals[kWarpTiles][2];  // every lane of a quad holds the maximum but only a part of the sum
+  float totals[kWarpTiles][kRowHalves];  // every lane of a quad holds the maximum but only a part of the sum
 #pragma unroll
   for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
+    for (u32 i = 0; i < kRowHalves; ++i) {
       totals[m][i] = softmax.total[m][i];
       totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 1);
       totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 2);
@@ -518,7 +520,7 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
+      for (u32 i = 0; i < kRowHalves; ++i) {
         const u32 row = (set * kWarpTiles + m) * 16 + r + 8 * i - first * kGroup;
         if (row >= rows) continue;
         if (q == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
@@ -586,7 +588,7 @@ struct GroupWork {
 // … and of the rows.
 struct GroupRows {
   u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
-  i32 last[kWarpTiles][2];
+  i32 last[kWarpTiles][kRowHalves];
 
   __device__ __forceinline__ GroupRows(const Context& cx, const ColumnGroup& g) {
 #pragma unroll
@@ -594,7 +596,7 @@ struct GroupRows {
       const u32 row = (cx.warp % kTileSets * kWarpTiles + m) * 16;
       if (row < g.end * kGroup && row + 16 > g.begin * kGroup) tiles |= 1u << m;
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i)
+      for (u32 i = 0; i < kRowHalves; ++i)
         last[m][i] = cx.shared.control().position[min((row + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
     }
   }
@@ -625,7 +627,7 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& s
     cx.round = p.round;
     layer = p.layer;
     cx.layers_done = p.layers_done;
-    cx.columns = p.columns;
+    cx.columns = Columns{p.columns};
     cx.reductions = p.reductions;
     own = p.own;
     stored = p.stored;

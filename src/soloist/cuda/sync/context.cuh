@@ -62,9 +62,18 @@ struct Params {
   Masks masks;            // for kernels that sample
 };
 
+// Of the launch. A build for one column knows so, and has no code for others.
+struct Columns {
+  u32 given;
+
+  __device__ __forceinline__ operator u32() const { return kMostColumns == 1 ? 1 : given; }
+  __device__ __forceinline__ operator u32() const volatile { return kMostColumns == 1 ? 1 : given; }
+};
+
 // In shared memory: facts of the round that all warps read.
 struct Control {
-  u32 columns, rounds;
+  Columns columns;
+  u32 rounds;
   u32 stop;   // set by the consumers: the launch ends with this round
   u32 yield;  // set by the host warp of block 0
   u32 yield_agreed;  // what block 0 told all blocks
@@ -114,7 +123,8 @@ struct Context {
   Shared shared;
   Ring ring;
   u32 round;
-  u32 block, warp, lane, thread, columns;  // block: of its lane
+  u32 block, warp, lane, thread;  // block: of its lane
+  Columns columns;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
   u32 layers_done;  // of all rounds, the present one included: which turn the exchanges of a layer take
   volatile Where* where;
@@ -124,7 +134,7 @@ struct Context {
 
   // Addresses and sizes that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {
-    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(columns));
+    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(columns.given));
   }
   // Which turn the residual stream takes before the next layer's qkv, or before the head.
   __device__ __forceinline__ u32 next_in() const { return layers_done + round + 1; }
