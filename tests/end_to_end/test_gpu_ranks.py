@@ -64,6 +64,21 @@ def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> Non
         assert torch.equal(again, one_by_one)
 
 
+@pytest.mark.parametrize("name", ["qwen3-norms-128", "mistral-window-96"])
+def test_logits_of_columns_whose_cache_is_split(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "near_positions", property(lambda _: 64))
+    config, plan = configured(name, tmp_path, ranks=4)
+    weights = {k: v.to(torch.bfloat16) for k, v in random_weights(config).items()}
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, weights, ids)
+    decoder = spread(config, plan).decoder
+    one_by_one = forced_logits(decoder, config.vocab_size, ids, 1, TOKENS)
+    assert (one_by_one.cpu() - wanted).norm() / wanted.norm() < MOST_ERROR
+    assert torch.equal(forced_logits(decoder, config.vocab_size, ids, 5, TOKENS), one_by_one)
+
+
 @pytest.mark.parametrize("keep_rows", [True, False], ids=["rows", "unpacked"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(

@@ -40,9 +40,11 @@ def constants(text: str) -> dict[str, float]:
     return {name: value(kind, literal) for kind, name, literal in found}
 
 
-def parsed(plan: Plan) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def parsed(
+    plan: Plan, build: Build | None = None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Constants, and those of every operation."""
-    text = header(plan)
+    text = header(plan, build or Build())
     inside = {name: constants(body) for name, body in _STRUCT.findall(text)}
     return constants(_STRUCT.sub("", text)), inside
 
@@ -142,6 +144,18 @@ def test_a_build_for_tests_is_asked_for() -> None:
     broken = header(plan, Build(ablation=2, silent_block=1, stuck_ns=10**6))
     for constant in ("kAblation = 2u;", "kSilentBlock = 1u;", "kStuckNs = 1000000u;"):
         assert constant in broken
+
+
+def test_a_build_for_one_column_keeps_the_order_of_sums(plan: Plan) -> None:
+    single, _ = parsed(plan, Build(columns=1))
+    several, _ = parsed(plan)
+    assert (single["kMostColumns"], several["kMostColumns"]) == (1, MAX_COLUMNS)
+    # As many warps share a granule of positions, for fewer tiles of rows.
+    assert single["kWarpTiles"] == 1
+    sharing = {build["kRowTiles"] / build["kWarpTiles"] for build in (single, several)}
+    assert sharing == {plan.row_tiles // plan.warp_tiles}
+    changed = {name for name in single if single[name] != several[name]}
+    assert changed <= {"kMostColumns", "kRowTiles", "kWarpTiles"}
 
 
 def test_the_golden_header() -> None:

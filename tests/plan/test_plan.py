@@ -296,3 +296,18 @@ def test_other_chips_of_a_generation(capability: tuple[int, int], arch: str) -> 
 def test_older_gpus_are_refused(capability: tuple[int, int]) -> None:
     with pytest.raises(GpuUnsupported, match=r"8\.0 and later"):
         gpu_from_capability(*capability, 68, 64 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "copies"),
+    [
+        ("llama-3.2-1b", 1, 3), ("llama-3.2-1b", 2, 2), ("llama-3.2-1b", 4, 2),
+        ("laneformer-2b-as-llama", 4, 3), ("laneformer-2b-as-llama", 8, 2),
+        ("llama-3.1-8b", 4, 3),
+    ],
+)  # fmt: skip
+def test_blocks_that_stream_little_keep_the_memory_free_for_exchanges(
+    name: str, ranks: int, copies: int
+) -> None:
+    plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    assert plan.copies_in_flight == copies

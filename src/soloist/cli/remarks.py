@@ -1,6 +1,6 @@
 """What `soloist plan` says in sentences: the first wall, what figures rest on, what fits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from soloist.cli.terminal import millions
 from soloist.errors import gigabytes
@@ -83,14 +83,18 @@ def _speculation(subject: Subject, row: Reach) -> list[str]:
     return lines
 
 
+def _by_gpus(waits: Mapping[int, float]) -> str:
+    return ", ".join(f"{seconds * 1e6:.1f} on {gpus}" for gpus, seconds in waits.items())
+
+
 def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """What the expectations were measured on, and what they assume."""
     hardware, config = subject.hardware, subject.model.config
-    waits = ", ".join(f"{s * 1e6:.1f} on {n}" for n, s in MEASURED.layer_wait_s.items())
     lines = [
         *_sharing(subject, rows),
         f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
-        f"GPU; waiting of a layer (5 exchanges) in µs by GPUs: {waits}; {MEASURED.sources}",
+        "GPU; waiting of a layer (5 exchanges) in µs by GPUs: "
+        f"{_by_gpus(MEASURED.layer_wait_s)}; {MEASURED.sources}",
     ]
     if hardware.name != MEASURED.hardware:
         lines.append(
@@ -102,8 +106,9 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
     elif config.lanes is not None:
         lines.append(
-            f"with lanes: {MEASURED.lanes_wait_s * 1e6:.1f} µs a layer, measured on "
-            f"{MEASURED.lanes_gpus} GPUs (benchmarks/results/2-h200.json) and assumed on others"
+            f"with lanes, in µs a layer: {_by_gpus(MEASURED.lanes_wait_s)}; measured on "
+            f"{' and '.join(map(str, MEASURED.lanes_gpus))} GPUs (benchmarks/results/2-h200.json, "
+            "4-h200.json) and assumed on others"
         )
     unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
     if unpacked:

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from soloist.jit.compiler import (
@@ -37,13 +37,13 @@ def load_or_build(source: Source, arch: str, cache_root: Path | None) -> Cubin:
     Args:
         source: what to compile.
         arch: architecture, such as 'sm_90a'.
-        cache_root: where entries are kept; None keeps nothing. A folder that cannot be written is
-            said once, and the kernel is compiled nevertheless.
+        cache_root: where entries are kept; None keeps them in this process only. A folder that
+            cannot be written is said once, and the kernel is compiled nevertheless.
 
     Raises CompileError, BadInclude, CudaMissing.
     """
     if cache_root is None:
-        return compile_source(source, arch)
+        return _built_here(source, arch)
     digest = source.digest(arch, OPTIONS, nvrtc_version())
     place = cache_root / "kernels" / digest
     if (kept := _read(place)) is not None:
@@ -55,6 +55,11 @@ def load_or_build(source: Source, arch: str, cache_root: Path | None) -> Cubin:
     except OSError as error:
         _say_not_kept(cache_root, error.strerror or str(error))
         return built
+
+
+@lru_cache(maxsize=32)  # all ranks of a model ask for the same
+def _built_here(source: Source, arch: str) -> Cubin:
+    return compile_source(source, arch)
 
 
 def _read(place: Path) -> Cubin | None:

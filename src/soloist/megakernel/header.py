@@ -130,6 +130,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kSplits": plan.splits,
         "kSplitBits": plan.splits.bit_length() - 1,
         "kNearPositions": plan.near_positions,
+        "kSplitPositions": plan.split_positions,
         "kChunkPages": CHUNK_PAGES,
         "kEarlySlots": plan.early_slots,
         "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,

@@ -464,8 +464,10 @@ class Interpreter:
 
     def _splits_of(self, layer: int, position: int) -> int:
         """Blocks of a KV head that share the cache of a column: a power of 2 up to all of them."""
-        times = (position - self._window_start(layer, position)) // self.plan.near_positions
-        return min(self.plan.splits, 1 << times.bit_length())
+        seen = position - self._window_start(layer, position)
+        if seen < self.plan.near_positions:
+            return 1
+        return min(self.plan.splits, 1 << (seen // self.plan.split_positions).bit_length())
 
     def _groups(
         self, layer: int, sequences: Sequence[int], positions: Sequence[int]

@@ -55,6 +55,8 @@ REDUCE_BYTES = 16 * 1024
 # Keys and values up to which one block serves a column of one KV head: it saves merging partial
 # results, and they stream while the block waits for others anyway.
 NEAR_BYTES = 192 * 1024
+# Positions that a split of more has at least on several GPUs, whose blocks stream little else.
+SPLIT_POSITIONS = 2 * PAGE_POSITIONS
 # Pages that go to the same split: fewer partial results to merge.
 CHUNK_PAGES = 2
 # Slots whose weights wait in registers while the activations are on their way.
@@ -264,8 +266,17 @@ class Plan:
 
     @property
     def near_positions(self) -> int:
-        """Seen positions that make one split; twice as many and more make 2, 4 and so on."""
+        """Seen positions below which a column's cache is one split."""
         return NEAR_BYTES // (4 * self.head_dim * PAGE_POSITIONS) * PAGE_POSITIONS
+
+    @property
+    def split_positions(self) -> int:
+        """From there on, so many seen positions make 2 splits, twice as many 4, and so on.
+
+        On one GPU a step of 8 long sequences would merge too many splits, were they smaller.
+        """
+        near = self.near_positions
+        return near if self.ranks == 1 else min(near, SPLIT_POSITIONS)
 
     @property
     def early_slots(self) -> int:

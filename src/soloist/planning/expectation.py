@@ -14,14 +14,18 @@ Sources, all from H200s:
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.55 TB/s, over
   layers: 2.0 to 5.8 µs over fifteen rows, 3.4 in the middle; 3.0 goes with 4.44 TB/s. Contexts of
   some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.
-- Waiting on several GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28
+- Waiting on 2 and 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28
   layers, hidden size 2,048, without attention and sampling, measured whole and as a stream alone.
-  In µs: 574 and 414 on 2 GPUs, 402 and 205 on 4, 339 and 102 on 8; the difference over 28 layers
-  is the waiting. Wider models exchange more. Speeds of such models on 2 GPUs in
+  In µs: 574 and 414 on 2 GPUs, 339 and 102 on 8; the difference over 28 layers is the waiting.
+  Wider models exchange more. Speeds of such models on 2 GPUs in
   `benchmarks/results/2-h200.json` are met within 4 %, but for one: at 2,048 positions a 1B model
   waits 9.4 µs, and makes 13 % fewer tokens than expected here: four blocks of a KV head read its
   cache and all others wait (docs/experiments.md).
-- Waiting with lanes on 2 GPUs: the three rows of that file wait 4.6 to 8.1 µs a layer.
+- Waiting on 4 GPUs: the seven rows of dense models in `benchmarks/results/4-h200.json` wait 6.5
+  to 13.2 µs a layer, 8.5 in the middle. With that they are met within 8 %, but for a 1B model at
+  2,048 positions, which makes 21 % fewer tokens (the same blocks, on a share with two KV heads).
+- Waiting with lanes: three rows of each of these files wait 4.6 to 8.1 µs a layer on 2 GPUs, 6.2
+  to 10.2 on 4.
 - Waiting of a step of several columns: 8 instead of 1 add 2.5 to 4.8 µs a layer there, and
   3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
@@ -30,11 +34,11 @@ Sources, all from H200s:
 
 Elsewhere the same share of bandwidth and the same waiting are assumptions: GPUs that reach each
 other more slowly wait longer. So they are for models that Soloist does not run, whose layers are
-taken to wait as dense ones do (what a router or a latent adds is not known), and for lanes on other
-numbers of GPUs.
+taken to wait as dense ones do (what a router or a latent adds is not known), and for lanes on 1 and
+8 GPUs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,8 +69,8 @@ class Measured:
         read_bandwidth: bytes a second that one GPU really reads.
         read_share: that, of the peak.
         layer_wait_s: number of GPUs → seconds that a layer's five exchanges add to the stream.
-        lanes_wait_s: the same of a layer with lanes, on any number of GPUs.
-        lanes_gpus: on how many that was measured.
+        lanes_wait_s: the same of a layer with lanes.
+        lanes_gpus: numbers of GPUs on which the latter was measured.
         columns_wait_s: what several columns add to that.
         sources: for people.
     """
@@ -75,8 +79,8 @@ class Measured:
     read_bandwidth: float
     read_share: float
     layer_wait_s: Mapping[int, float]
-    lanes_wait_s: float
-    lanes_gpus: int
+    lanes_wait_s: Mapping[int, float]
+    lanes_gpus: Sequence[int]
     columns_wait_s: float
     sources: str
 
@@ -90,14 +94,14 @@ MEASURED = Measured(
     layer_wait_s={
         1: 3.0e-6,
         2: (574 - 414) * 1e-6 / _CHAIN_LAYERS,
-        4: (402 - 205) * 1e-6 / _CHAIN_LAYERS,
+        4: 8.5e-6,
         8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
     },
-    lanes_wait_s=6.0e-6,
-    lanes_gpus=2,
+    lanes_wait_s={1: 6.0e-6, 2: 6.0e-6, 4: 8.0e-6, 8: 8.0e-6},
+    lanes_gpus=(2, 4),
     columns_wait_s=3.2e-6,
-    sources="1 GPU: benchmarks/results/h200.json; 2, 4 and 8 GPUs: a chain of multiplies and "
-    "exchanges in the shape of a 2B model, without attention "
+    sources="1 GPU: benchmarks/results/h200.json; 4 GPUs: benchmarks/results/4-h200.json; 2 and 8 "
+    "GPUs: a chain of multiplies and exchanges in the shape of a 2B model, without attention "
     "(src/soloist/planning/expectation.py)",
 )
 
@@ -138,7 +142,8 @@ class Expectation:
 
 def expect(cost: StepCost, hardware: Hardware, gpus: int, columns: int = 1) -> Expectation:
     """The formula above for 1, 2, 4 or 8 GPUs of this kind, and a step of `columns` columns."""
-    of_layer = MEASURED.lanes_wait_s if cost.kind is Kind.LANES else MEASURED.layer_wait_s[gpus]
+    waits = MEASURED.lanes_wait_s if cost.kind is Kind.LANES else MEASURED.layer_wait_s
+    of_layer = waits[gpus]
     if columns > 1:
         of_layer += MEASURED.columns_wait_s
     compute = None if hardware.flops is None else cost.flops / (hardware.flops * gpus)
@@ -150,7 +155,7 @@ def is_measured(kind: Kind, hardware: Hardware, gpus: int) -> bool:
     """Whether all that `expect` needs for 16-bit weights was measured, or some of it assumed."""
     if hardware.name != MEASURED.hardware or kind is Kind.OTHER:
         return False
-    return kind is Kind.DENSE or gpus == MEASURED.lanes_gpus
+    return kind is Kind.DENSE or gpus in MEASURED.lanes_gpus
 
 
 def prompt_s(cost: StepCost, layers: int, hardware: Hardware, gpus: int) -> float | None:

@@ -52,6 +52,7 @@ constexpr unsigned kWideReduceBytes = 22528u;
 constexpr unsigned kSplits = 16u;
 constexpr unsigned kSplitBits = 4u;
 constexpr unsigned kNearPositions = 768u;
+constexpr unsigned kSplitPositions = 768u;
 constexpr unsigned kChunkPages = 2u;
 constexpr unsigned kEarlySlots = 4u;
 constexpr unsigned kRowTiles = 2u;

@@ -22,7 +22,7 @@ from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
-from soloist.megakernel.plan import THREADS, Plan, make_plan
+from soloist.megakernel.plan import MAX_COLUMNS, THREADS, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config
@@ -91,14 +91,27 @@ def test_families_compile_cleanly(name: str, arch: str, tmp_path: Path) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
+@pytest.mark.parametrize("columns", [1, MAX_COLUMNS])
 @pytest.mark.parametrize("arch", GPUS)
-def test_etude_compiles_cleanly(arch: str) -> None:
-    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
+def test_etude_compiles_cleanly(arch: str, columns: int) -> None:
+    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(columns=columns))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_etude_compiles_with_sampling(arch: str) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(samples=True))
+
+
+def test_one_column_takes_less_code() -> None:
+    plan = make_plan(PUBLIC["llama-3.2-1b"], Dtype.BF16, TYPICAL["sm_90a"])
+    single, several = (compiled(plan, Build(columns=columns)) for columns in (1, MAX_COLUMNS))
+    assert len(single.data) < 0.85 * len(several.data)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_one_column_of_laneformer_compiles_cleanly(ranks: int) -> None:
+    plan = make_plan(read_config(LANEFORMER), Dtype.FP16, TYPICAL["sm_90a"], ranks)
+    require_sound(plan, Build(columns=1))
 
 
 @pytest.mark.parametrize(

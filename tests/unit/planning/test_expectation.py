@@ -29,7 +29,7 @@ def test_recorded_speeds_of_one_gpu_are_met_within_6_percent():
         assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.06), row["shape"]
 
 
-@pytest.mark.parametrize(("gpus", "measured_us"), [(2, 574), (4, 402), (8, 339)])
+@pytest.mark.parametrize(("gpus", "measured_us"), [(2, 574), (8, 339)])
 def test_the_chain_on_several_gpus_is_met_within_3_percent(gpus, measured_us):
     chain = StepCost(3_730_000_000, 0, 2 * 1.865e9, layers=28)
     assert expect(chain, H200, gpus).token_s * 1e6 == pytest.approx(measured_us, rel=0.03)
@@ -74,6 +74,28 @@ def test_recorded_speeds_of_two_gpus_are_met_but_for_one():
     assert f"wait {min(lanes):.1f} to {max(lanes):.1f} µs a layer" in told()
 
 
+def test_recorded_speeds_of_four_gpus_are_met_but_for_one():
+    """Within 8 %, with lanes 9 %; what the module's text tells is what was recorded."""
+    rows = json.loads((BENCHMARKS / "results/4-h200.json").read_text())
+    off, waits_us = {}, {}
+    for row in (r for r in rows if r.get("bench", "decode") == "decode"):
+        model = read_model(BENCHMARKS / "shapes" / f"{row['shape']}.json")
+        cost = step_cost(model, SIXTEEN_BIT, row["start_position"] + row["new_tokens"] // 2)
+        expected, measured = expect(cost, H200, 4), row["decode_tokens_per_s"]["median"]
+        name = row["shape"], row["start_position"]
+        off[name] = 1 / expected.token_s / measured - 1
+        waits_us[name] = (1 / measured - expected.stream_s) * 1e6 / cost.layers
+    assert len(off) == 10
+    fewer = 1 - 1 / (1 + off.pop(("llama-3.2-1b", 2048)))
+    assert f"which makes {fewer:.0%} fewer tokens".replace("%", " %") in told()
+    for (shape, start), share in off.items():
+        assert abs(share) < (0.09 if shape == "laneformer-2b" else 0.08), (shape, start)
+    dense = sorted(wait for (shape, _), wait in waits_us.items() if shape != "laneformer-2b")
+    assert f"wait {dense[0]:.1f} to {dense[-1]:.1f} µs a layer, {dense[3]:.1f} in the" in told()
+    lanes = [wait for (shape, _), wait in waits_us.items() if shape == "laneformer-2b"]
+    assert f"{min(lanes):.1f} to {max(lanes):.1f} on 4" in told()
+
+
 def told():
     """What the module says of its sources, on one line."""
     return " ".join(expectation.__doc__.split())
@@ -83,9 +105,10 @@ def test_what_was_measured_and_what_is_taken_to_be_alike():
     dense, lanes, other = (StepCost(10**9, 0, 1e9, 28, kind) for kind in Kind)
     for gpus in (1, 2, 4, 8):
         assert is_measured(Kind.DENSE, H200, gpus)
-        assert is_measured(Kind.LANES, H200, gpus) is (gpus == 2)
+        assert is_measured(Kind.LANES, H200, gpus) is (gpus in (2, 4))
         assert not is_measured(Kind.OTHER, H200, gpus)
-        assert expect(lanes, H200, gpus).wait_s == pytest.approx(28 * 6.0e-6)
+        a_layer = 6.0e-6 if gpus < 4 else 8.0e-6
+        assert expect(lanes, H200, gpus).wait_s == pytest.approx(28 * a_layer)
         assert expect(other, H200, gpus) == expect(dense, H200, gpus)
 
 

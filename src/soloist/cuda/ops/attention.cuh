@@ -21,8 +21,8 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
 }
 // Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
 __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
-  const u32 times = static_cast<u32>(position - window_start(layer, position)) / kNearPositions;
-  return min(kSplitBits, 32 - __clz(times));
+  const u32 seen = position - window_start(layer, position);
+  return seen < kNearPositions ? 0 : min(kSplitBits, 32 - __clz(seen / kSplitPositions));
 }
 
 // What the block serves: a KV head, as one of its blocks. The last blocks may have none.
@@ -674,7 +674,10 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
       softmax.add(queries, rows.tiles, keys, keys + kGranuleBytes, start, rows.last, window,
                   window || behind > g.first_position, cx.lane);
     }
-    cx.ring.wait(slots - 1);
+    // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
+    // take its old phase for the next one's end.
+    if (cx.lane < slots) cx.ring.wait(cx.lane);
+    __syncwarp();
     cx.ring.release(cx.lane, cx.ring.slot, slots);
     cx.ring.advance(slots);
     begin = stop;

@@ -28,15 +28,14 @@ struct Producer {
   u32 lane;
   u32 slot, parity, issued;
 
-  // With kInFlight copies on their way, this one included. Called by the staging lanes.
-  template <u32 kInFlight>
+  // With kCopies in flight, this one included. Called by the staging lanes.
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (kInFlight < kRingSlots && issued >= kInFlight) {
-      const bool wraps = slot < kInFlight;
-      const u32 earlier = wraps ? slot + kRingSlots - kInFlight : slot - kInFlight;
+    if (kCopies < kRingSlots && issued >= kCopies) {
+      const bool wraps = slot < kCopies;
+      const u32 earlier = wraps ? slot + kRingSlots - kCopies : slot - kCopies;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
@@ -58,7 +57,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) {
         const u32 at = i * kSlotBytes;
-        copy<kCopies>(step + at, min(kSlotBytes, step_bytes - at));
+        copy(step + at, min(kSlotBytes, step_bytes - at));
         if (++i == in_step) {
           i = 0;
           step += step_bytes;
@@ -68,8 +67,7 @@ struct Producer {
     __syncwarp();
   }
 
-  // The pages of all columns that this block attends to; page ids are read 32 at a time. All blocks wait for those
-  // that attend, and most stream nothing meanwhile: so as many copies are in flight as there are slots.
+  // The pages of all columns that this block attends to; page ids are read 32 at a time.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = lane_block() / kSplits;
     if (head >= kKvHeads) return;
@@ -93,7 +91,7 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy<kRingSlots>(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
+            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
           }
         }
       }

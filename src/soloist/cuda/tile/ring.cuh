@@ -36,8 +36,8 @@ struct Ring {
     advance(1);
     return address;
   }
-  // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. All of
-  // them must be in use: the last one has been waited for.
+  // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. It has waited
+  // for all of them.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
     if (kAblation >= kNoStream) return;
     if constexpr (kRacecheck) {
