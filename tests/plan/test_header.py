@@ -141,9 +141,10 @@ def test_a_traced_round_is_asked_for() -> None:
 def test_a_build_for_tests_is_asked_for() -> None:
     plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
     assert "kSilentBlock = 4294967295ull;" in header(plan)
-    broken = header(plan, Build(ablation=2, silent_block=1, stuck_ns=10**6))
-    for constant in ("kAblation = 2u;", "kSilentBlock = 1u;", "kStuckNs = 1000000u;"):
-        assert constant in broken
+    assert "kAlone = false;" in header(plan)
+    broken = header(plan, Build(ablation=2, silent_block=1, stuck_ns=10**6, alone=True))
+    for constant in ("kAblation = 2u", "kSilentBlock = 1u", "kStuckNs = 1000000u", "kAlone = true"):
+        assert f"{constant};" in broken
 
 
 def test_a_build_for_one_column_keeps_the_order_of_sums(plan: Plan) -> None:

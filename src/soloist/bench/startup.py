@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,16 +145,27 @@ def _start(command: list[str], cache: Path) -> Start:
         raise RunFailed(err.decode(errors="replace"))
     report = json.loads(first + rest)
     built = _builds(cache)
-    new = [seconds for place, seconds in built.items() if place not in before]
-    return Start(total_s, report["load_s"], sum(new), len(new), report)
+    new = [span for place, span in built.items() if place not in before]
+    return Start(total_s, report["load_s"], covered_s(new), len(new), report)
 
 
-def _builds(cache: Path) -> dict[str, float]:
-    """Seconds that each kernel in the cache took to compile."""
-    return {
-        file.parent.name: json.loads(file.read_text(encoding="utf-8"))["seconds"]
-        for file in cache.glob("kernels/*/build.json")
-    }
+def _builds(cache: Path) -> dict[str, tuple[float, float]]:
+    """From when to when each kernel in the cache was compiled, by the file that tells of it."""
+    spans = {}
+    for file in cache.glob("kernels/*/build.json"):
+        end = file.stat().st_mtime
+        seconds = json.loads(file.read_text(encoding="utf-8"))["seconds"]
+        spans[file.parent.name] = (end - seconds, end)
+    return spans
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one (start, end): some kernels are compiled at the same time."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
 
 
 def _row(

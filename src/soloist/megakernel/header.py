@@ -54,6 +54,8 @@ class Build:
         silent_block: a block that never publishes its activations, so that the others get stuck.
         stuck_ns: how long a block may get nowhere, less than 2^32.
         mask_ns: how long it may wait for the host to say which tokens are allowed.
+        alone: the first rank of several runs without the others: what it tells them, it tells
+            itself in their stead. To see what a token would take; its own mean nothing.
         racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
             itself what its warp's first lane tells for all, and the watchdog does not look.
     """
@@ -65,6 +67,7 @@ class Build:
     silent_block: int | None = None
     stuck_ns: int = STUCK_NS
     mask_ns: int = MASK_NS
+    alone: bool = False
     racecheck: bool = False
 
 
@@ -95,6 +98,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kMaskNs": build.mask_ns,
         "kMaskTurnWords": MASK_TURN_WORDS,
         "kRacecheck": build.racecheck,
+        "kAlone": build.alone,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,

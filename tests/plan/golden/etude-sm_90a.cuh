@@ -17,6 +17,7 @@ constexpr unsigned kStuckNs = 2000000000u;
 constexpr unsigned long long kMaskNs = 60000000000ull;
 constexpr unsigned kMaskTurnWords = 16u;
 constexpr bool kRacecheck = false;
+constexpr bool kAlone = false;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
 constexpr unsigned kLayers = 8u;
 constexpr unsigned kHidden = 320u;

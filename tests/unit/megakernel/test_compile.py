@@ -91,10 +91,9 @@ def test_families_compile_cleanly(name: str, arch: str, tmp_path: Path) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
-@pytest.mark.parametrize("columns", [1, MAX_COLUMNS])
 @pytest.mark.parametrize("arch", GPUS)
-def test_etude_compiles_cleanly(arch: str, columns: int) -> None:
-    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(columns=columns))
+def test_etude_compiles_cleanly(arch: str) -> None:
+    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -102,16 +101,15 @@ def test_etude_compiles_with_sampling(arch: str) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(samples=True))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_one_column_compiles_cleanly(arch: str) -> None:
+    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(columns=1))
+
+
 def test_one_column_takes_less_code() -> None:
-    plan = make_plan(PUBLIC["llama-3.2-1b"], Dtype.BF16, TYPICAL["sm_90a"])
+    plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
     single, several = (compiled(plan, Build(columns=columns)) for columns in (1, MAX_COLUMNS))
     assert len(single.data) < 0.85 * len(several.data)
-
-
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_one_column_of_laneformer_compiles_cleanly(ranks: int) -> None:
-    plan = make_plan(read_config(LANEFORMER), Dtype.FP16, TYPICAL["sm_90a"], ranks)
-    require_sound(plan, Build(columns=1))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +156,13 @@ def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
 def test_public_shapes_on_ranks_compile_cleanly(samples: bool) -> None:
     plan = make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], 8)
     require_sound(plan, Build(samples=samples))
+
+
+@pytest.mark.parametrize("name", ["etude", "laneformer"])
+def test_a_rank_that_is_alone_compiles_cleanly(name: str) -> None:
+    config = etude() if name == "etude" else read_config(LANEFORMER)
+    plan = make_plan(config, Dtype.FP16, TYPICAL["sm_90a"], 8)
+    require_sound(plan, Build(columns=1, alone=True))
 
 
 @pytest.mark.slow

@@ -31,10 +31,11 @@ __device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
   if constexpr (kPeers == 1) {
     store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, lane_here()) + cx.block, record);
   } else {
-    const u32 set = kHasLanes ? own_lane(cx.params) : cx.params.rank;
 #pragma unroll
-    for (u32 r = 0; r < kPeers; ++r)
+    for (u32 r = 0; r < kPeers; ++r) {
+      const u32 set = kHasLanes ? told_by_lane(cx.params, r) : told_by_rank(cx.params, r);
       store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
+    }
   }
 }
 // Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.

@@ -137,7 +137,7 @@ __device__ __forceinline__ float sum_over_ranks(const Context& cx, u32 epoch, u3
 #pragma unroll
   for (u32 r = 0; r < kRanks; ++r)
     if (valid && !silent)
-      store_to_peer(rank_sums<Stream>(cx.params.peers[r], epoch, cx.params.rank, cx.warp) + row, present(x));
+      store_to_peer(rank_sums<Stream>(cx.params.peers[r], epoch, told_by_rank(cx.params, r), cx.warp) + row, present(x));
   float part[kRanks];
 #pragma unroll 1
   for (;;) {

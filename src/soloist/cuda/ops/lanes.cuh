@@ -34,10 +34,10 @@ __device__ __forceinline__ u64* told(u8* workspace, u32 epoch, u32 column, u32 r
 __device__ __forceinline__ void tell(const Context& cx, u32 offset, u32 turn, u32 epoch, u32 row, bool valid, float x) {
   const bool silent = kSilentBlock != kNoBlock && blockIdx.x == kSilentBlock;
   const u64 word = static_cast<u64>(epoch) << 32 | __float_as_uint(x);
-  const u32 own = own_lane(cx.params) * kLaneWords;
   if (!valid || silent) return;
 #pragma unroll
-  for (u32 r = 0; r < kPeers; ++r) store_to_peer(told(cx.params.peers[r], offset, turn, cx.warp, row) + own, word);
+  for (u32 r = 0; r < kPeers; ++r)
+    store_to_peer(told(cx.params.peers[r], offset, turn, cx.warp, row) + told_by_lane(cx.params, r) * kLaneWords, word);
 }
 template <class Stream>
 __device__ __forceinline__ void tell(const Context& cx, u32 epoch, u32 row, bool valid, float x) {

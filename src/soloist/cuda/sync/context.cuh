@@ -114,6 +114,12 @@ __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;
 __device__ __forceinline__ u32 lane_here() { return kLanesHere == 1 ? 0 : blockIdx.x / kLaneBlocks; }
 __device__ __forceinline__ u32 lane_block() { return kLanesHere == 1 ? blockIdx.x : blockIdx.x % kLaneBlocks; }
 __device__ __forceinline__ u32 own_lane(const Params& params) { return params.rank * kLanesHere + lane_here(); }
+// As whom this rank, or its lane, tells rank `to` something: in a build that is alone all peers are itself, and it leaves
+// what each of them would have left.
+__device__ __forceinline__ u32 told_by_rank(const Params& params, u32 to) { return kAlone ? to : params.rank; }
+__device__ __forceinline__ u32 told_by_lane(const Params& params, u32 to) {
+  return told_by_rank(params, to) * kLanesHere + lane_here();
+}
 __device__ __forceinline__ u8* lane_workspace(const Params& params) {
   return kLanesHere == 1 ? params.workspace : params.workspace + static_cast<u64>(lane_here()) * kLaneWorkspaceBytes;
 }
