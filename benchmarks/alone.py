@@ -10,6 +10,7 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -113,8 +114,8 @@ class _Alone:
         sums: dict[str, int] = {}
         blocks = [block_times(words) for words in self._decoder.trace.tolist()]
         for block in blocks:
-            ends = zip(stretches(self.plan), block.marks_ns, block.marks_ns[1:], strict=False)
-            for stretch, start, end in ends:
+            between = zip(stretches(self.plan), pairwise(block.marks_ns), strict=True)
+            for stretch, (start, end) in between:
                 name = f"{stretch.phase} {stretch.name}"
                 sums[name] = sums.get(name, 0) + end - start
         layers = self.plan.model.num_layers

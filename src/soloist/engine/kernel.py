@@ -124,7 +124,7 @@ class KernelModel(KernelExecutor):
             on its GPU if rows are kept, else there or on the host; taken over.
         context_tokens: room in each sequence.
         devices: the GPU of each rank.
-        cache_root: where compiled kernels are kept; None keeps nothing.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
             prefill unpacks one matrix at a time.
         sequences: rows of the page tables, or requests that run side by side.

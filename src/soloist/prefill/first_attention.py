@@ -58,7 +58,7 @@ class FirstAttention:
     Args:
         head_dim: as `has_first_attention` wants it.
         dtype: of queries, keys, values and results.
-        cache_root: where compiled kernels are kept; None keeps nothing.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.

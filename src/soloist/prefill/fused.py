@@ -67,7 +67,7 @@ class FusedElementwise(Elementwise):
         vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
         pool: gains keys and values.
         arch: architecture of the device, such as 'sm_90a'.
-        cache_root: where compiled kernels are kept; None keeps nothing.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
         rope: see the base class.
         ranks: over how many the model is spread whose share `config` is; see `connect`.
         lanes: of the share, 0 where the model has none.

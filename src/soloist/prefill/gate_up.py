@@ -51,7 +51,7 @@ class GateUp:
 
     Args:
         spec: as of `header`; sizes as `has_gate_up` wants them.
-        cache_root: where compiled kernels are kept; None keeps nothing.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.

@@ -21,7 +21,7 @@ def load(source: Source, entry: str, shared_bytes: int, cache_root: Path | None)
         source: what to compile.
         entry: its name.
         shared_bytes: dynamic shared memory of a block.
-        cache_root: where compiled kernels are kept; None keeps nothing.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.
