@@ -28,14 +28,15 @@ struct Producer {
   u32 lane;
   u32 slot, parity, issued;
 
-  // With kCopies in flight, this one included. Called by the staging lanes.
+  // With so many in flight, this one included. Called by the staging lanes.
+  template <u32 kInFlight>
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (kCopies < kRingSlots && issued >= kCopies) {
-      const bool wraps = slot < kCopies;
-      const u32 earlier = wraps ? slot + kRingSlots - kCopies : slot - kCopies;
+    if (kInFlight < kRingSlots && issued >= kInFlight) {
+      const bool wraps = slot < kInFlight;
+      const u32 earlier = wraps ? slot + kRingSlots - kInFlight : slot - kInFlight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
@@ -57,7 +58,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) {
         const u32 at = i * kSlotBytes;
-        copy(step + at, min(kSlotBytes, step_bytes - at));
+        copy<kCopies>(step + at, min(kSlotBytes, step_bytes - at));
         if (++i == in_step) {
           i = 0;
           step += step_bytes;
@@ -67,7 +68,8 @@ struct Producer {
     __syncwarp();
   }
 
-  // The pages of all columns that this block attends to; page ids are read 32 at a time.
+  // The pages of all columns that this block attends to; page ids are read 32 at a time. Few blocks have any and the
+  // others wait for them, so as many copies are in flight as the ring has room for.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = lane_block() / kSplits;
     if (head >= kKvHeads) return;
@@ -91,7 +93,7 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
+            copy<kRingSlots>(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
           }
         }
       }
