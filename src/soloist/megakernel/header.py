@@ -77,6 +77,7 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 
 def header(plan: Plan, build: Build = Build()) -> str:
     """The text of spec.cuh."""
+    plan = plan.with_room_for(build.columns)
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
     warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
@@ -124,7 +125,9 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
         "kSlotBytes": SLOT_BYTES,
-        "kCopies": plan.copies_in_flight,
+        "kCopies": plan.copies_in_flight[0],
+        "kHalfCopies": plan.copies_in_flight[1],
+        "kEmptyCopies": plan.copies_in_flight[2],
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,

@@ -172,6 +172,7 @@ class Interpreter:
         rows = plan.shared["residual"].shape[1]
         self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
+        self._qkv_factor = torch.zeros(plan.blocks, MAX_COLUMNS)
         assert plan.share.tied_head == (memory.embedding is None), "ranks have a table"
         tied = memory.image[:, plan.matrix_offset(plan.head) // 2 :]
         table = tied if memory.embedding is None else memory.embedding
@@ -322,10 +323,10 @@ class Interpreter:
         for block in self._blocks():
             rows = self._rows(plan.qkv, block)
             x = self._in.operand.all_of(self._hidden_in, columns)
-            y = self._weights(plan.qkv, layer, block) @ x
-            factor = self._factor(self._in, self._hidden_in, block, columns)
-            y = y[:, :columns] * factor + self._vector(layer, "qkv_bias", rows)[:, None]
+            y = (self._weights(plan.qkv, layer, block) @ x)[:, :columns]
             self._projected.write(done, (slice(columns), slice(rows.start, rows.stop), 0), y.T)
+            factor = self._factor(self._in, self._hidden_in, block, columns)
+            self._qkv_factor[block, :columns] = factor
         self._attention(layer, sequences, positions)
         self._hidden_mid += 1
         yield from self._join(plan.attention_output, self._attended, "sums_mid", layer, columns)
@@ -540,7 +541,10 @@ class Interpreter:
         attention = plan.model.layers[layer].attention
         start = head * (plan.group + 2) * d
         where = (column, slice(start, start + (plan.group + 2) * d), 0)
-        members = self._projected.read(self._layers_done, where).view(-1, d).clone()
+        block = head * plan.splits  # one of those that may need them; all know the same factor
+        members = self._projected.read(self._layers_done, where) * self._qkv_factor[block, column]
+        members += self._vector(layer, "qkv_bias", range(where[1].start, where[1].stop))
+        members = members.view(-1, d)
         rotating = members[:-1]
         if attention.qk_norm:
             q, k = (self._vector(layer, f"{x}_norm", range(d)) for x in "qk")

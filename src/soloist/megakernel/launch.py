@@ -60,6 +60,8 @@ class _Launch(ctypes.Structure):
 
 
 _LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
+# Columns of a launch at most, of the two builds.
+_BUILT_FOR = (1, MAX_COLUMNS)
 _STRIDE_AT = _Launch.logits_round_stride.offset // 4
 
 _POINTERS = (
@@ -284,15 +286,20 @@ class Decoder:
         modules = self._loaded(replace(self._build_as, samples=True))
         return _Sampler(self.plan, modules, self._device)
 
+    @cached_property
+    def _shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: what the build that takes more of it needs."""
+        return max(self.plan.with_room_for(columns).shared_bytes for columns in _BUILT_FOR)
+
     def _loaded(self, build: Build) -> _Modules:
-        builds = [replace(build, columns=columns) for columns in (1, MAX_COLUMNS)]
+        builds = [replace(build, columns=columns) for columns in _BUILT_FOR]
         with ThreadPoolExecutor(len(builds), "soloist-compile") as pool:
             cubins = list(pool.map(self._built, builds))
         with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
             modules = _Modules(*(Module(cubin, "decode") for cubin in cubins))
         # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
         for module in (modules.single, modules.several):
-            module.make_ready(self.plan.shared_bytes)
+            module.make_ready(self._shared_bytes)
         return modules
 
     def _built(self, build: Build) -> Cubin:
@@ -405,7 +412,7 @@ class Decoder:
         """Start what was prepared, once it is so on all ranks; then `mark_end`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._launched.launch(
-                self.plan.grid_blocks, THREADS, self.plan.shared_bytes, [self._params],
+                self.plan.grid_blocks, THREADS, self._shared_bytes, [self._params],
                 self._stream.cuda_stream, cooperative=self._is_alone,
             )  # fmt: skip
 

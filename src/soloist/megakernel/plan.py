@@ -40,6 +40,9 @@ COPIES_IN_FLIGHT = 3
 # quick exchanges.
 FEW_COPIES_IN_FLIGHT = 2
 FEW_LAYER_BYTES = 512 * 1024
+# Ranks wait for each other, too, and then hurry: copies while a third of the ring is free at most,
+# while two thirds are, and beyond.
+RANKS_COPIES_IN_FLIGHT = (2, 3, 4)
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -100,6 +103,8 @@ class Plan:
         gpu: each rank's, or its part of one.
         blocks: of each rank, or of each of its lanes.
         ranks: over how many the model is spread.
+        columns: that shared memory has room for, up to `MAX_COLUMNS`. Fewer leave more of it to the
+            ring; the rest of the plan is the same, and so are a column's bits.
     """
 
     model: ModelConfig
@@ -107,6 +112,11 @@ class Plan:
     gpu: Gpu
     blocks: int
     ranks: int = 1
+    columns: int = MAX_COLUMNS
+
+    def with_room_for(self, columns: int) -> "Plan":
+        """The same plan for launches of so many columns at most."""
+        return self if columns == self.columns else replace(self, columns=columns)
 
     @cached_property
     def share(self) -> ModelConfig:
@@ -302,9 +312,14 @@ class Plan:
         return sum(op.matrix.max_block_bytes for op in self.layer_operations)
 
     @property
-    def copies_in_flight(self) -> int:
-        """Slots of weights that a block has asked for and that have not come yet, at most."""
-        return COPIES_IN_FLIGHT if self.layer_bytes > FEW_LAYER_BYTES else FEW_COPIES_IN_FLIGHT
+    def copies_in_flight(self) -> tuple[int, int, int]:
+        """Slots of weights that a block has asked for and that have not come yet, at most.
+
+        With up to a third of the ring free, up to two thirds, and more.
+        """
+        if self.layer_bytes <= FEW_LAYER_BYTES:
+            return (FEW_COPIES_IN_FLIGHT,) * 3
+        return RANKS_COPIES_IN_FLIGHT if self.ranks > 1 else (COPIES_IN_FLIGHT,) * 3
 
     def matrix_offset(self, operation: Operation) -> int:
         """Bytes from the start of a block's layer (the head: of a block) to its matrix."""
@@ -458,15 +473,16 @@ class Plan:
     @cached_property
     def shared(self) -> dict[str, Buffer]:
         """Shared memory of a block apart from the ring, in bytes."""
-        hidden_rows = self.down.matrix.max_units * 8
+        hidden_rows, columns = self.down.matrix.max_units * 8, self.columns
+        rows = 16 if columns == 1 else 16 * self.row_tiles
         return stack(
             {
                 "reduce": (REDUCE_BYTES,),
-                "queries": (self.row_tiles * 16, self.head_dim, 2),
-                "new_kv": (MAX_COLUMNS, 2, self.head_dim, 2),
-                "residual": (MAX_COLUMNS, hidden_rows, 4),
-                "stats": (self.softmax_lanes, self.row_tiles * 16, 2, 4),
-                "rope": (MAX_COLUMNS, self.head_dim // 2, 2, 4),
+                "queries": (rows, self.head_dim, 2),
+                "new_kv": (columns, 2, self.head_dim, 2),
+                "residual": (columns, hidden_rows, 4),
+                "stats": (self.softmax_lanes, rows, 2, 4),
+                "rope": (columns, self.head_dim // 2, 2, 4),
                 "sampling": (768,),
                 "control": (384,),
             },

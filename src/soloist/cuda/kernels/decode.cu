@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
     for (u32 layer = 0; layer < kLayers; ++layer) {
       if (cx.thread == 0) cx.where->layer = layer;
       cx.begin(Phase::kQkv);
-      qkv(cx, layer);
+      qkv(cx);
       cx.begin(Phase::kAttention);
       attention(cx, layer);
       cx.begin(Phase::kOutput);
@@ -121,18 +121,22 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ Params params) {
-  __shared__ __align__(8) u64 full[kRingSlots], empty[kRingSlots], barrier[6];
-  __shared__ Where where;
+  __shared__ __align__(8) u64 all_barriers[2 * kRingSlots + 6];
+  __shared__ Where progress;
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  u8* fixed = dynamic + kRingSlots * kSlotBytes;
-  Control* control = reinterpret_cast<Control*>(fixed + kShControl);
+  const u32 slots = kept_address(dynamic), full = kept_address(all_barriers), empty = full + kRingSlots * 8;
+  const u32 first = empty + kRingSlots * 8, finished = first + 40;
+  const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};
+  u8* const fixed = at_shared<u8>(slots + kRingSlots * kSlotBytes);
+  Control* const control = reinterpret_cast<Control*>(fixed + kShControl);
+  Where* const where = at_shared<Where>(kept_address(&progress));
   if (thread == 0) {
     for (u32 i = 0; i < kRingSlots; ++i) {
-      mbarrier_init(shared_address(full + i), kStagingLanes);
-      mbarrier_init(shared_address(empty + i), kReleases);
+      mbarrier_init(full + i * 8, kStagingLanes);
+      mbarrier_init(empty + i * 8, kReleases);
     }
-    for (u32 i = 0; i < 6; ++i) mbarrier_init(shared_address(barrier + i), i < 2 ? kTellers : 1);
-    where = Where{0, 0, 0, 0, 0, 0};
+    for (u32 i = 0; i < 6; ++i) mbarrier_init(first + i * 8, i < 2 ? kTellers : 1);
+    *where = Where{0, 0, 0, 0, 0, 0};
     control->columns = Columns{params.launch->columns};
     control->rounds = params.launch->rounds;
     control->stop = control->yield = control->yield_agreed = 0;
@@ -146,26 +150,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   }
   if constexpr (kSamples) prepare_sampling(*params.launch);
   __syncthreads();
-  const u32 first = shared_address(barrier);
-  const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};
   if (warp >= kConsumerWarps) {
     give_registers();
     if (warp == kConsumerWarps)
-      produce(params, control, &where, Slots{shared_address(dynamic), shared_address(full), shared_address(empty)},
-            barriers.round, lane);
+      produce(params, control, where, Slots{slots, full, empty}, barriers.round, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       report(params, control, barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
-      watch(&where, params.fault, first + 40, shared_address(full), shared_address(empty),
-            [&] { return missing_ranks(params, &where); });
+      watch(where, params.fault, finished, full, empty, [&] { return missing_ranks(params, where); });
     else if (warp == kConsumerWarps + 2)
       clean(params, control, barriers.cleanable, barriers.cleaned, lane);
   } else {
     take_registers();
-    const Ring ring{shared_address(dynamic), shared_address(full), shared_address(empty), 0, 0};
-    Context cx{params, Shared{fixed}, ring, 0, lane_block(), warp, lane, thread, control->columns, nullptr, 0,
-               &where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
+    Context cx{params, Shared{fixed}, Ring{slots, full, empty, 0, 0}, 0, lane_block(), warp, lane, thread,
+               control->columns, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
     consume(cx, barriers);
-    if (thread == 0) mbarrier_arrive(first + 40);  // the watchdog may go
+    if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
   }
 }

@@ -155,7 +155,9 @@ __device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 co
   return reinterpret_cast<float*>(turn(cx.params, kWsProjected, kWsProjectedBytes, epoch)) + column * (Qkv::kUnits * 8);
 }
 
-__device__ __forceinline__ void qkv(Context& cx, u32 layer) {
+// Products with the activations as they came: what their norm makes of them, attention adds, since the squares that it
+// follows from come last. It is known before the block attends.
+__device__ __forceinline__ void qkv(Context& cx) {
   const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
   GlobalOperand operand(stream_operand<InStream>(cx, in), cx.warp, cx.lane, cx.columns);
@@ -165,20 +167,15 @@ __device__ __forceinline__ void qkv(Context& cx, u32 layer) {
     scale.load(cx, in);
     cx.mark();
   });
-  const float factor = scale.take(cx, in);
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
-  const float* bias = kQkvBias ? cx.layer_vectors(layer) + kVecQkvBias : nullptr;
   float* now = projected(cx, cx.layers_done, cx.warp) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
     if (cx.warp >= cx.columns) return;
 #pragma unroll 1
-    for (u32 r = start + cx.lane; r < end; r += 32) {
-      float y = reduction.get(cx.warp, r - start) * factor;
-      if (bias) y += __ldg(bias + first + r);
-      store_exchanged(now + r, present(y));
-    }
+    for (u32 r = start + cx.lane; r < end; r += 32) store_exchanged(now + r, present(reduction.get(cx.warp, r - start)));
   });
+  scale.settle(cx, in);
   cx.mark();
 }
 
@@ -253,10 +250,11 @@ __device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
 
 // Queries and keys that the block needs come to shared memory: `vectors` in all, of every warp's the next kAtOnce
 // from `first` on; and with them values, one to each of the last warps. The trip to the L2 is long, so that all
-// are asked for together.
-template <u32 kAtOnce>
+// are asked for together. `factors_known` returns once every column's is.
+template <u32 kAtOnce, class FactorsKnown>
 __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVector& vector, u32 layer, u32 head,
-                                                u32 queried, u32 needed, u32 first, u32 vectors, bool has_value) {
+                                                u32 queried, u32 needed, u32 first, u32 vectors, bool has_value,
+                                                const FactorsKnown& factors_known) {
   constexpr u32 kPairs = HeadVector::kPairs, kHalf = HeadVector::kHalf;
   const u32 queries = vectors - __popc(needed);
   const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
@@ -270,8 +268,19 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
     column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / kGroup : i - queries, cx.lane);
     member[v] = query ? i % kGroup : kGroup;
   }
-  column[kAtOnce] = cx.columns == 1 ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
+  column[kAtOnce] = cx.columns == 1 || !has_value ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
   member[kAtOnce] = kGroup + 1;
+  float low_bias[kAtOnce + 1][kPairs], high_bias[kAtOnce + 1][kPairs];
+  if constexpr (kQkvBias) {
+#pragma unroll
+    for (u32 v = 0; v <= kAtOnce; ++v)
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        const float* bias = cx.layer_vectors(layer) + kVecQkvBias + head * kHeadRows + member[v] * kHeadDim;
+        low_bias[v][j] = __ldg(bias + min(cx.lane + 32 * j, kHalf - 1));
+        high_bias[v][j] = __ldg(bias + kHalf + min(cx.lane + 32 * j, kHalf - 1));
+      }
+  }
 #pragma unroll 1
   for (;;) {
     bool ready = true;
@@ -292,6 +301,20 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
     if (__all_sync(~0u, ready)) break;
+  }
+  factors_known();
+#pragma unroll
+  for (u32 v = 0; v <= kAtOnce; ++v) {
+    const float factor = cx.shared.control().factor[column[v]];
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      low[v][j] *= factor;
+      high[v][j] *= factor;
+      if constexpr (kQkvBias) {
+        low[v][j] += low_bias[v][j];
+        high[v][j] += high_bias[v][j];
+      }
+    }
   }
   u8* fresh = cx.shared.new_kv();
 #pragma unroll
@@ -316,18 +339,24 @@ __device__ __forceinline__ void prepare_heads(const Context& cx, u32 layer, u32 
   constexpr u32 kAtOnce = 2;
   HeadVector vector;
   vector.load_norms(cx.layer_vectors(layer), cx.lane);
+  bool known = false;
+  const auto factors_known = [&] {  // each warp meets the others once, the first time
+    if (!known) cx.sync();
+    known = true;
+  };
   if (cx.columns == 1) {
 #pragma unroll 1
     for (u32 first = cx.warp; first < kGroup + 1 || first == kConsumerWarps - 1; first += kConsumerWarps)
-      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, kGroup + 1, first == kConsumerWarps - 1);
+      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, kGroup + 1, first == kConsumerWarps - 1, factors_known);
   } else {
     const u32 queried = groups.queried(cx.lane), needed = groups.needed(cx.lane);
     const u32 vectors = __popc(queried) * kGroup + __popc(needed);
 #pragma unroll 1
     for (u32 first = cx.warp; first < vectors || first == cx.warp; first += kAtOnce * kConsumerWarps)
       prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors,
-                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed));
+                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed), factors_known);
   }
+  factors_known();
   cx.sync();
 }
 
@@ -496,7 +525,7 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   // Columns that fit the buffer at once.
   constexpr u32 kColumnBytes = kSoftmaxLanes * kGroup * kHeadDim * 4, kFitting = kReduceBytes / kColumnBytes;
   static_assert(kFitting > 0, "one column at least");
-  constexpr u32 kAtOnce = kFitting < kMaxColumns ? kFitting : kMaxColumns;
+  constexpr u32 kAtOnce = kFitting < kMostColumns ? kFitting : kMostColumns;
   constexpr u32 kRows = kAtOnce * kGroup;
   // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
   constexpr u32 kSwap = kHeadDim % 64 == 0 ? 7 : 3;
@@ -650,6 +679,7 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
   // page's first granule that is seen.
   constexpr u32 kSlotGranules = kPageSlot ? 2 : 1, kSlots = kRingSlots / 2;
+  bool appended = false;
 #pragma unroll 1
   for (u32 begin = work.skipped; begin < work.end;) {
     const u32 origin = kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kSlots * kSlotGranules);
@@ -666,9 +696,9 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
       const u32 keys = keys_of(granule);
       if (behind > g.first_fresh) {
         // All warps that share the granule write the same.
-        u8* slot = reinterpret_cast<u8*>(__cvta_shared_to_generic(keys));
+        u8* slot = at_shared<u8>(keys);
         append(cx, g.fresh, g.end, start, slot, slot + kGranuleBytes);
-        fence_async_proxy_shared();  // the slot is copied to again
+        appended = true;
         __syncwarp();
       }
       softmax.add(queries, rows.tiles, keys, keys + kGranuleBytes, start, rows.last, window,
@@ -677,6 +707,8 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.
     if (cx.lane < slots) cx.ring.wait(cx.lane);
+    if (appended) fence_async_proxy_shared();  // slots are copied to again
+    appended = false;
     __syncwarp();
     cx.ring.release(cx.lane, cx.ring.slot, slots);
     cx.ring.advance(slots);
@@ -844,11 +876,12 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   RowVectors<AttentionOutput> vectors;
   vectors.load(cx, cx.layer_vectors(layer) + kVecMlpNorm,
                kOutputBias ? cx.layer_vectors(layer) + kVecAttentionOutputBias : nullptr);
+  const RankRows<MidStream> ranks(cx, cx.layers_done, first_unit<Down>(cx.block) * 8 + cx.lane);
   GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors, layer);
+  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors, ranks, layer);
   listen<InStream, Down>(cx, layer);
   cx.mark();
 }

@@ -26,11 +26,12 @@ __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u3
 // This block's rows of all ranks' partial sums.
 template <class Stream>
 __device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
-  if constexpr (kRanks > 1)
+  if constexpr (kRanks > 1) {
 #pragma unroll 1
     for (u32 rank = 0; rank < kRanks; ++rank)
       clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Down::kUnits * 8 * 4,
                   columns, first_unit<Down>(block) * 8, num_units<Down>(block) * 8, lane);
+  }
 }
 
 // Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated

@@ -85,10 +85,11 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
         const float y = reduction.get(cx.warp, r - start) * factor;
         if (id < kVocab && ((kRanks == 1 && !kHasLanes) || row < kShareVocab)) {
           logits[static_cast<u64>(cx.warp) * kVocabRows + lane_here() * kShareVocab + row] = y;
-          if constexpr (kSamples && kPeers > 1)
+          if constexpr (kSamples && kPeers > 1) {
 #pragma unroll
             for (u32 r = 0; r < kPeers; ++r)
               store_to_peer(all_logits(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
+          }
           best = better(best, Best{y, id});
         }
       }

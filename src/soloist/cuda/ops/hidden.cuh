@@ -74,6 +74,11 @@ struct Scale {
     cx.scale = rsqrtf(warp_sum(sum) * (1.0f / kHidden) + kEpsilon);
     return __fdividef(cx.scale, assumed);
   }
+  // The same for other warps, which know it after the next barrier.
+  __device__ __forceinline__ void settle(Context& cx, u32 epoch) {
+    const float factor = take(cx, epoch);
+    if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
+  }
 };
 
 // Where the embedding of a token has row k: in the table, or in the packed tied head.
@@ -129,31 +134,48 @@ __device__ __forceinline__ float* rank_sums(u8* workspace, u32 epoch, u32 rank, 
   return reinterpret_cast<float*>(now) + (rank * kMaxColumns + column) * (Down::kUnits * 8);
 }
 
-// A row of this warp's column, summed over ranks. Every rank stores its part to all of them, and each adds them in
-// the order of the ranks: so all come to the same bits, and to the same token without asking.
+// Rows of this warp's column, from one of them on for each lane, in all ranks' memory. Worked out while activations are
+// waited for: between a product and its sum it would take time that all ranks wait.
 template <class Stream>
-__device__ __forceinline__ float sum_over_ranks(const Context& cx, u32 epoch, u32 row, bool valid, float x) {
-  const bool silent = kSilentBlock != kNoBlock && cx.block == kSilentBlock;
+struct RankRows {
+  float* to[kRanks];
+  const float* from;  // of the first rank; those of others follow
+
+  __device__ __forceinline__ RankRows(const Context& cx, u32 epoch, u32 row) {
+    if constexpr (kRanks > 1) {
 #pragma unroll
-  for (u32 r = 0; r < kRanks; ++r)
-    if (valid && !silent)
-      store_to_peer(rank_sums<Stream>(cx.params.peers[r], epoch, told_by_rank(cx.params, r), cx.warp) + row, present(x));
-  float part[kRanks];
-#pragma unroll 1
-  for (;;) {
-    bool ready = true;
+      for (u32 r = 0; r < kRanks; ++r) {
+        to[r] = rank_sums<Stream>(cx.params.peers[r], epoch, told_by_rank(cx.params, r), cx.warp) + row;
+        if constexpr (kMostColumns == 1) asm volatile("" : "+l"(to[r]));  // with more there are too few registers
+      }
+      from = rank_sums<Stream>(cx.params.workspace, epoch, 0, cx.warp) + row;
+    }
+  }
+
+  // The row that is `ahead` of the first, summed over ranks. Every rank stores its part to all of them, and each adds them
+  // in the order of the ranks: so all come to the same bits, and to the same token without asking.
+  __device__ __forceinline__ float sum(const Context& cx, u32 ahead, bool valid, float x) const {
+    constexpr u32 kRankValues = kMaxColumns * (Down::kUnits * 8);
+    const bool silent = kSilentBlock != kNoBlock && cx.block == kSilentBlock;
 #pragma unroll
     for (u32 r = 0; r < kRanks; ++r)
-      part[r] = valid ? load_from_peers(rank_sums<Stream>(cx.params.workspace, epoch, r, cx.warp) + row) : 0.0f;
+      if (valid && !silent) store_to_peer(to[r] + ahead, present(x));
+    float part[kRanks];
+#pragma unroll 1
+    for (;;) {
+      bool ready = true;
 #pragma unroll
-    for (u32 r = 0; r < kRanks; ++r) ready = ready && is_present(part[r]);
-    if (__all_sync(~0u, ready)) break;
+      for (u32 r = 0; r < kRanks; ++r) part[r] = valid ? load_from_peers(from + r * kRankValues + ahead) : 0.0f;
+#pragma unroll
+      for (u32 r = 0; r < kRanks; ++r) ready = ready && is_present(part[r]);
+      if (__all_sync(~0u, ready)) break;
+    }
+    float total = part[0];
+#pragma unroll
+    for (u32 r = 1; r < kRanks; ++r) total += part[r];
+    return total;
   }
-  float sum = part[0];
-#pragma unroll
-  for (u32 r = 1; r < kRanks; ++r) sum += part[r];
-  return sum;
-}
+};
 
 // What add_to_stream needs of a row, asked for before the multiply: it comes from memory.
 template <class Op>
@@ -175,7 +197,7 @@ struct RowVectors {
 // The product of attention_output or down joins the residual, and the sum is published.
 template <class Stream, class Op>
 __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
-                                              u32 layer) {
+                                              const RankRows<Stream>& ranks, u32 layer) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
   u8* now = stream_operand<Stream>(cx, epoch);
@@ -189,7 +211,7 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       if (32 * i + 32 <= start || 32 * i >= end) continue;
       const bool valid = r >= start && r < end;
       float x = valid ? reduction.get(cx.warp, r - start) : 0.0f;
-      if constexpr (kRanks > 1) x = sum_over_ranks<Stream>(cx, epoch, first + r, valid, x);
+      if constexpr (kRanks > 1) x = ranks.sum(cx, 32 * i, valid, x);
       const float partial = x;
       if constexpr (kHasLanes) x = joined<Stream>(cx, layer, first + r, valid, x);
       if (valid) residual[r] = x = residual[r] + x + vectors.bias[i];

@@ -68,14 +68,10 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
     scale.load(cx, cx.layers_done);
     cx.mark();
   };
-  const auto settle = [&] {
-    const float factor = scale.take(cx, cx.layers_done);
-    if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
-  };
   if constexpr (kOneGroup) {
     Sums<GateUp> sums;
     multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
-    settle();
+    scale.settle(cx, cx.layers_done);
     cx.mark();
     publish_gated(cx, sums, units, first, bias);
   } else {
@@ -89,7 +85,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
       if (GateUp::kSteps % GateUp::kDepth != 0 && group) ahead.fill(operand);
       Sums<GateUp> sums;
       multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
-      if (group == 0) settle();
+      if (group == 0) scale.settle(cx, cx.layers_done);
       if (group + GateUp::kTiles >= units) cx.mark();
       publish_gated(cx, sums, tiles, first + group * kUnitNeurons, bias);
     }
@@ -102,11 +98,12 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   RowVectors<Down> vectors;
   vectors.load(cx, layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers),
                kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr);
+  const RankRows<InStream> ranks(cx, cx.next_in(), first_unit<Down>(cx.block) * 8 + cx.lane);
   GlobalOperand operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors, layer);
+  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors, ranks, layer);
   listen<MidStream, AttentionOutput>(cx, layer + 1);
   cx.mark();
 }

@@ -28,15 +28,26 @@ struct Producer {
   u32 lane;
   u32 slot, parity, issued;
 
-  // With so many in flight, this one included. Called by the staging lanes.
+  // Copies in flight, by how much of the ring is free.
+  __device__ __forceinline__ u32 planned() const {
+    if (kCopies == kEmptyCopies) return kCopies;
+    return is_free(kRingSlots * 2 / 3) ? kEmptyCopies : is_free(kRingSlots / 3) ? kHalfCopies : kCopies;
+  }
+  // Whether the slot so many places on is free, too.
+  __device__ __forceinline__ bool is_free(u32 ahead) const {
+    const bool wraps = slot + ahead >= kRingSlots;
+    return mbarrier_test(slots.empty + (slot + ahead - (wraps ? kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
+  }
+
+  // With so many in flight, this one included: as the plan says if 0. Called by the staging lanes.
   template <u32 kInFlight>
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
-    if (kInFlight < kRingSlots && issued >= kInFlight) {
-      const bool wraps = slot < kInFlight;
-      const u32 earlier = wraps ? slot + kRingSlots - kInFlight : slot - kInFlight;
+    if (const u32 in_flight = kInFlight ? kInFlight : planned(); in_flight < kRingSlots && issued >= in_flight) {
+      const bool wraps = slot < in_flight;
+      const u32 earlier = wraps ? slot + kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
@@ -58,7 +69,7 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) {
         const u32 at = i * kSlotBytes;
-        copy<kCopies>(step + at, min(kSlotBytes, step_bytes - at));
+        copy<0>(step + at, min(kSlotBytes, step_bytes - at));
         if (++i == in_step) {
           i = 0;
           step += step_bytes;

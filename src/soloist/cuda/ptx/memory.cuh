@@ -5,6 +5,10 @@
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
+template <class T>
+__device__ __forceinline__ T* at_shared(u32 address) {
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
 
 // Data of another block, read after an acquire: past the L1 cache.
 __device__ __forceinline__ uint4 load_exchanged(const void* p) {

@@ -82,7 +82,7 @@ struct Control {
   u32 token[kMaxColumns];
   u32 chosen[kMaxColumns];
   u32 emit[kMaxColumns];
-  float factor[kMaxColumns];  // of gate_up's products
+  float factor[kMaxColumns];  // of qkv's products, then of gate_up's
 };
 static_assert(sizeof(Control) <= kShControlBytes, "shared memory of the plan");
 

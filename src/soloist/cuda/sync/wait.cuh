@@ -94,3 +94,12 @@ __device__ __forceinline__ bool is_present(uint4 x) {
 __device__ __forceinline__ bool is_present(float4 x) {
   return is_present(x.x) && is_present(x.y) && is_present(x.z) && is_present(x.w);
 }
+
+// The same for many words at once, by the units for floating point, which have little to do: 0 where all words are there.
+// kAbsent makes it NaN, and so may data that is no finite number; then the looks above decide.
+__device__ __forceinline__ float absence(uint4 x, float of_others) {
+  of_others = __fmaf_rn(__uint_as_float(x.x), 0.0f, of_others);
+  of_others = __fmaf_rn(__uint_as_float(x.y), 0.0f, of_others);
+  of_others = __fmaf_rn(__uint_as_float(x.z), 0.0f, of_others);
+  return __fmaf_rn(__uint_as_float(x.w), 0.0f, of_others);
+}

@@ -41,6 +41,13 @@ struct Ahead {
         b[d][0] = operand.load(d, 0);
         b[d][1] = operand.load(d, 1);
       }
+      float absent[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (u32 d = 0; d < Op::kDepth; ++d) {
+        absent[0] = absence(b[d][0], absent[0]);
+        absent[1] = absence(b[d][1], absent[1]);
+      }
+      if (__all_sync(~0u, absent[0] + absent[1] == 0.0f)) return;
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_present(b[d][0]) && is_present(b[d][1]);
       if (__all_sync(~0u, ready)) return;
@@ -138,7 +145,8 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
         // The first steps were asked for together and are all there.
         if (t == 0 && (first > 0 || Op::kSteps > Op::kDepth))
 #pragma unroll 1
-          while (!__all_sync(~0u, is_present(ahead.b[d][0]) && is_present(ahead.b[d][1]))) {
+          while (!__all_sync(~0u, absence(ahead.b[d][0], absence(ahead.b[d][1], 0.0f)) == 0.0f) &&
+                 !__all_sync(~0u, is_present(ahead.b[d][0]) && is_present(ahead.b[d][1]))) {
             ahead.b[d][0] = operand.load(step, 0);
             ahead.b[d][1] = operand.load(step, 1);
           }
