@@ -11,10 +11,11 @@ __device__ __forceinline__ void take_registers() {
   if constexpr (kMovesRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
 }
 
-// An address in shared memory that is kept where there are so many registers. The compiler would otherwise make it anew
-// wherever it is used, from the block's number in its cluster, which takes as long as a load.
+// An address in shared memory that is kept. The compiler would otherwise make it anew wherever it is used, from the
+// block's number in its cluster, which takes as long as a load. Where registers do not move, and where several columns
+// sample, there are none for it.
 __device__ __forceinline__ u32 kept_address(const void* p) {
   u32 address = shared_address(p);
-  if constexpr (kMovesRegisters) asm volatile("" : "+r"(address));
+  if constexpr (kMovesRegisters && (kMostColumns == 1 || !kSamples)) asm volatile("" : "+r"(address));
   return address;
 }
