@@ -14,18 +14,17 @@ Sources, all from H200s:
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.55 TB/s, over
   layers: 2.0 to 5.8 µs over fifteen rows, 3.4 in the middle; 3.0 goes with 4.44 TB/s. Contexts of
   some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.
-- Waiting on 2 and 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28
-  layers, hidden size 2,048, without attention and sampling, measured whole and as a stream alone.
-  In µs: 574 and 414 on 2 GPUs, 339 and 102 on 8; the difference over 28 layers is the waiting.
-  Wider models exchange more. Speeds of such models on 2 GPUs in
-  `benchmarks/results/2-h200.json` are met within 4 %, but for one: at 2,048 positions a 1B model
-  waits 9.4 µs, and makes 13 % fewer tokens than expected here: four blocks of a KV head read its
-  cache and all others wait (docs/experiments.md).
-- Waiting on 4 GPUs: the seven rows of dense models in `benchmarks/results/4-h200.json` wait 6.5
-  to 13.2 µs a layer, 8.5 in the middle. With that they are met within 8 %, but for a 1B model at
-  2,048 positions, which makes 21 % fewer tokens (the same blocks, on a share with two KV heads).
-- Waiting with lanes: three rows of each of these files wait 4.6 to 8.1 µs a layer on 2 GPUs, 6.2
-  to 10.2 on 4.
+- Waiting on 2 and 4 GPUs: the seven rows of dense models in `benchmarks/results/2-h200.json` wait
+  1.1 to 7.0 µs a layer, 3.0 in the middle, those in `benchmarks/results/4-h200.json` 4.3 to 9.6 µs
+  a layer, 6.7 in the middle. With that they are met within 4 % on 2 GPUs and 9 % on 4, but for a 1B
+  model at 2,048 positions, which makes 16 % fewer tokens on 2 and 16 % on 4: merging what the
+  blocks of a KV head attended to takes longest beside so few bytes (docs/experiments.md).
+- Waiting on 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28 layers,
+  hidden size 2,048, without attention and sampling, measured whole and as a stream alone, 339 and
+  102 µs; the difference over 28 layers is the waiting. Wider models exchange more. It may well be
+  less: the same chain waited 5.7 µs a layer on 2 GPUs.
+- Waiting with lanes: three rows of each of these files wait 2.7 to 3.7 µs a layer on 2 GPUs, 3.9
+  to 6.4 on 4.
 - Waiting of a step of several columns: 8 instead of 1 add 2.5 to 4.8 µs a layer there, and
   3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
@@ -93,15 +92,15 @@ MEASURED = Measured(
     read_share=4.44 / 4.8,
     layer_wait_s={
         1: 3.0e-6,
-        2: (574 - 414) * 1e-6 / _CHAIN_LAYERS,
-        4: 8.5e-6,
+        2: 3.0e-6,
+        4: 6.7e-6,
         8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
     },
-    lanes_wait_s={1: 6.0e-6, 2: 6.0e-6, 4: 8.0e-6, 8: 8.0e-6},
+    lanes_wait_s={1: 3.0e-6, 2: 3.0e-6, 4: 4.8e-6, 8: 4.8e-6},
     lanes_gpus=(2, 4),
     columns_wait_s=3.2e-6,
-    sources="1 GPU: benchmarks/results/h200.json; 4 GPUs: benchmarks/results/4-h200.json; 2 and 8 "
-    "GPUs: a chain of multiplies and exchanges in the shape of a 2B model, without attention "
+    sources="1, 2 and 4 GPUs: benchmarks/results/h200.json, 2-h200.json and 4-h200.json; 8 GPUs: a "
+    "chain of multiplies and exchanges in the shape of a 2B model, without attention "
     "(src/soloist/planning/expectation.py)",
 )
 

@@ -54,11 +54,12 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
   u64 since = clock_ns();
   while (!mbarrier_try_wait(finished, 0, 1000000)) {
     if (kRacecheck) continue;  // these looks are meant to be unordered
-    const u32 now = (where->round * 64 + where->layer) * 64 + where->phase + where->copies;
+    // The phase is read once: what the wait is measured by is the phase whose change would have begun it anew.
+    const u32 phase = where->phase, now = (where->round * 64 + where->layer) * 64 + phase + (where->copies << 16);
     if (now != last) {
       last = now;
       since = clock_ns();
-    } else if (clock_ns() - since > (kSamples && where->phase == static_cast<u32>(Phase::kMask) ? kMaskNs : kStuckNs)) {
+    } else if (clock_ns() - since > (kSamples && phase == static_cast<u32>(Phase::kMask) ? kMaskNs : kStuckNs)) {
       if (atomicExch(&reporters, 1)) continue;
       const u32 copies = where->copies;
       store_host(&fault->block, blockIdx.x);
