@@ -54,7 +54,7 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
   u64 since = clock_ns();
   while (!mbarrier_try_wait(finished, 0, 1000000)) {
     if (kRacecheck) continue;  // these looks are meant to be unordered
-    // The phase is read once: what the wait is measured by is the phase whose change would have begun it anew.
+    // The phase is read once, or the wait could be held to the bound of a phase that has just begun.
     const u32 phase = where->phase, now = (where->round * 64 + where->layer) * 64 + phase + (where->copies << 16);
     if (now != last) {
       last = now;
