@@ -60,9 +60,9 @@ class _Launch(ctypes.Structure):
 
 
 _LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
-# Columns of a launch at most, of the two builds.
-_BUILT_FOR = (1, MAX_COLUMNS)
 _STRIDE_AT = _Launch.logits_round_stride.offset // 4
+# Columns that a launch of each of the two builds may have.
+_BUILT_FOR = (1, MAX_COLUMNS)
 
 _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",

@@ -16,9 +16,9 @@ Sources, all from H200s:
   some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.
 - Waiting on 2 and 4 GPUs: the seven rows of dense models in `benchmarks/results/2-h200.json` wait
   1.1 to 7.0 µs a layer, 3.0 in the middle, those in `benchmarks/results/4-h200.json` 4.3 to 9.6 µs
-  a layer, 6.7 in the middle. With that they are met within 4 % on 2 GPUs and 9 % on 4, but for a 1B
-  model at 2,048 positions, which makes 16 % fewer tokens on 2 and 16 % on 4: merging what the
-  blocks of a KV head attended to takes longest beside so few bytes (docs/experiments.md).
+  a layer, 6.7 in the middle. With 3.0 and 6.4 they are met within 4 % on 2 GPUs and 8 % on 4, but
+  for a 1B model at 2,048 positions, which makes 16 % fewer tokens on 2 and 17 % on 4: it waits
+  longest beside so few bytes (docs/experiments.md).
 - Waiting on 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28 layers,
   hidden size 2,048, without attention and sampling, measured whole and as a stream alone, 339 and
   102 µs; the difference over 28 layers is the waiting. Wider models exchange more. It may well be
@@ -93,7 +93,7 @@ MEASURED = Measured(
     layer_wait_s={
         1: 3.0e-6,
         2: 3.0e-6,
-        4: 6.7e-6,
+        4: 6.4e-6,
         8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
     },
     lanes_wait_s={1: 3.0e-6, 2: 3.0e-6, 4: 4.8e-6, 8: 4.8e-6},
