@@ -10,8 +10,8 @@ from torch import Tensor
 from interpreter.models import Bench, configured, load, prompt, reference_logits
 from soloist.megakernel import interpreter as module
 from soloist.megakernel.launch import _fresh_workspace, _load_image
-from soloist.megakernel.partition import SLOT_VALUES, Matrix
-from soloist.megakernel.plan import Plan
+from soloist.megakernel.partition import SLOT_VALUES, STEP_COLUMNS, Matrix
+from soloist.megakernel.plan import MAX_COLUMNS, TURNS, Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from unit.prefill.models import random_weights
@@ -40,13 +40,26 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
 
 def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
-    fresh = _fresh_workspace(plan)
+    fresh = _fresh_workspace(plan, MAX_COLUMNS)
     for name, op in (("hidden_in", plan.qkv), ("gated", plan.down)):
         buffer = plan.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
         assert seen.unique().tolist() == [-1, 0]
         absent = module.Operand(plan, name, op).values.isnan()
         assert torch.equal(seen.view(absent.shape) == -1, absent)
+
+
+def test_of_one_column_they_lie_without_room_for_more(case: tuple[ModelConfig, Plan]) -> None:
+    plan = case[1]
+    fresh, all_columns = _fresh_workspace(plan, 1), _fresh_workspace(plan, MAX_COLUMNS)
+    assert len(fresh) == len(all_columns)
+    for name, op in (("hidden_in", plan.qkv), ("gated", plan.down)):
+        buffer = plan.workspace[name]
+        seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
+        padded = op.matrix.steps * STEP_COLUMNS
+        one = seen.view(TURNS, MAX_COLUMNS, padded)[:, 0]
+        assert (one[:, : op.matrix.columns] == -1).all()
+        assert (one[:, op.matrix.columns :] == 0).all()
 
 
 def test_a_swapped_tile_shows(case: tuple[ModelConfig, Plan]) -> None:

@@ -22,6 +22,7 @@ from plan.shapes import (
 from soloist.errors import GpuUnsupported, ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
+from soloist.megakernel.partition import TILE_ROWS
 from soloist.megakernel.plan import (
     CONSUMER_WARPS,
     LEAST_RING_SLOTS,
@@ -42,7 +43,8 @@ def require_sound(plan: Plan) -> None:
     require_partition(plan)
     require_head_groups_full(plan)
     for columns in (1, MAX_COLUMNS):
-        require_shared_memory(plan.with_room_for(columns))
+        for samples in (False, True):
+            require_shared_memory(plan.with_room_for(columns, samples))
     require_disjoint(list(plan.workspace.values()), plan.workspace_bytes)
     require_disjoint(list(plan.vectors.values()), plan.layer_vector_values * 4)
     require_attention(plan)
@@ -85,7 +87,8 @@ def require_shared_memory(plan: Plan) -> None:
     assert plan.shared_bytes <= plan.gpu.shared_bytes - 1024
     assert plan.shared_bytes + SLOT_BYTES > plan.gpu.shared_bytes - 1024, "the ring takes the rest"
     require_disjoint(list(plan.shared.values()), plan.shared_bytes - plan.ring_slots * SLOT_BYTES)
-    assert plan.shared["reduce"].num_bytes == REDUCE_BYTES
+    several = plan.columns > 1 or plan.samples
+    assert not several or plan.shared["reduce"].num_bytes == REDUCE_BYTES
     # The smallest piece in which all columns' rows meet must hold one tile.
     assert REDUCE_BYTES // 4 // CONSUMER_WARPS // MAX_COLUMNS - 4 >= 16
 
@@ -300,16 +303,36 @@ def test_older_gpus_are_refused(capability: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "copies"),
+    ("name", "ranks", "copies", "of_head", "fetched"),
     [
-        ("llama-3.2-1b", 1, (3, 3, 3)), ("llama-3.2-1b", 2, (2, 2, 2)),
-        ("llama-3.2-1b", 4, (2, 2, 2)), ("laneformer-2b-as-llama", 1, (3, 3, 3)),
-        ("laneformer-2b-as-llama", 4, (2, 3, 4)), ("laneformer-2b-as-llama", 8, (2, 2, 2)),
-        ("llama-3.1-8b", 4, (2, 3, 4)),
+        ("llama-3.2-1b", 1, (3, 3, 3), 3, 0), ("llama-3.2-1b", 2, (2, 2, 2), 3, 8),
+        ("llama-3.2-1b", 4, (2, 2, 2), 3, 8), ("laneformer-2b-as-llama", 1, (3, 3, 3), 3, 0),
+        ("laneformer-2b-as-llama", 4, (2, 3, 4), 4, 0),
+        ("laneformer-2b-as-llama", 8, (2, 2, 2), 3, 8), ("llama-3.1-8b", 4, (2, 3, 4), 4, 0),
     ],
 )  # fmt: skip
 def test_blocks_that_stream_little_keep_the_memory_free_for_exchanges(
-    name: str, ranks: int, copies: tuple[int, int, int]
+    name: str, ranks: int, copies: tuple[int, int, int], of_head: int, fetched: int
 ) -> None:
     plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
     assert plan.copies_in_flight == copies
+    assert plan.head_copies_in_flight == of_head
+    assert plan.fetch_slots == fetched
+
+
+def test_only_gpus_that_can_bring_weights_to_the_l2_are_asked_to() -> None:
+    assert make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"]).fetch_slots > 0
+    assert make_plan(SMALL, Dtype.BF16, TYPICAL["sm_89"]).fetch_slots == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_one_greedy_column_leaves_the_ring_more_room(name: str, ranks: int) -> None:
+    plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    single = plan.with_room_for(1, samples=False)
+    assert single.ring_slots >= plan.with_room_for(1, samples=True).ring_slots >= plan.ring_slots
+    assert ranks == 1 or single.ring_slots == 13
+    # Two reductions side by side, of all rows of a group, and the softmax lanes' results.
+    rows = max(op.group_tiles for op in (*plan.layer_operations, plan.head)) * TILE_ROWS
+    assert single.reduce_bytes // 2 >= CONSUMER_WARPS * rows * 4
+    assert single.reduce_bytes >= plan.softmax_lanes * plan.group * plan.head_dim * 4

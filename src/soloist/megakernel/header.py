@@ -8,10 +8,10 @@ from typing import TypeAlias
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
     CONSUMER_WARPS,
+    FETCH_CYCLES,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
-    REDUCE_BYTES,
     SLOT_BYTES,
     THREADS,
     TURNS,
@@ -77,7 +77,7 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 
 def header(plan: Plan, build: Build = Build()) -> str:
     """The text of spec.cuh."""
-    plan = plan.with_room_for(build.columns)
+    plan = plan.with_room_for(build.columns, build.samples)
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
     warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
@@ -128,11 +128,14 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kCopies": plan.copies_in_flight[0],
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
+        "kHeadCopies": plan.head_copies_in_flight,
+        "kFetchSlots": plan.fetch_slots,
+        "kFetchCycles": FETCH_CYCLES,
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
         "kTraceWords": num_trace_words(plan),
-        "kReduceBytes": REDUCE_BYTES,
+        "kReduceBytes": plan.reduce_bytes,
         "kWideReduceBytes": plan.wide_reduce_bytes,
         "kSplits": plan.splits,
         "kSplitBits": plan.splits.bit_length() - 1,

@@ -1,6 +1,7 @@
 """The decode kernel on a GPU: build it once, start launches, read tokens while they run."""
 
 import ctypes
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -245,8 +246,8 @@ class Decoder:
         )
         self._cache = cache
         self.load(build)
-        self._fresh_workspace = _fresh_workspace(plan).to(device)
-        self._workspace = torch.empty_like(self._fresh_workspace)
+        self._fresh_workspaces = {n: _fresh_workspace(plan, n).to(device) for n in _BUILT_FOR}
+        self._workspace = torch.empty_like(self._fresh_workspaces[MAX_COLUMNS])
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
         self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
@@ -289,7 +290,8 @@ class Decoder:
     @cached_property
     def _shared_bytes(self) -> int:
         """Dynamic shared memory of a block: what the build that takes more of it needs."""
-        return max(self.plan.with_room_for(columns).shared_bytes for columns in _BUILT_FOR)
+        rooms = itertools.product(_BUILT_FOR, (False, True))
+        return max(self.plan.with_room_for(*room).shared_bytes for room in rooms)
 
     def _loaded(self, build: Build) -> _Modules:
         builds = [replace(build, columns=columns) for columns in _BUILT_FOR]
@@ -376,7 +378,8 @@ class Decoder:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
-            self._workspace.copy_(self._fresh_workspace)
+            built_for = 1 if given.num_columns == 1 else MAX_COLUMNS
+            self._workspace.copy_(self._fresh_workspaces[built_for])
             modules, sample_pointers = self._modules, (0,) * len(_SAMPLE_POINTERS)
             masks = (0, 0)
             if given.choices is not None:
@@ -524,8 +527,13 @@ class Decoder:
         return list(self.tokens())
 
 
-def _fresh_workspace(plan: Plan) -> Tensor:
-    """Everything absent, but columns of padding are zeros for good."""
+def _fresh_workspace(plan: Plan, columns: int) -> Tensor:
+    """Everything absent, but columns of padding are zeros for good.
+
+    Args:
+        plan: of the kernel.
+        columns: that a build has room for.
+    """
     fresh = torch.full((plan.lane_workspace_bytes,), 0xFF, dtype=torch.uint8)
     operands = {
         "hidden_in": plan.qkv, "hidden_mid": plan.gate_up,
@@ -536,9 +544,11 @@ def _fresh_workspace(plan: Plan) -> Tensor:
     for name, op in operands.items():
         buffer = plan.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
-        by_column = values.view(TURNS, -1, MAX_COLUMNS, 32).transpose(1, 2).flatten(2)
-        by_column[:, :, op.matrix.columns :] = 0
-        values.copy_(by_column.unflatten(2, (-1, 32)).transpose(1, 2).flatten())
+        of_turns = values.view(TURNS, -1, 32)
+        chunks = of_turns.shape[1] // MAX_COLUMNS  # [chunk][column][32], for fewer columns in front
+        padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(columns)
+        is_padding = torch.arange(32) >= padding[:, None]
+        of_turns[:, : chunks * columns].masked_fill_(is_padding, 0)
     if plan.model.lanes is not None:
         told = torch.full((end_of(plan.told),), 0xFF, dtype=torch.uint8)
         _clear(told, plan.told["best"])

@@ -43,6 +43,11 @@ FEW_LAYER_BYTES = 512 * 1024
 # Ranks wait for each other, too, and then hurry: copies while a third of the ring is free at most,
 # while two thirds are, and beyond.
 RANKS_COPIES_IN_FLIGHT = (2, 3, 4)
+# Slots behind those of a full ring that come to the L2 meanwhile, and cycles from one to the next,
+# which is the memory's pace. Where blocks stream little they wait for each other with a full ring,
+# and the stream disturbs them less, the more evenly it comes.
+FETCH_SLOTS = 8
+FETCH_CYCLES = 800
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -105,6 +110,7 @@ class Plan:
         ranks: over how many the model is spread.
         columns: that shared memory has room for, up to `MAX_COLUMNS`. Fewer leave more of it to the
             ring; the rest of the plan is the same, and so are a column's bits.
+        samples: it also has room for choosing tokens otherwise than by the largest logit.
     """
 
     model: ModelConfig
@@ -113,10 +119,11 @@ class Plan:
     blocks: int
     ranks: int = 1
     columns: int = MAX_COLUMNS
+    samples: bool = True
 
-    def with_room_for(self, columns: int) -> "Plan":
-        """The same plan for launches of so many columns at most."""
-        return self if columns == self.columns else replace(self, columns=columns)
+    def with_room_for(self, columns: int, samples: bool) -> "Plan":
+        """The same plan for launches of so many columns at most, that sample or do not."""
+        return replace(self, columns=columns, samples=samples)
 
     @cached_property
     def share(self) -> ModelConfig:
@@ -312,14 +319,28 @@ class Plan:
         return sum(op.matrix.max_block_bytes for op in self.layer_operations)
 
     @property
+    def _streams_little(self) -> bool:
+        return self.layer_bytes <= FEW_LAYER_BYTES
+
+    @property
     def copies_in_flight(self) -> tuple[int, int, int]:
         """Slots of weights that a block has asked for and that have not come yet, at most.
 
         With up to a third of the ring free, up to two thirds, and more.
         """
-        if self.layer_bytes <= FEW_LAYER_BYTES:
+        if self._streams_little:
             return (FEW_COPIES_IN_FLIGHT,) * 3
         return RANKS_COPIES_IN_FLIGHT if self.ranks > 1 else (COPIES_IN_FLIGHT,) * 3
+
+    @property
+    def head_copies_in_flight(self) -> int:
+        """The same for the head, which streams without exchanges."""
+        return max(COPIES_IN_FLIGHT, self.copies_in_flight[2])
+
+    @property
+    def fetch_slots(self) -> int:
+        """Slots that are brought to the L2 while the ring is full."""
+        return FETCH_SLOTS if self._streams_little and self.gpu.moves_registers else 0
 
     def matrix_offset(self, operation: Operation) -> int:
         """Bytes from the start of a block's layer (the head: of a block) to its matrix."""
@@ -477,7 +498,7 @@ class Plan:
         rows = 16 if columns == 1 else 16 * self.row_tiles
         return stack(
             {
-                "reduce": (REDUCE_BYTES,),
+                "reduce": (self.reduce_bytes,),
                 "queries": (rows, self.head_dim, 2),
                 "new_kv": (columns, 2, self.head_dim, 2),
                 "residual": (columns, hidden_rows, 4),
@@ -488,6 +509,20 @@ class Plan:
             },
             value_bytes=1,
         )
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Shared memory in which warps add up their sums, and softmax lanes their results.
+
+        One column needs room for the rows of the largest multiply, twice, so that a reduction may
+        start while the last one is still read. What samples has its scratch there, too.
+        """
+        if self.columns > 1 or self.samples:
+            return REDUCE_BYTES
+        tiles = max(op.group_tiles for op in (*self.layer_operations, self.head))
+        rows = -(-tiles * TILE_ROWS // 32) * 32
+        attended = self.softmax_lanes * self.group * self.head_dim * 4
+        return max(2 * CONSUMER_WARPS * rows * 4, attended)
 
     @property
     def wide_reduce_bytes(self) -> int:

@@ -160,7 +160,7 @@ __device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 co
 __device__ __forceinline__ void qkv(Context& cx) {
   const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
-  GlobalOperand operand(stream_operand<InStream>(cx, in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Qkv> operand(stream_operand<InStream>(cx, in), cx.warp, cx.lane, cx.columns);
   Scale<InStream> scale;
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
@@ -877,7 +877,7 @@ __device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
   vectors.load(cx, cx.layer_vectors(layer) + kVecMlpNorm,
                kOutputBias ? cx.layer_vectors(layer) + kVecAttentionOutputBias : nullptr);
   const RankRows<MidStream> ranks(cx, cx.layers_done, first_unit<Down>(cx.block) * 8 + cx.lane);
-  GlobalOperand operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();

@@ -19,7 +19,7 @@ struct SampleState {
   SampleTurns turns;
   u32 arrivals;  // that the last barrier waited for
 };
-static_assert(sizeof(SampleState) <= kShSamplingBytes && sizeof(SampleShared) <= kShReduceBytes,
+static_assert(sizeof(SampleState) <= kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= kShReduceBytes),
               "shared memory of the plan");
 constexpr u32 kMostOwnIds = (kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
 static_assert(kMostOwnIds / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");

@@ -52,7 +52,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
   using Stream = HeadStream;
   const u32 in = kMeets ? cx.round + 1 : cx.next_in();
-  GlobalOperand operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
   Ahead<Head> ahead;
   Scale<Stream> scale;
   ahead.fill(operand);

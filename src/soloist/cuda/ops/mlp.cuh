@@ -13,8 +13,8 @@ __device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
 }
 
 // One of several groups: kTiles tiles, or what the last group of a block has.
-template <class Op, class Operand>
-__device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u32 tiles, const Operand& operand,
+template <class Op>
+__device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u32 tiles, const GlobalOperand<Op>& operand,
                                                Ahead<Op>& ahead, Sums<Op>& sums) {
   constexpr u32 kLast = (Op::kMaxUnits - 1) % Op::kTiles + 1, kFewer = kLast - 1;
   constexpr bool kSomeFewer = !Op::kEven && kFewer > 0;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
   cx.let_clean(cx.layers_done + cx.round - 1);
   const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * kUnitNeurons;
   const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
-  GlobalOperand operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<GateUp> operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Scale<MidStream> scale;
   const auto arrived = [&] {
     scale.load(cx, cx.layers_done);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void down(Context& cx, u32 layer) {
   vectors.load(cx, layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers),
                kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr);
   const RankRows<InStream> ranks(cx, cx.next_in(), first_unit<Down>(cx.block) * 8 + cx.lane);
-  GlobalOperand operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Down> operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();

@@ -27,9 +27,31 @@ struct Producer {
   u64 policy;
   u32 lane;
   u32 slot, parity, issued;
+  bool of_head;        // what is streamed now
+  const u8* fetched;   // the end of what came to the L2 ahead of its copy
+  u32 fetched_at;      // cycles
 
+  // Until the slot is free. Meanwhile what comes after `source` is fetched to the L2, as fast as memory gives it, so that
+  // memory need not rest while the ring is full and hurry when blocks exchange results.
+  __device__ __forceinline__ void wait_for_room(const u8* source) {
+    const u32 barrier = slots.empty + slot * 8;
+    if constexpr (kFetchSlots > 0) {
+      const u64 rest = params.image + static_cast<u64>(blockIdx.x + 1) * kBlockStride - source;
+      const u64 most = min(rest, static_cast<u64>(kFetchSlots * kSlotBytes));
+      if (static_cast<u64>(fetched - source) > most) fetched = source;
+      while (fetched + kSlotBytes <= source + most && !mbarrier_test(barrier, parity ^ 1)) {
+        const u32 now = static_cast<u32>(clock_cycles());
+        if (now - fetched_at < kFetchCycles) continue;
+        fetch_to_l2(fetched, kSlotBytes);
+        fetched += kSlotBytes;
+        fetched_at = now;
+      }
+    }
+    mbarrier_wait(barrier, parity ^ 1);
+  }
   // Copies in flight, by how much of the ring is free.
   __device__ __forceinline__ u32 planned() const {
+    if (of_head) return kHeadCopies;
     if (kCopies == kEmptyCopies) return kCopies;
     return is_free(kRingSlots * 2 / 3) ? kEmptyCopies : is_free(kRingSlots / 3) ? kHalfCopies : kCopies;
   }
@@ -44,7 +66,8 @@ struct Producer {
   __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (kInFlight || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    else wait_for_room(source);
     if (const u32 in_flight = kInFlight ? kInFlight : planned(); in_flight < kRingSlots && issued >= in_flight) {
       const bool wraps = slot < in_flight;
       const u32 earlier = wraps ? slot + kRingSlots - in_flight : slot - in_flight;
@@ -128,7 +151,7 @@ struct Producer {
 
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0};
+  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
@@ -153,6 +176,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
         continue;
       }
       Part part;
+      p.of_head = layer == kLayers;
       if (layer == kLayers) part = part_of<Head>(params.image, 0);
       else if (kind == kStreamQkv) part = part_of<Qkv>(params.image, layer);
       else if (kind == kStreamOutput) part = part_of<AttentionOutput>(params.image, layer);

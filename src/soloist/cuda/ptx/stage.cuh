@@ -24,6 +24,11 @@ __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u
       ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// A copy of it will find it there.
+__device__ __forceinline__ void fetch_to_l2(const u8* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // The copy engine is a proxy of its own: these order ordinary accesses before its later ones, to all memory or
 // to shared memory.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -42,6 +47,8 @@ __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u
   // Arrives for this lane once all it asked for so far has landed; noinc: the barrier counts it already.
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+
+__device__ __forceinline__ void fetch_to_l2(const u8*, u32) {}  // no plan asks for it
 
 // cp.async belongs to the same (generic) proxy as ordinary accesses, and .cg reads past the L1: barriers alone
 // order them, no fence exists or is needed.

@@ -199,9 +199,9 @@ __device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
   return lane_workspace(params) + offset + epoch % kTurns * (bytes / kTurns);
 }
-// Where a value of the exchanged activations lies: [k / 32][column][k % 32].
+// Where a value of the exchanged activations lies, see kRoomColumns.
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
-  return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMaxColumns + column) * 32 + k % 32;
+  return reinterpret_cast<u16*>(buffer) + ((k / 32) * kRoomColumns + column) * 32 + k % 32;
 }
 // Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
 // lane stores two.

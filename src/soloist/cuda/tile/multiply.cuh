@@ -7,20 +7,30 @@
 #include "ptx/mma.cuh"
 #include "tile/ring.cuh"
 
-// Activations of the round in global memory: [columns / 32][8 columns of the round][32].
+// Columns that exchanged activations have room for: [columns / 32][columns of the round][32].
+inline constexpr u32 kRoomColumns = kMostColumns == 1 ? 1 : kMaxColumns;
+
+// Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step.
+template <class Op>
+inline constexpr u32 kChains = Op::kTiles <= 4 ? 2 : 1;
+// With one column both halves of a step come by one load: the second half takes the place of a second column, and of
+// each chain's sums only those with its own half are looked at. Fewer requests for what all blocks wait for.
+template <class Op>
+inline constexpr bool kPairs = kRoomColumns == 1 && kChains<Op> == 2;
+
+// Activations of the round in global memory.
+template <class Op>
 struct GlobalOperand {
+  static constexpr u32 kLoads = kPairs<Op> ? 1 : 2;  // of a step
   const u8* lane_base;
   bool active;
 
   __device__ __forceinline__ GlobalOperand(const u8* buffer, u32 warp, u32 lane, u32 columns)
-      : lane_base(buffer + (warp * 2 * kMaxColumns + lane / 4) * 64 + lane % 4 * 16),
-        active(lane / 4 < columns) {}
-  __device__ __forceinline__ const u8* at(u32 step, u32 half) const {
-    return lane_base + (step * 16 + half) * (kMaxColumns * 64);
-  }
-  __device__ __forceinline__ uint4 load(u32 step, u32 half) const {
+      : lane_base(buffer + (warp * 2 * kRoomColumns + lane / 4) * 64 + lane % 4 * 16),
+        active(lane / 4 < (kPairs<Op> ? 2 : columns)) {}
+  __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (active) v = load_exchanged(at(step, half));
+    if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomColumns * 64));
     return v;
   }
 };
@@ -28,36 +38,42 @@ struct GlobalOperand {
 // Activations of the next steps, in registers.
 template <class Op>
 struct Ahead {
-  uint4 b[Op::kDepth][2];
+  static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
+  uint4 b[Op::kDepth][kLoads];
 
+  __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 d, u32 step) {
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.load(step, i);
+  }
+  // `absence` of a step.
+  __device__ __forceinline__ float absent(u32 d, float of_others = 0.0f) const {
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) of_others = absence(b[d][i], of_others);
+    return of_others;
+  }
+  __device__ __forceinline__ bool is_there(u32 d) const {
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[d][i]);
+    return ready;
+  }
   // Load the first steps, all at once until all are there. `multiply` sees to the others one by one.
-  template <class Operand>
-  __device__ __forceinline__ void fill(const Operand& operand) {
+  __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) {
-        b[d][0] = operand.load(d, 0);
-        b[d][1] = operand.load(d, 1);
-      }
-      float absent[2] = {0.0f, 0.0f};
+      for (u32 d = 0; d < Op::kDepth; ++d) load(operand, d, d);
+      float absences[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) {
-        absent[0] = absence(b[d][0], absent[0]);
-        absent[1] = absence(b[d][1], absent[1]);
-      }
-      if (__all_sync(~0u, absent[0] + absent[1] == 0.0f)) return;
+      for (u32 d = 0; d < Op::kDepth; ++d) absences[d % 2] = absent(d, absences[d % 2]);
+      if (__all_sync(~0u, absences[0] + absences[1] == 0.0f)) return;
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_present(b[d][0]) && is_present(b[d][1]);
+      for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_there(d);
       if (__all_sync(~0u, ready)) return;
     }
   }
 };
-
-// Few tiles leave the tensor core waiting for its own sums: give them two chains.
-template <class Op>
-inline constexpr u32 kChains = Op::kTiles <= 4 ? 2 : 1;
 
 template <class Op>
 struct Sums {
@@ -72,7 +88,7 @@ struct Sums {
         for (u32 i = 0; i < 4; ++i) c[t][k][i] = 0.0f;
   }
   __device__ __forceinline__ float total(u32 t, u32 i) const {
-    return kChains<Op> == 2 ? c[t][0][i] + c[t][kChains<Op> - 1][i] : c[t][0][i];
+    return kChains<Op> == 2 ? c[t][0][i] + c[t][kChains<Op> - 1][kPairs<Op> ? i | 1 : i] : c[t][0][i];
   }
 };
 
@@ -100,8 +116,8 @@ struct Fragments {
 //
 // Weights of the first slots come to registers before the activations are waited for: that makes room in
 // the ring, and the stream goes on. `arrived` is called once the first activations are there.
-template <u32 kHalves, bool kAgain, class Op, class Operand, class Arrived>
-__device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const Operand& operand, Ahead<Op>& ahead,
+template <u32 kHalves, bool kAgain, class Op, class Arrived>
+__device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums, const Arrived& arrived) {
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kStepSlots = (kHalves + 1) / 2, kSlots = Op::kDepth * kStepSlots;
@@ -145,12 +161,9 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
         // The first steps were asked for together and are all there.
         if (t == 0 && (first > 0 || Op::kSteps > Op::kDepth))
 #pragma unroll 1
-          while (!__all_sync(~0u, absence(ahead.b[d][0], absence(ahead.b[d][1], 0.0f)) == 0.0f) &&
-                 !__all_sync(~0u, is_present(ahead.b[d][0]) && is_present(ahead.b[d][1]))) {
-            ahead.b[d][0] = operand.load(step, 0);
-            ahead.b[d][1] = operand.load(step, 1);
-          }
-        const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][1];
+          while (!__all_sync(~0u, ahead.absent(d) == 0.0f) && !__all_sync(~0u, ahead.is_there(d)))
+            ahead.load(operand, d, step);
+        const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][Ahead<Op>::kLoads - 1];
         float(&c0)[4] = sums.c[t][0];
         float(&c1)[4] = sums.c[t][kChains<Op> - 1];
         const Fragments& w = is_early ? early[i + j] : later[j];
@@ -171,8 +184,7 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
         const u32 next = step + Op::kDepth;
         if (t + 1 == kStepSlots && (next < Op::kSteps || (kAgain && kWhole))) {
           const u32 wrapped = next < Op::kSteps ? next : next - Op::kSteps;
-          ahead.b[d][0] = operand.load(wrapped, 0);
-          ahead.b[d][1] = operand.load(wrapped, 1);
+          ahead.load(operand, d, wrapped);
         }
       }
       if (count) ring.release(lane, taken, count);
@@ -181,8 +193,8 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const O
 }
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.
-template <class Op, class Operand, class Arrived>
-__device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const Operand& operand,
+template <class Op, class Arrived>
+__device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
                                                Sums<Op>& sums, const Arrived& arrived) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
   Ahead<Op> ahead;
