@@ -165,6 +165,7 @@ def test_run_names_the_kernel(soloist) -> None:
     assert "decode kernel" in done.err
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "options",
     [(), ("--columns", 8), ("--sequences", 4), ("--sequences", 2, "--columns", 2),

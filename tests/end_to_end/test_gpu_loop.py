@@ -119,6 +119,7 @@ def kept_tokens(model: KernelModel, count: int) -> int:
     return max((end for _, end in model.grid.blocks(0, count)), default=0)
 
 
+@pytest.mark.timed
 def test_a_kept_prompt_gives_the_bits_of_one_that_is_read() -> None:
     loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
     text = "".join(f"def f_{i}(x):\n    return x + {i}\n" for i in range(200))

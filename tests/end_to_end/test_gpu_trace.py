@@ -18,6 +18,7 @@ SHAPE = shipped_folder("etude") / "config.json"
 CLOCK_NS = 200
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "subject",
     [

@@ -77,7 +77,7 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 
 def header(plan: Plan, build: Build = Build()) -> str:
     """The text of spec.cuh."""
-    plan = plan.with_room_for(build.columns, build.samples)
+    plan = plan.with_room_for(build.columns, samples=build.samples)
     model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
     # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
     warp_tiles = 1 if build.columns == 1 else plan.warp_tiles

@@ -1,7 +1,6 @@
 """The decode kernel on a GPU: build it once, start launches, read tokens while they run."""
 
 import ctypes
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -290,8 +289,11 @@ class Decoder:
     @cached_property
     def _shared_bytes(self) -> int:
         """Dynamic shared memory of a block: what the build that takes more of it needs."""
-        rooms = itertools.product(_BUILT_FOR, (False, True))
-        return max(self.plan.with_room_for(*room).shared_bytes for room in rooms)
+        return max(
+            self.plan.with_room_for(columns, samples=samples).shared_bytes
+            for columns in _BUILT_FOR
+            for samples in (False, True)
+        )
 
     def _loaded(self, build: Build) -> _Modules:
         builds = [replace(build, columns=columns) for columns in _BUILT_FOR]

@@ -44,10 +44,11 @@ FEW_LAYER_BYTES = 512 * 1024
 # while two thirds are, and beyond.
 RANKS_COPIES_IN_FLIGHT = (2, 3, 4)
 # Slots behind those of a full ring that come to the L2 meanwhile, and cycles from one to the next,
-# which is the memory's pace. Where blocks stream little they wait for each other with a full ring,
-# and the stream disturbs them less, the more evenly it comes.
+# which is the memory's pace. Where blocks of several GPUs stream as little as that of a layer they
+# wait for each other with a full ring, and the stream disturbs them less, the more evenly it comes.
 FETCH_SLOTS = 8
 FETCH_CYCLES = 800
+FETCH_LAYER_BYTES = 256 * 1024
 TURNS = 4
 # Tiles · steps of a multiply that are unrolled together: enough to have activations in flight, few
 # enough for the instruction cache.
@@ -121,7 +122,7 @@ class Plan:
     columns: int = MAX_COLUMNS
     samples: bool = True
 
-    def with_room_for(self, columns: int, samples: bool) -> "Plan":
+    def with_room_for(self, columns: int, *, samples: bool) -> "Plan":
         """The same plan for launches of so many columns at most, that sample or do not."""
         return replace(self, columns=columns, samples=samples)
 
@@ -319,16 +320,12 @@ class Plan:
         return sum(op.matrix.max_block_bytes for op in self.layer_operations)
 
     @property
-    def _streams_little(self) -> bool:
-        return self.layer_bytes <= FEW_LAYER_BYTES
-
-    @property
     def copies_in_flight(self) -> tuple[int, int, int]:
         """Slots of weights that a block has asked for and that have not come yet, at most.
 
         With up to a third of the ring free, up to two thirds, and more.
         """
-        if self._streams_little:
+        if self.layer_bytes <= FEW_LAYER_BYTES:
             return (FEW_COPIES_IN_FLIGHT,) * 3
         return RANKS_COPIES_IN_FLIGHT if self.ranks > 1 else (COPIES_IN_FLIGHT,) * 3
 
@@ -340,7 +337,8 @@ class Plan:
     @property
     def fetch_slots(self) -> int:
         """Slots that are brought to the L2 while the ring is full."""
-        return FETCH_SLOTS if self._streams_little and self.gpu.moves_registers else 0
+        waits = self.ranks > 1 and self.layer_bytes <= FETCH_LAYER_BYTES
+        return FETCH_SLOTS if waits and self.gpu.moves_registers else 0
 
     def matrix_offset(self, operation: Operation) -> int:
         """Bytes from the start of a block's layer (the head: of a block) to its matrix."""

@@ -66,7 +66,7 @@ def recorded(gpus):
     return off, waits_us
 
 
-@pytest.mark.parametrize(("gpus", "within"), [(2, 0.04), (4, 0.08)])
+@pytest.mark.parametrize(("gpus", "within"), [(2, 0.04), (4, 0.07)])
 def test_recorded_speeds_of_several_gpus_are_met_but_for_one(gpus, within):
     """What the module's text tells is what was recorded."""
     off, waits_us = recorded(gpus)
@@ -97,7 +97,7 @@ def test_what_was_measured_and_what_is_taken_to_be_alike():
         assert is_measured(Kind.DENSE, H200, gpus)
         assert is_measured(Kind.LANES, H200, gpus) is (gpus in (2, 4))
         assert not is_measured(Kind.OTHER, H200, gpus)
-        a_layer = 3.0e-6 if gpus < 4 else 4.8e-6
+        a_layer = 3.0e-6 if gpus < 4 else 4.6e-6
         assert expect(lanes, H200, gpus).wait_s == pytest.approx(28 * a_layer)
         assert expect(other, H200, gpus) == expect(dense, H200, gpus)
 
