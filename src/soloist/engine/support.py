@@ -7,6 +7,7 @@ import torch
 from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import gpu_from_capability
+from soloist.megakernel.header import BUILT_FOR
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes
 from soloist.model.config import ModelConfig
@@ -36,11 +37,13 @@ class Support:
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
         logits_bytes = (3 * MAX_COLUMNS + 1) * plan.sampled_rows * 4
-        exchange_bytes = 2 * plan.workspace_bytes + sample_workspace_bytes(plan.grid_blocks)
+        # The workspace, and one that stays fresh for each build.
+        exchange_bytes = (1 + len(BUILT_FOR)) * plan.workspace_bytes
+        scratch_bytes = sample_workspace_bytes(plan.grid_blocks)
         # Counted for each rank, and so is everything here.
         return KernelMemory(
             image_bytes=plan.image_bytes,
-            workspace_bytes=exchange_bytes + logits_bytes,  # one workspace stays fresh
+            workspace_bytes=exchange_bytes + scratch_bytes + logits_bytes,
             page_tokens=PAGE_POSITIONS,
             chunk_tokens=CHUNK_TOKENS,
         )

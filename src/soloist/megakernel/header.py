@@ -29,6 +29,8 @@ from soloist.sampling.constraint import num_words
 
 Value: TypeAlias = bool | int | float
 
+# Columns that a launch may have, of each of the two builds that serve requests.
+BUILT_FOR = (1, MAX_COLUMNS)
 MAX_STOPS = 16
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000

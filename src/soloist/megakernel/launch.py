@@ -21,7 +21,7 @@ from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
-from soloist.megakernel.header import MASK_TURN_WORDS, MAX_STOPS, Build, header
+from soloist.megakernel.header import BUILT_FOR, MASK_TURN_WORDS, MAX_STOPS, Build, header
 from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Operation, Plan
@@ -61,8 +61,6 @@ class _Launch(ctypes.Structure):
 
 _LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
 _STRIDE_AT = _Launch.logits_round_stride.offset // 4
-# Columns that a launch of each of the two builds may have.
-_BUILT_FOR = (1, MAX_COLUMNS)
 
 _POINTERS = (
     "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
@@ -245,7 +243,7 @@ class Decoder:
         )
         self._cache = cache
         self.load(build)
-        self._fresh_workspaces = {n: _fresh_workspace(plan, n).to(device) for n in _BUILT_FOR}
+        self._fresh_workspaces = {n: _fresh_workspace(plan, n).to(device) for n in BUILT_FOR}
         self._workspace = torch.empty_like(self._fresh_workspaces[MAX_COLUMNS])
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
@@ -291,12 +289,12 @@ class Decoder:
         """Dynamic shared memory of a block: what the build that takes more of it needs."""
         return max(
             self.plan.with_room_for(columns, samples=samples).shared_bytes
-            for columns in _BUILT_FOR
+            for columns in BUILT_FOR
             for samples in (False, True)
         )
 
     def _loaded(self, build: Build) -> _Modules:
-        builds = [replace(build, columns=columns) for columns in _BUILT_FOR]
+        builds = [replace(build, columns=columns) for columns in BUILT_FOR]
         with ThreadPoolExecutor(len(builds), "soloist-compile") as pool:
             cubins = list(pool.map(self._built, builds))
         with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
