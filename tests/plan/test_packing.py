@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from plan.shapes import SMALL, all_operations, models
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.packing import ordered, pack, place, unordered, unpack
-from soloist.megakernel.partition import SLOT_VALUES, RowOrder
-from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.partition import SLOT_VALUES, Matrix, RowOrder
+from soloist.megakernel.plan import Operation, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -101,3 +101,16 @@ def test_fragments_of_a_tile() -> None:
     ]  # fmt: skip
     assert slot[256 + lane * 8] == 1012  # the second multiply
     assert slot[SLOT_VALUES + lane * 8] == 1040  # the second half of the warp's columns
+
+
+def test_two_steps_share_the_slot_of_8_rows_left_over() -> None:
+    """Three times 8 rows of three steps: 16 rows, 16 rows, 8 of each step; then 16 rows, 8 rows."""
+    plan = small_plan(SMALL, 7)
+    matrix = Matrix("any", 24, 3 * 512, RowOrder.NATURAL, blocks=1)
+    op = Operation(matrix, group_tiles=2, spare_registers=True)
+    unit, step = torch.arange(24)[:, None] // 8, torch.arange(3 * 512) // 512
+    place_of = 10 * unit + step
+    packed = pack(plan, op, place_of)
+    held = [half.unique().tolist() for half in packed.view(-1, SLOT_VALUES)]
+    assert held == [[0, 10], [0, 10], [1, 11], [1, 11], [20], [21], [2, 12], [2, 12], [22]]
+    assert torch.equal(unpack(plan, op, packed), place_of)

@@ -50,6 +50,12 @@ def test_tiles_hold_all_units(matrix: Matrix) -> None:
     assert 2 * matrix.max_tiles - 1 <= halves <= 2 * matrix.max_tiles
 
 
+@given(matrices())
+def test_steps_share_slots_where_a_block_has_8_rows_left_over(matrix: Matrix) -> None:
+    first = [matrix.first_unit(block) * matrix.unit_slots for block in range(matrix.blocks + 1)]
+    assert matrix.shares_slots == any((end - start) % 2 for start, end in pairwise(first))
+
+
 def test_padding_units_belong_to_the_last_blocks() -> None:
     matrix = Matrix("head", 203, 64, RowOrder.NATURAL, 7, 28)
     assert (matrix.units, matrix.max_units, matrix.owner(27)) == (28, 4, 6)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from plan.shapes import (
+    LANEFORMER,
     PUBLIC,
     SHAPES,
     SMALL,
@@ -21,6 +22,7 @@ from plan.shapes import (
 )
 from soloist.errors import GpuUnsupported, ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
+from soloist.megakernel.header import header
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
 from soloist.megakernel.partition import TILE_ROWS
 from soloist.megakernel.plan import (
@@ -305,19 +307,27 @@ def test_older_gpus_are_refused(capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "copies", "of_head", "fetched"),
     [
-        ("llama-3.2-1b", 1, (3, 3, 3), 3, 0), ("llama-3.2-1b", 2, (2, 2, 2), 3, 0),
-        ("llama-3.2-1b", 4, (2, 2, 2), 3, 8), ("laneformer-2b-as-llama", 1, (3, 3, 3), 3, 0),
-        ("laneformer-2b-as-llama", 4, (2, 3, 4), 4, 0),
-        ("laneformer-2b-as-llama", 8, (2, 2, 2), 3, 0), ("llama-3.1-8b", 4, (2, 3, 4), 4, 0),
+        ("llama-3.2-1b", 1, (3, 3, 3), 3, 0), ("llama-3.2-1b", 2, (2, 2, 3), 3, 0),
+        ("llama-3.2-1b", 4, (2, 2, 3), 3, 8), ("laneformer-2b-as-llama", 1, (3, 3, 3), 3, 0),
+        ("laneformer-2b-as-llama", 2, (2, 3, 4), 4, 0),
+        ("laneformer-2b-as-llama", 8, (2, 2, 3), 3, 0), ("llama-3.1-8b", 4, (2, 2, 3), 3, 0),
+        ("laneformer-2b", 4, (2, 3, 4), 4, 0), ("laneformer-2b", 8, (2, 2, 3), 3, 0),
     ],
 )  # fmt: skip
 def test_blocks_that_stream_little_keep_the_memory_free_for_exchanges(
     name: str, ranks: int, copies: tuple[int, int, int], of_head: int, fetched: int
 ) -> None:
-    plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    model = PUBLIC.get(name) or read_config(LANEFORMER)
+    plan = make_plan(model, Dtype.BF16, TYPICAL["sm_90a"], ranks)
     assert plan.copies_in_flight == copies
     assert plan.head_copies_in_flight == of_head
     assert plan.fetch_slots == fetched
+
+
+@pytest.mark.parametrize(("ranks", "layers"), [(1, 1), (2, 4), (4, 4)])
+def test_ranks_let_a_block_attend_for_some_layers_on_end(ranks: int, layers: int) -> None:
+    plan = make_plan(PUBLIC["llama-3.1-8b"], Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    assert f"kTurnLayers = {layers}u;" in header(plan)
 
 
 def test_only_gpus_that_can_bring_weights_to_the_l2_are_asked_to() -> None:

@@ -143,6 +143,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kSplitBits": plan.splits.bit_length() - 1,
         "kNearPositions": plan.near_positions,
         "kSplitPositions": plan.split_positions,
+        "kTurnLayers": plan.turn_layers,
         "kChunkPages": CHUNK_PAGES,
         "kEarlySlots": plan.early_slots,
         "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,

@@ -207,7 +207,7 @@ class Interpreter:
         return x if self._dtype is None else x.to(self._dtype).float()
 
     def _weights(self, op: Operation, layer: int, block: int) -> Tensor:
-        """[rows, columns] of a block, out of its slots: by group of tiles, step, tile."""
+        """[rows, columns] of a block, out of its slots: by group of tiles, two steps, tile."""
         key = (op.matrix.name, layer, block)
         if key not in self._matrices:
             rows, steps = len(self._rows(op, block)), op.matrix.steps
@@ -216,14 +216,13 @@ class Interpreter:
             halves, most = rows // SLOT_ROWS, 2 * op.group_tiles
             for group in range(0, halves, most):
                 end = min(group + most, halves)
-                for step in range(steps):
-                    for half in range(group, end, 2):
-                        count = min(2, end - half)
-                        slot = self.memory.image[block, at : at + count * SLOT_VALUES].float()
-                        row, column = half * SLOT_ROWS, step * STEP_COLUMNS
-                        tile = slot[self._tiles[count]]
-                        out[row : row + len(tile), column : column + STEP_COLUMNS] = tile
-                        at += slot.numel()
+                for step, half in _slot_order(steps, range(group, end)):
+                    count = min(2, end - half)
+                    slot = self.memory.image[block, at : at + count * SLOT_VALUES].float()
+                    row, column = half * SLOT_ROWS, step * STEP_COLUMNS
+                    tile = slot[self._tiles[count]]
+                    out[row : row + len(tile), column : column + STEP_COLUMNS] = tile
+                    at += slot.numel()
             assert (at - start) * 2 == op.matrix.block_bytes(block), f"{op.matrix.name}: slots"
             self._matrices[key] = out
         return self._matrices[key]
@@ -730,6 +729,15 @@ def _key_places(head_dim: int) -> Tensor:
     row, d = torch.arange(GRANULE_POSITIONS)[:, None], torch.arange(head_dim)
     swapped = (row & 1) << 2 if head_dim % 64 == 0 else torch.zeros_like(row)
     return row * head_dim + (d // _PIECE ^ swapped) * _PIECE + d % _PIECE
+
+
+def _slot_order(steps: int, halves: range) -> Iterator[tuple[int, int]]:
+    """(step, first 8 rows) of tiles as the image has them: an odd 8 rows come after two steps."""
+    for first in range(0, steps, 2):
+        pair = range(first, min(first + 2, steps))
+        yield from ((step, half) for step in pair for half in halves[: len(halves) // 2 * 2 : 2])
+        if len(halves) % 2:
+            yield from ((step, halves[-1]) for step in pair)
 
 
 def _tile_places() -> Tensor:

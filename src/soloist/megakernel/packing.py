@@ -3,7 +3,7 @@
 `partition.py` says which rows a block owns; here a block's rows become tiles in which every lane
 of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A tile of 16 rows and 512 columns is
 a slot of 16 KB: two halves of 32 columns for each of the 8 warps. A tile of 8 rows is half a slot:
-64 columns for each warp.
+64 columns for each warp. Those of two steps make a slot, so that the ring has no half empty ones.
 """
 
 from dataclasses import dataclass
@@ -149,7 +149,10 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
 
 
 def _to_slots(units: Tensor) -> Tensor:
-    """[blocks, units, row, step, *columns] → [blocks, step, slots · values]."""
+    """[blocks, units, row, step, *columns] → [blocks, slots · values].
+
+    Two steps at a time: tiles of the first, tiles of the second, what both have of 8 rows.
+    """
     blocks, count, _, steps = units.shape[:4]
     full = count // 2 * 2
     # b blocks, t tile, h half of its rows, g row, s step, w warp, p part, q quad, m multiply,
@@ -157,20 +160,27 @@ def _to_slots(units: Tensor) -> Tensor:
     tiles = units[:, :full].unflatten(1, (-1, 2))  # b t h g s w p q m r e
     tiles = tiles.permute(0, 4, 1, 6, 5, 8, 3, 7, 9, 2, 10)  # b s t p w m g q r h e
     halves = units[:, full:].permute(0, 3, 1, 4, 5, 2, 6, 7, 8, 9)  # b s . w p g q m r e
+    both = tiles.reshape(blocks, steps, -1), halves.reshape(blocks, steps, -1)
     return torch.cat(
-        [tiles.reshape(blocks, steps, -1), halves.reshape(blocks, steps, -1)], dim=2
-    ).contiguous()
+        [part[:, at : at + 2].flatten(1) for at in range(0, steps, 2) for part in both], dim=1
+    )
 
 
 def _from_slots(slots: Tensor, steps: int) -> Tensor:
-    """The inverse of `_to_slots`."""
+    """The inverse of `_to_slots`, of [blocks, units, steps · values]."""
     blocks, count = slots.shape[:2]
     full = count // 2 * 2
-    split = slots.reshape(blocks, steps, count * SLOT_VALUES)
-    tiles, halves = split.split([full * SLOT_VALUES, (count - full) * SLOT_VALUES], dim=2)
+    sizes = [
+        part * min(2, steps - at) * SLOT_VALUES
+        for at in range(0, steps, 2)
+        for part in (full, count - full)
+    ]
+    parts = slots.reshape(blocks, -1).split(sizes, dim=1)
     w, p, q, m, r, e = _COLUMNS
+    tiles = torch.cat(parts[::2], dim=1)
     tiles = tiles.reshape(blocks, steps, full // 2, p, w, m, SLOT_ROWS, q, r, 2, e)
     tiles = tiles.permute(0, 2, 9, 6, 1, 4, 3, 7, 5, 8, 10).flatten(1, 2)
+    halves = torch.cat(parts[1::2], dim=1)
     halves = halves.reshape(blocks, steps, count - full, w, p, SLOT_ROWS, q, m, r, e)
     halves = halves.permute(0, 2, 5, 1, 3, 4, 6, 7, 8, 9)
     return torch.cat([tiles, halves], dim=1)

@@ -3,7 +3,8 @@
 A matrix [rows, columns] is cut along its rows into *units*, 8 rows each (16 for most gate_up, where
 a unit is 8 gate rows and the 8 up rows that belong to them), and along its columns into *steps* of
 512. A block owns consecutive units. Two units of 8 rows make a full tile for the m16n8k16 multiply;
-an odd one is a half tile. A full tile of one step fills a *slot* of the shared-memory ring, 16 KB.
+an odd one is a half tile. A full tile of one step fills a *slot* of the shared-memory ring, 16 KB;
+so do the half tiles of two steps.
 """
 
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ class Matrix:
     def unit_slots(self) -> int:
         """Slots of one unit and step."""
         return self.unit_rows // SLOT_ROWS
+
+    @property
+    def shares_slots(self) -> bool:
+        """Some block has an odd number of 8 rows, of which those of two steps share a slot."""
+        return self.unit_slots == 1 and (self.units % self.blocks > 0 or self.max_units % 2 == 1)
 
     def first_unit(self, block: int) -> int:
         """Where a block's units begin; `first_unit(blocks)` is the end."""

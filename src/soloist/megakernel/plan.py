@@ -41,8 +41,11 @@ COPIES_IN_FLIGHT = 3
 FEW_COPIES_IN_FLIGHT = 2
 FEW_LAYER_BYTES = 512 * 1024
 # Ranks wait for each other, too, and then hurry: copies while a third of the ring is free at most,
-# while two thirds are, and beyond.
+# while two thirds are, and beyond. Less so where little streams between exchanges; the lanes' wait
+# for nobody.
 RANKS_COPIES_IN_FLIGHT = (2, 3, 4)
+FEW_RANKS_COPIES_IN_FLIGHT = (2, 2, 3)
+FEW_RANKS_LAYER_BYTES = 1024 * 1024
 # Slots behind those of a full ring that come to the L2 meanwhile, and cycles from one to the next,
 # which is the memory's pace. Where blocks of several GPUs stream as little as that of a layer they
 # wait for each other with a full ring, and the stream disturbs them less, the more evenly it comes.
@@ -66,6 +69,10 @@ REDUCE_BYTES = 16 * 1024
 NEAR_BYTES = 192 * 1024
 # Positions that a split of more has at least on several GPUs, whose blocks stream little else.
 SPLIT_POSITIONS = 2 * PAGE_POSITIONS
+# Consecutive layers in which a split has the same block. On one GPU what a block streams for it has
+# to go round at once; ranks wait for it more than they stream, and code that is at hand is quicker.
+TURN_LAYERS = 1
+RANKS_TURN_LAYERS = 4
 # Pages that go to the same split: fewer partial results to merge.
 CHUNK_PAGES = 2
 # Slots whose weights wait in registers while the activations are on their way.
@@ -88,11 +95,16 @@ class Operation:
 
     @property
     def depth(self) -> int:
-        """Steps of activations in flight; a divisor of all steps where one is near enough."""
+        """Steps of activations in flight; a divisor of all steps where one is near enough.
+
+        Even, if not all steps, where two steps share a slot.
+        """
         steps = self.matrix.steps
         most = min(steps, MAX_DEPTH, max(2, UNROLLED_TILE_STEPS // self.group_tiles))
         near = most // 2 if self.spare_registers else 1
-        return next((d for d in range(most, near, -1) if steps % d == 0), most)
+        pairs = self.matrix.shares_slots
+        fit = [d for d in range(1, most + 1) if not pairs or d % 2 == 0 or d == steps]
+        return next((d for d in reversed(fit) if d > near and steps % d == 0), fit[-1])
 
 
 @dataclass(frozen=True)
@@ -312,6 +324,11 @@ class Plan:
         """A ring slot takes both granules of a page, not one."""
         return 4 * self.granule_bytes <= SLOT_BYTES
 
+    @property
+    def turn_layers(self) -> int:
+        """Layers after which the blocks of a KV head take turns at its splits."""
+        return TURN_LAYERS if self.ranks == 1 else RANKS_TURN_LAYERS
+
     # Memory --------------------------------------------------------------------------------------
 
     @cached_property
@@ -325,9 +342,11 @@ class Plan:
 
         With up to a third of the ring free, up to two thirds, and more.
         """
-        if self.layer_bytes <= FEW_LAYER_BYTES:
-            return (FEW_COPIES_IN_FLIGHT,) * 3
-        return RANKS_COPIES_IN_FLIGHT if self.ranks > 1 else (COPIES_IN_FLIGHT,) * 3
+        few = self.layer_bytes <= FEW_LAYER_BYTES
+        if self.ranks == 1:
+            return (FEW_COPIES_IN_FLIGHT if few else COPIES_IN_FLIGHT,) * 3
+        few |= self.model.lanes is None and self.layer_bytes <= FEW_RANKS_LAYER_BYTES
+        return FEW_RANKS_COPIES_IN_FLIGHT if few else RANKS_COPIES_IN_FLIGHT
 
     @property
     def head_copies_in_flight(self) -> int:

@@ -59,6 +59,7 @@ constexpr unsigned kSplits = 16u;
 constexpr unsigned kSplitBits = 4u;
 constexpr unsigned kNearPositions = 768u;
 constexpr unsigned kSplitPositions = 768u;
+constexpr unsigned kTurnLayers = 1u;
 constexpr unsigned kChunkPages = 2u;
 constexpr unsigned kEarlySlots = 4u;
 constexpr unsigned kRowTiles = 2u;

@@ -11,7 +11,12 @@
 #include "ops/hidden.cuh"
 
 inline constexpr u32 kHeadRows = (kGroup + 2) * kHeadDim;  // rows of q, k, v of one KV head
-inline constexpr u32 kTileSets = kRowTiles / kWarpTiles;  // warps that share a granule, for different rows
+// Warps that share a granule: for other rows each or, where one column leaves them none, for other values. Warps of a
+// quarter of the SM, which multiply in turn, do not share one.
+inline constexpr u32 kLaneWarps = kRowTiles / kWarpTiles;
+inline constexpr bool kSplitsValues = kMostColumns == 1 && kGroup <= 16 * kWarpTiles && kHeadDim % (32 * kLaneWarps) == 0;
+inline constexpr u32 kTileSets = kSplitsValues ? 1 : kLaneWarps, kValueSets = kSplitsValues ? kLaneWarps : 1;
+inline constexpr u32 kSetDim = kHeadDim / kValueSets;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 inline constexpr u32 kRowHalves = kMostColumns * kGroup > 8 ? 2 : 1;
 
@@ -28,6 +33,11 @@ __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
 // What the block serves: a KV head, as one of its blocks. The last blocks may have none.
 __device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
 __device__ __forceinline__ u32 own_place(const Context& cx) { return cx.block % kSplits; }
+
+// A warp's part in attention.
+__device__ __forceinline__ u32 softmax_lane(const Context& cx) { return cx.warp % kSoftmaxLanes; }
+__device__ __forceinline__ u32 row_set(const Context& cx) { return kTileSets > 1 ? cx.warp / kSoftmaxLanes : 0; }
+__device__ __forceinline__ u32 value_set(const Context& cx) { return kValueSets > 1 ? cx.warp / kSoftmaxLanes : 0; }
 
 // Consecutive columns of one sequence at rising positions, which have as many splits.
 struct ColumnGroup {
@@ -51,7 +61,7 @@ struct ColumnGroups {
     if (columns == 1) {  // what follows comes to this as well
       begins = sequences = 1;
       split_bits = split_bits_of(layer, c.position[0]);
-      split = (place - layer) % kSplits;
+      split = (place - layer / kTurnLayers) % kSplits;
       own = split >> split_bits == 0;
       return;
     }
@@ -74,8 +84,8 @@ struct ColumnGroups {
       if (lane >= o) before += x;
     }
     before -= begin ? 1u << split_bits : 0;
-    // Whose turn it is moves on with the layer, so that all blocks have as much to do.
-    split = (place - before - layer) % kSplits;
+    // Whose turn it is moves on with the layers, so that all blocks have as much to do.
+    split = (place - before - layer / kTurnLayers) % kSplits;
     own = __ballot_sync(~0u, begin && split >> split_bits == 0);
   }
   __device__ __forceinline__ ColumnGroup at(const Control& c, u32 begin) const {
@@ -390,14 +400,14 @@ __device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i3
 
 // Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
 struct Softmax {
-  float out[kWarpTiles][kHeadDim / 8][4];
+  float out[kWarpTiles][kSetDim / 8][4];
   float best[kWarpTiles][kRowHalves], total[kWarpTiles][kRowHalves];  // best: of scores to base 2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m) {
 #pragma unroll
-      for (u32 n = 0; n < kHeadDim / 8; ++n)
+      for (u32 n = 0; n < kSetDim / 8; ++n)
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
 #pragma unroll
@@ -406,8 +416,8 @@ struct Softmax {
   }
 
   // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the granule. `queries`: the
-  // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `last`: the
-  // position of each row; `partly`: some row does not see some position.
+  // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `values`: from the warp's
+  // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
   __device__ __forceinline__ void add(u32 queries, u32 tiles, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[kWarpTiles][kRowHalves], i32 window, bool partly, u32 lane) {
     const u32 g = lane / 4, q = lane % 4, swapped = kHeadDim % 64 == 0 ? g & 1 : 0;
@@ -476,7 +486,7 @@ struct Softmax {
         total[m][r] = total[m][r] * shrink + sum;
         if (shrinks) {
 #pragma unroll
-          for (u32 n = 0; n < kHeadDim / 8; ++n) {
+          for (u32 n = 0; n < kSetDim / 8; ++n) {
             out[m][n][2 * r] *= shrink;
             out[m][n][2 * r + 1] *= shrink;
           }
@@ -489,7 +499,7 @@ struct Softmax {
       }
     }
 #pragma unroll
-    for (u32 n = 0; n < kHeadDim / 8; n += 4) {
+    for (u32 n = 0; n < kSetDim / 8; n += 4) {
       uint4 v[4];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i)
@@ -529,7 +539,7 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
   constexpr u32 kRows = kAtOnce * kGroup;
   // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
   constexpr u32 kSwap = kHeadDim % 64 == 0 ? 7 : 3;
-  const u32 set = cx.warp % kTileSets, mine = cx.warp / kTileSets, r = cx.lane / 4, q = cx.lane % 4;
+  const u32 set = row_set(cx), dims = value_set(cx) * kSetDim, mine = softmax_lane(cx), r = cx.lane / 4, q = cx.lane % 4;
   const bool near = g.split_bits == 0;
   float* gather = reinterpret_cast<float*>(cx.shared.reduce());  // [lane][row][D]
   float2* stats = cx.shared.stats();                             // [lane][row]
@@ -552,12 +562,12 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
       for (u32 i = 0; i < kRowHalves; ++i) {
         const u32 row = (set * kWarpTiles + m) * 16 + r + 8 * i - first * kGroup;
         if (row >= rows) continue;
-        if (q == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
+        if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
         float2* to = reinterpret_cast<float2*>(gather + (mine * kRows + row) * kHeadDim + 2 * q);
         const u32 swap = row & kSwap;
 #pragma unroll
-        for (u32 n = 0; n < kHeadDim / 8; ++n)
-          to[(n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+        for (u32 n = 0; n < kSetDim / 8; ++n)
+          to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
       }
     cx.sync();
 #pragma unroll 1
@@ -608,7 +618,7 @@ struct GroupWork {
       skipped = walk.first_granule();
       end = 2 * pages - (walk.has(walk.ahead(pages - 1), 1) ? 0 : 1);
     }
-    own = cx.warp / kTileSets - walk.ordinal() * 2;
+    own = softmax_lane(cx) - walk.ordinal() * 2;
   }
   __device__ __forceinline__ i32 start(u32 granule) const {
     return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
@@ -622,7 +632,7 @@ struct GroupRows {
   __device__ __forceinline__ GroupRows(const Context& cx, const ColumnGroup& g) {
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m) {
-      const u32 row = (cx.warp % kTileSets * kWarpTiles + m) * 16;
+      const u32 row = (row_set(cx) * kWarpTiles + m) * 16;
       if (row < g.end * kGroup && row + 16 > g.begin * kGroup) tiles |= 1u << m;
 #pragma unroll
       for (u32 i = 0; i < kRowHalves; ++i)
@@ -672,7 +682,7 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
   park(cx, layer, own, stored, group, known);
   const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
-  const u32 queries = shared_address(cx.shared.queries()) + cx.warp % kTileSets * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
+  const u32 queries = shared_address(cx.shared.queries()) + row_set(cx) * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
   softmax.clear();
@@ -701,7 +711,8 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
         appended = true;
         __syncwarp();
       }
-      softmax.add(queries, rows.tiles, keys, keys + kGranuleBytes, start, rows.last, window,
+      const u32 values = keys + kGranuleBytes + value_set(cx) * kSetDim * (kGranulePositions * 2);
+      softmax.add(queries, rows.tiles, keys, values, start, rows.last, window,
                   window || behind > g.first_position, cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would

@@ -81,23 +81,13 @@ struct Producer {
     where->copies = ++issued;
   }
 
-  // Slots `begin` ... `end - 1` of this block's part of a matrix: for every step of K a slot for each tile of
-  // 16 rows, and half a slot for 8 rows left over.
+  // Slots `begin` ... `end - 1` of this block's part of a matrix, one after the other; the last one may be half a slot.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
-    if (lane < kStagingLanes && part.halves > 0) {
-      const u32 in_step = (part.halves + 1) / 2, step_bytes = part.halves * (kSlotBytes / 2);
-      end = min(end, part.steps * in_step);
-      u32 i = begin % in_step;  // within the step
-      const u8* step = part.source + begin / in_step * step_bytes;
+    if (lane < kStagingLanes) {
+      const u32 bytes = part.halves * part.steps * (kSlotBytes / 2);
+      end = min(end, (bytes + kSlotBytes - 1) / kSlotBytes);
 #pragma unroll 1
-      for (u32 n = begin; n < end; ++n) {
-        const u32 at = i * kSlotBytes;
-        copy<0>(step + at, min(kSlotBytes, step_bytes - at));
-        if (++i == in_step) {
-          i = 0;
-          step += step_bytes;
-        }
-      }
+      for (u32 n = begin; n < end; ++n) copy<0>(part.source + n * kSlotBytes, min(kSlotBytes, bytes - n * kSlotBytes));
     }
     __syncwarp();
   }

@@ -10,13 +10,13 @@
 // Columns that exchanged activations have room for: [columns / 32][columns of the round][32].
 inline constexpr u32 kRoomColumns = kMostColumns == 1 ? 1 : kMaxColumns;
 
-// Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step.
+// Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step, or four.
 template <class Op>
-inline constexpr u32 kChains = Op::kTiles <= 4 ? 2 : 1;
+inline constexpr u32 kChains = Op::kTiles <= 2 ? 4 : Op::kTiles <= 4 ? 2 : 1;
 // With one column both halves of a step come by one load: the second half takes the place of a second column, and of
 // each chain's sums only those with its own half are looked at. Fewer requests for what all blocks wait for.
 template <class Op>
-inline constexpr bool kPairs = kRoomColumns == 1 && kChains<Op> == 2;
+inline constexpr bool kPairs = kRoomColumns == 1 && kChains<Op> > 1;
 
 // Activations of the round in global memory.
 template <class Op>
@@ -87,8 +87,16 @@ struct Sums {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) c[t][k][i] = 0.0f;
   }
+  // Chain k has quarters k, k + kChains, … of a step: of the first half, the second, the first, the second.
+  __device__ __forceinline__ float(&chain(u32 t, u32 quarter))[4] { return c[t][quarter % kChains<Op>]; }
   __device__ __forceinline__ float total(u32 t, u32 i) const {
-    return kChains<Op> == 2 ? c[t][0][i] + c[t][kChains<Op> - 1][kPairs<Op> ? i | 1 : i] : c[t][0][i];
+    if constexpr (kChains<Op> == 1) {
+      return c[t][0][i];
+    } else {
+      const u32 second = kPairs<Op> ? i | 1 : i;
+      const float half = c[t][0][i] + c[t][1][second];
+      return kChains<Op> == 2 ? half : half + (c[t][kChains<Op> - 2][i] + c[t][kChains<Op> - 1][second]);
+    }
   }
 };
 
@@ -96,7 +104,7 @@ struct Sums {
 inline constexpr u32 kBatch = 2;
 static_assert(kBatch <= kRingSlots, "a warp takes that many before it releases one");
 
-// A warp's weights of one slot: 16 rows, or 8, of 64 columns of K.
+// A warp's weights of one slot: 16 rows of 64 columns of K, or 8 rows of them, and of those of the next step.
 struct Fragments {
   uint4 low[2], high[2];
 
@@ -110,6 +118,29 @@ struct Fragments {
   }
 };
 
+// Which slots come in `kDepth` steps: of two steps at a time the tiles of the first, those of the second, and the 8 rows
+// that both have left over if `kHalves` is odd.
+template <u32 kHalves, u32 kDepth>
+struct SlotOrder {
+  static constexpr u32 kTiles = kHalves / 2, kStepTiles = kTiles ? kTiles : 1;
+  static constexpr bool kOdd = kHalves % 2;
+  static constexpr u32 kCount = kDepth / 2 * kHalves + kDepth % 2 * (kTiles + kOdd);
+
+  static constexpr __device__ __forceinline__ bool is_lone(u32 i) { return i / kHalves == kDepth / 2; }
+  // 8 rows each of this step and, if there is one, of the next.
+  static constexpr __device__ __forceinline__ bool is_left_over(u32 i) {
+    return kOdd && i % kHalves == (is_lone(i) ? kTiles : 2 * kTiles);
+  }
+  static constexpr __device__ __forceinline__ u32 tile(u32 i) {
+    return is_left_over(i) ? kTiles : i % kHalves % kStepTiles;
+  }
+  // Among the `kDepth`.
+  static constexpr __device__ __forceinline__ u32 step(u32 i) {
+    return i / kHalves * 2 + (is_left_over(i) ? 0 : i % kHalves / kStepTiles);
+  }
+  static constexpr __device__ __forceinline__ bool is_full(u32 i) { return !is_left_over(i) || !is_lone(i); }
+};
+
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
 // the instruction cache, so loops are unrolled only as far as registers need constant indices.
 // kAgain: another group with the same activations follows.
@@ -119,10 +150,12 @@ struct Fragments {
 template <u32 kHalves, bool kAgain, class Op, class Arrived>
 __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums, const Arrived& arrived) {
+  using Order = SlotOrder<kHalves, Op::kDepth>;
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
-  constexpr u32 kStepSlots = (kHalves + 1) / 2, kSlots = Op::kDepth * kStepSlots;
+  constexpr u32 kSlots = Order::kCount;
   constexpr i32 kEarly = kAgain ? 0 : kSlots < kEarlySlots ? kSlots : kEarlySlots;  // groups need not wait
   static_assert(kEarly % kBatch == 0 || kEarly == kSlots, "whole batches");
+  static_assert(!Order::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   sums.clear();
   if (kAblation == kNoMultiply) return arrived();
   const u32 offset = warp * 1024 + lane * 16;
@@ -130,13 +163,42 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const G
   if (kEarly) {
     const u32 taken = ring.slot;
 #pragma unroll
-    for (i32 i = 0; i < kEarly; ++i)
-      early[i].load(ring.take() + offset, 2 * (i % kStepSlots) + 1 < kHalves);
+    for (i32 i = 0; i < kEarly; ++i) early[i].load(ring.take() + offset, Order::is_full(i));
     ring.release(lane, taken, kEarly);
   }
   arrived();
 #pragma unroll 1
   for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
+    const auto exists = [&](u32 d) { return d < Op::kDepth && (kWhole || first + d < Op::kSteps); };
+    // The first steps were asked for together and are all there.
+    const auto await_activations = [&](u32 d) {
+      if (first > 0 || Op::kSteps > Op::kDepth)
+#pragma unroll 1
+        while (!__all_sync(~0u, ahead.absent(d) == 0.0f) && !__all_sync(~0u, ahead.is_there(d)))
+          ahead.load(operand, d, first + d);
+    };
+    // After the last use of these activations: ask for those that take their registers.
+    const auto ask_for_next = [&](u32 d) {
+      const u32 next = first + d + Op::kDepth;
+      if (next < Op::kSteps || (kAgain && kWhole)) ahead.load(operand, d, next < Op::kSteps ? next : next - Op::kSteps);
+    };
+    const auto multiply_tile = [&](u32 t, u32 d, const Fragments& w) {
+      const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][Ahead<Op>::kLoads - 1];
+      const uint4(&x)[2] = w.low;
+      const uint4(&y)[2] = w.high;
+      mma(sums.chain(t, 0), x[0].x, x[0].y, x[0].z, x[0].w, b0.x, b0.y);
+      mma(sums.chain(t, 1), y[0].x, y[0].y, y[0].z, y[0].w, b1.x, b1.y);
+      mma(sums.chain(t, 2), x[1].x, x[1].y, x[1].z, x[1].w, b0.z, b0.w);
+      mma(sums.chain(t, 3), y[1].x, y[1].y, y[1].z, y[1].w, b1.z, b1.w);
+    };
+    // 8 rows, both halves of the step in half a slot.
+    const auto multiply_left_over = [&](u32 t, u32 d, const uint4(&x)[2]) {
+      const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][Ahead<Op>::kLoads - 1];
+      mma(sums.chain(t, 0), x[0].x, 0, x[0].y, 0, b0.x, b0.y);
+      mma(sums.chain(t, 1), x[1].x, 0, x[1].y, 0, b1.x, b1.y);
+      mma(sums.chain(t, 2), x[0].z, 0, x[0].w, 0, b0.z, b0.w);
+      mma(sums.chain(t, 3), x[1].z, 0, x[1].w, 0, b1.z, b1.w);
+    };
 #pragma unroll
     for (u32 i = 0; i < kSlots; i += kBatch) {
       const bool is_early = static_cast<i32>(i) < kEarly;
@@ -146,45 +208,29 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const G
       if (!is_early || first > 0) {
 #pragma unroll
         for (u32 j = 0; j < kBatch; ++j) {
-          const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots;
-          if (i + j >= kSlots || (!kWhole && first + d >= Op::kSteps)) continue;
-          const u32 at = ring.take() + offset;
+          if (i + j >= kSlots || !exists(Order::step(i + j))) continue;
+          Fragments& w = is_early ? early[i + j] : later[j];
+          w.load(ring.take() + offset, Order::is_full(i + j));
           ++count;
-          if (is_early) early[i + j].load(at, 2 * t + 1 < kHalves);
-          else later[j].load(at, 2 * t + 1 < kHalves);
         }
       }
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {
-        const u32 d = (i + j) / kStepSlots, t = (i + j) % kStepSlots, step = first + d;
-        if (i + j >= kSlots || (!kWhole && step >= Op::kSteps)) continue;
-        // The first steps were asked for together and are all there.
-        if (t == 0 && (first > 0 || Op::kSteps > Op::kDepth))
-#pragma unroll 1
-          while (!__all_sync(~0u, ahead.absent(d) == 0.0f) && !__all_sync(~0u, ahead.is_there(d)))
-            ahead.load(operand, d, step);
-        const uint4 b0 = ahead.b[d][0], b1 = ahead.b[d][Ahead<Op>::kLoads - 1];
-        float(&c0)[4] = sums.c[t][0];
-        float(&c1)[4] = sums.c[t][kChains<Op> - 1];
+        const u32 d = Order::step(i + j), t = Order::tile(i + j);
+        if (i + j >= kSlots || !exists(d)) continue;
         const Fragments& w = is_early ? early[i + j] : later[j];
-        const uint4(&x)[2] = w.low;
-        const uint4(&y)[2] = w.high;
-        if (2 * t + 1 < kHalves) {
-          mma(c0, x[0].x, x[0].y, x[0].z, x[0].w, b0.x, b0.y);
-          mma(c1, y[0].x, y[0].y, y[0].z, y[0].w, b1.x, b1.y);
-          mma(c0, x[1].x, x[1].y, x[1].z, x[1].w, b0.z, b0.w);
-          mma(c1, y[1].x, y[1].y, y[1].z, y[1].w, b1.z, b1.w);
-        } else {  // 8 rows, both halves of the step in half a slot
-          mma(c0, x[0].x, 0, x[0].y, 0, b0.x, b0.y);
-          mma(c1, x[1].x, 0, x[1].y, 0, b1.x, b1.y);
-          mma(c0, x[0].z, 0, x[0].w, 0, b0.z, b0.w);
-          mma(c1, x[1].z, 0, x[1].w, 0, b1.z, b1.w);
-        }
-        // The last use of these activations: ask for those that take their registers.
-        const u32 next = step + Op::kDepth;
-        if (t + 1 == kStepSlots && (next < Op::kSteps || (kAgain && kWhole))) {
-          const u32 wrapped = next < Op::kSteps ? next : next - Op::kSteps;
-          ahead.load(operand, d, wrapped);
+        if (!Order::is_left_over(i + j)) {
+          if (t == 0) await_activations(d);
+          multiply_tile(t, d, w);
+          if (t + 1 == Order::kTiles && !Order::kOdd) ask_for_next(d);
+        } else {
+#pragma unroll
+          for (u32 e = 0; e < 2; ++e) {
+            if (!exists(d + e)) continue;
+            if (t == 0) await_activations(d + e);
+            multiply_left_over(t, d + e, e ? w.high : w.low);
+            ask_for_next(d + e);
+          }
         }
       }
       if (count) ring.release(lane, taken, count);
