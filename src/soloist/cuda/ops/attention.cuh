@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / k
 __device__ __forceinline__ u32 own_place(const Context& cx) { return cx.block % kSplits; }
 
 // A warp's part in attention.
-__device__ __forceinline__ u32 softmax_lane(const Context& cx) { return cx.warp % kSoftmaxLanes; }
+__device__ __forceinline__ u32 softmax_lane(const Context& cx) { return kLaneWarps > 1 ? cx.warp % kSoftmaxLanes : cx.warp; }
 __device__ __forceinline__ u32 row_set(const Context& cx) { return kTileSets > 1 ? cx.warp / kSoftmaxLanes : 0; }
 __device__ __forceinline__ u32 value_set(const Context& cx) { return kValueSets > 1 ? cx.warp / kSoftmaxLanes : 0; }
 
