@@ -155,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     if (warp == kConsumerWarps)
       produce(params, control, where, Slots{slots, full, empty}, barriers.round, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
-      report(params, control, barriers);
+      // Its address anew: the compiler spills it rather than keep it until here.
+      report(params, at_shared<Control>(kept_address(dynamic) + kRingSlots * kSlotBytes + kShControl), barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch(where, params.fault, finished, full, empty, [&] { return missing_ranks(params, where); });
     else if (warp == kConsumerWarps + 2)
