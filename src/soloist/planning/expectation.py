@@ -8,24 +8,24 @@ and waiting add up. A layer has five exchanges; waiting is what they cost beyond
 
 Sources, all from H200s:
 
-- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.38
-  (`benchmarks/results/h200-bandwidth.json`) to 4.56 (`benchmarks/results/h200.json`), so up to 3 %
-  more is possible.
-- Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.55 TB/s, over
-  layers: 2.0 to 5.8 µs over fifteen rows, 3.4 in the middle; 3.0 goes with 4.44 TB/s. Contexts of
-  some 2,000 positions wait longest, where a few blocks of a KV head read all of its cache.
+- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.39
+  (`benchmarks/results/h200.json`) to 4.60 (`benchmarks/results/2-h200.json`), so up to 4 % more is
+  possible.
+- Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.44 TB/s, over
+  layers: 0.2 to 3.2 µs over fifteen rows, 1.7 in the middle; 2.0 are taken. Contexts of some 2,000
+  positions wait longest, where a few blocks of a KV head read all of its cache.
 - Waiting on 2 and 4 GPUs: the seven rows of dense models in `benchmarks/results/2-h200.json` wait
-  1.1 to 7.0 µs a layer, 3.0 in the middle, those in `benchmarks/results/4-h200.json` 4.1 to 8.7 µs
-  a layer, 6.3 in the middle. With 3.0 and 5.8 they are met within 4 % on 2 GPUs and 7 % on 4, but
-  for a 1B model at 2,048 positions, which makes 16 % fewer tokens on 2 and 16 % on 4: it waits
-  longest beside so few bytes (docs/experiments.md).
+  0.9 to 6.1 µs a layer, 2.6 in the middle, those in `benchmarks/results/4-h200.json` 4.1 to 8.7 µs
+  a layer, 6.3 in the middle, by a kernel before. With 2.5 and 5.8 they are met within 4 % on
+  2 GPUs and 7 % on 4, but for a 1B model at 2,048 positions, which makes 15 % fewer tokens on 2 and
+  16 % on 4: it waits longest beside so few bytes (docs/experiments.md).
 - Waiting on 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28 layers,
   hidden size 2,048, without attention and sampling, measured whole and as a stream alone, 339 and
   102 µs; the difference over 28 layers is the waiting. Wider models exchange more. It may well be
   less: the same chain waited 5.7 µs a layer on 2 GPUs.
-- Waiting with lanes: three rows of each of these files wait 2.7 to 3.7 µs a layer on 2 GPUs, 3.6
+- Waiting with lanes: three rows of each of these files wait 2.5 to 3.5 µs a layer on 2 GPUs, 3.6
   to 5.6 on 4.
-- Waiting of a step of several columns: 8 instead of 1 add 2.5 to 4.8 µs a layer there, and
+- Waiting of a step of several columns: 8 instead of 1 add 2.8 to 6.8 µs a layer there, and
   3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
 - Reading a prompt: its FLOPs at 76 % of the peak, or its weights once, and 65 µs a layer; times to
@@ -91,8 +91,8 @@ MEASURED = Measured(
     read_bandwidth=4.44e12,
     read_share=4.44 / 4.8,
     layer_wait_s={
-        1: 3.0e-6,
-        2: 3.0e-6,
+        1: 2.0e-6,
+        2: 2.5e-6,
         4: 5.8e-6,
         8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
     },

@@ -37,16 +37,16 @@ def test_the_chain_on_eight_gpus_is_met_within_3_percent():
 def test_stream_and_waiting_add_up():
     expected = expect(StepCost(4_000_000_000, 440_000_000, 4e9, 10), H200, 1)
     assert expected.stream_s == pytest.approx(1e-3)
-    assert expected.wait_s == pytest.approx(30e-6)
+    assert expected.wait_s == pytest.approx(20e-6)
     assert expected.compute_s == pytest.approx(4e9 / 989e12)
-    assert expected.token_s == pytest.approx(1.03e-3)
+    assert expected.token_s == pytest.approx(1.02e-3)
     assert expected.wall is Wall.BANDWIDTH
 
 
 def test_without_measurements_share_of_bandwidth_and_waiting_are_assumed():
     expected = expect(StepCost(4_440_000_000, 0, 4e9, 10), MI300X, 1)
     assert expected.stream_s == pytest.approx(4.44e9 / (5.3e12 * 0.925))
-    assert expected.wait_s == pytest.approx(30e-6)
+    assert expected.wait_s == pytest.approx(20e-6)
     assert not is_measured(Kind.DENSE, MI300X, 1)
     assert expect(StepCost(1, 0, 1, 10), RUBIN, 1).compute_s is None
 
@@ -106,4 +106,4 @@ def test_each_wall():
     assert expect(StepCost(10**7, 0, 1e7, 28), H200, 8).wall is Wall.EXCHANGES
     busy = expect(StepCost(10**9, 0, 1e15, 28), H200, 1)
     assert busy.wall is Wall.COMPUTE
-    assert busy.token_s == pytest.approx(1e15 / 989e12 + 28 * 3.0e-6)
+    assert busy.token_s == pytest.approx(1e15 / 989e12 + 28 * 2.0e-6)

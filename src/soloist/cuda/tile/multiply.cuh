@@ -153,8 +153,8 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const G
   using Order = SlotOrder<kHalves, Op::kDepth>;
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kSlots = Order::kCount;
-  // Sums of several columns and tiles in four chains leave registers for fewer.
-  constexpr u32 kMostEarly = kMostColumns > 1 && kChains<Op> == 4 ? kEarlySlots / 2 : kEarlySlots;
+  // Beside all that sampling several columns takes, sums in four chains leave registers for fewer.
+  constexpr u32 kMostEarly = kSamples && kMostColumns > 1 && kChains<Op> == 4 ? kEarlySlots / 2 : kEarlySlots;
   constexpr i32 kEarly = kAgain ? 0 : kSlots < kMostEarly ? kSlots : kMostEarly;  // groups need not wait
   static_assert(kEarly % kBatch == 0 || kEarly == kSlots, "whole batches");
   static_assert(!Order::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
