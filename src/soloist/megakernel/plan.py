@@ -41,8 +41,8 @@ COPIES_IN_FLIGHT = 3
 FEW_COPIES_IN_FLIGHT = 2
 FEW_LAYER_BYTES = 512 * 1024
 # Ranks wait for each other, too, and then hurry: copies while a third of the ring is free at most,
-# while two thirds are, and beyond. Less so where little streams between exchanges; the lanes' wait
-# for nobody.
+# while two thirds are, and beyond. Less so where little streams between exchanges, but for lanes,
+# which do not wait for sums.
 RANKS_COPIES_IN_FLIGHT = (2, 3, 4)
 FEW_RANKS_COPIES_IN_FLIGHT = (2, 2, 3)
 FEW_RANKS_LAYER_BYTES = 1024 * 1024

@@ -8,9 +8,8 @@ and waiting add up. A layer has five exchanges; waiting is what they cost beyond
 
 Sources, all from H200s:
 
-- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.39
-  (`benchmarks/results/h200.json`) to 4.60 (`benchmarks/results/2-h200.json`), so up to 4 % more is
-  possible.
+- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.36 to 4.60
+  (`benchmarks/results/2-h200.json`), so up to 4 % more is possible.
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.44 TB/s, over
   layers: 0.2 to 3.2 µs over fifteen rows, 1.7 in the middle; 2.0 are taken. Contexts of some 2,000
   positions wait longest, where a few blocks of a KV head read all of its cache.
