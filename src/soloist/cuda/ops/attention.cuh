@@ -19,6 +19,7 @@ inline constexpr u32 kTileSets = kSplitsValues ? 1 : kLaneWarps, kValueSets = kS
 inline constexpr u32 kSetDim = kHeadDim / kValueSets;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 inline constexpr u32 kRowHalves = kMostColumns * kGroup > 8 ? 2 : 1;
+inline constexpr bool kKnowsFewRows = kWarpTiles * kRowHalves > 1;
 
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   const i32 w = kWindow[layer];
@@ -398,6 +399,11 @@ __device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i3
   }
 }
 
+// The first operand of a multiply of 8 rows: those of one half of a tile.
+__device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
+  return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
+}
+
 // Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
 struct Softmax {
   float out[kWarpTiles][kSetDim / 8][4];
@@ -418,12 +424,14 @@ struct Softmax {
   // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the granule. `queries`: the
   // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `values`: from the warp's
   // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
-  __device__ __forceinline__ void add(u32 queries, u32 tiles, u32 keys, u32 values, i32 start,
+  // Of 8 rows, kTiles = kHalves = 1, `upper` says which half of a tile they are; they come to the same bits in the lower.
+  template <u32 kTiles, u32 kHalves>
+  __device__ __forceinline__ void add(u32 queries, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[kWarpTiles][kRowHalves], i32 window, bool partly, u32 lane) {
     const u32 g = lane / 4, q = lane % 4, swapped = kHeadDim % 64 == 0 ? g & 1 : 0;
-    float score[kWarpTiles][4][4];
+    float score[kTiles][4][4];
 #pragma unroll
-    for (u32 m = 0; m < kWarpTiles; ++m)
+    for (u32 m = 0; m < kTiles; ++m)
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
     // Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; see key_chunk for the swap.
@@ -435,25 +443,26 @@ struct Softmax {
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * (kHeadDim * 2));
 #pragma unroll
-      for (u32 m = 0; m < kWarpTiles; ++m) {
+      for (u32 m = 0; m < kTiles; ++m) {
         const u32 at = queries + (m * (kHeadDim / 32) + k) * 1024;
-        const uint4 low = load_shared(at), high = load_shared(at + 512);
+        uint4 low = load_shared(at), high = load_shared(at + 512);
+        if (kHalves < kRowHalves) low = lower_rows(low, upper), high = lower_rows(high, upper);
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) mma(score[m][t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) mma(score[m][t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
       }
     }
-    u32 weight[kWarpTiles][4][2];
+    u32 weight[kTiles][4][2];
 #pragma unroll
-    for (u32 m = 0; m < kWarpTiles; ++m) {
-      if (kWarpTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
+    for (u32 m = 0; m < kTiles; ++m) {
+      if (kTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) weight[m][t][0] = weight[m][t][1] = 0;
         continue;
       }
 #pragma unroll
-      for (u32 r = 0; r < kRowHalves; ++r) {
+      for (u32 r = 0; r < kHalves; ++r) {
         if (partly) {
 #pragma unroll
           for (u32 t = 0; t < 4; ++t)
@@ -495,7 +504,7 @@ struct Softmax {
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) {
         weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
-        weight[m][t][1] = kRowHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
+        weight[m][t][1] = kHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
       }
     }
 #pragma unroll
@@ -505,7 +514,7 @@ struct Softmax {
       for (u32 i = 0; i < 4; ++i)
         v[i] = load_shared(values + (8 * (n + i) + g) * (kGranulePositions * 2) + q * 16);
 #pragma unroll
-      for (u32 m = 0; m < kWarpTiles; ++m) {
+      for (u32 m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
           mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
@@ -530,49 +539,90 @@ __device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
   return turn(cx.params, kWsAttended, kWsAttendedBytes, epoch);
 }
 
-// The lanes' running softmaxes of one group become its attention (near), or this split's part of it (far).
-__device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 head) {
-  // Columns that fit the buffer at once.
-  constexpr u32 kColumnBytes = kSoftmaxLanes * kGroup * kHeadDim * 4, kFitting = kReduceBytes / kColumnBytes;
-  static_assert(kFitting > 0, "one column at least");
-  constexpr u32 kAtOnce = kFitting < kMostColumns ? kFitting : kMostColumns;
-  constexpr u32 kRows = kAtOnce * kGroup;
-  // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
-  constexpr u32 kSwap = kHeadDim % 64 == 0 ? 7 : 3;
-  const u32 set = row_set(cx), dims = value_set(cx) * kSetDim, mine = softmax_lane(cx), r = cx.lane / 4, q = cx.lane % 4;
-  const bool near = g.split_bits == 0;
-  float* gather = reinterpret_cast<float*>(cx.shared.reduce());  // [lane][row][D]
-  float2* stats = cx.shared.stats();                             // [lane][row]
-  u8* attended = attended_operand(cx, cx.layers_done);
-  float totals[kWarpTiles][kRowHalves];  // every lane of a quad holds the maximum but only a part of the sum
-#pragma unroll
-  for (u32 m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-    for (u32 i = 0; i < kRowHalves; ++i) {
-      totals[m][i] = softmax.total[m][i];
-      totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 1);
-      totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 2);
-    }
-#pragma unroll 1
-  for (u32 first = g.begin; first < g.end; first += kAtOnce) {
-    const u32 rows = min(kAtOnce, g.end - first) * kGroup;
+// Columns whose running softmaxes lie in shared memory until no more fit there or none is left: they are merged
+// together, and a warp that has none of one group's rows goes on with the next group's.
+inline constexpr u32 kColumnLanesBytes = kSoftmaxLanes * kGroup * kHeadDim * 4, kFitting = kReduceBytes / kColumnLanesBytes;
+static_assert(kFitting > 0, "one column at least");
+inline constexpr u32 kGatheredColumns = kFitting < kMostColumns ? kFitting : kMostColumns;
+// Rows swap groups of 8 values, so that lanes with different rows do not share banks.
+inline constexpr u32 kRowSwap = kHeadDim % 64 == 0 ? 7 : 3;
+
+// What is to become of a gathered column: its attention (near), or a split's part of it (far).
+struct Gathered {
+  u32 bits;  // near, column, split
+
+  static __device__ __forceinline__ Gathered of(u32 column, const ColumnGroup& g) {
+    return {(g.split_bits == 0 ? 1u : 0u) | column << 1 | g.split << 4};
+  }
+  __device__ __forceinline__ bool near() const { return bits & 1; }
+  __device__ __forceinline__ u32 column() const { return bits >> 1 & 7; }
+  __device__ __forceinline__ u32 split() const { return bits >> 4; }
+};
+static_assert(kMaxColumns <= 8, "three bits");
+
+struct LaneMerge {
+  u32 count = 0;    // of columns gathered
+  Gathered newest;  // the last of them; of more, shared memory tells
+
+  static __device__ __forceinline__ Gathered* gathered() {
+    __shared__ u32 bits[kGatheredColumns];
+    return reinterpret_cast<Gathered*>(bits);
+  }
+
+  // Softmaxes of a group's columns come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
+  // after it.
+  __device__ __forceinline__ void gather(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 first_row, u32 head,
+                                         bool empty, bool last) {
+    constexpr u32 kRows = kGatheredColumns * kGroup;
+    const u32 dims = value_set(cx) * kSetDim, mine = softmax_lane(cx), q = cx.lane % 4;
+    float* values = reinterpret_cast<float*>(cx.shared.reduce());
+    float2* stats = cx.shared.stats();     // [lane][row]
+    float totals[kWarpTiles][kRowHalves];  // every lane of a quad holds the maximum but only a part of the sum
 #pragma unroll
     for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
       for (u32 i = 0; i < kRowHalves; ++i) {
-        const u32 row = (set * kWarpTiles + m) * 16 + r + 8 * i - first * kGroup;
-        if (row >= rows) continue;
-        if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
-        float2* to = reinterpret_cast<float2*>(gather + (mine * kRows + row) * kHeadDim + 2 * q);
-        const u32 swap = row & kSwap;
-#pragma unroll
-        for (u32 n = 0; n < kSetDim / 8; ++n)
-          to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+        totals[m][i] = softmax.total[m][i];
+        totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 1);
+        totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 2);
       }
+#pragma unroll 1
+    for (u32 first = empty ? g.end : g.begin;;) {
+      const u32 columns = min(kGatheredColumns - count, g.end - first);
+#pragma unroll
+      for (u32 m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (u32 i = 0; i < kRowHalves; ++i) {
+          const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * kGroup, row = count * kGroup + of_group;
+          if (of_group >= columns * kGroup) continue;
+          if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
+          float2* to = reinterpret_cast<float2*>(values + (mine * kRows + row) * kHeadDim + 2 * q);
+          const u32 swap = row & kRowSwap;
+#pragma unroll
+          for (u32 n = 0; n < kSetDim / 8; ++n)
+            to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+        }
+      // All warps write the same.
+      if (kGatheredColumns > 1 && cx.lane < columns) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
+      newest = Gathered::of(first, g);
+      count += columns;
+      first += columns;
+      if (count == kGatheredColumns || (last && first == g.end)) merge(cx, head);
+      if (first == g.end) break;
+    }
+  }
+
+  // What was gathered is merged, lane after lane, and published.
+  __device__ __forceinline__ void merge(const Context& cx, u32 head) {
+    constexpr u32 kRows = kGatheredColumns * kGroup;
+    const float* values = reinterpret_cast<const float*>(cx.shared.reduce());
+    const float2* stats = cx.shared.stats();
+    u8* attended = attended_operand(cx, cx.layers_done);
     cx.sync();
 #pragma unroll 1
-    for (u32 i = cx.thread; i < rows * (kHeadDim / 2); i += kConsumerThreads) {
+    for (u32 i = cx.thread; i < count * kGroup * (kHeadDim / 2); i += kConsumerThreads) {
       const u32 row = i / (kHeadDim / 2), d = i % (kHeadDim / 2) * 2;
+      const Gathered of = kGatheredColumns > 1 ? gathered()[row / kGroup] : newest;
       float2 part[kSoftmaxLanes];
       float top = -kInfinity;
 #pragma unroll
@@ -584,25 +634,27 @@ __device__ __forceinline__ void merge_lanes(const Context& cx, const Softmax& so
       float x = 0.0f, y = 0.0f, total = 0.0f;
 #pragma unroll
       for (u32 v = 0; v < kSoftmaxLanes; ++v) {
-        const float2 sum = *reinterpret_cast<const float2*>(gather + (v * kRows + row) * kHeadDim + (d ^ (row & kSwap) * 8));
+        const float2 sum = *reinterpret_cast<const float2*>(values + (v * kRows + row) * kHeadDim + (d ^ (row & kRowSwap) * 8));
         const float weight = exp2_fast(part[v].x - base);
         x += sum.x * weight;
         y += sum.y * weight;
         total += part[v].y * weight;
       }
-      const u32 column = first + row / kGroup, query_head = head * kGroup + row % kGroup;
-      if (near) {
+      const u32 query_head = head * kGroup + row % kGroup;
+      if (of.near()) {
         const float scale = __fdividef(1.0f, total);
-        store_exchanged(operand_value(attended, column, query_head * kHeadDim + d), present(pack_pair(x * scale, y * scale)));
+        store_exchanged(operand_value(attended, of.column(), query_head * kHeadDim + d),
+                        present(pack_pair(x * scale, y * scale)));
         continue;
       }
-      store_exchanged(partial_values(cx, cx.layers_done, column, query_head) + g.split * kHeadDim + d, present(x), present(y));
+      store_exchanged(partial_values(cx, cx.layers_done, of.column(), query_head) + of.split() * kHeadDim + d, present(x), present(y));
       if (d == 0)
-        store_exchanged(partial_stats(cx, cx.layers_done, column, query_head) + g.split, present(top), present(total));
+        store_exchanged(partial_stats(cx, cx.layers_done, of.column(), query_head) + of.split(), present(top), present(total));
     }
     cx.sync();
+    count = 0;
   }
-}
+};
 
 // What a warp has to know of a group, computed while the queries are on their way: of the cache, the same in all
 // lanes …
@@ -627,17 +679,22 @@ struct GroupWork {
 // … and of the rows.
 struct GroupRows {
   u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
+  bool few;       // all of them are in one half of one tile
+  u32 first;      // of the tiles, or of that half
   i32 last[kWarpTiles][kRowHalves];
 
   __device__ __forceinline__ GroupRows(const Context& cx, const ColumnGroup& g) {
+    const u32 begin = g.begin * kGroup, end = g.end * kGroup, own = row_set(cx) * kWarpTiles * 16;
 #pragma unroll
-    for (u32 m = 0; m < kWarpTiles; ++m) {
-      const u32 row = (row_set(cx) * kWarpTiles + m) * 16;
-      if (row < g.end * kGroup && row + 16 > g.begin * kGroup) tiles |= 1u << m;
+    for (u32 m = 0; m < kWarpTiles; ++m)
+      if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
+    few = kKnowsFewRows && tiles && begin / 8 == (end - 1) / 8;
+    first = few ? begin / 8 * 8 : own;
+#pragma unroll
+    for (u32 m = 0; m < kWarpTiles; ++m)
 #pragma unroll
       for (u32 i = 0; i < kRowHalves; ++i)
-        last[m][i] = cx.shared.control().position[min((row + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
-    }
+        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / kGroup, kMaxColumns - 1)];
   }
 };
 
@@ -677,12 +734,12 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& s
 }
 
 __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, u32& stored, ColumnGroup& group,
-                                             const GroupWork& known, const GroupRows& rows) {
-  if (known.end == 0) return;
+                                             const GroupWork& known, const GroupRows& rows, LaneMerge& merging) {
+  if (known.end == 0 && merging.count == 0) return;
   park(cx, layer, own, stored, group, known);
   const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
-  const u32 queries = shared_address(cx.shared.queries()) + row_set(cx) * kWarpTiles * (kHeadDim / 32) * 1024 + cx.lane * 16;
+  const u32 queries = shared_address(cx.shared.queries()) + rows.first / 16 * (kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = kWindow[layer];
   Softmax softmax;
   softmax.clear();
@@ -712,8 +769,11 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
         __syncwarp();
       }
       const u32 values = keys + kGranuleBytes + value_set(cx) * kSetDim * (kGranulePositions * 2);
-      softmax.add(queries, rows.tiles, keys, values, start, rows.last, window,
-                  window || behind > g.first_position, cx.lane);
+      const bool partly = window || behind > g.first_position;
+      if (kKnowsFewRows && rows.few)
+        softmax.add<1, 1>(queries, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
+      else
+        softmax.add<kWarpTiles, kRowHalves>(queries, rows.tiles, false, keys, values, start, rows.last, window, partly, cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.
@@ -726,7 +786,7 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
     begin = stop;
   }
   unpark(cx, layer, own, stored, group);
-  merge_lanes(cx, softmax, group, own_head(cx));
+  merging.gather(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
 }
 
 // The splits that hold something a column sees: `count` of them from `first` on, in turn.
@@ -861,9 +921,10 @@ __device__ __forceinline__ void attention(Context& cx, u32& layer) {
     GroupRows rows(cx, g);
     prepare_heads(cx, layer, own_head(cx), groups);
     cx.mark();
+    LaneMerge merging;
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, layer, own, stored, g, work, rows);
+      attend_group(cx, layer, own, stored, g, work, rows, merging);
       own &= own - 1;
       if (!own) break;
       if constexpr (!kMovesRegisters) groups = grouped();
