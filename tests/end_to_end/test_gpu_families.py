@@ -19,7 +19,11 @@ from soloist.jit.source import Source
 from soloist.megakernel import launch
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
 from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan
+from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
+from soloist.prefill.elementwise import rope_table
+from soloist.prefill.pages import PagePool
 from unit.megakernel.assembly import assembly
 from unit.prefill.models import random_weights
 
@@ -74,3 +78,53 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
         assert torch.equal(
             forced_logits(kernel.decoder, ids, columns, config.vocab_size), one_by_one
         )
+
+
+def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
+    """Eight of them, with random keys and values at all positions."""
+    config, plan = configured(name, folder, like=arch)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = {k: v.to(device, torch.bfloat16) for k, v in random_weights(config).items()}
+    pages = torch.arange(MAX_COLUMNS * (CONTEXT // PAGE_POSITIONS), dtype=torch.int32)
+    layers, heads = plan.share.num_layers, plan.pool_kv_heads
+    pool = PagePool(layers, heads, plan.head_dim, len(pages), torch.bfloat16, device)
+    torch.manual_seed(0)
+    pool.tensor.normal_()
+    rope = rope_table(plan.share.rope, plan.head_dim, CONTEXT, device)
+    decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
+    decoder.page_tables.copy_(pages.view(MAX_COLUMNS, -1))
+    return decoder
+
+
+def kept_logits(decoder: Decoder, columns: list[Column], rounds: int) -> Tensor:
+    """[rounds, columns, V]"""
+    kept = torch.zeros(rounds, len(columns), decoder.logits.shape[1], device="cuda")
+    decoder.run(columns, rounds, logits=kept)
+    return kept
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-tied-64", "llama-untied-biases-32", "llama-one-kv-head-128", "mistral-window-96",
+        "qwen3-norms-128", "qwen3-wide-32",
+    ],
+)  # fmt: skip
+def test_sequences_of_any_length_do_not_touch_each_other(
+    name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block attends to several of them: some whole, parts of others, nothing of an empty part."""
+    monkeypatch.setattr(Plan, "near_positions", property(lambda _: PAGE_POSITIONS))
+    decoder = decoder_of_sequences(name, arch, tmp_path)
+    rounds, given = 3, [5, 7, 11]
+    starts = (186, 3, 140, 127, 64, 63, 100)
+    apart = [[Column(i, start, given)] for i, start in enumerate(starts)]
+    # Two positions of one sequence at a time, where a split begins; and its neighbours.
+    apart[3] = [Column(3, 126, given, stride=2), Column(3, 127, given, stride=2)]
+    together = kept_logits(decoder, [column for columns in apart for column in columns], rounds)
+    assert torch.isfinite(together).all()
+    first = 0
+    for columns in apart:
+        alone = kept_logits(decoder, columns, rounds)
+        assert torch.equal(alone, together[:, first : first + len(columns)])
+        first += len(columns)

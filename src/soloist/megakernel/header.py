@@ -8,6 +8,7 @@ from typing import TypeAlias
 from soloist.megakernel.plan import (
     CHUNK_PAGES,
     CONSUMER_WARPS,
+    COPIES_IN_FLIGHT,
     FETCH_CYCLES,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
@@ -131,6 +132,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
         "kHeadCopies": plan.head_copies_in_flight,
+        "kPageCopies": COPIES_IN_FLIGHT,
         "kFetchSlots": plan.fetch_slots,
         "kFetchCycles": FETCH_CYCLES,
         "kAblation": build.ablation,

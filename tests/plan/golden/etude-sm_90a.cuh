@@ -47,6 +47,7 @@ constexpr unsigned kCopies = 2u;
 constexpr unsigned kHalfCopies = 2u;
 constexpr unsigned kEmptyCopies = 2u;
 constexpr unsigned kHeadCopies = 3u;
+constexpr unsigned kPageCopies = 3u;
 constexpr unsigned kFetchSlots = 0u;
 constexpr unsigned kFetchCycles = 800u;
 constexpr unsigned kAblation = 0u;

@@ -19,7 +19,8 @@ inline constexpr u32 kTileSets = kSplitsValues ? 1 : kLaneWarps, kValueSets = kS
 inline constexpr u32 kSetDim = kHeadDim / kValueSets;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 inline constexpr u32 kRowHalves = kMostColumns * kGroup > 8 ? 2 : 1;
-inline constexpr bool kKnowsFewRows = kWarpTiles * kRowHalves > 1;
+// A warp that takes several tiles knows a way for up to 8 rows, such as one column's: it multiplies a quarter as much.
+inline constexpr bool kKnowsFewRows = kWarpTiles > 1;
 
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   const i32 w = kWindow[layer];
@@ -701,7 +702,7 @@ struct GroupRows {
 // Where threads have few registers, what a warp need not have at hand while it walks through the cache is parked in
 // shared memory. All its lanes write and read the same.
 struct Parked {
-  u32 round, layer, layers_done, columns, reductions, own, stored;
+  u32 round, layer, layers_done, columns, reductions, own, stored, gathered;
   float scale;
   ColumnGroup group;
   GroupWork work;
@@ -710,14 +711,14 @@ __device__ __forceinline__ Parked& parked(const Context& cx) {
   __shared__ u32 of_warp[kConsumerWarps][sizeof(Parked) / 4];
   return *reinterpret_cast<Parked*>(of_warp[cx.warp]);
 }
-__device__ __forceinline__ void park(const Context& cx, u32 layer, u32 own, u32 stored, const ColumnGroup& g,
+__device__ __forceinline__ void park(const Context& cx, u32 layer, u32 own, u32 stored, u32 gathered, const ColumnGroup& g,
                                      const GroupWork& work) {
   if constexpr (!kMovesRegisters) {
-    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, own, stored, cx.scale, g, work};
+    parked(cx) = Parked{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, own, stored, gathered, cx.scale, g, work};
     __syncwarp();
   }
 }
-__device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& stored, ColumnGroup& g) {
+__device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& stored, u32& gathered, ColumnGroup& g) {
   if constexpr (!kMovesRegisters) {
     const Parked& p = parked(cx);
     cx.round = p.round;
@@ -727,6 +728,7 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& s
     cx.reductions = p.reductions;
     own = p.own;
     stored = p.stored;
+    gathered = p.gathered;
     cx.scale = p.scale;
     g = p.group;
     cx.forget_addresses();
@@ -736,7 +738,7 @@ __device__ __forceinline__ void unpark(Context& cx, u32& layer, u32& own, u32& s
 __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, u32& stored, ColumnGroup& group,
                                              const GroupWork& known, const GroupRows& rows, LaneMerge& merging) {
   if (known.end == 0 && merging.count == 0) return;
-  park(cx, layer, own, stored, group, known);
+  park(cx, layer, own, stored, merging.count, group, known);
   const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork& work = kMovesRegisters ? known : parked(cx).work;
   const u32 queries = shared_address(cx.shared.queries()) + rows.first / 16 * (kHeadDim / 32) * 1024 + cx.lane * 16;
@@ -785,7 +787,7 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
     cx.ring.advance(slots);
     begin = stop;
   }
-  unpark(cx, layer, own, stored, group);
+  unpark(cx, layer, own, stored, merging.count, group);
   merging.gather(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
 }
 
@@ -805,7 +807,7 @@ struct Splits {
 };
 
 // Partial results of several splits: eight values, and what they are scaled by.
-inline constexpr u32 kMergeSplits = 4;  // asked for at once
+inline constexpr u32 kMergeLanes = 4, kMergeSplits = 4;  // splits that each of so many lanes asks for at once
 struct Merging {
   float top = -kInfinity, total = 0.0f, sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 
@@ -814,10 +816,10 @@ struct Merging {
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) sum[n] *= weight;
   }
-  // Splits `begin`, … four at a time, and on by `step`.
-  __device__ __forceinline__ void add(const Splits& splits, u32 begin, u32 step, const float2* stats, const float* values) {
+  // Those of one lane; where there are few splits, each lane has one.
+  __device__ __forceinline__ void add(const Splits& splits, u32 lane, const float2* stats, const float* values) {
 #pragma unroll 1
-    for (u32 i = begin; i < splits.count; i += step) {
+    for (u32 i = lane; i < splits.count; i += kMergeLanes * kMergeSplits) {
       float2 s[kMergeSplits];
       float4 low[kMergeSplits], high[kMergeSplits];
 #pragma unroll 1
@@ -827,8 +829,8 @@ struct Merging {
         for (u32 j = 0; j < kMergeSplits; ++j) {
           s[j] = make_float2(-kInfinity, 0.0f);
           low[j] = high[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + j >= splits.count) continue;
-          const u32 split = splits.at(i + j);
+          if (i + j * kMergeLanes >= splits.count) continue;
+          const u32 split = splits.at(i + j * kMergeLanes);
           s[j] = load_exchanged2(&stats[split].x);
           low[j] = load_exchanged4(values + split * kHeadDim);
           high[j] = load_exchanged4(values + split * kHeadDim + 4);
@@ -844,6 +846,7 @@ struct Merging {
       top = best;
 #pragma unroll
       for (u32 j = 0; j < kMergeSplits; ++j) {
+        if (i + j * kMergeLanes >= splits.count) break;
         const float w = exp2_fast(s[j].x - top);
         total += s[j].y * w;
         sum[0] += low[j].x * w, sum[1] += low[j].y * w, sum[2] += low[j].z * w, sum[3] += low[j].w * w;
@@ -865,24 +868,24 @@ struct Merging {
 // Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome. Four
 // lanes merge eight values.
 __device__ __forceinline__ void merge_far(const Context& cx, u32 layer, u32 head, u32 place) {
-  constexpr u32 kPieces = kGroup * kHeadDim / 8, kQuads = kConsumerThreads / 4;
+  constexpr u32 kPieces = kGroup * kHeadDim / 8, kAtOnce = kConsumerThreads / kMergeLanes;
   const Control& control = cx.shared.control();
   const u32 far = __ballot_sync(~0u, split_bits_of(layer, control.position[min(cx.lane, cx.columns - 1)]) > 0);
   if (!far) return;
   u8* now = attended_operand(cx, cx.layers_done);
-  const u32 pieces = cx.columns * kPieces, q = cx.lane % 4;
+  const u32 pieces = cx.columns * kPieces, q = cx.lane % kMergeLanes;
 #pragma unroll 1
-  for (u32 i = cx.thread / 4 * kSplits + place; __any_sync(~0u, i < pieces); i += kQuads * kSplits) {
+  for (u32 i = cx.thread / kMergeLanes * kSplits + place; __any_sync(~0u, i < pieces); i += kAtOnce * kSplits) {
     const u32 column = min(i / kPieces, cx.columns - 1), k = i % kPieces * 8;
     const bool valid = i < pieces && (far >> column & 1);
     Merging merging;
     if (valid)
-      merging.add(Splits(control, layer, column), q * kMergeSplits, 4 * kMergeSplits,
+      merging.add(Splits(control, layer, column), q,
                   partial_stats(cx, cx.layers_done, column, head * kGroup + k / kHeadDim),
                   partial_values(cx, cx.layers_done, column, head * kGroup + k / kHeadDim) + k % kHeadDim);
     __syncwarp();
-    merging.join(1);
-    merging.join(2);
+#pragma unroll
+    for (u32 apart = 1; apart < kMergeLanes; apart *= 2) merging.join(apart);
     if (!valid || q != 0) continue;
     const float scale = 1.0f / merging.total;
     const float(&x)[8] = merging.sum;

@@ -61,14 +61,14 @@ struct Producer {
     return mbarrier_test(slots.empty + (slot + ahead - (wraps ? kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
   }
 
-  // With so many in flight, this one included: as the plan says if 0. Called by the staging lanes.
-  template <u32 kInFlight>
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes) {
+  // Called by the staging lanes.
+  template <bool kOfPage>
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    if (kInFlight || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
-    if (const u32 in_flight = kInFlight ? kInFlight : planned(); in_flight < kRingSlots && issued >= in_flight) {
+    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < kRingSlots && issued >= in_flight) {
       const bool wraps = slot < in_flight;
       const u32 earlier = wraps ? slot + kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
@@ -87,13 +87,14 @@ struct Producer {
       const u32 bytes = part.halves * part.steps * (kSlotBytes / 2);
       end = min(end, (bytes + kSlotBytes - 1) / kSlotBytes);
 #pragma unroll 1
-      for (u32 n = begin; n < end; ++n) copy<0>(part.source + n * kSlotBytes, min(kSlotBytes, bytes - n * kSlotBytes));
+      for (u32 n = begin; n < end; ++n) copy<false>(part.source + n * kSlotBytes, min(kSlotBytes, bytes - n * kSlotBytes));
     }
     __syncwarp();
   }
 
-  // The pages of all columns that this block attends to; page ids are read 32 at a time. Few blocks have any and the
-  // others wait for them, so as many copies are in flight as the ring has room for.
+  // The pages of all columns that this block attends to; page ids are read 32 at a time. Where few blocks have any the
+  // others wait for them, and where they are many they take longer than all else: so as many copies are in flight as the
+  // ring has room for. In between all blocks would ask for theirs while q, k and v are exchanged, and that would wait.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = lane_block() / kSplits;
     if (head >= kKvHeads) return;
@@ -103,6 +104,9 @@ struct Producer {
       const ColumnGroup g = groups.at(control, __ffs(own) - 1);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
       PageWalk walk(g, layer);
+      const u32 num_groups = kMostColumns > 1 ? __popc(groups.own) : 1;
+      const u32 num_slots = num_groups * walk.count() * (kPageSlot ? 1 : 2);
+      const u32 most = num_groups > 1 && num_slots <= 2 * kRingSlots ? kPageCopies : kRingSlots;
 #pragma unroll 1
       while (walk.any()) {
         const i32 mine = walk.ahead(lane);
@@ -117,7 +121,7 @@ struct Producer {
           for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
                 params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy<kRingSlots>(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes);
+            copy<true>(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, most);
           }
         }
       }
