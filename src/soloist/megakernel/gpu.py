@@ -34,6 +34,11 @@ class Gpu:
         return self.arch.endswith("a")
 
     @property
+    def is_tuned(self) -> bool:
+        """Kernels were weighed on it. Elsewhere they were only compiled, with fewer registers."""
+        return self.arch == "sm_90a"
+
+    @property
     def consumer_registers(self) -> int:
         """Of each thread that multiplies."""
         return _MOVED_CONSUMER_REGISTERS if self.moves_registers else _START_REGISTERS

@@ -148,6 +148,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kTurnLayers": plan.turn_layers,
         "kChunkPages": CHUNK_PAGES,
         "kEarlySlots": plan.early_slots,
+        "kMostChains": plan.most_chains,
+        "kBatch": plan.batch_slots,
         "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": plan.softmax_lanes,

@@ -61,8 +61,11 @@ HEAD_GROUP_TILES = 8
 # Of a consumer thread, for all but a multiply's sums, and for those of a tile.
 MULTIPLY_REGISTERS = 120
 TILE_REGISTERS = 4
-# A consumer warp takes two slots of the ring before it gives one back.
-LEAST_RING_SLOTS = 2
+# Sums of a tile that a warp adds to side by side, and slots that it takes before it gives one back.
+MOST_CHAINS, BATCH_SLOTS = 4, 2
+# The same where nobody has seen whether they are worth their registers.
+FEW_CHAINS, FEW_BATCH_SLOTS = 2, 1
+LEAST_RING_SLOTS = BATCH_SLOTS
 REDUCE_BYTES = 16 * 1024
 # Keys and values up to which one block serves a column of one KV head: it saves merging partial
 # results, and they stream while the block waits for others anyway.
@@ -313,6 +316,16 @@ class Plan:
         """Slots whose weights wait in registers, where there are enough of both."""
         enough = self.gpu.moves_registers and self.ring_slots >= 2 * EARLY_SLOTS
         return EARLY_SLOTS if enough else 0
+
+    @property
+    def most_chains(self) -> int:
+        """Sums of one tile side by side, where a block has few tiles."""
+        return MOST_CHAINS if self.gpu.is_tuned else FEW_CHAINS
+
+    @property
+    def batch_slots(self) -> int:
+        """Slots that a consumer warp takes before it gives one back."""
+        return BATCH_SLOTS if self.gpu.is_tuned else FEW_BATCH_SLOTS
 
     @property
     def granule_bytes(self) -> int:

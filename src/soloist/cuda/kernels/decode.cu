@@ -47,7 +47,7 @@ __device__ __forceinline__ void conclude(Context& cx, const Barriers& barriers) 
 #pragma unroll(kMovesRegisters ? kMaxStops : 1)  // or few registers would spill
           for (i32 i = 0; i < start.num_stops; ++i) ended |= token == start.stops[i];
       }
-      if constexpr (kSamples) observe(cx.params, blockIdx.x, cx.lane, control.token[cx.lane]);
+      if constexpr (kSamples) observe(cx.params, cx.grid_block(), cx.lane, control.token[cx.lane]);
       control.position[cx.lane] += start.stride;
     }
     ended = __any_sync(~0u, ended);

@@ -174,8 +174,10 @@ struct Context {
     if (kTrace && thread == 0 && marks) *marks++ = sm_id();
   }
   __device__ __forceinline__ void sync() const { sync_consumers(); }
+  // Of all lanes here.
+  __device__ __forceinline__ u32 grid_block() const { return kLanesHere == 1 ? block : blockIdx.x; }
   // It speaks for its rank: to the host, and for it.
-  __device__ __forceinline__ bool is_first() const { return kLanesHere == 1 ? block == 0 : blockIdx.x == 0; }
+  __device__ __forceinline__ bool is_first() const { return grid_block() == 0; }
   __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
     const float* own = kLaneVectors ? params.vectors + static_cast<u64>(lane_here()) * kLaneVectors : params.vectors;
     return own + static_cast<u64>(layer) * kLayerVectors;

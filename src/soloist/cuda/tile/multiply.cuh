@@ -12,7 +12,7 @@ inline constexpr u32 kRoomColumns = kMostColumns == 1 ? 1 : kMaxColumns;
 
 // Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step, or four.
 template <class Op>
-inline constexpr u32 kChains = Op::kTiles <= 2 ? 4 : Op::kTiles <= 4 ? 2 : 1;
+inline constexpr u32 kChains = Op::kTiles <= 2 ? kMostChains : Op::kTiles <= 4 ? 2 : 1;
 // With one column both halves of a step come by one load: the second half takes the place of a second column, and of
 // each chain's sums only those with its own half are looked at. Fewer requests for what all blocks wait for.
 template <class Op>
@@ -100,8 +100,7 @@ struct Sums {
   }
 };
 
-// Slots that a warp takes together, so that their loads and multiplies overlap.
-inline constexpr u32 kBatch = 2;
+// A warp takes kBatch slots together, so that their loads and multiplies overlap.
 static_assert(kBatch <= kRingSlots, "a warp takes that many before it releases one");
 
 // A warp's weights of one slot: 16 rows of 64 columns of K, or 8 rows of them, and of those of the next step.
