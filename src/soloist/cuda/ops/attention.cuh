@@ -268,6 +268,7 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
                                                 u32 queried, u32 needed, u32 first, u32 vectors, bool has_value,
                                                 const FactorsKnown& factors_known) {
   constexpr u32 kPairs = HeadVector::kPairs, kHalf = HeadVector::kHalf;
+  const Shared shared = cx.shared.anew();
   const u32 queries = vectors - __popc(needed);
   const float* source = projected(cx, cx.layers_done, 0) + head * kHeadRows;
   // The last ones are those of values.
@@ -317,7 +318,7 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
   factors_known();
 #pragma unroll
   for (u32 v = 0; v <= kAtOnce; ++v) {
-    const float factor = cx.shared.control().factor[column[v]];
+    const float factor = shared.control().factor[column[v]];
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       low[v][j] *= factor;
@@ -328,13 +329,13 @@ __device__ __forceinline__ void prepare_vectors(const Context& cx, const HeadVec
       }
     }
   }
-  u8* fresh = cx.shared.new_kv();
+  u8* fresh = shared.new_kv();
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
     const u32 c = column[v], m = member[v];
-    vector.finish(low[v], high[v], m < kGroup ? cx.shared.queries() : fresh + c * (4 * kHeadDim),
+    vector.finish(low[v], high[v], m < kGroup ? shared.queries() : fresh + c * (4 * kHeadDim),
                   m < kGroup ? c * kGroup + m : kNoRow, m == kGroup,
-                  kRotated[layer] ? cx.shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane,
+                  kRotated[layer] ? shared.rope() + c * (kHeadDim / 2) : nullptr, cx.lane,
                   first + v * kConsumerWarps < vectors);
   }
   if (!has_value) return;
@@ -572,8 +573,8 @@ struct LaneMerge {
 
   // Softmaxes of a group's columns come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
   // after it.
-  __device__ __forceinline__ void gather(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 first_row, u32 head,
-                                         bool empty, bool last) {
+  __device__ __forceinline__ void gather(const Context& cx, const Softmax& softmax, const ColumnGroup& g, u32 first_row,
+                                         u32 head, bool empty, bool last) {
     constexpr u32 kRows = kGatheredColumns * kGroup;
     const u32 dims = value_set(cx) * kSetDim, mine = softmax_lane(cx), q = cx.lane % 4;
     float* values = reinterpret_cast<float*>(cx.shared.reduce());
@@ -648,7 +649,8 @@ struct LaneMerge {
                         present(pack_pair(x * scale, y * scale)));
         continue;
       }
-      store_exchanged(partial_values(cx, cx.layers_done, of.column(), query_head) + of.split() * kHeadDim + d, present(x), present(y));
+      float* to = partial_values(cx, cx.layers_done, of.column(), query_head) + of.split() * kHeadDim;
+      store_exchanged(to + d, present(x), present(y));
       if (d == 0)
         store_exchanged(partial_stats(cx, cx.layers_done, of.column(), query_head) + of.split(), present(top), present(total));
     }
@@ -775,7 +777,8 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
       if (kKnowsFewRows && rows.few)
         softmax.add<1, 1>(queries, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
       else
-        softmax.add<kWarpTiles, kRowHalves>(queries, rows.tiles, false, keys, values, start, rows.last, window, partly, cx.lane);
+        softmax.add<kWarpTiles, kRowHalves>(queries, rows.tiles, false, keys, values, start, rows.last, window, partly,
+                                            cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.

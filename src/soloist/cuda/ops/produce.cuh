@@ -61,7 +61,7 @@ struct Producer {
     return mbarrier_test(slots.empty + (slot + ahead - (wraps ? kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
   }
 
-  // Called by the staging lanes.
+  // `most`: copies of pages in flight, this one included; of weights the plan says. Called by the staging lanes.
   template <bool kOfPage>
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = kRingSlots) {
     if (kAblation >= kNoStream) return;

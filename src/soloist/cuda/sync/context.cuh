@@ -93,6 +93,13 @@ extern __shared__ __align__(128) u8 dynamic[];
 struct Shared {
   u8* base;
 
+  // Its address computed once more, where it would otherwise be spilled.
+  __device__ __forceinline__ Shared anew() const {
+    if constexpr (kMovesRegisters) return *this;
+    u32 address = shared_address(base);
+    asm volatile("" : "+r"(address));
+    return Shared{at_shared<u8>(address)};
+  }
   __device__ __forceinline__ u8* reduce() const { return base + kShReduce; }
   __device__ __forceinline__ u8* queries() const { return base + kShQueries; }
   __device__ __forceinline__ u8* new_kv() const { return base + kShNewKv; }
