@@ -53,12 +53,17 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
+def kept_logits(decoder: Decoder, columns: list[Column], rounds: int) -> Tensor:
+    """[rounds, columns, V]"""
+    kept = torch.zeros(rounds, len(columns), decoder.logits.shape[1], device="cuda")
+    decoder.run(columns, rounds, logits=kept)
+    return kept
+
+
 def forced_logits(decoder: Decoder, ids: list[int], columns: int, vocab_size: int) -> Tensor:
     """[T, V] of forced tokens, `columns` positions side by side."""
-    rounds = len(ids) // columns
-    kept = torch.zeros(rounds, columns, decoder.logits.shape[1], device="cuda")
     side_by_side = [Column(0, c, ids[c::columns], stride=columns) for c in range(columns)]
-    decoder.run(side_by_side, rounds, logits=kept)
+    kept = kept_logits(decoder, side_by_side, len(ids) // columns)
     return kept.flatten(0, 1)[:, :vocab_size]
 
 
@@ -94,13 +99,6 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
     decoder.page_tables.copy_(pages.view(MAX_COLUMNS, -1))
     return decoder
-
-
-def kept_logits(decoder: Decoder, columns: list[Column], rounds: int) -> Tensor:
-    """[rounds, columns, V]"""
-    kept = torch.zeros(rounds, len(columns), decoder.logits.shape[1], device="cuda")
-    decoder.run(columns, rounds, logits=kept)
-    return kept
 
 
 @pytest.mark.parametrize(
