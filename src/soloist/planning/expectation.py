@@ -8,27 +8,29 @@ and waiting add up. A layer has five exchanges; waiting is what they cost beyond
 
 Sources, all from H200s:
 
-- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.36 to 4.60
-  (`benchmarks/results/2-h200.json`), so up to 4 % more is possible.
+- Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.38 to 4.55
+  (`benchmarks/results/h200.json`, `4-h200.json`), so up to 2 % more is possible; after work at the
+  limit of its power one read 4.24.
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.44 TB/s, over
-  layers: 0.2 to 3.2 µs over fifteen rows, 1.7 in the middle; 2.0 are taken. Contexts of some 2,000
-  positions wait longest, where a few blocks of a KV head read all of its cache.
+  layers: -0.1 to 3.8 µs over fifteen rows, 1.8 in the middle; 2.0 are taken. Small models with much
+  context wait longest.
 - Waiting on 2 and 4 GPUs: the seven rows of dense models in `benchmarks/results/2-h200.json` wait
-  0.9 to 6.1 µs a layer, 2.6 in the middle, those in `benchmarks/results/4-h200.json` 4.1 to 8.7 µs
+  2.2 to 6.7 µs a layer, 3.4 in the middle, those in `benchmarks/results/4-h200.json` 4.1 to 8.7 µs
   a layer, 6.3 in the middle, by a kernel before. With 2.5 and 5.8 they are met within 4 % on
-  2 GPUs and 7 % on 4, but for a 1B model at 2,048 positions, which makes 15 % fewer tokens on 2 and
+  2 GPUs and 7 % on 4, but for a 1B model at 2,048 positions, which makes 17 % fewer tokens on 2 and
   16 % on 4: it waits longest beside so few bytes (docs/experiments.md).
 - Waiting on 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28 layers,
   hidden size 2,048, without attention and sampling, measured whole and as a stream alone, 339 and
   102 µs; the difference over 28 layers is the waiting. Wider models exchange more. It may well be
   less: the same chain waited 5.7 µs a layer on 2 GPUs.
-- Waiting with lanes: three rows of each of these files wait 2.5 to 3.5 µs a layer on 2 GPUs, 3.6
+- Waiting with lanes: three rows of each of these files wait 3.2 to 4.3 µs a layer on 2 GPUs, 3.6
   to 5.6 on 4.
-- Waiting of a step of several columns: 8 instead of 1 add 2.8 to 6.8 µs a layer there, and
+- Waiting of a step of several columns: 8 instead of 1 add 2.8 to 7.0 µs a layer there, and
   3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
-- Reading a prompt: its FLOPs at 76 % of the peak, or its weights once, and 65 µs a layer; times to
-  first token in that file, of 128 and 2,048 tokens, are within 15 % of it.
+- Reading a prompt: its FLOPs at 76 % of the peak, or its weights once at 80 % of the read
+  bandwidth, 40 µs a layer and 0.5 ms at the start; times to first token in that file, of 128 and
+  2,048 tokens, are within 15 % of it. Hosts differ: one prompt took 1.6 to 1.9 ms there.
 
 Elsewhere the same share of bandwidth and the same waiting are assumptions: GPUs that reach each
 other more slowly wait longer. So they are for models that Soloist does not run, whose layers are
@@ -103,9 +105,12 @@ MEASURED = Measured(
     "(src/soloist/planning/expectation.py)",
 )
 
-# Of a GPU's peak, while prompts are read; and what a layer takes beside its work.
+# Of a GPU's peak and of its read bandwidth, while prompts are read; what a layer takes beside its
+# work, and what a request takes beside its layers.
 PROMPT_FLOPS_SHARE = 0.76
-PROMPT_LAYER_S = 65e-6
+PROMPT_READ_SHARE = 0.8
+PROMPT_LAYER_S = 40e-6
+PROMPT_START_S = 0.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +172,9 @@ def prompt_s(cost: StepCost, layers: int, hardware: Hardware, gpus: int) -> floa
     """
     if hardware.flops is None:
         return None
-    stream = cost.weight_bytes / (_read_rate(hardware) * gpus)
+    stream = cost.weight_bytes / (_read_rate(hardware) * gpus * PROMPT_READ_SHARE)
     compute = cost.flops / (hardware.flops * gpus * PROMPT_FLOPS_SHARE)
-    return layers * PROMPT_LAYER_S + max(stream, compute)
+    return PROMPT_START_S + layers * PROMPT_LAYER_S + max(stream, compute)
 
 
 def _read_rate(hardware: Hardware) -> float:

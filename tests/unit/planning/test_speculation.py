@@ -9,7 +9,7 @@ from soloist.errors import SettingError
 from soloist.planning.bill import Costs, bill
 from soloist.planning.bounds import prompt_cost, step_cost
 from soloist.planning.cost import ApiPrices, Machine, Work
-from soloist.planning.expectation import PROMPT_LAYER_S, expect, prompt_s
+from soloist.planning.expectation import PROMPT_LAYER_S, PROMPT_START_S, expect, prompt_s
 from soloist.planning.hardware import find_hardware
 from soloist.planning.model import Model
 from soloist.planning.precision import SIXTEEN_BIT, find_precision
@@ -114,7 +114,7 @@ def test_reading_a_prompt_leaves_the_head_out() -> None:
     layers = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336) + 65 * 4096
     assert cost.weight_bytes == 2 * layers
     assert cost.flops == 2000 * (2 * layers + 4 * 32 * 128 * 1000 * 32)
-    expected = 32 * PROMPT_LAYER_S + cost.flops / (0.76 * 989e12)
+    expected = PROMPT_START_S + 32 * PROMPT_LAYER_S + cost.flops / (0.76 * 989e12)
     assert prompt_s(cost, 32, H200, 1) == pytest.approx(expected)
     assert prompt_s(cost, 32, RUBIN, 1) is None
 
