@@ -10,7 +10,7 @@ Sources, all from H200s:
 
 - Read bandwidth: 4.44 of 4.8 TB/s. H200s that were at hand read 4.38 to 4.55
   (`benchmarks/results/h200.json`, `4-h200.json`), so up to 2 % more is possible; after work at the
-  limit of its power one read 4.24.
+  limit of their power two read 4.24 and 4.26.
 - Waiting on one GPU: token times in `benchmarks/results/h200.json` less bytes / 4.44 TB/s, over
   layers: -0.1 to 3.8 µs over fifteen rows, 1.8 in the middle; 2.0 are taken. Small models with much
   context wait longest.
