@@ -91,6 +91,13 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             ),
             _SERVICES,
         ),
+        "etude-cpu-neighbours.json": File(
+            (
+                f"bench neighbours http://localhost:{_SERVICES[0].port} --name 'soloist serve' "
+                "--pid auto",
+            ),
+            _SERVICES[:1],
+        ),
     },
     "h200": {
         "h200.json": File(

@@ -197,6 +197,31 @@ def etude_loops() -> str:
     return table(headings, cells)
 
 
+def etude_neighbours() -> str:
+    """What other clients' requests do to a stream of étude."""
+    cells = [
+        (
+            r["neighbour"],
+            f"{r['neighbour_bytes'] / 1e6:.1f}" if r["neighbour_bytes"] else "–",
+            _speed(r, 1)[0],
+            "–" if r["gap_ms"] is None else f"{r['gap_ms']['max']:,.0f}",
+            "yes" if r["same_text"] else "no",
+            ", ".join(sorted({*r["neighbour_statuses"]})) or "–",
+            "–" if r["neighbour_s"] is None else f"{r['neighbour_s']['median']:.2f}",
+            "–" if r["health_ms"] is None else f"{r['health_ms']['max']:,.0f}",
+            "–" if r["memory_peak_bytes"] is None else f"{r['memory_peak_bytes'] / 1e6:,.0f}",
+            "–" if r["memory_after_bytes"] is None else f"{r['memory_after_bytes'] / 1e6:,.0f}",
+            "–" if r["memory_per_body_byte"] is None else f"{r['memory_per_body_byte']:.1f}",
+        )
+        for r in rows_of("etude-cpu-neighbours.json", "neighbours")
+    ]
+    headings = (
+        "neighbour", "its body MB", "tokens/s", "worst gap ms", "same text", "answered", "in s",
+        "worst health ms", "peak MB", "after MB", "a body's byte",
+    )  # fmt: skip
+    return table(headings, cells)
+
+
 def recorded() -> str:
     """Result files and what makes them."""
     cells = [
@@ -266,6 +291,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "etude-cpu": etude_cpu,
     "etude-servers": etude_servers,
     "etude-loops": etude_loops,
+    "etude-neighbours": etude_neighbours,
     "recorded": recorded,
     "fields": fields,
 }

@@ -175,6 +175,9 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("serve", "http://127.0.0.1:9", "--gpus", 2), "--gpus"),
         (("agent", "http://127.0.0.1:9", "--utilisation", 0.5), "--utilisation"),
         (("agent", "http://127.0.0.1:9", "--api-price", "cheap"), "--api-price"),
+        (("neighbours", "http://127.0.0.1:9", "--only", "loud"), "--only"),
+        (("neighbours", "http://127.0.0.1:9", "--pid", "x"), "--pid"),
+        (("neighbours", "http://127.0.0.1:9", "--pid", "auto"), "--pid"),
         (("startup", "etude", "--runs", 0), "--runs"),
         (("startup", "etude", "--gpus", 3), "--gpus"),
         (("prefill", "etude", "--gpus", 2, "--device", "cpu"), "--gpus"),
@@ -276,3 +279,20 @@ def test_an_agent_s_loop(soloist, tmp_path):
     assert soloist("bench", "report", file, "-o", page).status == 0
     assert "agent: s a loop" in page.read_text()
     assert soloist("bench", "compare", file, file).status == 0
+
+
+def test_neighbours_of_a_stream(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    with serving(Toy(4, tokens_per_s=2000)) as toy:
+        asked = ("bench", "neighbours", toy.url, "--only", "choices", "-n", 40, "--runs", 1)
+        done = soloist(*asked, "--api-key", "sk-secret", "--pid", "auto", "-o", file)
+        assert done.status == 0, done.err
+        toy.refuses = ("guided_choice",)
+        again = soloist(*asked, "--json", "--api-key=sk-secret")
+    alone, beside = json.loads(file.read_text())
+    assert (alone["bench"], alone["neighbour"]) == ("neighbours", "none")
+    assert (beside["neighbour"], beside["neighbour_statuses"]) == ("choices", ["200"])
+    assert beside["memory_before_bytes"] > 10**7
+    assert "sk-secret" not in file.read_text()
+    assert "choices" in done.out
+    assert json.loads(again.out)[1]["neighbour_statuses"] == ["400"]

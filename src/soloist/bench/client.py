@@ -76,6 +76,21 @@ class Client:
                 self.url, f"it lists no model ({_reason(error)})", "name one with --model"
             ) from error
 
+    def context_tokens(self, model: str) -> int | None:
+        """How many tokens a model takes at most, as the server lists it; None where it does not.
+
+        Raises:
+            ServerFailed: it cannot be reached.
+        """
+        try:
+            listed = self._http.get(f"{self.url}/models").json()["data"]
+            found = [one.get("max_model_len") for one in listed if one["id"] == model]
+        except httpx2.TransportError as error:
+            raise ServerFailed(self.url, _reason(error)) from error
+        except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        return int(found[0]) if found and isinstance(found[0], int) else None
+
     def ask(self, prompt: Prompt, max_tokens: int, model: str, extra: Mapping[str, Any]) -> Answer:
         """Send one greedy request and read its stream to the end.
 

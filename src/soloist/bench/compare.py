@@ -28,6 +28,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "prefill": (_TTFT,),
     "serve": (_DECODE, _TTFT),
     "agent": (Figure("loop_s", "s a loop", False), _DECODE),
+    "neighbours": (_DECODE, _TTFT),
     "startup": (Figure("total_s", "startup s", False),),
     "bandwidth": (Figure("gb_per_s", "read GB/s", True),),
 }
@@ -44,6 +45,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "agent": dict.fromkeys(
         ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")
     ),
+    "neighbours": dict.fromkeys(("shape", "api", "neighbour", "max_tokens")),
     "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache")),
     "bandwidth": dict.fromkeys(("device", "gpus", "method")),
 }
@@ -159,7 +161,7 @@ def _values(row: Json) -> dict[str, object]:
     if kind == "serve":
         asked = row.get("asked_prompt_tokens")
         values["asked_prompt_tokens"] = row.get("prompt_tokens") if asked is None else asked
-    if kind in ("serve", "agent"):
+    if kind in ("serve", "agent", "neighbours"):
         # Servers call one model by its folder, its owner and name, or its name.
         values["shape"] = _model_name(row)
     return values
@@ -174,6 +176,8 @@ def describe(row: Json) -> str:
         words.append(f"{tokens} + {row.get('new_tokens')}")
     if kind == "agent":
         words.append(f"{row.get('turns')} turns from {row.get('asked_prompt_tokens')}")
+    if kind == "neighbours":
+        words.append(f"beside {row.get('neighbour')}")
     if kind == "prefill":
         words.append(f"{row.get('prompt_tokens')} tokens")
     if row.get("gpus", 1) > 1:

@@ -431,4 +431,78 @@ class BandwidthRow:
     clocks: Clocks | None = None
 
 
-AnyRow = DecodeRow | PrefillRow | StartupRow | AccuracyRow | ServeRow | AgentRow | BandwidthRow
+@dataclass(frozen=True, slots=True)
+class NeighboursRow:
+    """What a client saw of its stream while another one's request was beside it.
+
+    Attributes:
+        bench: 'neighbours'.
+        engine, url, api, shape: as in `ServeRow`.
+        neighbour: kind of the other request; 'none' for the stream alone.
+        neighbour_bytes: of its body.
+        prompt_tokens: of the stream, by usage; None without.
+        max_tokens: of the stream.
+        runs: neighbours, one after the other.
+        streams: read meanwhile, at least one a run, and more until the neighbour had its answer.
+        counting: as in `ServeRow`.
+        ttft_ms: of these streams; None where none was read to its end.
+        decode_tokens_per_s: of these streams, as in `ServeRow`; None where one cannot be counted.
+        share_of_alone: the median of these speeds over that of the stream alone; None without one.
+        gap_ms: between instants at which tokens came, of all these streams.
+        same_text: every text is that of the first stream, which was read before all others.
+        text_sha256: of that text.
+        stream_errors: why streams broke, of those that did.
+        neighbour_statuses: status of each reply, or why there was none.
+        neighbour_s: from sending the request to the end of its reply; None without a neighbour.
+        health_ms: times of GET /health meanwhile, asked for twenty times a second.
+        health_statuses: all that were seen, or why there was none.
+        process: of the server, whose memory was read with that of all its descendants, every 20 ms;
+            None where none was named.
+        memory_before_bytes, memory_peak_bytes, memory_after_bytes: what they had taken before the
+            first neighbour, at most, and one second after the last; pages that they share count
+            once, and mapped files do not count.
+        memory_per_body_byte: by how much the peak exceeds what was taken before, over
+            neighbour_bytes; None without a process, or for bodies below a megabyte.
+        fields: beyond OpenAI's, that the server took.
+        versions, commit, command, date: as in `DecodeRow`.
+    """
+
+    bench: str
+    engine: str
+    url: str
+    api: str
+    shape: str
+    neighbour: str
+    neighbour_bytes: int
+    prompt_tokens: int | None
+    max_tokens: int
+    runs: int
+    streams: int
+    counting: str
+    ttft_ms: Spread | None
+    decode_tokens_per_s: Spread | None
+    share_of_alone: float | None
+    gap_ms: Percentiles | None
+    same_text: bool
+    text_sha256: str
+    stream_errors: tuple[str, ...]
+    neighbour_statuses: tuple[str, ...]
+    neighbour_s: Spread | None
+    health_ms: Percentiles | None
+    health_statuses: tuple[str, ...]
+    process: str | None
+    memory_before_bytes: int | None
+    memory_peak_bytes: int | None
+    memory_after_bytes: int | None
+    memory_per_body_byte: float | None
+    fields: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+AnyRow = (
+    DecodeRow | PrefillRow | StartupRow | AccuracyRow | ServeRow | AgentRow | NeighboursRow
+    | BandwidthRow
+)  # fmt: skip

@@ -596,6 +596,7 @@ def bench_accuracy(
 bench_app.command("prefill")(benching.prefill)
 bench_app.command("serve")(probing.serve)
 bench_app.command("agent")(probing.agent)
+bench_app.command("neighbours")(probing.neighbours)
 bench_app.command("bandwidth")(benching.bandwidth)
 bench_app.command("compare")(benching.compare)
 bench_app.command("report")(benching.report)

@@ -1,4 +1,4 @@
-"""`soloist bench serve` and `agent`: servers, measured from outside."""
+"""`soloist bench serve`, `agent` and `neighbours`: servers, measured from outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import typer
 
 from soloist.cli import benching
 from soloist.cli import options as o
-from soloist.errors import SettingError
+from soloist.errors import ServerFailed, SettingError
 
 if TYPE_CHECKING:
     from soloist.bench.client import Api
@@ -255,3 +255,80 @@ def agent(
         record.write(output, rows)
     tables.show_agent(rows, as_json=json)
     benching.hold_against(known, rows)
+
+
+def neighbours(
+    url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
+    api: _Api = "chat",
+    model: Annotated[
+        str | None, typer.Option(help="As the server calls it; default: the first listed.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the engine, for the rows; default: the address.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="Of neighbour; may be repeated. Default: every kind."),
+    ] = None,
+    pid: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a server on this machine, to read the memory of its processes; 'auto': "
+            "whichever listens on the URL's port."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Of the stream.")] = 256,
+    runs: Annotated[int, typer.Option(help="For each kind of neighbour.")] = 3,
+    patience: Annotated[
+        float, typer.Option(help="Seconds after which a neighbour without an answer hangs up.")
+    ] = 120.0,
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """What other clients' requests do to a stream of any OpenAI-compatible server.
+
+    One greedy stream is read alone, then beside large bodies of many kinds, a long prompt and a
+    health prober. For each: its speed, its longest gaps, whether its text changed, how the
+    neighbour's request ended, how long GET /health took, and what memory it cost.
+    """
+    from soloist.bench import neighbours as bench_neighbours
+    from soloist.bench import record
+    from soloist.cli import tables
+
+    route = _checked_api(api)
+    known = benching.read_baseline(baseline, threshold)
+    plan = bench_neighbours.Plan(
+        url=url,
+        api=route,
+        model=model,
+        key=api_key,
+        name=name,
+        kinds=tuple(only or ()),
+        pid=_checked_pid(pid, url),
+        max_tokens=max_tokens,
+        runs=runs,
+        patience_s=patience,
+    )
+    rows = bench_neighbours.measure(plan)
+    if output is not None:
+        record.write(output, rows)
+    tables.show_neighbours(rows, as_json=json)
+    if left := bench_neighbours.unmeasured(plan, rows):
+        told = f"it did not survive {rows[-1].neighbour}; not measured: {', '.join(left)}"
+        raise ServerFailed(url, told, "see the server's own log, and start it again")
+    benching.hold_against(known, rows)
+
+
+def _checked_pid(given: str | None, url: str) -> int | None:
+    from soloist.bench.process_memory import listener
+
+    if given is None:
+        return None
+    if given == "auto":
+        return listener(url)
+    if not given.isdecimal():
+        raise SettingError("--pid", given, "the number of a process, or auto")
+    return int(given)

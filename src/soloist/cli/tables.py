@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from soloist.cli.terminal import print_json
+from soloist.errors import gigabytes
 
 if TYPE_CHECKING:
     from soloist.bench.rows import (
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         BandwidthRow,
         Clocks,
         DecodeRow,
+        NeighboursRow,
         Percentiles,
         PrefillRow,
         ServeRow,
@@ -312,3 +314,47 @@ def _show_loop(row: "AgentRow") -> None:
             f"cost a step, by the API: {shown} (a million prompt tokens {prompt:g}, cached "
             f"{cached:g}, new {new:g})"
         )
+
+
+def show_neighbours(rows: "Sequence[NeighboursRow]", *, as_json: bool) -> None:
+    """What other requests do to a stream."""
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    first = rows[0]
+    memory = f" · memory of {first.process} and its descendants" if first.process else ""
+    print(
+        f"{first.shape} · {first.engine} · {first.api} · a stream of up to {first.max_tokens} new "
+        f"tokens, alone and beside one neighbour · {first.runs} runs · tokens counted by: "
+        f"{first.counting}{memory}"
+    )
+
+    def size(value: int | None) -> str:
+        return "–" if value is None else gigabytes(value)
+
+    show_table(
+        ("neighbour", "body", "tokens/s", "of alone", "gap ms 99 %", "worst", "same text",
+         "answered", "in s", "worst health ms", "memory before", "peak", "after", "a body's byte"),
+        [
+            (
+                row.neighbour,
+                size(row.neighbour_bytes or None),
+                "–" if row.decode_tokens_per_s is None else f"{row.decode_tokens_per_s.median:.1f}",
+                "–" if row.share_of_alone is None else f"{row.share_of_alone:.0%}",
+                *(("–", "–") if row.gap_ms is None else (
+                    f"{row.gap_ms.p99:,.1f}", f"{row.gap_ms.max:,.1f}")),
+                "yes" if row.same_text else "NO",
+                " ".join(sorted({*row.neighbour_statuses})) or "–",
+                "–" if row.neighbour_s is None else f"{row.neighbour_s.median:.2f}",
+                "–" if row.health_ms is None else f"{row.health_ms.max:,.1f}",
+                size(row.memory_before_bytes),
+                size(row.memory_peak_bytes),
+                size(row.memory_after_bytes),
+                "–" if row.memory_per_body_byte is None else f"{row.memory_per_body_byte:.1f}",
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+    for row in rows:
+        for error in row.stream_errors:
+            print(f"beside {row.neighbour} the stream broke: {error}")
