@@ -10,6 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.running import etude, is_idle, oracle, wait_for
+from server.values import MESSAGES
 from soloist import engine
 from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
@@ -18,10 +19,6 @@ from soloist.server.app import ROUTES
 from soloist.server.likelihood import offsets
 
 PROMPT = "def fibonacci(n):\n"
-MESSAGES = [
-    {"role": "system", "content": "Write Python."},
-    {"role": "user", "content": "A function that adds two numbers"},
-]
 
 
 def answer(prompt, **params) -> engine.Completion:
