@@ -10,11 +10,13 @@
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
+    │   │                     StepFailed
     │   ├── SettingError      options and environment
     │   └── UnknownHardware   hardware without figures
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
-    │                         EngineStopped
-    └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing
+    │                         EngineStopped · PreparationFailed
+    └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing · Stalled
+                              EndForced · RoomLost
                               CudaMissing · CompileError · BadInclude · LaunchError
                               GpuUnsupported · ShapeUnsupported · KernelStuck
                               RunFailed · BitsDiffer · HardwareNotDetected
@@ -25,15 +27,21 @@ Classes take facts and build the sentence: what was given, what is allowed, then
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 
 class SoloistError(Exception):
     """Base of all errors raised on purpose.
 
+    Attributes:
+        exit_status: of a process that ends with the error.
+
     Args:
         message: what was given and what is allowed, one paragraph.
         hint: what to do about it, one sentence; empty only where nothing can be done.
     """
+
+    exit_status: ClassVar[int] = 2
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -51,9 +59,13 @@ class UserError(SoloistError):
 class DeviceError(SoloistError):
     """The machine cannot do what was asked."""
 
+    exit_status = 3
+
 
 class Unavailable(SoloistError):
     """The engine takes no request now; another time or another place may."""
+
+    exit_status = 3
 
 
 # --- config.json ---------------------------------------------------------------------------------
@@ -232,11 +244,19 @@ class EmptyPrompt(RequestError):
 class PromptTooLong(RequestError):
     """Prompt and requested tokens do not fit the context."""
 
-    def __init__(self, prompt_tokens: int, new_tokens: int, context_tokens: int) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        new_tokens: int,
+        context_tokens: int,
+        *,
+        is_least: bool = False,  # more of them were not counted
+    ) -> None:
         room = context_tokens - prompt_tokens
         fits = context_tokens - (new_tokens if new_tokens < context_tokens else 1)
+        count = f"at least {prompt_tokens:,}" if is_least else f"{prompt_tokens:,}"
         super().__init__(
-            f"the prompt has {prompt_tokens:,} tokens and {new_tokens:,} new ones were asked for, "
+            f"the prompt has {count} tokens and {new_tokens:,} new ones were asked for, "
             f"but the context holds {context_tokens:,}; nothing was cut",
             f"ask for at most {room:,} new tokens"
             if room > 0
@@ -300,6 +320,20 @@ class GrammarFailed(RequestError):
         self.num_tokens = num_tokens
 
 
+class StepFailed(RequestError):
+    """A step of the engine failed on the host's side; other requests go on.
+
+    The cause may tell of another request that shared the step: only its kind is told.
+    """
+
+    def __init__(self, step: str, cause: BaseException) -> None:
+        super().__init__(
+            f"{step} failed: {type(cause).__name__}; this request was given up, the engine goes on",
+            "try again; if it fails in the same way, report what the server's log says of it",
+        )
+        self.step = step
+
+
 class QueueFull(Unavailable):
     """As many requests wait as may."""
 
@@ -321,14 +355,26 @@ class ShuttingDown(Unavailable):
         )
 
 
+class PreparationFailed(Unavailable):
+    """The process that reads requests does not run."""
+
+    def __init__(self, status: int | None) -> None:
+        told = "did not answer" if status is None else f"ended with status {status}"
+        super().__init__(
+            f"the process that reads requests {told}",
+            "try again; if it stays so, the server's log says more, and memory may be short",
+        )
+
+
 class EngineStopped(Unavailable):
     """The thread that owns the device ended with an error."""
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         told = cause.message if isinstance(cause, SoloistError) else repr(cause)
         hint = cause.hint if isinstance(cause, SoloistError) else ""
         super().__init__(
-            f"the engine stopped: {told}", hint or "start the server again; its log says more"
+            told if isinstance(cause, EngineStopped) else f"the engine stopped: {told}",
+            hint or "start the server again; its log says more",
         )
 
 
@@ -503,6 +549,41 @@ class KernelStuck(DeviceError):
         super().__init__(
             f"the decode kernel is stuck: {where} waits for {needs}; seen: {seen}",
             "start again; please report this message, it is a fault of the kernel",
+        )
+
+
+class RoomLost(DeviceError):
+    """What a request had on the device could not be given back, or not all of it was."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"the engine's books do not balance after a request has ended: {cause!r}",
+            "start again; please report this message, it is a fault of the engine",
+        )
+
+
+class Stalled(DeviceError):
+    """The engine's thread got nowhere for as long as the operator allows."""
+
+    exit_status = 4
+
+    def __init__(self, age_s: float, step: str) -> None:
+        super().__init__(
+            f"the engine is stuck: nothing has moved for {age_s:.0f} s, in {step}",
+            "start the server again; on a machine where a step takes so long, raise "
+            "--stall-timeout",
+        )
+
+
+class EndForced(DeviceError):
+    """The server was told to end, and did not within its bound."""
+
+    exit_status = 5
+
+    def __init__(self, bound_s: float) -> None:
+        super().__init__(
+            f"the server was told to end and had not after {bound_s:.1f} s; it was ended by force",
+            "the threads below show what held it up",
         )
 
 

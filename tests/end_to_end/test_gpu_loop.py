@@ -145,7 +145,6 @@ def forget(loop: EngineLoop, model: KernelModel) -> None:
     while loop.load.num_running:
         assert time.monotonic() < until
         time.sleep(0.0005)
-    loop.ping().result(60)
     rooms = model.rooms
     assert rooms.tree is not None
     while rooms.tree.idle_tokens:

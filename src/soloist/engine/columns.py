@@ -17,13 +17,14 @@ from soloist.engine.executor import (
     Outcome,
     Picked,
     Running,
+    own_failure,
     pick,
     picked,
     take_forced,
 )
 from soloist.engine.grid import Grid, growing_grid
 from soloist.engine.rooms import Host, Room, Rooms
-from soloist.errors import BadLogits, RequestError
+from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
@@ -47,6 +48,9 @@ _MARGIN_TOKENS = 256
 _ASSURED_ROUNDS = 64
 # Tokens of an answer that are read again at a time: eight rounds, as others then have.
 _REPLAYED_TOKENS = 64
+
+# What a column's own part of a round is, for people.
+_CHOOSING = "choosing a token"
 
 
 class Launches(Protocol):
@@ -252,15 +256,30 @@ class KernelExecutor(Executor):
     @property
     def kept(self) -> KeptTokens:
         """See Executor."""
-        rooms, moved = self.rooms, self.rooms.moved
+        # The engine's thread may be between two of these counts.
+        rooms, moved, on_host = self.rooms, self.rooms.moved, self.rooms.spilled_tokens
         num_kept = 0 if rooms.tree is None else rooms.tree.num_tokens
         return KeptTokens(
-            on_device=num_kept - rooms.spilled_tokens,
-            on_host=rooms.spilled_tokens,
+            on_device=max(0, num_kept - on_host),
+            on_host=on_host,
             spilled=moved.spilled_tokens,
             fetched=moved.fetched_tokens,
             dropped=moved.dropped_tokens,
         )
+
+    @property
+    def num_pages(self) -> int:
+        """See Executor."""
+        return self.rooms.pages.num_pages
+
+    @property
+    def num_pages_free(self) -> int:
+        """See Executor."""
+        return min(self.rooms.num_available, self.num_pages)
+
+    def check(self) -> None:
+        """See Executor."""
+        self.rooms.check()
 
     def _show(self, running: Running) -> int:
         """Make the kernel's page table that of a sequence; its row."""
@@ -383,10 +402,12 @@ class KernelExecutor(Executor):
         for number, one in enumerate(running):
             self._feed(one, one.position - one.num_behind, one.position)
             one.num_behind = 0
+            slot = self._show(one)
             try:
-                columns.append(_column(one, self._show(one)))
-            except RequestError as error:
-                yield [error if n == number else None for n in range(len(running))]
+                columns.append(_column(one, slot))
+            except Exception as error:  # noqa: BLE001 - the others go on
+                failure = own_failure(_CHOOSING, error)
+                yield [failure if n == number else None for n in range(len(running))]
                 return
         settled: dict[int, Outcome] = {}
         self._launches.start(columns, count)
@@ -425,22 +446,28 @@ class KernelExecutor(Executor):
         any more; this one may join them.
         """
         try:
-            if token_id >= self._vocab_size:
-                raise BadLogits(running.position + 1, bad_score(token_id))
-            running.sampler.observe(token_id)
-            if running.top_logprobs is not None:
-                return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
-            outcome = Picked(token_id, forced=take_forced(running, SPAN_TOKENS))
-            if running.sampler.is_constrained:
-                # As soon as it is known: the kernel may be waiting for it.
-                ends = bool(running.num_behind) or running.is_over
-                self._launches.allow(column, None if ends else running.sampler.allowed())
-                if ends:
-                    settled[column] = None
-        except RequestError as error:
+            return self._chosen(column, running, token_id, settled)
+        except Exception as error:  # noqa: BLE001 - the other columns go on
+            failure = own_failure(_CHOOSING, error)
             self._launches.allow(column, None)
-            settled[column] = error
-            return error
+            settled[column] = failure
+            return failure
+
+    def _chosen(
+        self, column: int, running: Running, token_id: int, settled: dict[int, Outcome]
+    ) -> Outcome:
+        if token_id >= self._vocab_size:
+            raise BadLogits(running.position + 1, bad_score(token_id))
+        running.sampler.observe(token_id)
+        if running.top_logprobs is not None:
+            return picked(running, token_id, self._launches.logits[column, : self._vocab_size])
+        outcome = Picked(token_id, forced=take_forced(running, SPAN_TOKENS))
+        if running.sampler.is_constrained:
+            # As soon as it is known: the kernel may be waiting for it.
+            ends = bool(running.num_behind) or running.is_over
+            self._launches.allow(column, None if ends else running.sampler.allowed())
+            if ends:
+                settled[column] = None
         return outcome
 
     def stop(self) -> None:

@@ -4,17 +4,21 @@ Executors own device memory and decide nothing about order; `scheduler` and `loo
 from one thread at a time.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from soloist.engine.prefix import Divergence
-from soloist.errors import RequestError
+from soloist.errors import DeviceError, RequestError, StepFailed
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs, logprobs, logprobs_of_rows
+
+log = logging.getLogger(__name__)
 
 # Tokens that are read at a time where every one of them is scored: on the decode kernel eight
 # rounds, as others then have.
@@ -41,8 +45,8 @@ class Picked:
         return (self.token_id, *self.forced)
 
 
-# What a round brings for one sequence: a token; why none can be chosen any more; or nothing, since
-# the sequence waits for the next rounds.
+# What a round brings for one sequence: a token; why it cannot go on; or nothing, since the sequence
+# waits for the next rounds.
 Outcome = Picked | RequestError | None
 
 
@@ -206,6 +210,30 @@ class Executor(ABC):
         """How much of earlier prompts is kept; may be asked from any thread."""
         return KeptTokens()
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache; may be asked from any thread."""
+        return 0
+
+    @property
+    def num_pages_free(self) -> int:
+        """Pages that a sequence could have now; may be asked from any thread.
+
+        Pages of kept prompts that no open sequence uses count: they make place.
+        """
+        return 0
+
+    def check(self) -> None:  # noqa: B027 - most executors have no books
+        """Make sure that the device goes on, and that nothing is lost or has two owners.
+
+        Called after a step failed and what it had was given back: a page with two owners would
+        change other answers silently.
+
+        Raises:
+            AssertionError: it is not so.
+            DeviceError: the device failed.
+        """
+
     @abstractmethod
     def read(self, running: Running) -> Picked | None:
         """Read the next chunk; with the last one of a prompt, choose the first token.
@@ -284,6 +312,32 @@ class Executor(ABC):
                             return
         finally:
             self.close(running)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error means that the device cannot be used any more, as far as one can tell.
+
+    Memory that ran out is no such error.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    # What the driver reports once it reports to every later call.
+    of_driver = isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    return of_driver or isinstance(error, DeviceError | torch.AcceleratorError)
+
+
+def own_failure(step: str, error: Exception) -> RequestError:
+    """What a sequence's own part of a step brings where it fails, while other parts go on.
+
+    Raises:
+        Exception: `error` itself, where the device is lost.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if is_lost(error):
+        raise error
+    log.error("%s failed; one request is given up", step, exc_info=error)
+    return StepFailed(step, error)
 
 
 def pick(running: Running, logits: Tensor) -> Picked:

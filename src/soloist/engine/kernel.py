@@ -213,6 +213,11 @@ class KernelModel(KernelExecutor):
         torch.cuda.set_device(self.device)
         self.synchronize()
 
+    def check(self) -> None:
+        """See Executor; an error of the device that is still to show does so here."""
+        self.synchronize()
+        super().check()
+
     def synchronize(self) -> None:
         """Return once nothing runs on its GPUs."""
         for device in self.devices:

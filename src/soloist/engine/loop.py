@@ -1,7 +1,8 @@
 """The thread that owns the device: it runs what the scheduler says and hands out what comes.
 
 Everything public may be called from any thread. Requests join, leave and are cancelled between two
-rounds; the executor is only touched here.
+rounds; the executor is only touched here, and never under the lock: who asks from outside does not
+wait for the device.
 """
 
 import logging
@@ -9,20 +10,36 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from soloist.engine.answer import Answer
-from soloist.engine.events import Event, Failure, Scored, Scores
-from soloist.engine.executor import Executor, KeptTokens, Outcome, Running
+from soloist.engine.events import Event, Failure, Scored
+from soloist.engine.executor import (
+    Executor,
+    KeptTokens,
+    Outcome,
+    Running,
+    is_lost,
+    own_failure,
+)
 from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
 from soloist.engine.traffic import Burst, Traffic
-from soloist.errors import EngineStopped, QueueFull, RequestError, ShuttingDown, SoloistError
+from soloist.errors import (
+    EngineStopped,
+    QueueFull,
+    RequestError,
+    RoomLost,
+    ShuttingDown,
+    SoloistError,
+    StepFailed,
+)
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import Constraint
+from soloist.sampling.params import Scores
 from soloist.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,6 +51,11 @@ _SHOWN_TOKENS = 12
 
 # How much of the mean duration of requests the latest one decides.
 _NEWEST_SHARE = 0.2
+
+# What the engine's thread does, for people.
+_WAITING, _BEGINNING = "waiting for a request", "beginning a request"
+_READING, _DECODING = "reading a prompt", "decoding"
+_MAKING_ROOM, _HANDING_OUT = "making room for others", "handing out an answer"
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +90,39 @@ class Load:
     num_pauses: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Whether the engine gets on.
+
+    Attributes:
+        age_s: since the last thing that moved: a round, a chunk of a prompt, a request that joined
+            or left; 0 where there is no request.
+        step: what the engine's thread does, for people.
+    """
+
+    age_s: float
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Room for keys and values, in pages of 64 positions.
+
+    Attributes:
+        total: all of them.
+        free: those that a sequence could have now; pages of kept prompts that no running request
+            uses count, since they make place.
+    """
+
+    total: int
+    free: int
+
+
 @dataclass(slots=True)
 class _State:
     """What other threads may change; guarded by the loop's condition."""
 
     jobs: dict[_Job, None] = field(default_factory=dict)  # in the order they came
-    pings: list[Future[None]] = field(default_factory=list)
     is_closing: bool = False
     failure: SoloistError | None = None
     mean_s: float = 1.0
@@ -90,7 +139,7 @@ class EngineLoop:
         traffic: what tokens make the device read; None counts nothing.
         most_waiting: requests that may wait for a column.
         flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
-        on_failure: called once, in the loop's thread, if the device fails.
+        on_failure: called once, in the loop's thread, if the device fails or the loop cannot go on.
     """
 
     def __init__(
@@ -112,7 +161,9 @@ class EngineLoop:
         self._state = _State()
         # Whether rounds should end: read without the lock once a round. Anybody may set it; only
         # `_next` clears it, before it looks at everything.
-        self._has_news = self._has_ended = False
+        self._has_news = False
+        # Written once a round, without the lock; read by `progress`.
+        self._moved_at, self._step = time.perf_counter(), _WAITING
         self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
         self._thread.start()
 
@@ -128,6 +179,19 @@ class EngineLoop:
     def kept(self) -> KeptTokens:
         """How much of earlier prompts is kept."""
         return self._executor.kept
+
+    @property
+    def pages(self) -> Pages:
+        """How much room there is."""
+        return Pages(self._executor.num_pages, self._executor.num_pages_free)
+
+    @property
+    def progress(self) -> Progress:
+        """Whether it gets on; takes no lock and does not wait for the device."""
+        # In this order: what comes into an idle loop is new before it is seen.
+        is_idle = not self._state.jobs
+        age_s = 0.0 if is_idle else max(0.0, time.perf_counter() - self._moved_at)
+        return Progress(age_s, _WAITING if is_idle else self._step)
 
     @property
     def failure(self) -> SoloistError | None:
@@ -149,7 +213,7 @@ class EngineLoop:
         """Queue a request.
 
         Args:
-            prompt_ids: checked by `Engine.check_prompt`.
+            prompt_ids: checked by `Processor.check_prompt`.
             params: how to sample and when to stop.
             top_logprobs: None for no log probabilities, else how many alternatives to name.
             shown_ids: special tokens that are part of the text.
@@ -177,26 +241,14 @@ class EngineLoop:
         job = _Job(ticket, sampler, answer, accepted, tells_scores=scores != "answer")
         with self._condition:
             self._require_open()
+            if not self._state.jobs:
+                self._moved_at = time.perf_counter()
             self._scheduler.submit(job)
             self._state.jobs[job] = None
             if self._scheduler.can_join:
                 self._has_news = True
             self._condition.notify()
         return ticket
-
-    def ping(self) -> Future[None]:
-        """Done as soon as the device loop comes round, between two tokens at the latest.
-
-        Raises:
-            EngineStopped: it will not.
-        """
-        future: Future[None] = Future()
-        with self._condition:
-            if self._has_ended:
-                raise EngineStopped(self._state.failure or ShuttingDown())
-            self._state.pings.append(future)
-            self._condition.notify()
-        return future
 
     def refuse(self) -> None:
         """Take no further requests."""
@@ -212,12 +264,36 @@ class EngineLoop:
             self._has_news = True
             self._condition.notify()
 
-    def close(self, grace_s: float = 0.0) -> None:
-        """Refuse what comes, let requests finish for so long, cancel the rest, end the thread."""
+    def abandon(self, error: SoloistError) -> None:
+        """Fail every request and take no more, where the engine's thread does not get on.
+
+        Should it get on after all, it ends.
+        """
+        failure = error if isinstance(error, EngineStopped) else EngineStopped(error)
+        with self._condition:
+            self._state.failure = self._state.failure or failure
+            jobs = list(self._state.jobs)
+            self._state.jobs.clear()
+            self._has_news = True
+            self._condition.notify()
+        for job in jobs:
+            _end(job, failure)
+
+    def close(self, grace_s: float = 0.0, within_s: float | None = None) -> bool:
+        """Refuse what comes, let requests finish for so long, cancel the rest, end the thread.
+
+        Args:
+            grace_s: for requests that run.
+            within_s: for the thread to end, after that; None waits as long as it takes.
+
+        Returns:
+            Whether the thread has ended.
+        """
         self.refuse()
         self._thread.join(grace_s)
         self.cancel_all()
-        self._thread.join()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _require_open(self) -> None:
         state, load = self._state, self.load
@@ -242,36 +318,58 @@ class EngineLoop:
             self._executor.bind()
             while (step := self._next()) is not None:
                 self._do(step)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer has to get one
+        except BaseException as error:  # noqa: BLE001 - who waits for an answer has to get one
             self._fail(error)
-        finally:
-            with self._condition:
-                self._has_ended = True
-                for future in self._state.pings:
-                    future.set_exception(EngineStopped(self._state.failure or ShuttingDown()))
 
     def _next(self) -> Step[_Job] | None:
         """The next step, waiting for one; None when everything is over."""
-        with self._condition:
-            while True:
+        while True:
+            with self._condition:
                 self._has_news = False
-                for job in [job for job in self._state.jobs if job.ticket.is_cancelled]:
-                    self._leave(job, None)
-                self._answer_pings()
-                if self._state.is_closing and not self._state.jobs:
+                gone = [job for job in self._state.jobs if job.ticket.is_cancelled]
+            for job in gone:
+                self._leave(job, None)
+            with self._condition:
+                state = self._state
+                if state.failure is not None or (state.is_closing and not state.jobs):
                     return None
                 if (step := self._scheduler.next()) is not None:
+                    self._moved_at = time.perf_counter()
                     return step
-                self._condition.wait()
+                if not self._has_news:
+                    self._step = _WAITING
+                    self._condition.wait()
 
     def _do(self, step: Step[_Job]) -> None:
         match step:
             case Join(job):
-                self._join(job)
+                jobs, self._step, do = (job,), _BEGINNING, self._join
             case Read(job):
-                self._read(job)
+                jobs, self._step, do = (job,), _READING, self._read
             case Decode(jobs, most):
-                self._decode(jobs, most)
+                self._step, do = _DECODING, partial(self._decode, most=most)
+        try:
+            do(*jobs)
+        except Exception as error:  # noqa: BLE001 - a mistake in one step must not end all requests
+            self._give_up(jobs, error)
+
+    def _give_up(self, jobs: Sequence[_Job], error: Exception) -> None:
+        """A step failed: fail the requests it concerns, and go on.
+
+        Raises:
+            Exception: the device is lost, or what they had cannot be given back.
+        """
+        if is_lost(error):
+            raise error
+        log.error("%s failed: %d requests are given up", self._step, len(jobs), exc_info=error)
+        self._burst = Burst(None, ())
+        for job in jobs:
+            if job in self._state.jobs:
+                self._leave(job, StepFailed(self._step, error))
+        try:
+            self._executor.check()
+        except AssertionError as unbalanced:
+            raise RoomLost(unbalanced) from error
 
     def _join(self, job: _Job) -> None:
         was_paused = job.running is not None
@@ -325,8 +423,13 @@ class EngineLoop:
         with self._condition:
             job = self._scheduler.exhausted()
         assert job.running is not None, "it joined"
-        self._executor.pause(job.running)
         job.ticket.flush()
+        try:
+            self._executor.pause(job.running)
+        except Exception as error:  # noqa: BLE001 - it concerns the request that has to wait
+            self._step = _MAKING_ROOM
+            self._give_up([job], error)
+            return False
         self._state.num_pauses += 1
         log.info("a request waits: %d tokens are more than there is room for", job.running.position)
         return False
@@ -361,7 +464,7 @@ class EngineLoop:
             job.answer.take_none(now)
             self._finish(job, now)
 
-    def _decode(self, jobs: tuple[_Job, ...], most: int | None) -> None:
+    def _decode(self, *jobs: _Job, most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
         if not self._has_room(running):
             return
@@ -370,7 +473,7 @@ class EngineLoop:
         self._burst = Burst(self._traffic, [r.position + 1 for r in running])
         with closing(self._executor.rounds(running, most)) as rounds:
             for outcomes in rounds:
-                now = time.perf_counter()
+                now = self._moved_at = time.perf_counter()
                 self._burst.num_rounds += 1
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     if not job.is_over:
@@ -380,9 +483,6 @@ class EngineLoop:
                     _flush(jobs)
                 if self._has_news:
                     self._executor.stop()
-                if self._state.pings:
-                    with self._condition:
-                        self._answer_pings()
         _flush(jobs)
         read_bytes, self._burst = self._burst.num_bytes, Burst(None, ())
         for job in jobs:
@@ -393,9 +493,16 @@ class EngineLoop:
 
     def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
         """Hand out what a round brought; the room stays until the rounds are over."""
+        try:
+            self._hand_out(job, outcome, now)
+        except Exception as error:  # noqa: BLE001 - others in this round go on
+            _end(job, own_failure(_HANDING_OUT, error))
+        if job.is_over:
+            self._has_news = True
+
+    def _hand_out(self, job: _Job, outcome: Outcome, now: float) -> None:
         if isinstance(outcome, RequestError):
-            job.is_over = self._has_news = True
-            job.ticket.put(Failure(outcome), is_urgent=True)
+            _end(job, outcome)
             return
         if outcome is None:
             return
@@ -411,45 +518,55 @@ class EngineLoop:
         job.answer.decode_bytes += self._burst.num_bytes
         rest, completion = job.answer.finish(now)
         events: list[Event] = [completion] if rest is None else [rest, completion]
-        job.is_over = self._has_news = True
+        job.is_over = True
         for event in events:
             job.ticket.put(event, is_urgent=event is completion)
 
     def _leave(self, job: _Job, error: SoloistError | None) -> None:
-        """Give a request's room back; one that is not over yet fails or was cancelled."""
-        now = time.perf_counter()
+        """Give a request's room back; one that is not over yet fails or was cancelled.
+
+        Raises:
+            RoomLost: the room cannot be given back.
+        """
+        if job.running is not None:
+            try:
+                self._executor.close(job.running)
+            except Exception as lost:
+                raise (lost if is_lost(lost) else RoomLost(lost)) from lost
+        now = self._moved_at = time.perf_counter()
         with self._condition:
             self._scheduler.leave(job)
-            del self._state.jobs[job]
+            self._state.jobs.pop(job, None)  # `abandon` may have been here
             if job.running is not None:
                 mean_s, took_s = self._state.mean_s, now - job.accepted
                 self._state.mean_s += _NEWEST_SHARE * (took_s - mean_s)
-        if job.running is not None:
-            self._executor.close(job.running)
         if job.is_over:
             return
+        if error is None:
+            try:
+                self._finish(job, now)
+            except Exception as mistake:  # noqa: BLE001 - it concerns this request alone
+                error = own_failure(_HANDING_OUT, mistake)
         if error is not None:
-            job.is_over = True
-            job.ticket.put(Failure(error), is_urgent=True)
-        else:
-            self._finish(job, now)
+            _end(job, error)
 
-    def _answer_pings(self) -> None:
-        for future in self._state.pings:
-            future.set_result(None)
-        self._state.pings.clear()
-
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Tell everybody; the device is not touched any more."""
-        failure = EngineStopped(error)
-        with self._condition:
-            self._state.failure = failure
-            jobs = list(self._state.jobs)
-            self._state.jobs.clear()
-        for job in jobs:
-            if not job.is_over:
-                job.ticket.put(Failure(failure), is_urgent=True)
-        self._on_failure(failure)
+        log.critical("the engine cannot go on", exc_info=error)
+        is_first, failure = self._state.failure is None, EngineStopped(error)
+        self.abandon(failure)
+        if is_first:
+            try:
+                self._on_failure(failure)
+            except Exception:
+                log.exception("whoever is to hear that the engine cannot go on failed")
+
+
+def _end(job: _Job, error: SoloistError) -> None:
+    """Fail a request, unless it is over."""
+    if not job.is_over:
+        job.is_over = True
+        job.ticket.put(Failure(error), is_urgent=True)
 
 
 def _flush(jobs: Sequence[_Job]) -> None:

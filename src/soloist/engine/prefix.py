@@ -6,7 +6,8 @@ compared, never hashes of them. Blocks may be spilled, which is for the caller t
 whatever lies behind a spilled block is spilled as well. Pure: what is kept of a block is opaque.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -207,6 +208,29 @@ class PrefixTree(Generic[Value]):
         self.num_tokens -= len(node.tokens)
         if not node.is_spilled:
             self.idle_tokens -= len(node.tokens)
+
+    @property
+    def nodes(self) -> Iterator[Node[Value]]:
+        """All blocks."""
+        for ages in self._ages.values():
+            yield from ages
+
+    def check(self, used: Iterable[Node[Value]]) -> None:
+        """Make sure that blocks have the users that they should.
+
+        Args:
+            used: the last block of every user.
+
+        Raises:
+            AssertionError: they have not, or the counts of tokens are wrong.
+        """
+        users = Counter(node for last in used for node in self._path(last))
+        nodes = list(self.nodes)
+        assert all(node.users == users.pop(node, 0) for node in nodes), "each has its users"
+        assert not users, "a block in use is kept"
+        assert self.num_tokens == sum(len(node.tokens) for node in nodes), "tokens are counted"
+        idle = sum(len(n.tokens) for n in nodes if not n.users and not n.is_spilled)
+        assert self.idle_tokens == idle, "tokens that nobody uses are counted"
 
     def _touch(self, node: Node[Value]) -> None:
         self._clock += 1

@@ -118,6 +118,7 @@ class Rooms:
         if keeps_prefixes and grid.finest % PAGE_POSITIONS == 0:
             self.tree = PrefixTree(grid)
         self._host = host
+        self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._open: dict[Room, None] = {}
 
@@ -260,7 +261,11 @@ class Rooms:
             assert self.tree is not None, "it holds the block"
             assert self._host is not None, "it has the pages"
             host_pages, pages = node.held, self._take(len(node.held))
-            self._host.fetch(host_pages, pages)
+            try:
+                self._host.fetch(host_pages, pages)
+            except Exception:
+                self.pages.give_back(reversed(pages))
+                raise
             self.host_pages.give_back(reversed(host_pages))
             self.tree.move(node, pages, is_spilled=False)
             self.moved.fetched_tokens += len(node.tokens)
@@ -348,11 +353,13 @@ class Rooms:
             if (node := self.tree.oldest(is_spilled=True)) is None:
                 return None
             self._drop(node)
-        host_pages = self.host_pages.take(len(pages))
-        if self._host.spill(pages, host_pages):
-            return host_pages
-        self.host_pages.give_back(reversed(host_pages))
-        return None
+        host_pages, is_there = self.host_pages.take(len(pages)), False
+        try:
+            is_there = self._host.spill(pages, host_pages)
+        finally:
+            if not is_there:
+                self.host_pages.give_back(reversed(host_pages))
+        return host_pages if is_there else None
 
     def _drop(self, node: Node[list[int]]) -> None:
         """Forget a block that nobody uses, and spilled ones that stand on it."""
@@ -368,6 +375,28 @@ class Rooms:
     def spilled_tokens(self) -> int:
         """Kept tokens that lie on the host."""
         return (self.host_pages.num_pages - self.host_pages.num_free) * PAGE_POSITIONS
+
+    def check(self) -> None:
+        """Make sure that every page, row and block belongs to whom the books say, and to no other.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        nodes: list[Node[list[int]]] = []
+        if self.tree is not None:
+            self.tree.check([room.node for room in self._open if room.node is not None])
+            nodes = list(self.tree.nodes)
+        kept = [page for node in nodes if not node.is_spilled for page in node.held]
+        owned = [page for room in self._open for page in room.owned]
+        spilled = [page for node in nodes if node.is_spilled for page in node.held]
+        assert sorted([*kept, *owned]) == sorted(self.pages.taken), "pages have one owner each"
+        assert sorted(spilled) == sorted(self.host_pages.taken), "so have pages of the host"
+        everybodys = set(kept)
+        for room in self._open:
+            assert everybodys.issuperset(set(room.pages) - room.owned), "no page was given away"
+            assert room.owned.issubset(room.pages), "what a room owns is in its table"
+        slots = [*self._free_slots, *(room.slot for room in self._open)]
+        assert sorted(slots) == list(range(self._num_slots)), "rows have one owner each"
 
 
 def _pages_of(start: int, tokens: Sequence[int]) -> slice:

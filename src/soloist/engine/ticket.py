@@ -1,16 +1,20 @@
 """One request as seen from outside the engine's thread: what came so far, and a way to end it."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
 from soloist.engine.events import Event
+
+log = logging.getLogger(__name__)
 
 
 class Ticket:
     """Events of one request, from the loop's thread to any other.
 
     The listener is told of the first token and of the end at once, of what lies between when the
-    loop says so: waking a reader costs more than a token.
+    loop says so: waking a reader costs more than a token. The request of a listener that fails is
+    cancelled: nobody reads on.
 
     Attributes:
         prompt_ids: of the request.
@@ -59,4 +63,8 @@ class Ticket:
         """Tell the listener of what it does not know yet."""
         if self._is_untold:
             self._is_untold = False
-            self._listen()
+            try:
+                self._listen()
+            except Exception:
+                log.exception("a request is cancelled: whoever listens to it failed")
+                self.cancel()

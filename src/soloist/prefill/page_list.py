@@ -1,6 +1,7 @@
 """Which pages of a pool are free. Pure: page ids are integers."""
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 
 class PageList:
@@ -15,6 +16,11 @@ class PageList:
     def num_free(self) -> int:
         """Pages that can be taken."""
         return len(self._free)
+
+    @property
+    def taken(self) -> AbstractSet[int]:
+        """Pages that somebody has."""
+        return self._taken
 
     def take(self, count: int) -> list[int]:
         """`count` pages that nobody has; the caller checked `num_free`."""

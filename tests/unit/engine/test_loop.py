@@ -12,11 +12,13 @@ import pytest
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.executor import Executor, Running
+from soloist.engine.loop import Progress
 from soloist.errors import (
     BadLogits,
     EngineStopped,
     LaunchError,
     QueueFull,
+    RequestError,
     ShuttingDown,
 )
 from soloist.megakernel.sampling_header import NO_TOKEN
@@ -193,7 +195,6 @@ def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
         one[0].cancel()
         end(one)
     wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
-    p.loop.ping().result(WAIT_S)  # the last one has left entirely
     assert not p.executor.rooms._open
     assert p.executor.rooms.num_available == 12, "kept pages are nobody's"
     assert p.loop.kept.fetched > 0
@@ -352,16 +353,67 @@ def test_the_queue_is_bounded(parts) -> None:
     ended(p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1)))
 
 
-def test_the_device_loop_answers_a_ping_between_rounds(parts) -> None:
-    p = parts()
-    p.decoder.pause_s = 0.001
-    p.loop.ping().result(WAIT_S)
-    ticket = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=400, ignore_eos=True))
-    wait_for(lambda: p.decoder.num_rounds > 3)
-    launches = len(p.decoder.launches)
-    p.loop.ping().result(WAIT_S)
-    assert len(p.decoder.launches) <= launches + 1, "without ending the launch"
+def test_progress_is_the_age_of_what_moved_last_and_nobody_waits_for_the_device(parts) -> None:
+    p, go = parts(), threading.Event()
+    assert p.loop.progress == Progress(0.0, "waiting for a request")
+    time.sleep(0.1)  # what comes into an idle loop has not waited for as long
+    run = p.prefill.run
+
+    def held_up(*args, **named):
+        go.wait(WAIT_S)
+        return run(*args, **named)
+
+    p.prefill.run = held_up
+    ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=3000, ignore_eos=True))
+    assert p.loop.progress.age_s < 0.05
+    wait_for(lambda: p.loop.progress.age_s > 0.2)
+    asked = time.perf_counter()
+    stuck, load, pages = p.loop.progress, p.loop.load, p.loop.pages
     ticket.cancel()
+    with pytest.raises(RequestError):
+        p.loop.submit([VOCAB], SamplingParams(max_tokens=1))
+    p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
+    assert time.perf_counter() - asked < 0.1, "no lock is held while the device works"
+    assert (stuck.step, load.num_running, pages.total) == ("reading a prompt", 1, 30)
+    assert pages.free < 30
+    go.set()
+    ended(ticket)
+    wait_for(lambda: p.loop.progress.age_s == 0.0)
+    wait_for(lambda: p.loop.pages.free == 30)
+
+
+def test_every_round_is_progress(parts) -> None:
+    p = parts()
+    p.decoder.pause_s = 0.02
+    ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=400, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 1)
+    while p.decoder.num_rounds < 15:  # a launch has 16
+        assert p.loop.progress.age_s < 0.2
+        assert p.loop.progress.step == "decoding"
+        time.sleep(0.001)
+    ticket.cancel()
+
+
+def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
+    p, go = parts(), threading.Event()
+    p.decoder.pause_s = 0.001
+    close = p.executor.close
+
+    def held_up(running: Running) -> None:
+        go.wait(WAIT_S)
+        close(running)
+
+    p.executor.close = held_up
+    ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=400, ignore_eos=True))
+    wait_for(lambda: p.decoder.num_rounds > 3)
+    ticket.cancel()
+    wait_for(lambda: not p.decoder.is_running)
+    asked = time.perf_counter()
+    other = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
+    assert time.perf_counter() - asked < 1
+    assert p.loop.load.num_running == 1, "it has its column until its room is back"
+    go.set()
+    ended(other)
 
 
 def test_closing_lets_requests_finish_or_cuts_them(parts) -> None:
@@ -378,8 +430,8 @@ def test_closing_lets_requests_finish_or_cuts_them(parts) -> None:
     assert ended(long)[2].finish_reason == "cancelled"
     closer.join(WAIT_S)
     assert not p.loop._thread.is_alive()
-    with pytest.raises(EngineStopped):
-        p.loop.ping()
+    with pytest.raises(ShuttingDown):
+        p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
 
 
 def test_a_device_that_fails_fails_everybody_and_says_so(parts) -> None:
@@ -397,8 +449,8 @@ def test_a_device_that_fails_fails_everybody_and_says_so(parts) -> None:
     wait_for(lambda: bool(failures))
     with pytest.raises(EngineStopped, match="it broke"):
         p.loop.submit(prompt_of(5), params)
-    with pytest.raises(EngineStopped, match="it broke"):
-        p.loop.ping()
+    assert not p.loop._state.jobs
+    assert p.loop.progress.age_s == 0.0
 
 
 def test_scores_without_a_best_one_fail_one_request(parts) -> None:
