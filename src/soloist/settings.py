@@ -45,6 +45,20 @@ def environment_with_cache(cache: Path) -> dict[str, str]:
     return {**os.environ, "SOLOIST_CACHE": str(cache)}
 
 
+def environment_of_preparation() -> dict[str, str]:
+    """This process's environment, for the one that reads requests: it has one thread and forks."""
+    package = str(Path(__file__).parents[1])
+    known = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{package}{os.pathsep}{known}" if known else package,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
+
+
 def _cache() -> Path | None:
     if (given := os.environ.get("SOLOIST_CACHE")) is not None:
         if not (folder := _expanded(given)).is_absolute():

@@ -13,8 +13,8 @@ from soloist.server.fields import (
     ChatRequest,
     CompletionRequest,
 )
-from soloist.server.messages import MessagesRequest
-from soloist.server.responses import ResponsesRequest
+from soloist.server.preparation.messages import MessagesRequest
+from soloist.server.preparation.responses import ResponsesRequest
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 

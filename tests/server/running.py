@@ -18,7 +18,6 @@ from soloist.errors import RequestError
 from soloist.sampling.constraint import has_bit
 from soloist.server.config import ServerConfig
 from soloist.server.serve import Server
-from soloist.text import ChatTemplate
 
 KEY = "sk-test"
 CONFIG = ServerConfig(names=("etude-draft", "gpt"), port=0, shutdown_s=1)
@@ -44,11 +43,14 @@ def load_etude() -> Engine:
     return Engine.load(asked)
 
 
-def scripted(executor: "Scripted", context_tokens: int = 4096) -> Engine:
-    """The same tokenizer and template before an executor without a model."""
+def scripted(
+    executor: "Scripted", context_tokens: int = 4096, template: str | None = None
+) -> Engine:
+    """The same tokenizer before an executor without a model; its template, or another one."""
     real = etude()
     roomy = replace(real.resolved, context_tokens=context_tokens)
-    return Engine(real.config, executor, roomy, real.report.folder, real.report)
+    templates = None if template is None else {"default": template}
+    return Engine(real.config, executor, roomy, real.report.folder, real.report, templates)
 
 
 TOOLS_TEMPLATE = (
@@ -59,11 +61,11 @@ TOOLS_TEMPLATE = (
 )
 
 
-def with_tools(executor: "Scripted", context_tokens: int = 4096) -> Engine:
+def with_tools(
+    executor: "Scripted", context_tokens: int = 4096, template: str = TOOLS_TEMPLATE
+) -> Engine:
     """An engine whose template knows tools and reasoning."""
-    engine = scripted(executor, context_tokens)
-    engine.__dict__["chat_template"] = ChatTemplate({"default": TOOLS_TEMPLATE})
-    return engine
+    return scripted(executor, context_tokens, template)
 
 
 class Scripted(Executor):

@@ -12,7 +12,7 @@ import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_until_ready
 from soloist.engine import Engine
-from soloist.text import ChatTemplate, Tokenizer
+from soloist.text import Tokenizer
 
 PROPERTIES = {
     "city": {"type": "string"}, "days": {"type": "array"}, "exact": {"type": ["boolean", "null"]},
@@ -62,8 +62,8 @@ def served(folder: Path, template: str, answer: str) -> Iterator[tuple[str, Engi
     executor = Scripted("x", 400)
     executor.script = tokenizer.encode(answer) + sorted(tokenizer.eos_ids)[:1]
     real = scripted(executor)
-    engine = Engine(real.config, executor, real.resolved, folder, real.report)
-    engine.__dict__["chat_template"] = ChatTemplate({"default": template})
+    templates = {"default": template}
+    engine = Engine(real.config, executor, real.resolved, folder, real.report, templates)
     with running(lambda _: engine) as server:
         yield wait_until_ready(server).url, engine
 

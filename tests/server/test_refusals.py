@@ -21,8 +21,8 @@ from server.running import (
 )
 from server.test_openai import MESSAGES
 from soloist.server.fields import ChatRequest, CompletionRequest
-from soloist.server.messages import MessagesRequest
-from soloist.server.responses import ResponsesRequest
+from soloist.server.preparation.messages import MessagesRequest
+from soloist.server.preparation.responses import ResponsesRequest
 
 CHAT = {"model": "gpt", "messages": MESSAGES}
 TEXT = {"model": "gpt", "prompt": "def f"}

@@ -10,7 +10,6 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from server.running import Scripted, running, wait_until_ready, with_tools
-from soloist.text import ChatTemplate
 
 
 class Plan(BaseModel):
@@ -249,10 +248,8 @@ BODY = "{% for m in messages %}{{ m.content }} {% endfor %}"
 @pytest.fixture(scope="module", params=TEMPLATES)
 def calling(request):
     def load(_):
-        engine = with_tools(Scripted("def f(x): 17\n", ends=True))
         source = "{# " + TEMPLATES[request.param] + " #}" + BODY
-        engine.__dict__["chat_template"] = ChatTemplate({"default": source})
-        return engine
+        return with_tools(Scripted("def f(x): 17\n", ends=True), template=source)
 
     with running(load) as server:
         wait_until_ready(server)
@@ -330,9 +327,7 @@ def test_the_form_begins_behind_reasoning(think, script, is_call) -> None:
     script = script or ("<tool_call>" if is_call else '{"')
 
     def load(_):
-        engine = with_tools(Scripted(script, ends=True))
-        engine.__dict__["chat_template"] = ChatTemplate({"default": "{# <tool_call> #}" + THINKING})
-        return engine
+        return with_tools(Scripted(script, ends=True), template="{# <tool_call> #}" + THINKING)
 
     more = {"tools": TOOLS, "tool_choice": NAMED} if is_call else {"response_format": FORMAT}
     body = {"chat_template_kwargs": {"think": think}}

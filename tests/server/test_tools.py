@@ -10,7 +10,6 @@ from openai.types.responses import Response
 
 from server.running import Scripted, running, wait_until_ready, with_tools
 from soloist.server.serve import Server
-from soloist.text import ChatTemplate
 
 ARGUMENTS = {"city": 'Zürich "}', "days": [1, 2]}
 CALL = '<tool_call>\n{"name": "weather", "arguments": ' + json.dumps(ARGUMENTS) + "}\n</tool_call>"
@@ -93,9 +92,7 @@ def test_mistrals_reasoning_and_calls(forced) -> None:
     text = "[THINK]They want it.[/THINK]" + '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}'
 
     def load(_):
-        engine = with_tools(Scripted(text, 100, ends=True))
-        engine.__dict__["chat_template"] = ChatTemplate({"default": MAGISTRAL})
-        return engine
+        return with_tools(Scripted(text, 100, ends=True), template=MAGISTRAL)
 
     more = {"tool_choice": "required"} if forced else {}
     with running(load) as server:

@@ -247,7 +247,7 @@ def model_subject(
     ids = (
         python_prompt(engine, prompt_tokens) if prompt is None else engine.tokenizer.encode(prompt)
     )
-    engine.check_prompt(ids, rounds)
+    engine.processor.check_prompt(ids, rounds)
     return Subject(engine.report.folder.name, engine.model, ids, len(ids))
 
 

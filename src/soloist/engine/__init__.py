@@ -2,11 +2,11 @@
 
 from soloist.engine.config import EngineConfig
 from soloist.engine.engine import Engine
-from soloist.engine.events import Cancel, Chunk, Completion, Event, Failure, Scored, Scores, Timings
+from soloist.engine.events import Cancel, Chunk, Completion, Event, Failure, Scored, Timings
 from soloist.engine.loop import EngineLoop
 from soloist.engine.ticket import Ticket
 
 __all__ = [
     "Cancel", "Chunk", "Completion", "Engine", "EngineConfig", "EngineLoop", "Event", "Failure",
-    "Scored", "Scores", "Ticket", "Timings",
+    "Scored", "Ticket", "Timings",
 ]  # fmt: skip

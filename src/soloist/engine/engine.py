@@ -4,10 +4,10 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,6 @@ from soloist.engine.reference import ReferenceModel
 from soloist.engine.shards import distribute, of_one
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
-from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
 from soloist.jit.upload import Upload
 from soloist.megakernel.plan import Plan
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
@@ -42,6 +41,7 @@ from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
+from soloist.text.processor import Processor, ProcessorFiles
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -86,6 +86,7 @@ class Engine:
         model: what runs it.
         resolved: device, precision and context.
         folder: its files, from which tokenizer and chat template are read.
+        templates: chat templates by name, instead of the folder's.
     """
 
     def __init__(
@@ -95,13 +96,15 @@ class Engine:
         resolved: Resolved,
         folder: Path,
         report: LoadReport,
+        templates: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.resolved = resolved
         self.report = report
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self.processor = Processor(
+            ProcessorFiles(folder, config.vocab_size, resolved.context_tokens, templates)
+        )
         self.model = model
-        self._folder = folder
 
     @classmethod
     def load(
@@ -193,19 +196,24 @@ class Engine:
         )
         return cls(config, model, resolved, folder, report)
 
-    @cached_property
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model."""
+        return self.processor.tokenizer
+
+    @property
     def chat_template(self) -> ChatTemplate:
         """The model's own template.
 
         Raises:
             TokenizerError: it has none.
         """
-        return ChatTemplate.from_folder(self._folder)
+        return self.processor.chat_template
 
-    @cached_property
+    @property
     def grammars(self) -> Grammars:
         """Compiles what answers must look like, for this model's tokens."""
-        return Grammars(self.tokenizer, self.config.vocab_size)
+        return self.processor.grammars
 
     @property
     def traffic(self) -> Traffic:
@@ -243,29 +251,13 @@ class Engine:
         """
         accepted = time.perf_counter()
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.check_prompt(prompt_ids, params.max_tokens)
+        self.processor.check_prompt(prompt_ids, params.max_tokens)
         params.check_vocabulary(self.config.vocab_size)
         sampler = Sampler(
             params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
             None if grammar is None else grammar.start(),
         )  # fmt: skip
         return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
-
-    def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
-        """Refuse a prompt that cannot be answered with so many tokens.
-
-        Raises:
-            RequestError: it is empty or too long, or a token id is outside the vocabulary.
-        """
-        if not prompt_ids:
-            raise EmptyPrompt
-        vocab = self.config.vocab_size
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id < vocab:
-                raise BadTokenId("prompt", token_id, vocab)
-        room = self.resolved.context_tokens - len(prompt_ids)
-        if new_tokens > room:
-            raise PromptTooLong(len(prompt_ids), new_tokens, self.resolved.context_tokens)
 
     def _events(
         self,

@@ -104,10 +104,6 @@ class Failure:
 
 Event = Scored | Chunk | Completion | Failure
 
-# What log probabilities are for: the answer, the prompt and the answer, or the prompt alone. Then
-# there is no answer.
-Scores = Literal["answer", "both", "prompt"]
-
 
 class Cancel:
     """A flag that ends a request at its next token; safe to set from a signal handler."""

@@ -5,8 +5,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any, Literal
 
 from soloist.errors import BadSampling, BadTokenId
+
+# What log probabilities are for: the answer, the prompt and the answer, or the prompt alone. Then
+# there is no answer.
+Scores = Literal["answer", "both", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,11 @@ class SamplingParams:
         self._check_contradictions()
         # The caller's dictionary may change later; this copy cannot.
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As plain values, for another process."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _unpickled, (values | {"logit_bias": dict(self.logit_bias)},)
 
     @property
     def is_greedy(self) -> bool:
@@ -150,6 +160,10 @@ class SamplingParams:
             raise BadSampling(
                 "min_tokens", self.min_tokens, f"at most max_tokens, here {self.max_tokens}"
             )
+
+
+def _unpickled(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 def _check_real(

@@ -1,49 +1,101 @@
-"""From the bytes of a request to a checked model of it."""
+"""From the bytes of a request to a prompt that the engine can take."""
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-import orjson
-from pydantic import ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
-from soloist.server.fields import Fields
-from soloist.server.problems import Problem, problem_of_fields
+from soloist.errors import PreparationFailed
+from soloist.server.host import Host, Ready
+from soloist.server.preparation.jobs import Job
+from soloist.server.preparation.limits import LARGE_BYTES
+from soloist.server.preparation.prepared import Prepared, Wanted
+from soloist.server.problems import Problem
+from soloist.text.grammar import Grammar
 
 # A client that needs longer for a body is not there any more.
 BODY_S = 60.0
 
-Wanted = TypeVar("Wanted", bound=Fields)
+Result = TypeVar("Result")
 
 
-async def read(request: Request, schema: type[Wanted], most_bytes: int) -> Wanted:
-    """The request's body as `schema`.
+def ready_of(request: Request) -> Ready:
+    """The engine that will answer a request.
 
     Raises:
-        Problem: it is too large, compressed, comes too slowly, is no JSON object, or has unusable
-            fields.
+        Problem: 503 while there is none.
     """
+    host: Host = request.app.state.host
+    return host.ready()
+
+
+async def prepared(
+    request: Request, ready: Ready, job: Job[Wanted]
+) -> tuple[Prepared[Wanted], Grammar | None]:
+    """A request that was read, and the grammar of its answers.
+
+    Raises:
+        Problem: it cannot be answered.
+    """
+    found = await _read(request, ready, job)
+    assert isinstance(found, Prepared), "this kind of request is for the engine"
+    if found.grammar is None:
+        return found, None
+    # It compiled in the process that read the request, so it does here; streams go on meanwhile.
+    return found, await asyncio.to_thread(ready.engine.grammars.compile, found.grammar)
+
+
+async def whole_reply(request: Request, job: Job[Wanted]) -> Response:
+    """The reply to a request that needs no engine.
+
+    Raises:
+        Problem: it cannot be answered.
+    """
+    found = await _read(request, ready_of(request), job)
+    assert isinstance(found, bytes), "this kind of request is answered at once"
+    return Response(found, media_type="application/json")
+
+
+async def _read(request: Request, ready: Ready, job: Job[Wanted]) -> Prepared[Wanted] | bytes:
+    host: Host = request.app.state.host
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise Problem(415, f"Content-Encoding is '{coding}' (allowed: none); send plain JSON")
     try:
         async with asyncio.timeout(BODY_S):
-            body = await _bytes(request, most_bytes)
+            parts = await _parts(request, host.config.most_body_bytes)
     except TimeoutError as error:
         raise Problem(408, f"the body did not come within {BODY_S:.0f} s") from error
     try:
-        given = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(given, dict):
-        raise Problem(400, "the body is JSON, but not an object", code="invalid_json")
+        if sum(map(len, parts)) <= LARGE_BYTES:
+            return await ready.preparation.prepare(job, parts)
+        return await _while_connected(request, ready.preparation.prepare(job, parts))
+    except PreparationFailed as error:
+        host.fail(error)
+        raise
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What a coroutine returns; it is cancelled where the client goes away.
+
+    Raises:
+        Problem: the client went away.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())  # after the body: that the client has gone
     try:
-        return schema.model_validate(given)
-    except ValidationError as error:
-        raise problem_of_fields(error) from error
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Problem(499, "the client went away")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
 
 
-async def _bytes(request: Request, most_bytes: int) -> bytes:
+async def _parts(request: Request, most_bytes: int) -> list[bytes]:
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > most_bytes:
         raise _too_large(most_bytes)
@@ -53,7 +105,7 @@ async def _bytes(request: Request, most_bytes: int) -> bytes:
         if size > most_bytes:
             raise _too_large(most_bytes)
         parts.append(part)
-    return b"".join(parts)
+    return parts
 
 
 def _too_large(most_bytes: int) -> Problem:

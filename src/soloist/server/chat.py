@@ -9,29 +9,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from soloist.engine import Completion, Engine
+from soloist.engine import Completion
 from soloist.sampling import SamplingParams
 from soloist.server import figures, likelihood
-from soloist.server.bodies import read
+from soloist.server.bodies import prepared, ready_of
 from soloist.server.fields import ChatRequest
-from soloist.server.generation import Asked, Delta, Generation, Whole, collect
+from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
-from soloist.server.names import served_name
-from soloist.server.parts import (
-    PROMPT_END,
-    Teller,
-    checked_tools,
-    message_of,
-    part_format,
-    shown_ids,
-)
-from soloist.server.problems import invalid
-from soloist.server.prompts import chat_prompt, elsewhere
+from soloist.server.parts import Teller, message_of
+from soloist.server.preparation.jobs import CHATS
+from soloist.server.preparation.prepared import Asked
 from soloist.server.replies import json_reply
-from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, shape_of
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import CHAT, RequestTrace
-from soloist.text.parts import PartFormat
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
@@ -41,26 +31,15 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    accepted, host = time.perf_counter(), request.app.state.host
-    asked = await read(request, ChatRequest, host.config.most_body_bytes)
-    ready = host.ready()
-    model = served_name(host.config, asked.model)
-    asked.check_stream_options()
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise invalid("top_logprobs", "only beside logprobs: true")
-    given, shape = [asked.messages, asked.tools], shape_of(asked)
-    use = _tool_use(asked)
-    one, style, prompt_end = await elsewhere(
-        given,
-        lambda: _prepared(ready.engine, asked, shape, use),
-        is_slow=shape is not None or bool(use.field),
-    )
+    accepted, host, ready = time.perf_counter(), request.app.state.host, ready_of(request)
+    found, grammar = await prepared(request, ready, CHATS)
+    (one,), asked = found.prompts, found.fields
     answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    chat = _Chat(ready, asked, request_id, model, one)
-    chat.tellers = [Teller(style, prompt_end) for _ in answers]
-    trace = RequestTrace(request.headers, CHAT, model, accepted)
-    generation = Generation(host, ready, request_id, answers, accepted, trace)
+    chat = _Chat(ready, asked, request_id, found.model, one)
+    chat.tellers = [Teller(found.style, found.prompt_end) for _ in answers]
+    trace = RequestTrace(request.headers, CHAT, found.model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
     return json_reply(chat.whole(await collect(request, generation)))
@@ -71,57 +50,6 @@ def choices(params: SamplingParams, count: int) -> list[SamplingParams]:
     if params.seed is None:
         return [params] * count
     return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
-
-
-def fitted(
-    engine: Engine, prompt_ids: list[int], params: SamplingParams, wanted: int | None
-) -> SamplingParams:
-    """The same, for what the context holds beside the prompt where no number was asked for.
-
-    Args:
-        engine: whose context it is.
-        prompt_ids: the prompt.
-        params: for `wanted` tokens, if that is a number.
-        wanted: most new tokens.
-
-    Raises:
-        RequestError: the prompt is empty or too long.
-    """
-    engine.check_prompt(prompt_ids, 1 if wanted is None else wanted)
-    if wanted is not None:
-        return params
-    return replace(params, max_tokens=engine.resolved.context_tokens - len(prompt_ids))
-
-
-def _tool_use(asked: ChatRequest) -> ToolUse:
-    checked_tools(asked.tools or ())
-    choice, tools = openai_choice(asked.tool_choice), asked.offered_tools or ()
-    strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
-    several = asked.parallel_tool_calls is not False
-    return ToolUse(tools, strict, choice, several, "tools[{}].function.parameters")
-
-
-def _prepared(
-    engine: Engine, asked: ChatRequest, shape: Shape | None, use: ToolUse
-) -> tuple[Asked, PartFormat, str]:
-    """What to ask of the engine, what its answer looks like, and how the prompt ends."""
-    wanted = asked.max_completion_tokens
-    if wanted is None:
-        wanted = asked.max_tokens
-    elif asked.max_tokens not in (None, wanted):
-        raise invalid("max_tokens", f"contradicts max_completion_tokens, which is {wanted}")
-    # Checked before the prompt: a bad value is a bad value, however long the prompt is.
-    params = asked.params(max(1, engine.resolved.context_tokens) if wanted is None else wanted)
-    params.check_vocabulary(engine.config.vocab_size)
-    style = part_format(engine, asked.offered_tools or ())
-    text = chat_prompt(engine, asked, asked.offered_tools)
-    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    params = fitted(engine, prompt_ids, params, wanted)
-    wanted = (asked.top_logprobs or 0) if asked.logprobs else None
-    end = text[-PROMPT_END:]
-    grammar = grammar_of(engine, shape, use, style, end)
-    one = Asked(prompt_ids, params, wanted, shown_ids(engine, style), grammar)
-    return one, style, end
 
 
 class _Chat:

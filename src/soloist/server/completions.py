@@ -9,23 +9,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from soloist.engine import Completion, Engine, Scored, Scores
+from soloist.engine import Completion, Scored
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
-from soloist.server.bodies import read
+from soloist.server.bodies import prepared, ready_of
 from soloist.server.chat import FINISH, choices
-from soloist.server.fields import MOST_CHOICES, CompletionRequest
-from soloist.server.generation import Asked, Delta, Generation, Whole, collect
+from soloist.server.fields import CompletionRequest
+from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
-from soloist.server.names import served_name
-from soloist.server.problems import invalid, unsupported
-from soloist.server.prompts import completion_prompts, elsewhere
+from soloist.server.preparation.jobs import COMPLETIONS
+from soloist.server.preparation.prepared import Asked
 from soloist.server.replies import json_reply
-from soloist.server.shapes import Shape, plain_grammar, shape_of
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import TEXT, RequestTrace
-
-_DEFAULT_TOKENS = 16  # as OpenAI has it
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]%b}\n\n'
@@ -33,47 +29,21 @@ _TEXT = b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]%b}\n\n'
 
 async def completions(request: Request) -> Response:
     """Continue texts."""
-    accepted, host = time.perf_counter(), request.app.state.host
-    asked = await read(request, CompletionRequest, host.config.most_body_bytes)
-    ready = host.ready()
-    model = served_name(host.config, asked.model)
-    asked.check_stream_options()
-    if asked.scores_prompt and asked.suffix is not None:
-        raise unsupported("suffix beside echo and logprobs", "a prompt without one")
-    shape = shape_of(asked)
-    prompts = await elsewhere(
-        asked.prompt, lambda: _prepared(ready.engine, asked, shape), is_slow=shape is not None
-    )
+    accepted, host, ready = time.perf_counter(), request.app.state.host, ready_of(request)
+    found, grammar = await prepared(request, ready, COMPLETIONS)
+    asked = found.fields
     answers = [
         replace(one, params=params)
-        for one in prompts
+        for one in found.prompts
         for params in choices(one.params, asked.n or 1)
     ]
-    if len(answers) > MOST_CHOICES:
-        raise invalid("n", f"{len(answers)} answers in all (allowed: at most {MOST_CHOICES})")
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    trace = RequestTrace(request.headers, TEXT, model, accepted)
-    generation = Generation(host, ready, request_id, answers, accepted, trace)
-    texts = _Texts(ready, asked, request_id, model, prompts)
+    trace = RequestTrace(request.headers, TEXT, found.model, accepted)
+    generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
+    texts = _Texts(ready, asked, request_id, found.model, found.prompts)
     if asked.stream:
         return Events(generation, with_errors(texts.stream(generation)))
     return json_reply(texts.whole(await collect(request, generation)))
-
-
-def _prepared(engine: Engine, asked: CompletionRequest, shape: Shape | None) -> list[Asked]:
-    wanted = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    scores: Scores = "both" if asked.scores_prompt else "answer"
-    if asked.scores_prompt and wanted == 0:
-        scores = "prompt"
-    params = asked.params(1 if scores == "prompt" else wanted)
-    params.check_vocabulary(engine.config.vocab_size)
-    prompts = completion_prompts(engine, asked)
-    if not prompts:
-        raise invalid("prompt", "an empty list; give at least one prompt")
-    for ids in prompts:
-        engine.check_prompt(ids, wanted)
-    grammar = plain_grammar(engine, shape)
-    return [Asked(ids, params, asked.logprobs, grammar=grammar, scores=scores) for ids in prompts]
 
 
 class _Texts:
@@ -85,7 +55,7 @@ class _Texts:
         asked: CompletionRequest,
         request_id: str,
         model: str,
-        prompts: list[Asked],
+        prompts: Sequence[Asked],
     ) -> None:
         self._ready, self._asked, self._prompts = ready, asked, prompts
         self._shows_more = bool(asked.logprobs is not None or asked.return_token_ids)

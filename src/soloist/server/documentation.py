@@ -16,9 +16,9 @@ from soloist.server.fields import (
     Fields,
     TokenizeRequest,
 )
-from soloist.server.messages import CountRequest, MessagesRequest
+from soloist.server.preparation.messages import CountRequest, MessagesRequest
+from soloist.server.preparation.responses import ResponsesRequest
 from soloist.server.replies import json_reply
-from soloist.server.responses import ResponsesRequest
 
 _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest),
@@ -45,6 +45,15 @@ _ENDS = {
 }
 
 
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
 async def openapi(_: Request) -> Response:
     """The API in OpenAPI 3.1."""
     return json_reply(_openapi())
@@ -52,7 +61,7 @@ async def openapi(_: Request) -> Response:
 
 async def page(_: Request) -> Response:
     """The same for people: one page that loads nothing else."""
-    return HTMLResponse(_page())
+    return HTMLResponse(_page(), headers=_PAGE_HEADERS)
 
 
 @cache

@@ -5,16 +5,20 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from soloist.sampling import SamplingParams
+from soloist.sampling.params import SamplingParams
 from soloist.server.problems import invalid
 
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 64
+
+Item = TypeVar("Item")
+# Checking ends at the first item that does not fit, however many there are.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class Fields(BaseModel):
@@ -73,8 +77,8 @@ class SamplingFields(Fields):
     seed: int | None = Field(
         default=None, description="Same seed, same text. Choice i takes seed + i."
     )
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=256)
+    stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stop_token_ids: Items[int] | None = Field(default=None, max_length=256)
     logit_bias: dict[str, Number] | None = Field(
         default=None, description="Token id to bias, -100 … 100."
     )
@@ -168,7 +172,7 @@ class StructuredOutputs(Fields):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Items[str] | None = Field(default=None, min_length=1)
     grammar: str | None = None
 
 
@@ -181,7 +185,7 @@ class ShapeFields(Fields):
     )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_choice: Items[str] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
 
 
@@ -223,7 +227,7 @@ class GenerationFields(SamplingFields, ShapeFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="Text, texts, token ids, or lists of them."
     )
     suffix: str | None = Field(
@@ -248,13 +252,13 @@ class CompletionRequest(GenerationFields):
 class ChatFields(Fields):
     """What makes a prompt of a conversation."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables for the chat template, such as enable_thinking."
     )
-    tools: list[dict[str, Any]] | None = Field(
+    tools: Items[dict[str, Any]] | None = Field(
         default=None, description="Functions, for models whose calls can be read."
     )
 
@@ -262,7 +266,7 @@ class ChatFields(Fields):
 class ChatRequest(GenerationFields, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(
+    messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
     max_completion_tokens: int | None = Field(
@@ -304,7 +308,7 @@ class DetokenizeRequest(Fields):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
     skip_special_tokens: bool | None = Field(default=None, description="Default false.")
 
 

@@ -14,28 +14,16 @@ from typing import Self
 from starlette.requests import Request
 from starlette.types import Receive
 
-from soloist.engine import Chunk, Completion, Event, Failure, Scored, Scores, Ticket
+from soloist.engine import Chunk, Completion, Event, Failure, Scored, Ticket
 from soloist.errors import SoloistError
-from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
+from soloist.server.preparation.prepared import Asked
 from soloist.server.problems import Problem, invalid, problem_of
 from soloist.server.tracing import RequestTrace
 from soloist.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One prompt, ready for the engine; see `EngineLoop.submit`."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    top_logprobs: int | None = None
-    shown_ids: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
-    scores: Scores = "answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +58,7 @@ class Generation:
         asked: one for each answer.
         accepted: when the HTTP request came, by `time.perf_counter`.
         trace: of the request.
+        grammar: that every answer keeps to.
 
     Raises:
         SoloistError: one of them is not taken; then none is.
@@ -84,6 +73,7 @@ class Generation:
         asked: Sequence[Asked],
         accepted: float,
         trace: RequestTrace,
+        grammar: Grammar | None = None,
     ) -> None:
         self._host, self._request_id, self._trace = host, request_id, trace
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
@@ -103,7 +93,7 @@ class Generation:
                         shown_ids=one.shown_ids,
                         listen=self._listen,
                         accepted=accepted,
-                        constraint=None if one.grammar is None else one.grammar.start(),
+                        constraint=None if grammar is None else grammar.start(),
                         scores=one.scores,
                     )
                 )

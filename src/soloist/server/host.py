@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from soloist.engine import Engine, EngineLoop
-from soloist.errors import DeviceError, EngineStopped, ShuttingDown, SoloistError
+from soloist.errors import (
+    DeviceError,
+    EngineStopped,
+    PreparationFailed,
+    ShuttingDown,
+    SoloistError,
+)
 from soloist.model.weights import LoadProgress
 from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig
 from soloist.server.metrics import Metrics
+from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem, problem_of
 
 Load = Callable[[Callable[[LoadProgress], None]], Engine]
@@ -32,6 +39,7 @@ class Ready:
 
     engine: Engine
     loop: EngineLoop
+    preparation: Preparation
     created: int
 
 
@@ -64,6 +72,7 @@ class Host:
         self.running: dict[str, Running] = {}
         self._load, self._on_ready, self._on_end = load, on_ready, on_end
         self._ready: Ready | None = None
+        self._preparation: Preparation | None = None
         self._progress: LoadProgress | None = None
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="soloist-load", daemon=True)
@@ -119,17 +128,26 @@ class Host:
         self._is_stopping = True
         if self._ready is not None:
             self._ready.loop.close()
+        if self._preparation is not None:
+            self._preparation.close()
 
     def _run(self) -> None:
         try:
             engine = self._load(self._advance)
         except SoloistError as error:
-            self._fail(error)
+            self.fail(error)
             return
         except Exception as error:  # noqa: BLE001 - the server has to end, not to wait for ever
-            self._fail(DeviceError(f"the model cannot be loaded: {error!r}"))
+            self.fail(DeviceError(f"the model cannot be loaded: {error!r}"))
             return
         if self._is_stopping:
+            return
+        preparation = Preparation(engine.processor.files, self.config.names)
+        self._preparation = preparation
+        try:
+            preparation.start()
+        except PreparationFailed as error:
+            self.fail(error)
             return
         loop = EngineLoop(
             engine.model,
@@ -138,15 +156,16 @@ class Host:
             traffic=engine.traffic,
             most_waiting=self.config.most_waiting,
             flush_s=self.config.flush_ms / 1e3,
-            on_failure=self._fail,
+            on_failure=self.fail,
         )
         self.metrics.watch(loop)
-        self._ready = Ready(engine, loop, int(time.time()))
+        self._ready = Ready(engine, loop, preparation, int(time.time()))
         self._on_ready(engine)
 
     def _advance(self, progress: LoadProgress) -> None:
         self._progress = progress
 
-    def _fail(self, error: SoloistError) -> None:
+    def fail(self, error: SoloistError) -> None:
+        """There is no engine any more; the server ends. From any thread."""
         self.failure = error
         self._on_end()

@@ -1,98 +1,13 @@
 """Reasoning and tool calls in the shape of OpenAI's chat."""
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-from soloist.engine import Completion, Engine
-from soloist.server.problems import invalid, unsupported
-from soloist.text.parts import Part, PartFormat, PartReader, format_of
-
-# Characters of a prompt that tell whether its answer begins within reasoning.
-PROMPT_END = 64
+from soloist.engine import Completion
+from soloist.text.parts import Part, PartFormat, PartReader
 
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-
-
-def part_format(engine: Engine, tools: Sequence[Mapping[str, Any]]) -> PartFormat:
-    """How this model's answers are taken apart.
-
-    Args:
-        engine: of the model.
-        tools: that it is told of, as OpenAI describes them.
-
-    Raises:
-        Problem: tools, for a model whose calls cannot be read.
-    """
-    told = format_of(engine.chat_template.source)
-    if not tools:
-        return replace(told, calls=None)
-    if told.calls is None:
-        raise unsupported(
-            "tools", "none; this model's chat template has no tool calls that Soloist can read"
-        )
-    return replace(told, json_parameters=_json_parameters(tools))
-
-
-def shown_ids(engine: Engine, style: PartFormat) -> frozenset[int]:
-    """Marks that are special tokens, which a text otherwise leaves out."""
-    return frozenset(special_marks(engine, style).values())
-
-
-def special_marks(engine: Engine, style: PartFormat) -> dict[str, int]:
-    """Those marks that are special tokens, with their ids."""
-    ids = {mark: engine.tokenizer.special_id(mark) for mark in style.marks}
-    return {mark: token_id for mark, token_id in ids.items() if token_id is not None}
-
-
-def _json_parameters(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
-    """(function, parameter) of values that are no texts."""
-    found = set()
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
-                found |= {(name, key) for key, schema in properties.items() if not _is_text(schema)}
-    return frozenset(found)
-
-
-def _is_text(schema: object) -> bool:
-    """Whether a schema is for texts, or does not say what it is for."""
-    match schema:
-        case {"type": str(kind)}:
-            return kind == "string"
-        case {"type": list(kinds)}:
-            return "string" in kinds
-        case {"enum": list(values)}:
-            return all(isinstance(value, str) for value in values)
-        case {"anyOf": list(kinds)} | {"oneOf": list(kinds)}:
-            return any(_is_text(kind) for kind in kinds)
-    return True
-
-
-def checked_tools(tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse what is no function.
-
-    Raises:
-        Problem: a tool of another kind, or without a name.
-    """
-    for index, tool in enumerate(tools):
-        match tool:
-            case {"type": "function", "function": {"name": str(name), **rest}} if name:
-                _check_parameters(rest, f"tools[{index}].function")
-            case {"type": str(kind)} if kind != "function":
-                raise unsupported(f"tools[{index}].type", "'function'")
-            case _:
-                raise invalid(
-                    f"tools[{index}]", 'expected {"type": "function", "function": {"name": …}}'
-                )
-
-
-def _check_parameters(function: Mapping[Any, Any], place: str) -> None:
-    if not isinstance(function.get("parameters", {}), dict | None):
-        raise invalid(f"{place}.parameters", "expected a JSON schema, which is an object")
-    if function.get("strict") not in (None, True, False):
-        raise invalid(f"{place}.strict", "expected true or false")
 
 
 class Teller:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,6 +21,7 @@ from soloist.errors import (
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
@@ -27,8 +29,8 @@ _TYPES = {
 }
 
 
-# Characters of a bad value that an error repeats.
-_MOST_SHOWN = 40
+# Characters of a bad value that an error repeats, and of a whole message.
+_MOST_SHOWN, _MOST_TOLD = 40, 2000
 
 
 class Problem(Exception):
@@ -51,9 +53,16 @@ class Problem(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        # Names of fields may be as long as a body.
+        message = _shortened(message, _MOST_TOLD)
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = None if param is None else _shortened(param, _MOST_TOLD)
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As plain values, for another process."""
+        return _unpickled, (self.status, self.message, self.param, self.code, self.headers)
 
     @property
     def kind(self) -> str:
@@ -78,6 +87,12 @@ class Problem(Exception):
             "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
         }  # fmt: skip
         return {"error": error}
+
+
+def _unpickled(
+    status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]
+) -> Problem:
+    return Problem(status, message, param=param, code=code, headers=headers)
 
 
 def problem_of(error: SoloistError) -> Problem:
@@ -142,7 +157,11 @@ def _shown(value: object) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     text = "null" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+    return _shortened(text, _MOST_SHOWN)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "…"
 
 
 # What pydantic adds to a place where a field may have several types.

@@ -1,21 +1,19 @@
 """From messages and texts to checked token ids."""
 
-import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import orjson
 
-from soloist.engine import Engine
-from soloist.server.fields import ChatFields, CompletionRequest
-from soloist.server.problems import Problem, invalid, unsupported
+from soloist.sampling.params import SamplingParams
+from soloist.server.fields import MOST_CHOICES, ChatFields, CompletionRequest
+from soloist.server.problems import invalid, unsupported
 from soloist.text import Tool
 from soloist.text.parts import CALLS
-
-# Longer prompts are encoded in a thread: shorter ones take less time than handing them over.
-INLINE_CHARACTERS = 8_000
+from soloist.text.processor import Processor
 
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
@@ -26,35 +24,8 @@ _MESSAGE_FIELDS = frozenset(
     | {"reasoning", "reasoning_content", "thinking", "cache_control"}
 )
 
-Made = TypeVar("Made")
 
-
-async def elsewhere(given: object, make: Callable[[], Made], *, is_slow: bool = False) -> Made:
-    """`make()`, in a thread where `given` is long or it `is_slow`, so that streams go on meanwhile.
-
-    Raises:
-        Problem: the request is nested too deeply to be looked at.
-    """
-    try:
-        is_quick = not is_slow and size_of(given) <= INLINE_CHARACTERS
-        return make() if is_quick else await asyncio.to_thread(make)
-    except RecursionError as error:
-        raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
-
-
-def size_of(value: object) -> int:
-    """Characters and numbers in a JSON value, roughly."""
-    match value:
-        case str():
-            return len(value)
-        case dict():
-            return sum(map(size_of, value.values()))
-        case list():
-            return len(value) if value and isinstance(value[0], int) else sum(map(size_of, value))
-    return 1
-
-
-def chat_prompt(engine: Engine, asked: ChatFields, tools: Sequence[Tool] | None) -> str:
+def chat_prompt(processor: Processor, asked: ChatFields, tools: Sequence[Tool] | None) -> str:
     """A conversation through the model's template.
 
     Raises:
@@ -65,19 +36,23 @@ def chat_prompt(engine: Engine, asked: ChatFields, tools: Sequence[Tool] | None)
     for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
-    return engine.chat_template.render(
-        for_template(engine, plain_messages(asked.messages or (), engine.chat_template.source)),
+    return processor.chat_template.render(
+        for_template(
+            processor, plain_messages(asked.messages or (), processor.chat_template.source)
+        ),
         tools=tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
-        **{key: value for key, value in variables.items() if key != "template"},
+        variables=variables,
     )
 
 
-def for_template(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def for_template(
+    processor: Processor, messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Messages with earlier calls as the model's template wants them."""
     chat = with_objects(messages)
-    return with_short_ids(chat) if CALLS in engine.chat_template.source else chat
+    return with_short_ids(chat) if CALLS in processor.chat_template.source else chat
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -172,24 +147,48 @@ def _text(part: object, place: str) -> str:
     raise invalid(place, 'expected {"type": "text", "text": …}')
 
 
-def completion_prompts(engine: Engine, asked: CompletionRequest) -> list[list[int]]:
+def fitted(
+    processor: Processor, prompt_ids: Sequence[int], params: SamplingParams, wanted: int | None
+) -> SamplingParams:
+    """The same, for what the context holds beside the prompt where no number was asked for.
+
+    Args:
+        processor: whose context it is.
+        prompt_ids: the prompt.
+        params: for `wanted` tokens, if that is a number.
+        wanted: most new tokens.
+
+    Raises:
+        RequestError: the prompt is empty or too long.
+    """
+    processor.check_prompt(prompt_ids, 1 if wanted is None else wanted)
+    if wanted is not None:
+        return params
+    return replace(params, max_tokens=processor.context_tokens - len(prompt_ids))
+
+
+def completion_prompts(processor: Processor, asked: CompletionRequest) -> list[list[int]]:
     """Token ids of every prompt.
 
     Raises:
-        UserError: a suffix for a model that cannot fill in.
-        Problem: token ids beside a suffix.
+        UserError: a text that cannot fit, a suffix for a model that cannot fill in.
+        Problem: more prompts than answers are allowed, token ids beside a suffix.
     """
     given = asked.prompt
     if isinstance(given, str):
         given = [given]
     elif given and isinstance(given[0], int):
         given = [given]  # one list of token ids
-    return [_completion_ids(engine, prompt, asked.suffix) for prompt in given]  # type: ignore[arg-type]
+    if len(given) > MOST_CHOICES:
+        raise invalid("prompt", f"{len(given):,} prompts (allowed: at most {MOST_CHOICES})")
+    if not given:
+        raise invalid("prompt", "an empty list; give at least one prompt")
+    return [_completion_ids(processor, prompt, asked.suffix) for prompt in given]  # type: ignore[arg-type]
 
 
-def _completion_ids(engine: Engine, prompt: str | list[int], suffix: str | None) -> list[int]:
+def _completion_ids(processor: Processor, prompt: str | list[int], suffix: str | None) -> list[int]:
     if suffix is None:
-        return prompt if isinstance(prompt, list) else engine.tokenizer.encode(prompt)
+        return prompt if isinstance(prompt, list) else processor.encode(prompt)
     if isinstance(prompt, list):
         raise invalid("suffix", "only beside a prompt of text")
-    return engine.tokenizer.fim_prompt(prompt, suffix)
+    return processor.fim_prompt(prompt, suffix)

@@ -1,148 +1,47 @@
 """POST /v1/responses: OpenAI's newer shape. Nothing is stored: requests bring all they need."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from soloist.engine import Completion, Engine
+from soloist.engine import Completion
 from soloist.errors import SoloistError
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
-from soloist.server.bodies import read
-from soloist.server.chat import fitted
-from soloist.server.fields import (
-    MOST_TOP_LOGPROBS,
-    Harmless,
-    SamplingFields,
-    TextFields,
-    only,
-)
-from soloist.server.generation import Asked, Generation, Whole, collect
+from soloist.server.bodies import prepared, ready_of
+from soloist.server.generation import Generation, Whole, collect
 from soloist.server.host import Ready
-from soloist.server.items import Items, plain_conversation, plain_tools
-from soloist.server.names import served_name
-from soloist.server.parts import PROMPT_END, part_format, shown_ids
-from soloist.server.problems import Problem, invalid, problem_of
-from soloist.server.prompts import elsewhere, for_template
+from soloist.server.items import Items
+from soloist.server.preparation.jobs import RESPONSES
+from soloist.server.preparation.prepared import Asked
+from soloist.server.preparation.responses import SEALED, ResponsesRequest
+from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import json_reply
-from soloist.server.shapes import Shape, ToolUse, grammar_of, openai_choice, text_shape
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
 
-_SEALED, _LIKELY = "reasoning.encrypted_content", "message.output_text.logprobs"
-
-
-class ResponsesRequest(SamplingFields):
-    """POST /v1/responses."""
-
-    model: str | None = None
-    input: str | list[dict[str, Any]] = Field(description="Text, or a list of messages.")
-    instructions: str | None = Field(default=None, description="A system message before all.")
-    max_output_tokens: int | None = Field(default=None, description="Default: all that fits.")
-    stream: bool | None = None
-    store: Harmless = None
-    user: Harmless = None
-    client_metadata: Harmless = None
-    metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
-    service_tier: Harmless = None
-    safety_identifier: Harmless = None
-    prompt_cache_key: Harmless = None
-    prompt_cache_retention: Harmless = None
-    parallel_tool_calls: bool | None = None
-    truncation: only("disabled") = None  # type: ignore[valid-type]
-    text: TextFields | None = None
-    tools: list[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose calls can be read."
-    )
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the name of a function."
-    )
-    include: only(  # type: ignore[valid-type]
-        [], [_SEALED], [_LIKELY], [_SEALED, _LIKELY], [_LIKELY, _SEALED]
-    ) = None
-    background: only(False) = None  # type: ignore[valid-type]
-    stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
-    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
-    previous_response_id: only() = None  # type: ignore[valid-type]
-    conversation: only() = None  # type: ignore[valid-type]
-    prompt: only() = None  # type: ignore[valid-type]
-    top_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_TOP_LOGPROBS, description=f"Beside include: {_LIKELY}."
-    )
-
-    @property
-    def shown_logprobs(self) -> int | None:
-        """Alternatives to name beside each token; None for no log probabilities."""
-        if _LIKELY in (self.include or ()):
-            return self.top_logprobs or 0
-        if self.top_logprobs:
-            raise invalid("top_logprobs", f"only beside include: ['{_LIKELY}']")
-        return None
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
 
 async def responses(request: Request) -> Response:
     """Answer a conversation."""
-    accepted, host = time.perf_counter(), request.app.state.host
-    asked = await read(request, ResponsesRequest, host.config.most_body_bytes)
-    ready = host.ready()
-    model = served_name(host.config, asked.model)
-    given, use = [asked.input, asked.instructions, asked.tools], _tool_use(asked)
-    shape = text_shape(asked.text.format if asked.text else None)
-    one, reader = await elsewhere(
-        given,
-        lambda: _prepared(ready.engine, asked, shape, use),
-        is_slow=shape is not None or bool(use.field),
-    )
+    accepted, host, ready = time.perf_counter(), request.app.state.host, ready_of(request)
+    found, grammar = await prepared(request, ready, RESPONSES)
+    (one,), asked = found.prompts, found.fields
     request_id = f"resp_{uuid.uuid4().hex}"
-    trace = RequestTrace(request.headers, CHAT, model, accepted)
-    generation = Generation(host, ready, request_id, [one], accepted, trace)
-    items = Items(seals_reasoning=_SEALED in (asked.include or ()))
-    reply = _Reply(ready, _head(asked, one, request_id, model), reader, items)
+    trace = RequestTrace(request.headers, CHAT, found.model, accepted)
+    generation = Generation(host, ready, request_id, [one], accepted, trace, grammar)
+    items = Items(seals_reasoning=SEALED in (asked.include or ()))
+    reader = PartReader(found.style, found.prompt_end)
+    reply = _Reply(ready, _head(asked, one, request_id, found.model), reader, items)
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
-    return json_reply(reply.whole(answer))
-
-
-def _tool_use(asked: ResponsesRequest) -> ToolUse:
-    tools, choice = plain_tools(asked.offered_tools), openai_choice(asked.tool_choice)
-    strict = frozenset(n for n, tool in enumerate(asked.offered_tools) if tool.get("strict"))
-    several = asked.parallel_tool_calls is not False
-    return ToolUse(tools, strict, choice, several, "tools[{}].parameters")
-
-
-def _prepared(
-    engine: Engine, asked: ResponsesRequest, shape: Shape | None, use: ToolUse
-) -> tuple[Asked, PartReader]:
-    """What to ask of the engine, and what takes its answer apart."""
-    wanted, tools = asked.max_output_tokens, use.tools
-    params = asked.params(engine.resolved.context_tokens if wanted is None else wanted)
-    params.check_vocabulary(engine.config.vocab_size)
-    style, shown = part_format(engine, tools), asked.shown_logprobs
-    if shown is not None and (style.thinks or style.calls is not None):
-        told = "only for answers of one text; here there is reasoning, or tools. Chats have it"
-        raise invalid("include", f"'{_LIKELY}' is {told}")
-    chat = plain_conversation(asked.input, asked.instructions)
-    text = engine.chat_template.render(
-        for_template(engine, chat), tools=tools or None, add_generation_prompt=True
-    )
-    prompt_ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    params = fitted(engine, prompt_ids, params, wanted)
-    end = text[-PROMPT_END:]
-    grammar = grammar_of(engine, shape, use, style, end)
-    one = Asked(prompt_ids, params, shown, shown_ids(engine, style), grammar)
-    return one, PartReader(style, end)
+    return json_reply(await asyncio.to_thread(reply.whole, answer))
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:

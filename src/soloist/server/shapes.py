@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import orjson
 
-from soloist.engine import Engine
 from soloist.errors import BadGrammar
 from soloist.server.fields import (
     OutputFormat,
@@ -18,7 +17,7 @@ from soloist.server.fields import (
     StructuredOutputs,
     TextFormat,
 )
-from soloist.server.parts import special_marks
+from soloist.server.part_formats import special_marks
 from soloist.server.problems import Problem, invalid, unsupported
 from soloist.text.answers import (
     Form,
@@ -31,9 +30,9 @@ from soloist.text.answers import (
     regex_form,
 )
 from soloist.text.call_grammar import Calls, Function
-from soloist.text.grammar import Grammar
 from soloist.text.listed_calls import ARGUMENTS
 from soloist.text.parts import PartFormat
+from soloist.text.processor import Processor
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -174,12 +173,16 @@ def output_shape(given: OutputFormat | None) -> Shape | None:
 
 
 def grammar_of(
-    engine: Engine, shape: Shape | None, use: ToolUse | None, style: PartFormat, prompt_end: str
-) -> Grammar | None:
-    """What answers must look like; None where anything goes.
+    processor: Processor,
+    shape: Shape | None,
+    use: ToolUse | None,
+    style: PartFormat,
+    prompt_end: str,
+) -> str | None:
+    """What answers must look like, as a grammar that compiles; None where anything goes.
 
     Args:
-        engine: of the model.
+        processor: of the model.
         shape: of an answer that is no call.
         use: of tools.
         style: how this model's answers are taken apart.
@@ -190,33 +193,35 @@ def grammar_of(
     """
     calls = None
     if use is not None and use.tools and (use.field or shape is not None):
-        calls = _calls(engine, use, style, shape)
+        calls = _calls(processor, use, style, shape)
     if calls is not None and calls.is_forced:
         shape = None
     if shape is None and calls is None:
         return None
-    end, special = prompt_end.rstrip(), special_marks(engine, style)
+    end, special = prompt_end.rstrip(), special_marks(processor, style)
     reasoning: Reasoning = "none"
     if style.thinks and not end.endswith(style.end_think):
         reasoning = "begun" if end.endswith(style.think) else "perhaps"
     form = None if shape is None else shape.form
     try:
         marks = style.think, style.end_think
-        return engine.grammars.compile(answer_grammar(form, calls, reasoning, special, marks))
+        source = answer_grammar(form, calls, reasoning, special, marks)
+        processor.grammars.compile(source)
     except BadGrammar as error:
-        raise _blamed(engine, shape, calls, use, error) from error
+        raise _blamed(processor, shape, calls, use, error) from error
+    return source
 
 
-def plain_grammar(engine: Engine, shape: Shape | None) -> Grammar | None:
+def plain_grammar(processor: Processor, shape: Shape | None) -> str | None:
     """The same for texts that are continued.
 
     Raises:
         Problem: no grammar can be made of the field.
     """
-    return grammar_of(engine, shape, None, PartFormat(None, thinks=False), "")
+    return grammar_of(processor, shape, None, PartFormat(None, thinks=False), "")
 
 
-def _calls(engine: Engine, use: ToolUse, style: PartFormat, shape: Shape | None) -> Calls:
+def _calls(processor: Processor, use: ToolUse, style: PartFormat, shape: Shape | None) -> Calls:
     field = use.field or (shape.field if shape is not None else "")
     if style.calls is None:
         raise unsupported(field, "leave it out; this model's way to write calls has no grammar")
@@ -232,33 +237,33 @@ def _calls(engine: Engine, use: ToolUse, style: PartFormat, shape: Shape | None)
         if use.choice.name in (None, tool["function"]["name"])
     ]
     several = use.several and use.choice.name is None
-    names_arguments = ARGUMENTS in engine.chat_template.source
+    names_arguments = ARGUMENTS in processor.chat_template.source
     return Calls(style.calls, tuple(functions), use.is_forced, several, names_arguments)
 
 
 def _blamed(
-    engine: Engine,
+    processor: Processor,
     shape: Shape | None,
     calls: Calls | None,
     use: ToolUse | None,
     error: BadGrammar,
 ) -> Problem:
     """The field of which no grammar can be made."""
-    if shape is not None and (told := _trouble(engine, shape.form, None)) is not None:
+    if shape is not None and (told := _trouble(processor, shape.form, None)) is not None:
         return invalid(shape.field, told)
     if calls is None or use is None:
         return invalid(shape.field if shape is not None else "", error.message)
     names = [tool["function"]["name"] for tool in use.tools]
     for function in calls.functions:
         one = replace(calls, functions=(function,), is_forced=True, several=False)
-        if (told := _trouble(engine, None, one)) is not None:
+        if (told := _trouble(processor, None, one)) is not None:
             return invalid(use.schema_field.format(names.index(function.name)), told)
     return invalid("tools", error.message)
 
 
-def _trouble(engine: Engine, form: Form | None, calls: Calls | None) -> str | None:
+def _trouble(processor: Processor, form: Form | None, calls: Calls | None) -> str | None:
     try:
-        engine.grammars.compile(answer_grammar(form, calls))
+        processor.grammars.compile(answer_grammar(form, calls))
     except BadGrammar as error:
         return error.message
     return None

@@ -62,7 +62,7 @@ async def model(request: Request) -> Response:
     """One of them."""
     host: Host = request.app.state.host
     ready = host.ready()
-    return json_reply(_model(served_name(host.config, request.path_params["name"]), ready))
+    return json_reply(_model(served_name(host.config.names, request.path_params["name"]), ready))
 
 
 async def cancel(request: Request) -> Response:

@@ -7,6 +7,7 @@ character. Knows nothing of tokens: encode the prompt with `add_special_tokens=F
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
 
@@ -89,7 +90,7 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         template: str | None = None,
-        **variables: object,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """The prompt for `messages`, special tokens included.
 

@@ -5,6 +5,7 @@ Reads tokenizer.json and the small files beside it. Knows neither models nor req
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +16,7 @@ from soloist.text.decoder import Decoder
 from soloist.text.detokenizer import Detokenizer
 from soloist.text.files import SpecialTokens, read_eos_ids, read_json, read_special_tokens
 from soloist.text.metaspace import SPACE_MARK, follow_llama_class
+from soloist.text.pieces import Pieces, longest_token
 
 # Marks before prefix, suffix and middle, one row per way of spelling them.
 _FIM_MARKS = (
@@ -56,6 +58,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._file = file
+        self._pieces = Pieces(backend)
         self._decoder = Decoder(json.loads(backend.decoder.__getstate__()), file)
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
@@ -96,14 +99,46 @@ class Tokenizer:
             file=str(file),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
         """The ids of `text`. A special token written out in it becomes that token.
 
         A rendered chat prompt holds its own special tokens: encode it with
         `add_special_tokens=False`, or models with a beginning-of-sequence token get two.
+
+        Args:
+            text: of any length.
+            add_special_tokens: around the text, as the tokenizer's files say.
+            most_tokens: encoding may end once there are more than so many. The caller asked for
+                at most so many; the ids are not all of the text then.
         """
         _check_characters(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        before, after = self._around if add_special_tokens else ([], [])
+        ids = list(before)
+        for piece in self._pieces.split(text):
+            ids += piece
+            if most_tokens is not None and len(ids) > most_tokens:
+                return ids
+        return ids + after
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Ids before and after any text that is encoded with special tokens."""
+        if not self._backend.num_special_tokens_to_add(is_pair=False):
+            return [], []
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a").ids
+        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer tokens than these encode `text`; found without encoding it."""
+        return 0 if self._longest is None else -(-len(text) // self._longest)
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return longest_token(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
@@ -127,27 +162,33 @@ class Tokenizer:
         """A fresh incremental twin of `decode`, fed with the spellings of tokens."""
         return self._decoder.start()
 
-    def fim_prompt(self, prefix: str, suffix: str) -> list[int]:
-        """The prompt to which a model answers with what belongs between `prefix` and `suffix`."""
+    def fim_prompt(self, prefix: str, suffix: str, most_tokens: int | None = None) -> list[int]:
+        """The prompt to which a model answers with what belongs between `prefix` and `suffix`.
+
+        Args:
+            prefix: text before the gap.
+            suffix: text after it.
+            most_tokens: as of `encode`, of either text.
+        """
         prefix_mark, suffix_mark, middle_mark = self._fim_ids()
         start = self.encode("")[:1]
         return [
             *(start if start == [self.bos_id] else []),
             prefix_mark,
-            *self.encode(prefix, add_special_tokens=False),
+            *self.encode(prefix, add_special_tokens=False, most_tokens=most_tokens),
             suffix_mark,
-            *self.encode_inside(suffix),
+            *self.encode_inside(suffix, most_tokens),
             middle_mark,
         ]
 
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_inside(self, text: str, most_tokens: int | None = None) -> list[int]:
         """The ids of `text` without the space that a tokenizer may put at a text's start."""
         newline = self.encode("\n", add_special_tokens=False)
         if not (newline and (self.token(newline[0]) or "").startswith(SPACE_MARK)):
-            return self.encode(text, add_special_tokens=False)
-        ids = self.encode("\n" + text, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
+        ids = self.encode("\n" + text, add_special_tokens=False, most_tokens=most_tokens)
         if ids[: len(newline)] != newline:
-            return self.encode(text, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
         return ids[len(newline) :]
 
     @property

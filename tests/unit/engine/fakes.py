@@ -11,9 +11,9 @@ from soloist.megakernel.choice import pack_choices
 from soloist.megakernel.launch import Column
 from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
-from soloist.sampling import sample
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
+from soloist.sampling.sample import sample
 
 VOCAB = 61
 # As in the decoder, rows of padding lie behind the vocabulary.

@@ -10,9 +10,10 @@ import torch
 from scipy.stats import chisquare
 
 from soloist.errors import BadLogits, BadTokenId
-from soloist.sampling import Sampler, SamplingParams, logprobs, sample
+from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.adjust import TokenCounts
-from soloist.sampling.sample import largest
+from soloist.sampling.logprobs import logprobs
+from soloist.sampling.sample import largest, sample
 
 V = 40
 LOGITS = np.random.default_rng(5).normal(scale=1.5, size=V).astype(np.float32)

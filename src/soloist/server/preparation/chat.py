@@ -1,0 +1,56 @@
+"""How a chat becomes a prompt."""
+
+from soloist.server.fields import ChatRequest
+from soloist.server.part_formats import PROMPT_END, checked_tools, part_format, shown_ids
+from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.problems import invalid
+from soloist.server.prompts import chat_prompt, fitted
+from soloist.server.shapes import ToolUse, grammar_of, openai_choice, shape_of
+from soloist.text.processor import Processor
+
+
+def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepared[ChatRequest]:
+    """What to ask of the engine.
+
+    Raises:
+        Problem, UserError: the request cannot be answered.
+    """
+    asked.check_stream_options()
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise invalid("top_logprobs", "only beside logprobs: true")
+    shape, use = shape_of(asked), _tool_use(asked)
+    wanted = asked.max_completion_tokens
+    if wanted is None:
+        wanted = asked.max_tokens
+    elif asked.max_tokens not in (None, wanted):
+        raise invalid("max_tokens", f"contradicts max_completion_tokens, which is {wanted}")
+    # Checked before the prompt: a bad value is a bad value, however long the prompt is.
+    params = asked.params(max(1, processor.context_tokens) if wanted is None else wanted)
+    params.check_vocabulary(processor.vocab_size)
+    style = part_format(processor, asked.offered_tools or ())
+    text = chat_prompt(processor, asked, asked.offered_tools)
+    prompt_ids = processor.encode(text, add_special_tokens=False)
+    params = fitted(processor, prompt_ids, params, wanted)
+    top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    end = text[-PROMPT_END:]
+    grammar = grammar_of(processor, shape, use, style, end)
+    one = Asked(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
+    without = dict.fromkeys(_MAKES_THE_PROMPT)
+    fields = asked.model_copy(update=without)
+    return Prepared(fields, model, (one,), grammar, style, end)
+
+
+# Of no use to the reply, and long.
+_MAKES_THE_PROMPT = (
+    "messages", "tools", "chat_template_kwargs", "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "logit_bias", "stop",
+    "metadata",
+)  # fmt: skip
+
+
+def _tool_use(asked: ChatRequest) -> ToolUse:
+    checked_tools(asked.tools or ())
+    choice, tools = openai_choice(asked.tool_choice), asked.offered_tools or ()
+    strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
+    several = asked.parallel_tool_calls is not False
+    return ToolUse(tools, strict, choice, several, "tools[{}].function.parameters")

@@ -1,0 +1,93 @@
+"""A process that reads one request after the other, within the memory and time that each may take.
+
+Beyond its memory Python raises MemoryError, which is told, and libraries abort, which the server
+sees. Beyond its time on the processor the system ends the process.
+"""
+
+import os
+import pickle
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from soloist.server.preparation.jobs import JOBS, run
+from soloist.server.preparation.limits import (
+    LARGE_BYTES,
+    cpu_s,
+    memory_bytes,
+    too_much_memory,
+)
+from soloist.server.preparation.prepared import Prepared
+from soloist.server.preparation.wire import REQUEST, receive, send_message
+from soloist.server.problems import Problem
+from soloist.text.processor import Processor
+
+# A child that has grown by more ends after its request, and its memory comes back.
+_GROWN_BYTES = 32 * 2**20
+
+# Large requests wait for no stream.
+_LARGE_NICE = 10
+
+_NAMES = list(JOBS)
+
+Outcome = Prepared | bytes | Problem  # type: ignore[type-arg]
+
+
+def serve(connection: socket.socket, processor: Processor, names: Sequence[str]) -> None:
+    """Answer requests until the server closes `connection`, or a request leaves a lot behind."""
+    before = _size_bytes()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while (head := receive(connection, REQUEST.size)) is not None:
+        length, kind = REQUEST.unpack(head)
+        if length > LARGE_BYTES:
+            os.nice(_LARGE_NICE)
+        if (body := receive(connection, length)) is None:
+            return
+        outcome = _outcome(kind, body, processor, names)
+        del body
+        stays = length <= LARGE_BYTES and _size_bytes() - before <= _GROWN_BYTES
+        send_message(connection, pickle.dumps((outcome, stays)))
+        if not stays:
+            return
+
+
+def _outcome(kind: int, body: bytearray, processor: Processor, names: Sequence[str]) -> Outcome:
+    _limit_time(cpu_s(len(body)))
+    most = memory_bytes(len(body))
+    _limit_memory(most)
+    try:
+        return run(JOBS[_NAMES[kind]], processor, names, body)
+    except Problem as problem:
+        return problem
+    except MemoryError:
+        return too_much_memory(len(body))
+    finally:
+        _limit_memory(None)
+
+
+def _limit_time(seconds: int) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+
+
+def _limit_memory(more_bytes: int | None) -> None:
+    """Allow so much more than there is now; None takes the bound away."""
+    if sys.platform != "linux":
+        return  # elsewhere the bound holds for stacks and code as well, or for nothing
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = hard if more_bytes is None else _size_bytes() + more_bytes
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def _size_bytes() -> int:
+    """Of the address space."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()

@@ -1,0 +1,105 @@
+"""The kinds of requests that are read here, and how: JSON, bounds, checks, prompt."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import orjson
+from pydantic import ValidationError
+
+from soloist.errors import SoloistError
+from soloist.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from soloist.server.names import served_name
+from soloist.server.preparation.bounds import check_body, check_fields
+from soloist.server.preparation.chat import prepare_chat
+from soloist.server.preparation.completions import prepare_completions
+from soloist.server.preparation.messages import (
+    CountRequest,
+    MessagesRequest,
+    count_tokens,
+    prepare_message,
+)
+from soloist.server.preparation.prepared import Prepared, Wanted
+from soloist.server.preparation.responses import ResponsesRequest, prepare_response
+from soloist.server.preparation.tokens import detokenize, tokenize
+from soloist.server.problems import Problem, problem_of, problem_of_fields
+from soloist.text.processor import Processor
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[Wanted]):
+    """How one kind of request is read.
+
+    Attributes:
+        name: of the kind.
+        schema: its fields.
+        prepare: what comes of them: a request for the engine, or a whole reply.
+        prompt_field: where its prompt stands, for errors.
+    """
+
+    name: str
+    schema: type[Wanted]
+    prepare: Callable[[Processor, Any, str], Prepared[Wanted] | bytes]
+    prompt_field: str = "prompt"
+
+
+CHATS = Job("chat", ChatRequest, prepare_chat, "messages")
+COMPLETIONS = Job("completion", CompletionRequest, prepare_completions)
+RESPONSES = Job("response", ResponsesRequest, prepare_response, "input")
+MESSAGES = Job("message", MessagesRequest, prepare_message, "messages")
+COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages")
+TOKENIZE = Job("tokenize", TokenizeRequest, tokenize)
+DETOKENIZE = Job("detokenize", DetokenizeRequest, detokenize, "tokens")
+
+JOBS: dict[str, Job[Any]] = {
+    job.name: job
+    for job in (
+        CHATS, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE,
+    )
+}  # fmt: skip
+
+
+def run(
+    job: Job[Wanted], processor: Processor, names: Sequence[str], body: bytes | bytearray
+) -> Prepared[Wanted] | bytes:
+    """Read one request.
+
+    Args:
+        job: its kind.
+        processor: of the model.
+        names: of the model, as clients may write it.
+        body: as it came.
+
+    Raises:
+        Problem: it cannot be answered; says why.
+    """
+    try:
+        asked = _checked(job, body)
+        return job.prepare(processor, asked, served_name(names, asked.model))  # type: ignore[attr-defined]
+    except SoloistError as error:
+        problem = problem_of(error)
+        if problem.param == "prompt":
+            problem.param = job.prompt_field
+        raise problem from error
+    except RecursionError as error:
+        raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
+
+
+def _checked(job: Job[Wanted], body: bytes | bytearray) -> Wanted:
+    check_body(body)
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise Problem(400, "the body is JSON, but not an object", code="invalid_json")
+    check_fields(given, job.schema)
+    try:
+        return job.schema.model_validate(given)
+    except ValidationError as error:
+        raise problem_of_fields(error) from error

@@ -1,0 +1,144 @@
+"""How the conversations of Anthropic's clients become prompts."""
+
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from soloist.server.conversation import plain_conversation, plain_tools, system_text
+from soloist.server.fields import (
+    Fields,
+    Harmless,
+    Items,
+    Number,
+    OutputFields,
+    SamplingFields,
+    only,
+)
+from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
+from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.problems import unsupported
+from soloist.server.prompts import for_template
+from soloist.server.shapes import ToolUse, anthropic_choice, grammar_of, output_shape
+from soloist.text.processor import Processor
+
+_DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
+# What Anthropic does where the field is left out, and what is done here: clients send it.
+_KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+class ConversationFields(Fields):
+    """What is asked of the model."""
+
+    model: str | None = None
+    messages: Items[dict[str, Any]]
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = Field(
+        default=None, description="For models whose calls can be read."
+    )
+    tool_choice: dict[str, Any] | None = Field(
+        default=None, description="Type auto, none, any, or tool with a name."
+    )
+    thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
+    output_config: OutputFields | None = None
+    cache_control: Harmless = None
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model is told of tools."""
+        return bool(self.tools) and anthropic_choice(self.tool_choice)[0].kind != "none"
+
+
+class CountRequest(ConversationFields):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(ConversationFields):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(description="Most new tokens.")
+    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
+    top_p: Number | None = None
+    top_k: int | None = None
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, max_length=64
+    )
+    stream: bool | None = None
+    metadata: Harmless = None
+    service_tier: Harmless = None
+
+
+def count_tokens(processor: Processor, asked: CountRequest, _: str) -> bytes:
+    """The reply that says how long a prompt would be.
+
+    Raises:
+        Problem, UserError: there is no such prompt.
+    """
+    text = _prompt(processor, asked)
+    return orjson.dumps({"input_tokens": len(processor.encode(text, add_special_tokens=False))})
+
+
+def prepare_message(
+    processor: Processor, asked: MessagesRequest, model: str
+) -> Prepared[MessagesRequest]:
+    """What to ask of the engine.
+
+    Raises:
+        Problem, UserError: the request cannot be answered.
+    """
+    use = _tool_use(asked)
+    shape = output_shape(asked.output_config.format if asked.output_config else None)
+    fields = SamplingFields(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        stop=asked.stop_sequences,
+    )
+    params = fields.params(asked.max_tokens)
+    text = _prompt(processor, asked)
+    prompt_ids = processor.encode(text, add_special_tokens=False)
+    processor.check_prompt(prompt_ids, asked.max_tokens)
+    style, end = part_format(processor, use.tools), text[-PROMPT_END:]
+    grammar = grammar_of(processor, shape, use, style, end)
+    one = Asked(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
+    without = dict.fromkeys(_MAKES_THE_PROMPT)
+    return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
+
+
+# Of no use to the reply, and long.
+_MAKES_THE_PROMPT = (
+    "messages", "system", "tools", "output_config", "stop_sequences", "metadata"
+)  # fmt: skip
+
+
+def _tool_use(asked: MessagesRequest) -> ToolUse:
+    choice, several = anthropic_choice(asked.tool_choice)
+    tools = _tools(asked)
+    strict = frozenset(n for n, _ in enumerate(tools) if (asked.tools or ())[n].get("strict"))
+    return ToolUse(
+        tools, strict, choice, several, "tools[{}].input_schema",
+        "tool_choice.disable_parallel_tool_use",
+    )  # fmt: skip
+
+
+def _prompt(processor: Processor, asked: ConversationFields) -> str:
+    system, chat = system_text(asked.system), plain_conversation(asked.messages)
+    if system:
+        chat.insert(0, {"role": "system", "content": system})
+    variables: dict[str, Any] = {}
+    if asked.thinking == _DISABLED and part_format(processor, ()).thinks:
+        if "enable_thinking" not in processor.chat_template.source:
+            raise unsupported("thinking", "leave it out; this model always reasons")
+        variables["enable_thinking"] = False
+    return processor.chat_template.render(
+        for_template(processor, chat),
+        tools=_tools(asked) or None,
+        # A message of the assistant at the end is the beginning of its answer.
+        continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
+        variables=variables,
+    )
+
+
+def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
+    return plain_tools(asked.tools or ()) if asked.offers_tools else []

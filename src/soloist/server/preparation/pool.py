@@ -1,0 +1,210 @@
+"""The server's side of preparation: hands bodies to children and waits, never longer than bounded.
+
+Short bodies go to children that stay; when all of them are at work, more are forked, so that a slow
+request keeps no other waiting. A long body gets a child of its own, of which few run at once.
+"""
+
+import asyncio
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from soloist.errors import PreparationFailed
+from soloist.server.preparation.jobs import JOBS, Job
+from soloist.server.preparation.limits import LARGE_BYTES, ended_early, too_much_time, wall_s
+from soloist.server.preparation.prepared import Prepared, Wanted
+from soloist.server.preparation.wire import (
+    COMMAND,
+    FORK,
+    KILL,
+    LENGTH,
+    READY,
+    REQUEST,
+    receive,
+    send_message,
+)
+from soloist.server.problems import Problem
+from soloist.settings import environment_of_preparation
+from soloist.text.processor import ProcessorFiles
+
+# At once: of short bodies, and of long ones.
+_MOST_SHORT, _MOST_LONG = 8, 2
+
+_START_S = 60.0
+_END_S = 2.0
+
+_NUMBERS = {name: number for number, name in enumerate(JOBS)}
+
+
+class _Child:
+    """One process that reads requests, as the event loop sees it."""
+
+    def __init__(self, number: int, connection: socket.socket) -> None:
+        self.number, self.connection = number, connection
+
+    async def ask(self, kind: int, parts: Sequence[bytes], length: int) -> tuple[object, bool]:
+        """Send a body; what comes of it, and whether the child stays. None if it has ended."""
+        loop, connection = asyncio.get_running_loop(), self.connection
+        try:
+            head = REQUEST.pack(length, kind)
+            if length <= LARGE_BYTES:
+                await loop.sock_sendall(connection, b"".join([head, *parts]))
+            else:
+                await loop.sock_sendall(connection, head)
+                for part in parts:
+                    await loop.sock_sendall(connection, part)
+            return await self._told()
+        except (ConnectionError, EOFError):
+            return None, False
+
+    async def _told(self) -> tuple[object, bool]:
+        loop, held = asyncio.get_running_loop(), bytearray()
+        length = 0
+        while len(held) < LENGTH.size + length or not length:
+            if not (more := await loop.sock_recv(self.connection, 2**18)):
+                raise EOFError
+            held += more
+            if not length and len(held) >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(held)
+        told = pickle.loads(memoryview(held)[LENGTH.size :])  # noqa: S301 - from our own process
+        return cast("tuple[object, bool]", told)
+
+
+class Preparation:
+    """Processes that read requests.
+
+    Args:
+        files: of the model's text side.
+        names: of the model, as clients may write it.
+    """
+
+    def __init__(self, files: ProcessorFiles, names: tuple[str, ...]) -> None:
+        self._files, self._names = files, names
+        self._lock = threading.Lock()
+        self._idle: list[_Child] = []
+        self._num_children = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._short = asyncio.Semaphore(_MOST_SHORT)
+        self._long = asyncio.Semaphore(_MOST_LONG)
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the fork server and wait until it is ready; blocks.
+
+        Raises:
+            PreparationFailed: it does not start.
+        """
+        with self._lock:
+            if self._is_closed or (self._process is not None and self._process.poll() is None):
+                return
+            if self._control is not None:
+                self._control.close()
+            ours, theirs = socket.socketpair()
+            module = "soloist.server.preparation.fork_server"
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+            self._process = subprocess.Popen(  # noqa: S603 - this very program
+                command, pass_fds=[theirs.fileno()], env=environment_of_preparation()
+            )
+            theirs.close()
+            ours.settimeout(_START_S)
+            try:
+                send_message(ours, pickle.dumps((self._files, self._names)))
+                if receive(ours, len(READY)) is None:
+                    raise PreparationFailed(self._process.wait(_END_S))
+            except (OSError, subprocess.TimeoutExpired) as error:
+                self._process.kill()
+                raise PreparationFailed(None) from error
+            ours.settimeout(_END_S)
+            self._control = ours
+
+    async def prepare(self, job: Job[Wanted], parts: Sequence[bytes]) -> Prepared[Wanted] | bytes:
+        """Read a request.
+
+        Args:
+            job: its kind.
+            parts: of its body, in order.
+
+        Raises:
+            Problem: it cannot be answered, or takes too much.
+            PreparationFailed: there is no process to read it.
+        """
+        length = sum(map(len, parts))
+        is_long = length > LARGE_BYTES
+        async with self._long if is_long else self._short:
+            told = None
+            if self._idle and not is_long:
+                told = await self._ask(self._idle.pop(), job, parts, length)
+            if told is None:  # the child may have ended before
+                began = time.monotonic()
+                told = await self._ask(await self._fork(), job, parts, length)
+                if told is None:
+                    told = ended_early(length, time.monotonic() - began)
+        if isinstance(told, Problem):
+            raise told
+        return cast("Prepared[Wanted] | bytes", told)
+
+    async def _ask(
+        self, child: _Child, job: Job[Any], parts: Sequence[bytes], length: int
+    ) -> object:
+        """What came of a body; None where the child has ended."""
+        stays = False
+        try:
+            async with asyncio.timeout(wall_s(length)):
+                told, stays = await child.ask(_NUMBERS[job.name], parts, length)
+        except TimeoutError:
+            told = too_much_time(length)
+        finally:
+            # Also where the client has gone or the server ends: nobody waits for it any more.
+            if stays and not self._is_closed:
+                self._idle.append(child)
+            else:
+                self._end(child)
+        return told
+
+    async def _fork(self) -> _Child:
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            number = self._num_children
+            self._num_children += 1
+            try:
+                assert self._control is not None, "it was started"
+                socket.send_fds(self._control, [COMMAND.pack(FORK, number)], [theirs.fileno()])
+            except OSError:  # it has ended; whatever ended it, a new one is as good
+                ours.close()
+                await asyncio.to_thread(self.start)
+                continue
+            finally:
+                theirs.close()
+            ours.setblocking(False)
+            return _Child(number, ours)
+        raise PreparationFailed(None)
+
+    def _end(self, child: _Child) -> None:
+        child.connection.close()
+        if self._control is None:
+            return
+        with suppress(OSError):
+            self._control.sendall(COMMAND.pack(KILL, child.number))
+
+    def close(self) -> None:
+        """End every process; blocks for a moment."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is None:
+                return
+            while self._idle:
+                self._idle.pop().connection.close()
+            if self._control is not None:
+                self._control.close()  # the fork server ends its children, and itself
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

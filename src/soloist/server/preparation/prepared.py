@@ -1,0 +1,43 @@
+"""What comes of a request's body: what to ask of the engine, and what the reply needs to know."""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from soloist.sampling.params import SamplingParams, Scores
+from soloist.server.fields import Fields
+from soloist.text.parts import PartFormat
+
+Wanted = TypeVar("Wanted", bound=Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt, ready for the engine; see `EngineLoop.submit`."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    top_logprobs: int | None = None
+    shown_ids: frozenset[int] = frozenset()
+    scores: Scores = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[Wanted]):
+    """A request that was read.
+
+    Attributes:
+        fields: of the request; those that only make the prompt are left out.
+        model: the name to reply with.
+        prompts: ready for the engine.
+        grammar: of every answer, for `Grammars.compile`; None where anything goes.
+        style: how answers are taken apart.
+        prompt_end: the end of the prompt's text, which tells whether an answer begins within
+            reasoning.
+    """
+
+    fields: Wanted
+    model: str
+    prompts: tuple[Asked, ...]
+    grammar: str | None = None
+    style: PartFormat = field(default_factory=lambda: PartFormat(None, thinks=False))
+    prompt_end: str = ""

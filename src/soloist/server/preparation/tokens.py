@@ -1,0 +1,46 @@
+"""What a prompt is to the model: replies that are whole as soon as the request is read."""
+
+import orjson
+
+from soloist.errors import BadTokenId
+from soloist.server.fields import ChatFields, DetokenizeRequest, TokenizeRequest
+from soloist.server.problems import invalid
+from soloist.server.prompts import chat_prompt
+from soloist.text.processor import Processor
+
+
+def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
+    """The reply to POST /tokenize.
+
+    Raises:
+        Problem, UserError: neither a prompt nor messages, or both; a text that cannot fit.
+    """
+    if (asked.prompt is None) == (asked.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
+    for name in ChatFields.model_fields:
+        if asked.prompt is not None and getattr(asked, name) is not None:
+            raise invalid(name, "only beside messages")
+    specials = asked.add_special_tokens
+    if asked.messages is None:
+        text, specials = asked.prompt or "", True if specials is None else specials
+    else:
+        text = chat_prompt(processor, asked, asked.tools or None)
+    ids = processor.encode(text, add_special_tokens=bool(specials))
+    return orjson.dumps(
+        {"tokens": ids, "count": len(ids), "max_model_len": processor.context_tokens}
+    )
+
+
+def detokenize(processor: Processor, asked: DetokenizeRequest, _: str) -> bytes:
+    """The reply to POST /detokenize.
+
+    Raises:
+        BadTokenId: the vocabulary has no such token.
+    """
+    for token_id in asked.tokens:
+        if not 0 <= token_id < processor.vocab_size:
+            raise BadTokenId("tokens", token_id, processor.vocab_size)
+    skip = bool(asked.skip_special_tokens)
+    return orjson.dumps(
+        {"prompt": processor.tokenizer.decode(asked.tokens, skip_special_tokens=skip)}
+    )

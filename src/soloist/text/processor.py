@@ -1,0 +1,127 @@
+"""The text side of a model: what turns a request into a checked prompt. No weights, no device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.text.chat import ChatTemplate
+from soloist.text.grammar import Grammars
+from soloist.text.tokenizer import Tokenizer
+
+# Prompts that are too long by less are encoded to their end, so that an error can say by how much.
+_COUNTED_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorFiles:
+    """All that a processor is made of, small enough to send to another process.
+
+    Attributes:
+        folder: of the model.
+        vocab_size: V, logits the model gives.
+        context_tokens: room for prompt and answer.
+        templates: chat templates by name, instead of the folder's.
+    """
+
+    folder: Path
+    vocab_size: int
+    context_tokens: int
+    templates: Mapping[str, str] | None = None
+
+
+class Processor:
+    """Tokenizer, chat template and grammars of one model, and the bounds of its prompts.
+
+    Attributes:
+        files: what it was made of.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.files = files
+        self.tokenizer = Tokenizer.from_folder(files.folder)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.files.vocab_size
+
+    @property
+    def context_tokens(self) -> int:
+        """Room for prompt and answer."""
+        return self.files.context_tokens
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own template.
+
+        Raises:
+            TokenizerError: it has none.
+        """
+        if self.files.templates is not None:
+            return ChatTemplate(self.files.templates)
+        return ChatTemplate.from_folder(self.files.folder)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like, for this model's tokens."""
+        return Grammars(self.tokenizer, self.vocab_size)
+
+    @property
+    def most_tokens(self) -> int:
+        """Where encoding a prompt may end: it cannot fit any more."""
+        return max(_COUNTED_TOKENS, 2 * self.context_tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text that may be a prompt; one that cannot fit is not encoded to its end.
+
+        Raises:
+            PromptTooLong: it does not fit the context.
+            RequestError: half a character.
+        """
+        self.check_length(text)
+        ids = self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, most_tokens=self.most_tokens
+        )
+        if len(ids) > self.most_tokens:
+            raise PromptTooLong(len(ids), 1, self.context_tokens, is_least=True)
+        return ids
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit the context, however few tokens it may have.
+
+        Raises:
+            PromptTooLong: it does not.
+        """
+        if (least := self.tokenizer.least_tokens(text)) > self.context_tokens:
+            raise PromptTooLong(least, 1, self.context_tokens, is_least=True)
+
+    def fim_prompt(self, prefix: str, suffix: str) -> list[int]:
+        """The prompt for what belongs between two texts.
+
+        Raises:
+            PromptTooLong: the two do not fit the context.
+            TokenizerError: the model knows no marks for a gap.
+        """
+        self.check_length(prefix)
+        self.check_length(suffix)
+        ids = self.tokenizer.fim_prompt(prefix, suffix, self.most_tokens)
+        if len(ids) > self.most_tokens:
+            raise PromptTooLong(len(ids), 1, self.context_tokens, is_least=True)
+        return ids
+
+    def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:
+        """Refuse a prompt that cannot be answered with so many tokens.
+
+        Raises:
+            RequestError: it is empty or too long, or a token id is outside the vocabulary.
+        """
+        if not prompt_ids:
+            raise EmptyPrompt
+        if new_tokens > self.context_tokens - len(prompt_ids):
+            raise PromptTooLong(len(prompt_ids), new_tokens, self.context_tokens)
+        for token_id in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise BadTokenId("prompt", token_id, self.vocab_size)
