@@ -32,7 +32,8 @@ class Exchange:
             "type": "http", "method": method, "path": path, "raw_path": path.encode(),
             "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
             "asgi": {"version": "3.0", "spec_version": "2.4"}, "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 80), "headers": [(b"content-type", b"application/json")],
+            "server": ("127.0.0.1", 80),
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }  # fmt: skip
 
     async def run(self) -> "Exchange":

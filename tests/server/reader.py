@@ -30,7 +30,10 @@ async def ask(
             "ignore_eos": True, "stream": True,
         }
     )  # fmt: skip
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     start = time.perf_counter()
     writer.write((head + body).encode())
     reply = await reader.readuntil(_CONTENT)

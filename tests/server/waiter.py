@@ -20,7 +20,10 @@ def main() -> None:
             "stream": True,
         }
     )  # fmt: skip
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     request, found = (head + body).encode(), []
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -173,6 +173,13 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="The same from a file, one key a line.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name, without port, that clients may call the server by beside local ones; may "
+            "be repeated; '*' for any name. Without it: any, unless HOST is local.",
+        ),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="Let web pages from this origin in; may be repeated; '*' for all."),
@@ -228,6 +235,7 @@ def serve(
         host=host,
         port=port,
         api_keys=serving.read_keys(api_key, api_key_file),
+        allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         most_waiting=queue,
         flush_ms=flush_ms,

@@ -11,7 +11,11 @@ from soloist.errors import SettingError, gigabytes
 from soloist.jit.upload import Upload
 from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
+from soloist.server.origin import is_local, takes_any_name
 from soloist.server.serve import serve as serve_http
+
+# What no key protects.
+_OPEN = "generate, tokenise, read /metrics and end a request whose id is known"
 
 
 def read_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
@@ -40,6 +44,29 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(given))
     folder = Path(model)
     return (folder.resolve().name,) if folder.is_dir() else (model,)
+
+
+def warnings_of(config: ServerConfig) -> list[str]:
+    """What a server without a key leaves open, to whom, and what closes it."""
+    if config.api_keys:
+        return []
+    found = []
+    if not is_local(config.host):
+        found.append(
+            f"everybody who reaches {config.host or 'this machine'} may {_OPEN}; --api-key asks "
+            "for a key, --host 127.0.0.1 keeps other machines out"
+        )
+    if takes_any_name(config.host, config.allowed_hosts):
+        found.append(
+            "a web page whose name is made to lead here (DNS rebinding) may do the same through "
+            "the browser of anybody who opens it; --api-key or --allowed-host NAME prevents it"
+        )
+    if "*" in config.cors_origins:
+        found.append(
+            f"with --cors-origin '*' every web page may {_OPEN} through the browser of anybody "
+            "who opens it; --api-key or the name of one origin prevents it"
+        )
+    return found
 
 
 def serve(
@@ -80,10 +107,8 @@ def serve(
 
     def listening(url: str) -> None:
         status(f"{config.names[0]} at {url}/v1 · {url}/docs · loading …")
-        if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
-            status(
-                f"warning: anybody who reaches {config.host} may use it; --api-key asks for a key"
-            )
+        for warning in warnings_of(config):
+            status(f"warning: {warning}")
 
     serve_http(load, config, listening, ready)
     status("stopped")

@@ -8,12 +8,22 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from soloist.server import playground
+from soloist.server.config import ServerConfig
 from soloist.server.metrics import Metrics
+from soloist.server.origin import Senders
 from soloist.server.problems import Problem
 from soloist.server.replies import problem_reply
 
 # What a page, a load balancer and a reader of the documentation need before they have a key.
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", *playground.PATHS})
+
+
+def common_headers(config: ServerConfig) -> list[tuple[str, str]]:
+    """Headers of every reply: no page elsewhere frames one, guesses its type or embeds it."""
+    headers = [("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")]
+    if not config.cors_origins:
+        headers.append(("Cross-Origin-Resource-Policy", "same-origin"))
+    return headers
 
 
 class Keys:
@@ -46,40 +56,82 @@ class Keys:
             )
 
 
-class Gate:
-    """Middleware: checks the key and counts replies.
+class ReplyCount:
+    """Counts replies by path and status.
 
     Args:
-        app: what is behind it.
-        keys: of the API.
-        metrics: replies by path and status are counted here.
+        metrics: where they are counted.
         paths: known ones; others are counted together, since anybody can make them up.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._app, self._keys, self._metrics = app, keys, metrics
-        self._paths = frozenset(paths)
+    def __init__(self, metrics: Metrics, paths: Sequence[str]) -> None:
+        self._metrics, self._paths = metrics, frozenset(paths)
+
+    def add(self, path: str, status: int) -> None:
+        """A reply has begun."""
+        known = path if path in self._paths else "other"
+        self._metrics.replies.labels(known, str(status)).inc()
+
+
+class Gate:
+    """Middleware, the outermost: refuses what a foreign web page may have sent, counts replies.
+
+    Args:
+        app: what is behind it.
+        senders: whose requests are taken.
+        replies: counts them.
+    """
+
+    def __init__(self, app: ASGIApp, senders: Senders, replies: ReplyCount) -> None:
+        self._app, self._senders, self._replies = app, senders, replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        path, has_begun = scope["path"], False
 
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
-                known = path if path in self._paths else "other"
-                self._metrics.replies.labels(known, str(message["status"])).inc()
+                has_begun = True
+                self._replies.add(path, message["status"])
             await send(message)
 
         app = self._app
-        if path not in OPEN_PATHS:
+        try:
+            self._senders.check(scope["method"], path, scope["headers"])
+        except Problem as problem:
+            app = problem_reply(path, problem)
+        try:
+            await app(scope, receive, counted)
+        except Exception:
+            if not has_begun:  # what is outside of every middleware replies
+                self._replies.add(path, 500)
+            raise
+
+
+class Lock:
+    """Middleware: asks for a key.
+
+    Args:
+        app: what is behind it.
+        keys: of the API.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
                 self._keys.check(Headers(scope=scope))
             except Problem as problem:
-                app = problem_reply(path, problem)
-        await app(scope, receive, counted)
+                app = problem_reply(scope["path"], problem)
+        await app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

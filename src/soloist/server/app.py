@@ -14,11 +14,12 @@ from starlette.routing import Route
 
 from soloist.errors import SoloistError
 from soloist.server import documentation, playground, status, tokens
-from soloist.server.access import Gate, Keys
+from soloist.server.access import Gate, Keys, Lock, ReplyCount
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
 from soloist.server.host import Host
 from soloist.server.messages import count_tokens, messages
+from soloist.server.origin import Senders
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import problem_reply
 from soloist.server.responses import responses
@@ -62,19 +63,22 @@ def make_app(host: Host) -> Starlette:
         yield
         host.close()
 
-    gate = Middleware(
-        Gate,
-        keys=Keys(host.config.api_keys),
-        metrics=host.metrics,
-        paths=[route.path for route in ROUTES],
-    )
-    middleware = [gate]
-    if origins := host.config.cors_origins:
-        # Before the gate: a browser asks without a key whether it may ask.
-        cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+    config = host.config
+    middleware = [
+        Middleware(
+            Gate,
+            senders=Senders(config.host, config.allowed_hosts, config.cors_origins),
+            replies=reply_count(host),
         )
-        middleware = [cors, gate]
+    ]
+    if origins := config.cors_origins:
+        # Before the lock: a browser asks without a key whether it may ask.
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            )
+        )
+    middleware.append(Middleware(Lock, keys=Keys(config.api_keys)))
     app = Starlette(
         routes=ROUTES,
         middleware=middleware,
@@ -89,6 +93,11 @@ def make_app(host: Host) -> Starlette:
     )
     app.state.host = host
     return app
+
+
+def reply_count(host: Host) -> ReplyCount:
+    """Counts the replies of this application, and those that never reach it."""
+    return ReplyCount(host.metrics, [route.path for route in ROUTES])
 
 
 def _reply(request: Request, problem: Problem) -> Response:
@@ -121,6 +130,6 @@ async def _gone(request: Request, _: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    # The server's log has the traceback.
+    # The server's log has the traceback. Uvicorn closes the connection, so the client is told.
     told = f"a mistake in Soloist: {type(error).__name__}"
-    return _reply(request, Problem(500, told, code="internal"))
+    return _reply(request, Problem(500, told, code="internal", headers={"Connection": "close"}))

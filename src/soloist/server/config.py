@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
+from soloist.server.origin import host_name
 
 # As the command line has them: option, smallest, largest, and how much one of it is here.
 _RANGES = {
@@ -28,6 +29,8 @@ class ServerConfig:
         host: address to bind to.
         port: 0 takes a free one.
         api_keys: any of them opens the API; none leaves it open.
+        allowed_hosts: names that clients may call the server by beside local ones, without a port;
+            '*' allows any. None allows any as well where `host` is not local.
         cors_origins: web pages from these origins may use the API; '*' allows all.
         most_waiting: requests that may wait for a column.
         flush_ms: how often a stream is written to, at most; 0 for each token.
@@ -36,13 +39,14 @@ class ServerConfig:
         shutdown_s: on SIGTERM, running requests may go on for so long.
 
     Raises:
-        SettingError: a number out of range, an empty key, no origin.
+        SettingError: a number out of range, an empty key, no host or no origin.
     """
 
     names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     most_waiting: int = 64
     flush_ms: float = 1.0
@@ -58,6 +62,11 @@ class ServerConfig:
                 raise SettingError(option, shown, f"{low:,.3g} … {high:,}")
         if not all(key.strip() for key in self.api_keys):
             raise SettingError("--api-key", "", "keys of at least one character")
+        for name in self.allowed_hosts:
+            if name != "*" and host_name(name) is None:
+                raise SettingError(
+                    "--allowed-host", name, "a name or an IP address without port, or '*'"
+                )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise SettingError("--cors-origin", origin, "such as http://localhost:3000, or '*'")

@@ -21,7 +21,8 @@ _HEADERS = {
         "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
+    # A page elsewhere that opened this one gets no hold of its window.
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }

@@ -1,5 +1,6 @@
 """Runs the server in this process until it is told to end."""
 
+import asyncio
 import gc
 import signal
 import socket
@@ -11,9 +12,12 @@ import uvicorn
 
 from soloist.engine import Engine
 from soloist.errors import SettingError
-from soloist.server.app import make_app
+from soloist.server.access import common_headers
+from soloist.server.app import make_app, reply_count
 from soloist.server.config import ServerConfig
+from soloist.server.descriptors import connections_for
 from soloist.server.host import Host, Load
+from soloist.server.protocol import MOST_CONNECTIONS, Connections
 
 # Beyond the time that requests have to end by themselves: for replies that say they were cut.
 _LAST_WORDS_S = 2.0
@@ -44,11 +48,17 @@ class Server(uvicorn.Server):
     ) -> None:
         self.host = Host(load, config, on_ready, self._end)
         self._socket = _listen(config)
+        self._connections = Connections(
+            connections_for(MOST_CONNECTIONS), config.most_body_bytes, reply_count(self.host)
+        )
         super().__init__(
             uvicorn.Config(
                 make_app(self.host),
                 host=config.host,
                 port=config.port,
+                http=self._connections.protocol(),
+                ws="none",
+                headers=common_headers(config),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -66,6 +76,12 @@ class Server(uvicorn.Server):
     def serve_forever(self) -> None:
         """Serve until something sets `should_exit`, and end what still runs."""
         self.run(sockets=[self._socket])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End connections, those at last whose clients do not take what they asked for."""
+        await super().shutdown(sockets)
+        self._connections.abort()
+        await asyncio.sleep(0)  # in which the event loop closes them
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
         """The first signal stops by the deadline, a second Ctrl-C at once.
