@@ -21,8 +21,8 @@ from soloist.server.fields import (
     TokenizeRequest,
 )
 from soloist.server.generation import Generation
-from soloist.server.messages import CountRequest, MessagesRequest
-from soloist.server.responses import ResponsesRequest
+from soloist.server.preparation.messages import CountRequest, MessagesRequest
+from soloist.server.preparation.responses import ResponsesRequest
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 
 SIDE_BY_SIDE = 16

@@ -44,7 +44,7 @@ REFUSED = [
     ("chat/completions", {**CHAT, "stop": ""}, 400, "stop", "at least one character"),
     ("chat/completions", {**CHAT, "stop": [""]}, 400, "stop", "at least one character"),
     ("chat/completions", {**CHAT, "stop_token_ids": [-1]}, 400, "stop_token_ids", "at least 0"),
-    ("chat/completions", {**CHAT, "stop": ["x"] * 65}, 400, "stop", "at most 64 items"),
+    ("chat/completions", {**CHAT, "stop": ["x"] * 65}, 400, "stop", "at most 64)"),
     ("chat/completions", {**CHAT, "stop": 1}, 400, "stop", "valid string, or: Input"),
     ("chat/completions", {**CHAT, "n": 0}, 400, "n", "greater than or equal to 1"),
     ("chat/completions", {**CHAT, "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from soloist.server.host import Ready
 from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
 from soloist.server.preparation.prepared import Asked
-from soloist.server.replies import json_reply
+from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import CHAT, RequestTrace
 
@@ -42,7 +43,11 @@ async def chat_completions(request: Request) -> Response:
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     if asked.stream:
         return Events(generation, with_errors(chat.stream(generation)))
-    return json_reply(chat.whole(await collect(request, generation)))
+    wholes = await collect(request, generation)
+    if not asked.logprobs:
+        return json_reply(chat.whole(wholes))
+    body = await asyncio.to_thread(lambda: long_json(chat.whole(wholes)))
+    return Response(body, media_type="application/json")
 
 
 def choices(params: SamplingParams, count: int) -> list[SamplingParams]:

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +20,7 @@ from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.preparation.jobs import COMPLETIONS
 from soloist.server.preparation.prepared import Asked
-from soloist.server.replies import json_reply
+from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import TEXT, RequestTrace
 
@@ -43,7 +44,12 @@ async def completions(request: Request) -> Response:
     texts = _Texts(ready, asked, request_id, found.model, found.prompts)
     if asked.stream:
         return Events(generation, with_errors(texts.stream(generation)))
-    return json_reply(texts.whole(await collect(request, generation)))
+    wholes = await collect(request, generation)
+    if asked.logprobs is None:
+        return json_reply(texts.whole(wholes))
+    # A long prompt has as many log probabilities.
+    body = await asyncio.to_thread(lambda: long_json(texts.whole(wholes)))
+    return Response(body, media_type="application/json")
 
 
 class _Texts:
@@ -145,7 +151,11 @@ class _Texts:
             text = self._echoed(delta.index) + delta.text if is_first else delta.text
             if text or (self._shows_more and (delta.token_ids or delta.scored is not None)):
                 begun.add(delta.index)
-                if self._shows_more:
+                if delta.scored is not None:
+                    yield await asyncio.to_thread(
+                        self._detailed, delta, text, tail, is_first=is_first
+                    )
+                elif self._shows_more:
                     yield self._detailed(delta, text, tail, is_first=is_first)
                 else:
                     yield _TEXT % (start, delta.index, orjson.dumps(text), tail)
@@ -177,7 +187,9 @@ class _Texts:
             if is_first:
                 choice["prompt_token_ids"] = list(self._prompt_of(delta.index).prompt_ids)
         body = {**self._head, "choices": [choice]}
-        return event_with(body, tail)
+        if delta.scored is None:
+            return event_with(body, tail)
+        return b"data: " + long_json(body)[:-1] + tail + b"}\n\n"
 
     def _last(self, index: int, end: Completion, tail: bytes) -> bytes:
         choice = {

@@ -21,7 +21,7 @@ from soloist.server.preparation.jobs import RESPONSES
 from soloist.server.preparation.prepared import Asked
 from soloist.server.preparation.responses import SEALED, ResponsesRequest
 from soloist.server.problems import Problem, problem_of
-from soloist.server.replies import json_reply
+from soloist.server.replies import long_json
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader
@@ -41,7 +41,8 @@ async def responses(request: Request) -> Response:
     if asked.stream:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
-    return json_reply(await asyncio.to_thread(reply.whole, answer))
+    body = await asyncio.to_thread(lambda: long_json(reply.whole(answer)))
+    return Response(body, media_type="application/json")
 
 
 def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
@@ -147,7 +148,9 @@ class _Reply:
             if end is not None:
                 status = _status(end)
                 written += [self._event(*one) for one in self._items.finish(status)]
-                written.append(self._event(status, {"response": self._body(end)}))
+                # Counting its reasoning encodes it anew.
+                body = await asyncio.to_thread(self._body, end)
+                written.append(self._event(status, {"response": body}))
             if written:
                 yield b"".join(written)
 

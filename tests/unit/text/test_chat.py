@@ -120,12 +120,13 @@ def test_prompts_equal_transformers(family, name, byte_level):
             "tools": tools,
             "add_generation_prompt": ask,
             "continue_final_message": go_on,
-            **variables,
         }
         wanted = outcome(
-            their_tokenizer.apply_chat_template, CONVERSATIONS[name], tokenize=False, **options
-        )
-        assert outcome(chat.render, CONVERSATIONS[name], **options) == wanted
+            their_tokenizer.apply_chat_template, CONVERSATIONS[name], tokenize=False, **options,
+            **variables,
+        )  # fmt: skip
+        ours_now = outcome(chat.render, CONVERSATIONS[name], **options, variables=variables)
+        assert ours_now == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

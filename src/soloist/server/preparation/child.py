@@ -7,6 +7,7 @@ sees. Beyond its time on the processor the system ends the process.
 import os
 import pickle
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from soloist.server.preparation.jobs import JOBS, run
 from soloist.server.preparation.limits import (
     LARGE_BYTES,
+    SLOW_CPU_S,
     cpu_s,
     memory_bytes,
     too_much_memory,
@@ -27,8 +29,8 @@ from soloist.text.processor import Processor
 # A child that has grown by more ends after its request, and its memory comes back.
 _GROWN_BYTES = 32 * 2**20
 
-# Large requests wait for no stream.
-_LARGE_NICE = 10
+# How far requests stand behind streams that run: short ones, long ones, slow ones.
+_NICE, _LARGE_NICE, _SLOW_NICE = 4, 10, 19
 
 _NAMES = list(JOBS)
 
@@ -38,19 +40,45 @@ Outcome = Prepared | bytes | Problem  # type: ignore[type-arg]
 def serve(connection: socket.socket, processor: Processor, names: Sequence[str]) -> None:
     """Answer requests until the server closes `connection`, or a request leaves a lot behind."""
     before = _size_bytes()
+    os.nice(_NICE)
+    gives_way = _GivesWay()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (head := receive(connection, REQUEST.size)) is not None:
         length, kind = REQUEST.unpack(head)
-        if length > LARGE_BYTES:
-            os.nice(_LARGE_NICE)
+        gives_way.watch(is_large=length > LARGE_BYTES)
         if (body := receive(connection, length)) is None:
             return
         outcome = _outcome(kind, body, processor, names)
         del body
-        stays = length <= LARGE_BYTES and _size_bytes() - before <= _GROWN_BYTES
+        # Nobody may become less nice again.
+        stays = not gives_way.has_given and _size_bytes() - before <= _GROWN_BYTES
         send_message(connection, pickle.dumps((outcome, stays)))
         if not stays:
             return
+
+
+class _GivesWay:
+    """Makes this process wait for others, once a request is long or has taken a while.
+
+    Attributes:
+        has_given: whether it does.
+    """
+
+    def __init__(self) -> None:
+        self.has_given = False
+        signal.signal(signal.SIGPROF, lambda *_: self._give(_SLOW_NICE))
+
+    def watch(self, *, is_large: bool) -> None:
+        """Begin with a request."""
+        if is_large:
+            self._give(_LARGE_NICE)
+        else:
+            signal.setitimer(signal.ITIMER_PROF, SLOW_CPU_S)
+
+    def _give(self, nice: int) -> None:
+        if not self.has_given:
+            self.has_given = True
+            os.nice(nice - _NICE)
 
 
 def _outcome(kind: int, body: bytearray, processor: Processor, names: Sequence[str]) -> Outcome:

@@ -5,12 +5,15 @@ from soloist.server.problems import Problem
 # Longer bodies are read by a process of their own, after those before them.
 LARGE_BYTES = 256 * 2**10
 
+# A request that takes longer makes room for those behind it: its process gives way to all others.
+SLOW_CPU_S, SLOW_WALL_S = 0.03, 0.2
+
 # A short request may have a large schema; a long one takes up to twelve times its bytes, to which
 # the server adds two while the body is on its way.
 _LEAST_BYTES, _TIMES = 64 * 2**20, 12
 
 # Of a processor's time. The slowest texts take a second a megabyte.
-_LEAST_S, _S_PER_MB = 4, 2
+_LEAST_S, _S_PER_MB = 2, 2
 
 
 def memory_bytes(body_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """The server's side of preparation: hands bodies to children and waits, never longer than bounded.
 
-Short bodies go to children that stay; when all of them are at work, more are forked, so that a slow
-request keeps no other waiting. A long body gets a child of its own, of which few run at once.
+Short bodies go to children that stay. A request that turns out to be slow keeps its child, and its
+place is given to the next one. A long body gets a child of its own, of which few run at once.
 """
 
 import asyncio
@@ -17,7 +17,13 @@ from typing import Any, cast
 
 from soloist.errors import PreparationFailed
 from soloist.server.preparation.jobs import JOBS, Job
-from soloist.server.preparation.limits import LARGE_BYTES, ended_early, too_much_time, wall_s
+from soloist.server.preparation.limits import (
+    LARGE_BYTES,
+    SLOW_WALL_S,
+    ended_early,
+    too_much_time,
+    wall_s,
+)
 from soloist.server.preparation.prepared import Prepared, Wanted
 from soloist.server.preparation.wire import (
     COMMAND,
@@ -33,8 +39,8 @@ from soloist.server.problems import Problem
 from soloist.settings import environment_of_preparation
 from soloist.text.processor import ProcessorFiles
 
-# At once: of short bodies, and of long ones.
-_MOST_SHORT, _MOST_LONG = 8, 2
+# At once: of short bodies, of those that turned out to be slow, and of long ones.
+_MOST_SHORT, _MOST_SLOW, _MOST_LONG = 4, 12, 2
 
 _START_S = 60.0
 _END_S = 2.0
@@ -92,6 +98,7 @@ class Preparation:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._short = asyncio.Semaphore(_MOST_SHORT)
+        self._slow = asyncio.Semaphore(_MOST_SLOW)
         self._long = asyncio.Semaphore(_MOST_LONG)
         self._is_closed = False
 
@@ -136,19 +143,42 @@ class Preparation:
             PreparationFailed: there is no process to read it.
         """
         length = sum(map(len, parts))
-        is_long = length > LARGE_BYTES
-        async with self._long if is_long else self._short:
-            told = None
-            if self._idle and not is_long:
-                told = await self._ask(self._idle.pop(), job, parts, length)
-            if told is None:  # the child may have ended before
-                began = time.monotonic()
-                told = await self._ask(await self._fork(), job, parts, length)
-                if told is None:
-                    told = ended_early(length, time.monotonic() - began)
+        if length > LARGE_BYTES:
+            async with self._long:
+                told = await self._anew(job, parts, length)
+        else:
+            told = await self._in_turn(job, parts, length)
         if isinstance(told, Problem):
             raise told
         return cast("Prepared[Wanted] | bytes", told)
+
+    async def _in_turn(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
+        """Read a short body; one that is slow leaves its place to the next as soon as it can."""
+        place = self._short
+        await place.acquire()
+        work = asyncio.ensure_future(self._by_any(job, parts, length))
+        try:
+            done, _ = await asyncio.wait([work], timeout=SLOW_WALL_S)
+            if not done and not self._slow.locked():
+                await self._slow.acquire()  # at once
+                place.release()
+                place = self._slow
+            return await work
+        finally:
+            work.cancel()
+            place.release()
+
+    async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
+        """Read a body by a child that waits, if one does."""
+        told = await self._ask(self._idle.pop(), job, parts, length) if self._idle else None
+        # The child may have ended before.
+        return await self._anew(job, parts, length) if told is None else told
+
+    async def _anew(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
+        """Read a body by a new child."""
+        child, began = await self._fork(), time.monotonic()
+        told = await self._ask(child, job, parts, length)
+        return ended_early(length, time.monotonic() - began) if told is None else told
 
     async def _ask(
         self, child: _Child, job: Job[Any], parts: Sequence[bytes], length: int
