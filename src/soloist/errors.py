@@ -582,7 +582,8 @@ class EndForced(DeviceError):
 
     def __init__(self, bound_s: float) -> None:
         super().__init__(
-            f"the server was told to end and had not after {bound_s:.1f} s; it was ended by force",
+            f"the server was told to end and could not by itself within {bound_s:.1f} s; it was "
+            "ended by force",
             "the threads below show what held it up",
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -185,13 +186,26 @@ def is_idle(server: Server) -> bool:
     return load.num_running == load.num_waiting == 0 and not server.host.running
 
 
-def serve_in_a_process(model: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+def serve_in_a_process(
+    model: str, *options: str, module: str = "soloist"
+) -> tuple[subprocess.Popen[str], str]:
     """`soloist serve` that is ready, and its address."""
-    command = [sys.executable, "-m", "soloist", "serve", model, "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process, url = start_in_a_process(model, *options, module=module)
     assert process.stderr is not None
-    url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
     for line in process.stderr:
         if line.strip() == "ready":
             break
+    return process, url
+
+
+def start_in_a_process(
+    model: str, *options: str, module: str = "soloist"
+) -> tuple[subprocess.Popen[str], str]:
+    """`soloist serve` that loads, and its address; `module` is what plays it."""
+    command = [sys.executable, "-m", module, "serve", model, "--port", "0", *options]
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": tests}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
     return process, url

@@ -59,5 +59,19 @@ def test_nothing_is_lost_between_threads() -> None:
 def test_a_loop_that_has_ended_is_said_so() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
-    with pytest.raises(RuntimeError):
-        Bell(loop).ring(lambda: None)
+    bell = Bell(loop)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            bell.ring(lambda: None)
+
+
+def test_a_callback_that_fails_keeps_no_other_from_its_turn(caplog) -> None:
+    async def ring() -> None:
+        bell, heard = Bell(asyncio.get_running_loop()), []
+        for callback in (lambda: heard.append(1), lambda: 1 / 0, lambda: heard.append(2)):
+            bell.ring(callback)
+        await asyncio.sleep(0)
+        assert heard == [1, 2]
+        assert "ZeroDivisionError" in caplog.text
+
+    asyncio.run(ring())

@@ -1,14 +1,24 @@
 """Loading, keys, queues, failures and the end."""
 
 import logging
+import os
 import signal
+import socket
+import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE, Popen
+from threading import Thread
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
+import orjson
+import psutil
 import pytest
 
 from server.running import (
@@ -20,12 +30,14 @@ from server.running import (
     running,
     scripted,
     serve_in_a_process,
+    start_in_a_process,
     wait_for,
     wait_until_ready,
 )
-from soloist.errors import LaunchError, ModelNotFound, SettingError
+from soloist.errors import DeviceError, LaunchError, ModelNotFound, SettingError
 from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
+from soloist.server.metrics import Metrics
 from soloist.server.serve import Server, serve
 
 TEXT = {"prompt": "def f", "max_tokens": 4}
@@ -218,6 +230,208 @@ def test_logs_have_figures_and_no_text(client, caplog) -> None:
     (line,) = [r.getMessage() for r in caplog.records if "new tokens" in r.getMessage()]
     assert "TTFT" in line
     assert "SECRET" not in caplog.text
+
+
+def broken(_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_what_fails_once_the_model_is_loaded_ends_the_server(monkeypatch) -> None:
+    def load(_):
+        return scripted(Scripted())
+
+    config = ServerConfig(names=("x",), port=0, shutdown_s=1)
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        serve(load, config, lambda _: None, broken)
+    monkeypatch.setattr(Metrics, "watch", lambda *_: broken(None))
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        serve(load, config, lambda _: None, lambda _: None)
+    with pytest.raises(DeviceError, match="SystemExit"):
+        serve(lambda _: sys.exit(7), config, lambda _: None, lambda _: None)
+
+
+@contextmanager
+def troubled(name: str, *options: str, is_ready: bool = True) -> Iterator[tuple[Popen[str], str]]:
+    """A server in a process that is in the trouble of this name, and its address."""
+    start = serve_in_a_process if is_ready else start_in_a_process
+    process, url = start(name, "--shutdown-timeout", "0.5", *options, module="server.troubled")
+    try:
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def end(process: Popen[str], number: int = signal.SIGTERM, *, within_s: float) -> tuple[int, str]:
+    """Status and what was said, of a server that is told to end; nothing that it started stays."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert time.monotonic() - began < within_s
+    wait_for(lambda: not any(is_alive(one) for one in family), 3)
+    return process.returncode, told
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def streamed(url: str, **more: object) -> Iterator[bytes]:
+    """A stream that has begun."""
+    with httpx2.stream(
+        "POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True} | more, timeout=20
+    ) as reply:
+        yield from reply.iter_raw()
+
+
+# Half a second for requests, two for their last words, three for closing, and a busy machine.
+BOUND_S = 0.5 + 2 + 3 + 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_end_comes_while_the_model_loads(number: int) -> None:
+    with troubled("loading", is_ready=False) as (process, url):
+        wait_for(lambda: httpx2.get(f"{url}/health").json()["status"] == "loading")
+        status, told = end(process, number, within_s=3)
+        assert (status, told) == (0, "stopped\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_end_comes_while_a_step_never_returns(number: int) -> None:
+    with troubled("hanging") as (process, url):
+        stream = streamed(url)
+        text = next(stream)
+        time.sleep(0.5)  # the ten tokens are over
+        heard: list[bytes] = []
+        reader = Thread(target=lambda: heard.extend(stream))
+        reader.start()
+        status, told = end(process, number, within_s=BOUND_S)
+        reader.join(5)
+        assert status == 5
+        assert "ended by force" in told
+        assert "in rounds" in told, "the stack of the thread that hung"
+        assert b"shutting down" in b"".join([text, *heard]), "the client was told"
+
+
+def test_the_end_comes_while_the_event_loop_is_held_up() -> None:
+    with troubled("spinning") as (process, url):
+        with suppress(httpx2.TimeoutException):
+            httpx2.get(f"{url}/metrics", timeout=0.5)
+        status, told = end(process, within_s=BOUND_S)
+        assert status == 5
+        assert "in spin" in told
+
+
+def test_the_end_comes_beside_clients_that_hold_on() -> None:
+    """Half a head, half a body, a stream that nobody reads, and one that is read."""
+    with troubled("quick") as (process, url):
+        address = urlsplit(url)
+        clients = []
+        whole = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        typed = b"Content-Type: application/json\r\nContent-Length: "
+        unread = orjson.dumps(ENDLESS | {"stream": True, "n": 8})
+        for data in (
+            b"", whole, whole + typed + b'90\r\n\r\n{"prompt"', whole + typed + b"5000000\r\n\r\n",
+            whole + typed + b"%d\r\n\r\n" % len(unread) + unread,
+        ):  # fmt: skip
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.hostname, address.port))
+            client.sendall(data)
+            clients.append(client)
+        time.sleep(0.3)
+        stream = streamed(url)
+        next(stream)
+        process.send_signal(signal.SIGTERM)  # a second one changes nothing
+        time.sleep(0.05)
+        status, told = end(process, within_s=BOUND_S)
+        assert status == 0, told
+        for client in clients:
+            client.close()
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with troubled("slow", "--shutdown-timeout", "60") as (process, url):
+        stream = streamed(url)
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        status, told = end(process, signal.SIGINT, within_s=4)
+        assert status == 0, told
+
+
+def test_a_step_that_never_returns_ends_the_server() -> None:
+    with troubled("hanging", "--stall-timeout", "1.5") as (process, url):
+        text = b"".join(streamed(url))
+        assert b"the engine is stuck: nothing has moved for" in text
+        assert b"in decoding" in text
+        _, told = process.communicate(timeout=10)
+        assert process.returncode == 4
+        assert "the engine is stuck" in told
+        assert "in rounds" in told
+
+
+def test_a_server_that_was_stopped_for_a_while_goes_on() -> None:
+    with troubled("slow", "--stall-timeout", "1.5") as (process, url):
+        stream = streamed(url, max_tokens=800)  # four seconds
+        next(stream)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        process.send_signal(signal.SIGCONT)
+        assert b"[DONE]" in b"".join(stream)
+        assert end(process, within_s=BOUND_S)[0] == 0
+
+
+# As README has it.
+SUPERVISOR = """
+while :; do
+  "$@"; status=$?
+  echo "status $status" >&2
+  case $status in 0|2|5|130|143) exit $status;; esac
+  sleep 0.2
+done
+"""
+
+
+def test_a_supervisor_brings_back_what_got_stuck(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        "sh", "-c", SUPERVISOR, "sh", sys.executable, "-m", "server.troubled", "serve",
+        f"stuck-once:{tmp_path / 'life'}", "--port", str(port), "--no-logs",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    supervisor = Popen(command, stderr=PIPE, text=True, env=environment)
+
+    def is_ready() -> bool:
+        with suppress(httpx2.TransportError):
+            return httpx2.get(f"{url}/health").status_code == 200
+        return False
+
+    try:
+        wait_for(is_ready, 60)
+        reply = httpx2.post(f"{url}/v1/completions", json=TEXT)
+        assert reply.status_code == 503
+        assert "the decode kernel is stuck: block 3" in reply.json()["error"]["message"]
+        wait_for(lambda: not is_ready())
+        wait_for(is_ready, 60)
+        assert httpx2.post(f"{url}/v1/completions", json=TEXT).status_code == 200
+        (server,) = psutil.Process(supervisor.pid).children()
+        server.terminate()
+        _, told = supervisor.communicate(timeout=20)
+        lives = [line for line in told.splitlines() if line.startswith("status ")]
+        assert lives == ["status 3", "status 0"], told
+        assert "the decode kernel is stuck" in told
+    finally:
+        if supervisor.poll() is None:
+            family = psutil.Process(supervisor.pid).children(recursive=True)
+            supervisor.kill()
+            for one in family:
+                one.kill()
+        supervisor.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

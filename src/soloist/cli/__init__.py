@@ -8,18 +8,21 @@ import gc
 import sys
 from typing import NoReturn
 
-from soloist.errors import DeviceError, SoloistError, Unavailable
+from soloist.errors import SoloistError
 from soloist.settings import read_settings
 
 # Imports make a third of a million objects, all of which stay: looking for garbage among them takes
 # a tenth of a second.
 _OBJECTS_WHILE_STARTING = 1_000_000
 
-_EXIT_USER, _EXIT_DEVICE, _EXIT_INTERNAL, _EXIT_INTERRUPTED = 2, 3, 1, 130
+_EXIT_INTERNAL, _EXIT_INTERRUPTED = 1, 130
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 2 unusable input, 3 the machine cannot, 1 our own mistake.
+    """Run one command and exit.
+
+    Status: 0 done, 1 our own mistake, 2 unusable input, 3 the machine cannot or the engine failed,
+    4 the engine got stuck, 5 a server that was told to end had to be forced to, 130 Ctrl-C.
 
     `--debug` may stand anywhere and shows tracebacks instead of one-paragraph errors.
     """
@@ -36,7 +39,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(_EXIT_DEVICE if isinstance(error, DeviceError | Unavailable) else _EXIT_USER)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:

@@ -198,6 +198,10 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM.")
     ] = 10.0,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds without a step, while something runs, that end it; 0: never."),
+    ] = 120.0,
     prefix_cache: Annotated[
         bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
     ] = True,
@@ -242,6 +246,7 @@ def serve(
         most_body_bytes=max_body_mb * 2**20,
         request_s=request_timeout,
         shutdown_s=shutdown_timeout,
+        stall_s=stall_timeout,
     )
     checked = o.checked_precision(precision)
     asked = EngineConfig(

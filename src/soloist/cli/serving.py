@@ -11,6 +11,7 @@ from soloist.errors import SettingError, gigabytes
 from soloist.jit.upload import Upload
 from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
+from soloist.server.ending import leave
 from soloist.server.origin import is_local, takes_any_name
 from soloist.server.serve import serve as serve_http
 
@@ -110,8 +111,10 @@ def serve(
         for warning in warnings_of(config):
             status(f"warning: {warning}")
 
-    serve_http(load, config, listening, ready)
+    has_ended = serve_http(load, config, listening, ready)
     status("stopped")
+    if not has_ended:
+        leave(0)
 
 
 def _log_requests(level: int) -> None:

@@ -15,7 +15,9 @@ from soloist.server.problems import Problem
 from soloist.server.replies import problem_reply
 
 # What a page, a load balancer and a reader of the documentation need before they have a key.
-OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json", *playground.PATHS})
+OPEN_PATHS = frozenset(
+    {"/health", "/health/ready", "/health/live", "/docs", "/openapi.json", *playground.PATHS}
+)
 
 
 def common_headers(config: ServerConfig) -> list[tuple[str, str]]:

@@ -43,6 +43,8 @@ ROUTES = (
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
     Route("/health", status.health),
+    Route("/health/ready", status.health),
+    Route("/health/live", status.live),
     Route("/metrics", status.metrics),
     Route("/docs", documentation.page),
     Route("/openapi.json", documentation.openapi),

@@ -1,8 +1,11 @@
 """How the engine's thread wakes the event loop: once for all streams that have something."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 
 class Bell:
@@ -26,10 +29,17 @@ class Bell:
         self._due.append(callback)
         if not self._is_rung:
             self._is_rung = True
-            self._loop.call_soon_threadsafe(self._answer)
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:
+                self._is_rung = False  # whoever rings next is told, too
+                raise
 
     def _answer(self) -> None:
         # In this order: what is appended from here on rings again.
         self._is_rung = False
         while self._due:
-            self._due.popleft()()
+            try:
+                self._due.popleft()()
+            except Exception:  # the others are due as well
+                log.exception("a callback failed")

@@ -14,6 +14,7 @@ _RANGES = {
     "most_body_bytes": ("--max-body-mb", 1 / 1024, 2048, 2**20),
     "request_s": ("--request-timeout", 0.1, 10**6, 1),
     "shutdown_s": ("--shutdown-timeout", 0, 10**6, 1),
+    "stall_s": ("--stall-timeout", 0, 10**6, 1),
 }
 
 # What browsers send: never a path, nor a slash at the end.
@@ -37,6 +38,7 @@ class ServerConfig:
         most_body_bytes: of one request.
         request_s: a request that takes longer is cut.
         shutdown_s: on SIGTERM, running requests may go on for so long.
+        stall_s: the process ends where something runs and nothing has moved for so long; 0: never.
 
     Raises:
         SettingError: a number out of range, an empty key, no host or no origin.
@@ -53,6 +55,7 @@ class ServerConfig:
     most_body_bytes: int = 32 * 2**20
     request_s: float = 3600.0
     shutdown_s: float = 10.0
+    stall_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name, (option, low, high, unit) in _RANGES.items():

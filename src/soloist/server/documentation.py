@@ -33,7 +33,10 @@ _READS = {
     "/": "The playground: chat, completions and races in a browser",
     "/v1/models": "The names the model answers to",
     "/v1/models/{name}": "One of them",
-    "/health": "Whether the device loop answers; 503 while loading",
+    "/health": "Whether requests are answered: 200 while idle or while tokens come, 503 while "
+    "loading, stopping or stuck",
+    "/health/ready": "The same",
+    "/health/live": "503 where only another start helps; 200 also while loading and stopping",
     "/metrics": "Counters for Prometheus",
 }
 _ENDS = {

@@ -1,6 +1,7 @@
 """The engine behind the server: loading, ready, stopping or failed, and who is told so."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -8,12 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from soloist.engine import Engine, EngineLoop
+from soloist.engine.loop import Progress
 from soloist.errors import (
     DeviceError,
     EngineStopped,
-    PreparationFailed,
     ShuttingDown,
     SoloistError,
+    Stalled,
 )
 from soloist.model.weights import LoadProgress
 from soloist.server.bell import Bell
@@ -21,6 +23,14 @@ from soloist.server.config import ServerConfig
 from soloist.server.metrics import Metrics
 from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem, problem_of
+from soloist.server.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+# The engine's thread ends between two rounds or chunks of a prompt, unless it is stuck.
+_JOIN_S = 2.0
+# Loading ends when it will; it may just be about to.
+_LOADING_S = 0.2
 
 Load = Callable[[Callable[[LoadProgress], None]], Engine]
 
@@ -52,6 +62,7 @@ class Host:
         bell: wakes the event loop, once `start` was called in it.
         failure: why there is no engine, where there will be none.
         running: requests by id; only the event loop's thread touches it.
+        is_stuck: whether the engine's thread did not end when it was closed.
 
     Args:
         load: loads the engine, telling how far it is.
@@ -74,7 +85,9 @@ class Host:
         self._ready: Ready | None = None
         self._preparation: Preparation | None = None
         self._progress: LoadProgress | None = None
-        self._is_stopping = False
+        self._watchdog: Watchdog | None = None
+        self._stopping, self.is_stuck = threading.Event(), False
+        self._join_s = _JOIN_S
         self._thread = threading.Thread(target=self._run, name="soloist-load", daemon=True)
 
     def start(self) -> None:
@@ -88,9 +101,12 @@ class Host:
         Raises:
             Problem: 503 while loading or stopping, or where it failed.
         """
-        if self.failure is not None:
-            raise problem_of(EngineStopped(self.failure))
-        if self._is_stopping:
+        failure = self.failure
+        if failure is None and self._ready is not None:
+            failure = self._ready.loop.failure
+        if failure is not None:
+            raise problem_of(EngineStopped(failure))
+        if self._stopping.is_set():
             raise problem_of(ShuttingDown())
         if self._ready is None:
             raise Problem(
@@ -100,6 +116,11 @@ class Host:
                 headers={"Retry-After": "1"},
             )
         return self._ready
+
+    @property
+    def loop(self) -> EngineLoop | None:
+        """The engine's, once it is loaded; it may have ended."""
+        return None if self._ready is None else self._ready.loop
 
     @property
     def is_loading(self) -> bool:
@@ -114,41 +135,56 @@ class Host:
 
     def stop(self) -> None:
         """Take no further requests; cut those that run after the time the operator gave."""
-        if self._is_stopping:
+        if self._stopping.is_set():
             return
-        self._is_stopping = True
+        self._stopping.set()
         if self._ready is not None:
             self._ready.loop.refuse()
             cut = threading.Timer(self.config.shutdown_s, self._ready.loop.cancel_all)
             cut.daemon = True
             cut.start()
 
-    def close(self) -> None:
-        """End every thread; no request is running any more, or it is cut."""
-        self._is_stopping = True
+    def abandon(self) -> None:
+        """Fail the requests that are still there although they were cut."""
         if self._ready is not None:
-            self._ready.loop.close()
+            self._ready.loop.abandon(ShuttingDown())
+
+    def close(self) -> bool:
+        """End every thread and process; no request is running any more, or it is cut.
+
+        Returns:
+            Whether all threads have ended. The one that loads cannot be told to, nor one of the
+            engine that is in a call which does not return.
+        """
+        self._stopping.set()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        # At once: who comes a second time has waited before.
+        within_s, self._join_s = self._join_s, 0.0
+        if self._ready is not None:
+            self.is_stuck = not self._ready.loop.close(within_s=within_s)
         if self._preparation is not None:
             self._preparation.close()
+        if self._thread.ident is not None:
+            self._thread.join(_LOADING_S)
+        return not (self.is_stuck or self._thread.is_alive())
 
     def _run(self) -> None:
         try:
-            engine = self._load(self._advance)
+            self._prepare(self._load(self._advance))
         except SoloistError as error:
             self.fail(error)
-            return
-        except Exception as error:  # noqa: BLE001 - the server has to end, not to wait for ever
+        except BaseException as error:  # the server has to end, not to wait for ever
+            log.exception("the model cannot be loaded")
             self.fail(DeviceError(f"the model cannot be loaded: {error!r}"))
-            return
-        if self._is_stopping:
+
+    def _prepare(self, engine: Engine) -> None:
+        """Take requests from now on."""
+        if self._stopping.is_set():
             return
         preparation = Preparation(engine.processor.files, self.config.names)
         self._preparation = preparation
-        try:
-            preparation.start()
-        except PreparationFailed as error:
-            self.fail(error)
-            return
+        preparation.start()
         loop = EngineLoop(
             engine.model,
             engine.tokenizer,
@@ -159,13 +195,23 @@ class Host:
             on_failure=self.fail,
         )
         self.metrics.watch(loop)
+        if self.config.stall_s:
+            self._watchdog = Watchdog(loop, self.config.stall_s, self._stalled)
         self._ready = Ready(engine, loop, preparation, int(time.time()))
+        if self._stopping.is_set():  # it was told to meanwhile, when there was no loop
+            loop.refuse()
         self._on_ready(engine)
+
+    def _stalled(self, progress: Progress) -> None:
+        error = Stalled(progress.age_s, progress.step)
+        self.fail(error)
+        if self._ready is not None:
+            self._ready.loop.abandon(error)
 
     def _advance(self, progress: LoadProgress) -> None:
         self._progress = progress
 
     def fail(self, error: SoloistError) -> None:
         """There is no engine any more; the server ends. From any thread."""
-        self.failure = error
+        self.failure = self.failure or error
         self._on_end()

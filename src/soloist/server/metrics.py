@@ -70,8 +70,8 @@ class _Load(Collector):
         self._loop = loop
 
     def collect(self) -> list[Metric]:
-        """How many requests there are, and what is kept of prompts, now."""
-        load, kept = self._loop.load, self._loop.kept
+        """How many requests there are, whether they get on, and what the KV cache holds, now."""
+        load, kept, pages = self._loop.load, self._loop.kept, self._loop.pages
         pauses = CounterMetricFamily("soloist_requests_paused", "Made room for those before them.")
         pauses.add_metric([], load.num_pauses)
         moved = CounterMetricFamily(
@@ -92,4 +92,17 @@ class _Load(Collector):
             held,
             GaugeMetricFamily("soloist_requests_running", "Reading or decoding.", load.num_running),
             GaugeMetricFamily("soloist_requests_waiting", "In the queue.", load.num_waiting),
+            GaugeMetricFamily(
+                "soloist_kv_pages", "Of the KV cache, 64 positions each.", pages.total
+            ),
+            GaugeMetricFamily(
+                "soloist_kv_pages_free",
+                "That a request could have now; kept prompts that nobody uses make place.",
+                pages.free,
+            ),
+            GaugeMetricFamily(
+                "soloist_last_step_age_seconds",
+                "Since anything moved; 0 while idle.",
+                self._loop.progress.age_s,
+            ),
         ]

@@ -15,6 +15,7 @@ from soloist.errors import (
     PromptTooLong,
     QueueFull,
     SoloistError,
+    StepFailed,
     Unavailable,
     UserError,
 )
@@ -106,8 +107,9 @@ def problem_of(error: SoloistError) -> Problem:
             return Problem(503, message, code="unavailable")
         case PromptTooLong():
             return Problem(400, message, param="prompt", code="context_length_exceeded")
-        case BadLogits():
-            return Problem(500, message, code="bad_logits")
+        case BadLogits() | StepFailed():
+            code = "bad_logits" if isinstance(error, BadLogits) else "step_failed"
+            return Problem(500, message, code=code)
         case BadSampling() | BadTokenId():
             return Problem(400, message, param=error.field.split("[")[0], code="invalid_value")
         case EmptyPrompt():

@@ -11,16 +11,14 @@ from types import FrameType
 import uvicorn
 
 from soloist.engine import Engine
-from soloist.errors import SettingError
+from soloist.errors import EndForced, SettingError
 from soloist.server.access import common_headers
 from soloist.server.app import make_app, reply_count
 from soloist.server.config import ServerConfig
 from soloist.server.descriptors import connections_for
+from soloist.server.ending import LAST_WORDS_S, Ending, end_by_force
 from soloist.server.host import Host, Load
 from soloist.server.protocol import MOST_CONNECTIONS, Connections
-
-# Beyond the time that requests have to end by themselves: for replies that say they were cut.
-_LAST_WORDS_S = 2.0
 
 _SWITCH_S = 0.0005
 
@@ -30,6 +28,10 @@ _OBJECTS_BEFORE_COLLECTING = 100_000
 
 class Server(uvicorn.Server):
     """Uvicorn with an engine behind it, which a signal stops as well.
+
+    Attributes:
+        host: of the engine.
+        ending: ends the process in its bound, once it was started.
 
     Args:
         load: loads the engine.
@@ -47,6 +49,7 @@ class Server(uvicorn.Server):
         on_ready: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         self.host = Host(load, config, on_ready, self._end)
+        self.ending = Ending(self.host, config.shutdown_s)
         self._socket = _listen(config)
         self._connections = Connections(
             connections_for(MOST_CONNECTIONS), config.most_body_bytes, reply_count(self.host)
@@ -63,7 +66,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="on",
-                timeout_graceful_shutdown=int(config.shutdown_s + _LAST_WORDS_S),
+                timeout_graceful_shutdown=int(config.shutdown_s + LAST_WORDS_S),
             )
         )
 
@@ -86,15 +89,17 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
         """The first signal stops by the deadline, a second Ctrl-C at once.
 
-        The signal is not raised again afterwards: an end that was asked for is no failure.
+        The signal is not raised again afterwards: an end that was asked for is no failure. What
+        takes a lock is left to another thread, since a signal comes between any two instructions.
         """
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
-        self.host.stop()
+        self.ending.ask()
 
     def _end(self) -> None:
         self.should_exit = True
+        self.ending.ask(self.host.failure)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -113,7 +118,7 @@ def serve(
     config: ServerConfig,
     on_listening: Callable[[str], None],
     on_ready: Callable[[Engine], None],
-) -> None:
+) -> bool:
     """Serve until a signal.
 
     Args:
@@ -121,6 +126,10 @@ def serve(
         config: how to serve.
         on_listening: called with the URL; the engine is still loading.
         on_ready: called with the engine, from another thread.
+
+    Returns:
+        Whether every thread has ended. One that still loads has not: `leave` ends the process
+        without it.
 
     Raises:
         SoloistError: the engine could not be loaded, or stopped.
@@ -137,7 +146,16 @@ def serve(
         on_ready(engine)
 
     server = Server(load, config, begin)
-    on_listening(server.url)
-    server.serve_forever()
-    if server.host.failure is not None:
-        raise server.host.failure
+    server.ending.start()
+    try:
+        with server.capture_signals():  # from the moment that somebody can know of it
+            on_listening(server.url)
+            server.serve_forever()
+        has_ended, failure = server.host.close(), server.host.failure
+        if server.host.is_stuck:
+            end_by_force(failure or EndForced(server.ending.bound_s))
+    finally:
+        server.ending.forget()
+    if failure is not None:
+        raise failure
+    return has_ended

@@ -1,45 +1,69 @@
-"""GET /health, /metrics, /v1/models: how the server is and what it serves. DELETE of a request."""
+"""GET /health, /metrics, /v1/models: how the server is and what it serves. DELETE of a request.
 
-import asyncio
+Nothing here waits for the device, nor takes a lock that is held while it works.
+"""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from soloist.errors import SoloistError
+from soloist.engine import EngineLoop
 from soloist.server.host import Host, Ready
 from soloist.server.names import served_name
 from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 
-# A chunk of a prompt is the longest that the device loop may be busy without looking up.
-PING_S = 10.0
+# Something runs and nothing has moved for so long: other servers should get the requests, and an
+# orchestrator should start this one again.
+READY_S, LIVE_S = 10.0, 60.0
 
 
 async def health(request: Request) -> Response:
-    """200 if the device loop answers; else 503 and why not."""
+    """200 while idle or while the engine gets on; else 503 and why not."""
     host: Host = request.app.state.host
     if host.is_loading:
         body = {"status": "loading", "progress": host.loaded_share}
         return json_reply(body, 503, {"Retry-After": "1"})
     try:
         ready = host.ready()
-        await asyncio.wait_for(asyncio.wrap_future(ready.loop.ping()), PING_S)
-    except TimeoutError:
-        reason = f"the device loop has not answered for {PING_S:.0f} s"
-        return json_reply({"status": "stuck", "reason": reason}, 503)
-    except (Problem, SoloistError) as error:
-        return json_reply({"status": "stopped", "reason": error.message}, 503)
-    load = ready.loop.load
+    except Problem as problem:
+        return json_reply({"status": "stopped", "reason": problem.message}, 503)
+    if (stuck := _stuck(ready.loop, READY_S)) is not None:
+        return stuck
+    load, report = ready.loop.load, ready.engine.report
     return json_reply(
         {
             "status": "ready",
             "model": host.config.names[0],
-            "device": ready.engine.report.place,
-            "executor": ready.engine.report.executor,
+            "device": report.place,
+            "executor": report.executor,
             "requests_running": load.num_running,
             "requests_waiting": load.num_waiting,
         }
+    )
+
+
+async def live(request: Request) -> Response:
+    """200 unless starting the process again is what would help: also while it loads or ends."""
+    host: Host = request.app.state.host
+    if host.failure is not None:
+        return json_reply({"status": "failed", "reason": host.failure.message}, 503)
+    stuck = None if host.loop is None else _stuck(host.loop, LIVE_S)
+    return json_reply({"status": "live"}) if stuck is None else stuck
+
+
+def _stuck(loop: EngineLoop, most_s: float) -> Response | None:
+    """503 where something runs and nothing has moved for longer; None where it gets on."""
+    progress = loop.progress
+    if progress.age_s <= most_s:
+        return None
+    return json_reply(
+        {
+            "status": "stuck",
+            "reason": f"nothing has moved for {progress.age_s:.0f} s, in {progress.step}",
+            "last_step_age_s": progress.age_s,
+        },
+        503,
     )
 
 

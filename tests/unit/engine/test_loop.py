@@ -382,6 +382,34 @@ def test_progress_is_the_age_of_what_moved_last_and_nobody_waits_for_the_device(
     wait_for(lambda: p.loop.pages.free == 30)
 
 
+def test_figures_may_be_asked_for_at_any_moment(parts) -> None:
+    p = parts(pages=10, keeps_prefixes=True, num_host_pages=9)
+    is_over, wrong = threading.Event(), []
+
+    def ask() -> None:
+        while not is_over.is_set():
+            try:
+                pages, kept, progress = p.loop.pages, p.loop.kept, p.loop.progress
+                assert 0 <= pages.free <= pages.total == 10
+                assert kept.on_device >= 0
+                assert 0 <= progress.age_s < 5
+                assert 0 <= p.loop.load.num_running <= 4
+            except Exception as error:  # noqa: BLE001 - told below
+                wrong.append(error)
+                return
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    for number in range(60):
+        prompt = prompt_of(300, seed=number % 4)[: 100 + 50 * (number % 5)]
+        ended(p.loop.submit(prompt, params))
+    is_over.set()
+    asking.join(WAIT_S)
+    assert not wrong
+    assert p.loop.kept.fetched, "blocks went to the host and came back"
+
+
 def test_every_round_is_progress(parts) -> None:
     p = parts()
     p.decoder.pause_s = 0.02

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from soloist.engine import Completion, Event, Failure, Scored, Scores, Ticket
+from soloist.engine import Completion, Event, Failure, Scored, Ticket
 from soloist.engine.executor import SCORED_TOKENS, Running
 from soloist.errors import BadLogits
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs, logprobs, logprobs_of_rows
+from soloist.sampling.params import Scores
 from unit.engine.fakes import VOCAB, logits_after
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 from unit.engine.test_loop import LONG, WAIT_S, all_at_once, ended, wait_for
