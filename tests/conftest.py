@@ -18,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skip, where a test's GPUs are absent: green then means run",
     )
+    parser.addoption("--chaos-seed", help="what hostile clients do, as a failed test named it")
+    parser.addoption(
+        "--chaos-seconds", type=float, default=180, help="how long the long form lets them"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,355 @@
+"""One well-behaved stream beside hostile clients: nothing that they do is felt, nothing stays.
+
+The server has one core, all clients another one; the hostile ones yield to the well-behaved one.
+`--chaos-seed` repeats what hostile clients do, `--chaos-seconds` is how long the long form, `-m
+slow`, lets them.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from server.chaos import CLIENTS, CONTEXT_TOKENS, MODEL
+from soloist.bench.process_memory import TreeMemory
+
+TESTS = Path(__file__).parents[1]
+TOKENS = 96
+SHUTDOWN_S = 2
+# Beyond the time that running requests have: replies that say they were cut, and the process' end.
+LAST_WORDS_S = 4
+WORST_GAP_S = 0.1
+# Of a core, taken by processes that are none of ours: with more of it a gap tells nothing.
+MOST_FOREIGN = 0.05
+# Four processes that read requests may stay, each with its connection, a few files and threads; and
+# each may have grown by 32 MB. Of what large bodies became, gigabytes in 20 s, nothing may.
+SPARE_FILES, SPARE_THREADS, SPARE_CHILDREN = 40, 8, 4
+SPARE_BYTES = 200_000_000
+
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here"),
+    pytest.mark.skipif(
+        len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2,
+        reason="needs two cores: one for the server, one for its clients",
+    ),
+]
+
+
+@pytest.fixture
+def cores() -> tuple[int, int]:
+    """Of the server, and of its clients."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    return first, second
+
+
+def started(core: int, *command: str, **options: object) -> subprocess.Popen[str]:
+    """A process of Python that is on one core from its beginning, and all that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        paths = filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        return subprocess.Popen(
+            [sys.executable, *command], text=True, cwd=TESTS.parent, env=environment, **options
+        )
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leave no process behind."""
+    try:
+        yield
+    finally:
+        family = []
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+        for one in family:
+            if one.is_running():
+                one.kill()
+        process.communicate()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server's processes have."""
+
+    files: int
+    threads: int
+    children: int
+    memory_bytes: int
+    by_process: str
+
+
+@dataclass
+class Served:
+    """A server in a process of its own, and its log."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def port(self) -> int:
+        return int(re.search(r" at http://[^/]+:(\d+)/v1", self.log.read_text())[1])
+
+    def wait_for(self, line: str) -> None:
+        until = time.monotonic() + 60
+        while line not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.02)
+
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=30)
+
+    def tree(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def held(self) -> Held:
+        tree = self.tree()
+        return Held(
+            sum(one.num_fds() for one in tree),
+            sum(one.num_threads() for one in tree),
+            len(tree) - 1,
+            TreeMemory(self.process.pid).read_exactly(),
+            ", ".join(f"{one.memory_full_info().uss / 1e6:.0f} MB" for one in tree),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines()]
+        return {name: float(value) for name, value in lines if not name.startswith("#")}
+
+    def end(self) -> list[str]:
+        """Send SIGTERM and wait; what is wrong with the end."""
+        family = self.tree()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(SHUTDOWN_S + LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            return [f"it has not ended {SHUTDOWN_S + LAST_WORDS_S} s after SIGTERM"]
+        _, alive = psutil.wait_procs(family[1:], 1)
+        return [f"exit status {status}"] * (status != 0) + [f"left behind: {x}" for x in alive]
+
+
+@contextmanager
+def served(core: int, folder: Path) -> Iterator[Served]:
+    log = folder / "server.log"
+    with log.open("w") as file:
+        process = started(
+            core, "-m", "soloist", "serve", MODEL, "--device", "cpu", "--port", "0", "--no-logs",
+            "--context", str(CONTEXT_TOKENS), "--sequences", "4", "--queue", "256",
+            "--shutdown-timeout", str(SHUTDOWN_S), stderr=file,
+        )  # fmt: skip
+    with ended(process):
+        server = Served(process, log)
+        server.wait_for("/v1 ")
+        yield server
+
+
+@contextmanager
+def ready(core: int, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own that waits for a line."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = started(core, "-m", *command, **pipes)
+    with ended(process):
+        assert process.stdout.readline() == "ready\n"
+        yield process
+
+
+def say(process: subprocess.Popen[str], line: str) -> None:
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+@contextmanager
+def chaos(core: int, server: Served, seed: str, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """Hostile clients that have begun."""
+    with ready(core, "server.chaos", str(server.port), seed, str(seconds)) as process:
+        psutil.Process(process.pid).nice(19)
+        say(process, "go")
+        yield process
+
+
+def foreign_s(core: int, ours: list[psutil.Process]) -> float:
+    """Seconds of a core so far that were not given to our processes."""
+    times = psutil.cpu_times(percpu=True)[core]
+    busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    return busy - sum(sum(one.cpu_times()[:4]) for one in ours if one.is_running())
+
+
+def settled(server: Served, before: Held | None = None) -> Held:
+    """What the server has once nothing runs, and all is given back or too much time has passed."""
+    until = time.monotonic() + 15
+    while True:
+        metrics, held = server.metrics(), server.held()
+        is_idle = not (metrics["soloist_requests_running"] or metrics["soloist_requests_waiting"])
+        if is_idle and (before is None or not leaks(before, held)):
+            return held
+        if time.monotonic() > until:
+            assert is_idle, metrics
+            return held
+        time.sleep(0.2)
+
+
+def leaks(before: Held, after: Held) -> list[str]:
+    """What is held that was not."""
+    spare = {
+        "files": SPARE_FILES, "threads": SPARE_THREADS, "children": SPARE_CHILDREN,
+        "memory_bytes": SPARE_BYTES,
+    }  # fmt: skip
+    return [
+        f"{name}: {getattr(before, name):,} before, {getattr(after, name):,} after"
+        for name, more in spare.items()
+        if getattr(after, name) > getattr(before, name) + more
+    ]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What chaos did to a stream.
+
+    answers: of the well-behaved client; told: by the hostile clients; foreign: the share of a core
+    that other processes took, the larger one.
+    """
+
+    answers: list[dict]
+    told: dict
+    foreign: float
+
+    @property
+    def worst_gap_s(self) -> float:
+        return max((gap for one in self.answers for gap in one["gaps_s"]), default=float("inf"))
+
+
+def seen_beside_chaos(
+    cores: tuple[int, int], server: Served, steady: subprocess.Popen[str], seed: str, seconds: float
+) -> Seen:
+    """Stream after stream, while hostile clients do their worst."""
+    ours, theirs = cores
+    with chaos(theirs, server, seed, seconds) as hostile:
+        clients = [psutil.Process(hostile.pid), psutil.Process(steady.pid), psutil.Process()]
+        sides = [(ours, server.tree()), (theirs, clients)]
+        begun, known = time.monotonic(), [foreign_s(*side) for side in sides]
+        say(steady, "go")
+        time.sleep(seconds)
+        took = time.monotonic() - begun
+        shares = [(foreign_s(*side) - was) / took for side, was in zip(sides, known, strict=True)]
+        say(steady, "stop")
+        answers = json.loads(steady.stdout.readline())
+        return Seen(answers, json.loads(hostile.communicate()[0]), max(shares))
+
+
+def stream_beside_chaos(cores: tuple[int, int], folder: Path, seed: str, seconds: float) -> None:
+    """The whole test, for one seed."""
+    ours, theirs = cores
+    with served(ours, folder) as server:
+        server.wait_for("\nready\n")
+        with ready(theirs, "server.steady", str(server.port), str(TOKENS)) as steady:
+            say(steady, "3")
+            text, *others = [one["text"] for one in json.loads(steady.stdout.readline())]
+            assert text
+            assert others == [text, text]
+            # Pools, caches and workers are there before what is held is counted.
+            with chaos(theirs, server, f"{seed} before", 4) as hostile:
+                hostile.communicate()
+            before = settled(server)
+            seen = seen_beside_chaos(cores, server, steady, seed, seconds)
+
+        after = settled(server, before)
+        broken = [*broken_promises(seen, text), *leaks(before, after)]
+        if (status := server.get("/health").status_code) != 200:
+            broken.append(f"/health says {status}")
+        metrics = server.metrics()
+        if metrics["soloist_kv_pages_free"] != metrics["soloist_kv_pages"]:
+            broken.append(f"{metrics['soloist_kv_pages_free']} pages are free")
+        broken += server.end()
+        assert not broken, "\n".join([
+            *broken,
+            f"worst gap {seen.worst_gap_s:.3f} s in {len(seen.answers)} streams",
+            f"others took {seen.foreign:.0%} of a core; before: {before}, after: {after}",
+            f"--chaos-seed={seed}; outcomes: {seen.told['outcomes']}; the last requests:",
+            *seen.told["last"], server.log.read_text()[-3000:],
+        ])  # fmt: skip
+        if (worst := seen.worst_gap_s) >= WORST_GAP_S:
+            pytest.skip(f"others took {seen.foreign:.0%} of a core: a gap of {worst:.3f} s")
+
+
+def broken_promises(seen: Seen, text: str) -> list[str]:
+    """What the server did to its clients and should not have done."""
+    answers, told = seen.answers, seen.told
+    broken = sorted(set(told["offences"]))[:20]
+    missing = [c.__name__ for c, _ in CLIENTS if not any(c.__name__ in o for o in told["outcomes"])]
+    broken += [f"no {name} client was ever answered" for name in missing]
+    broken += [f"the stream broke: {one['error']}" for one in answers if one["error"]]
+    whole = [one for one in answers if not one["error"]]
+    if len(whole) < 2:
+        broken.append(f"only {len(whole)} of {len(answers)} streams were whole")
+    broken += [f"another text: {one['text']!r}" for one in whole if one["text"] != text]
+    if seen.worst_gap_s >= WORST_GAP_S and seen.foreign <= MOST_FOREIGN:
+        gaps = sorted((gap for one in answers for gap in one["gaps_s"]), reverse=True)
+        broken.append(f"gaps of {', '.join(f'{gap:.3f}' for gap in gaps[:10])} s")
+    return broken
+
+
+def test_a_stream_beside_hostile_clients(cores, tmp_path, request) -> None:
+    seed = request.config.getoption("--chaos-seed") or "21"
+    stream_beside_chaos(cores, tmp_path, seed, 20)
+
+
+def end_in_chaos(cores: tuple[int, int], folder: Path, seed: str, after_s: float) -> None:
+    """SIGTERM comes so many seconds after hostile clients."""
+    ours, theirs = cores
+    with served(ours, folder) as server:
+        server.wait_for("\nready\n")
+        with chaos(theirs, server, seed, 60) as hostile:
+            time.sleep(after_s)
+            broken = server.end()
+            told = json.loads(hostile.communicate("stop\n")[0])
+        assert not broken, f"{broken} --chaos-seed={seed} {told} {server.log.read_text()[-3000:]}"
+        assert len(told["outcomes"]) > 5, f"--chaos-seed={seed} {told}"
+        with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+            probe.connect(("127.0.0.1", server.port))
+
+
+def test_the_end_comes_in_the_middle_of_chaos(cores, tmp_path, request) -> None:
+    end_in_chaos(cores, tmp_path, request.config.getoption("--chaos-seed") or "21", 4)
+
+
+@pytest.mark.slow
+def test_a_stream_beside_hostile_clients_for_minutes(cores, tmp_path, request) -> None:
+    seed = request.config.getoption("--chaos-seed") or str(random.randrange(10**9))
+    seconds = request.config.getoption("--chaos-seconds")
+    stream_beside_chaos(cores, tmp_path, seed, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(5))
+def test_the_end_comes_at_any_moment(cores, tmp_path, request, turn) -> None:
+    seed = request.config.getoption("--chaos-seed") or str(random.randrange(10**9))
+    after_s = random.Random(f"{seed} {turn}").uniform(0.1, 15)
+    end_in_chaos(cores, tmp_path, f"{seed}", after_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(5))
+def test_the_end_comes_while_the_model_is_loaded(cores, tmp_path, turn) -> None:
+    with served(cores[0], tmp_path) as server:
+        time.sleep(turn * 0.3)
+        assert not server.end(), server.log.read_text()
