@@ -203,9 +203,15 @@ def start_in_a_process(
 ) -> tuple[subprocess.Popen[str], str]:
     """`soloist serve` that loads, and its address; `module` is what plays it."""
     command = [sys.executable, "-m", module, "serve", model, "--port", "0", *options]
-    tests = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": tests}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment_with_tests()
+    )
     assert process.stderr is not None
     url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
     return process, url
+
+
+def environment_with_tests() -> dict[str, str]:
+    """This process's environment, for one that plays `soloist` with modules of this folder."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

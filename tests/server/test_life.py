@@ -1,7 +1,6 @@
 """Loading, keys, queues, failures and the end."""
 
 import logging
-import os
 import signal
 import socket
 import sys
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from subprocess import PIPE, Popen
 from threading import Thread
 from urllib.parse import urlsplit
@@ -25,6 +23,7 @@ from server.running import (
     CONFIG,
     KEY,
     Scripted,
+    environment_with_tests,
     etude,
     is_idle,
     running,
@@ -403,8 +402,7 @@ def test_a_supervisor_brings_back_what_got_stuck(tmp_path) -> None:
         "sh", "-c", SUPERVISOR, "sh", sys.executable, "-m", "server.troubled", "serve",
         f"stuck-once:{tmp_path / 'life'}", "--port", str(port), "--no-logs",
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    supervisor = Popen(command, stderr=PIPE, text=True, env=environment)
+    supervisor = Popen(command, stderr=PIPE, text=True, env=environment_with_tests())
 
     def is_ready() -> bool:
         with suppress(httpx2.TransportError):

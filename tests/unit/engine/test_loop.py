@@ -423,11 +423,12 @@ def test_every_round_is_progress(parts) -> None:
 
 
 def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
-    p, go = parts(), threading.Event()
+    p, leaves, go = parts(), threading.Event(), threading.Event()
     p.decoder.pause_s = 0.001
     close = p.executor.close
 
     def held_up(running: Running) -> None:
+        leaves.set()
         go.wait(WAIT_S)
         close(running)
 
@@ -435,7 +436,7 @@ def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
     ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=400, ignore_eos=True))
     wait_for(lambda: p.decoder.num_rounds > 3)
     ticket.cancel()
-    wait_for(lambda: not p.decoder.is_running)
+    assert leaves.wait(WAIT_S)
     asked = time.perf_counter()
     other = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
     assert time.perf_counter() - asked < 1
