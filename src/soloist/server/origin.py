@@ -7,7 +7,8 @@ requests). Other programs can write what they like; keys are for those.
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from soloist.server.problems import Problem
@@ -18,6 +19,7 @@ PAGES = frozenset({"/", "/docs"})
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?)(?::([0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MOST_SHOWN = 80
+_MOST_LENGTH = 300  # DNS has names of up to 253 (RFC 1035)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Authority:
     @classmethod
     def parse(cls, text: str) -> "Authority | None":
         """`NAME`, `NAME:PORT`, `[IPV6]` or `[IPV6]:PORT`; None for anything else."""
-        if (found := _AUTHORITY.fullmatch(text.lower())) is None:
+        if len(text) > _MOST_LENGTH or (found := _AUTHORITY.fullmatch(text.lower())) is None:
             return None
         name, port = found[1].removesuffix("."), int(found[2]) if found[2] else None
         if name.startswith("["):
@@ -46,6 +48,7 @@ class Authority:
         return None if port is not None and port > 65_535 else cls(name, port)
 
 
+@lru_cache(maxsize=256)
 def is_local(name: str) -> bool:
     """Whether a name or an address without port can only mean the machine it is used on.
 
@@ -72,34 +75,42 @@ def takes_any_name(bound_to: str, allowed_hosts: Collection[str]) -> bool:
     return "*" in allowed_hosts or (not allowed_hosts and not is_local(bound_to))
 
 
-@dataclass(slots=True)
 class Sender:
-    """The headers of one request that say where it comes from; each may come several times."""
+    """The headers of one request that say where it comes from; each may come several times.
 
-    hosts: list[str] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    sites: list[str] = field(default_factory=list)
-    modes: list[str] = field(default_factory=list)
-    destinations: list[str] = field(default_factory=list)
-    types: list[str] = field(default_factory=list)
-    has_body: bool = False
+    Args:
+        headers: all of them; names are lower case.
+    """
 
-    @classmethod
-    def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> "Sender":
-        """Read them; names are lower case."""
-        sender = cls()
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        found: dict[bytes, list[str]] = {}
         for name, value in headers:
-            if (kept := _KEPT.get(name)) is not None:
-                getattr(sender, kept).append(value.decode("latin-1"))
-            elif name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
-                sender.has_body = True
-        return sender
+            if name in _KEPT:
+                found.setdefault(name, []).append(value.decode("latin-1"))
+        self._found = found
+
+    def values(self, name: bytes) -> list[str]:
+        """Of one of these headers, in their order."""
+        return self._found.get(name, [])
+
+    @property
+    def is_page(self) -> bool:
+        """Whether a browser says that a page sent it; not every program that says so is one."""
+        return b"origin" in self._found or b"sec-fetch-site" in self._found
+
+    @property
+    def has_body(self) -> bool:
+        """Whether more than the headers comes."""
+        lengths = self.values(b"content-length")
+        return b"transfer-encoding" in self._found or any(length != "0" for length in lengths)
 
 
-_KEPT = {
-    b"host": "hosts", b"origin": "origins", b"content-type": "types",
-    b"sec-fetch-site": "sites", b"sec-fetch-mode": "modes", b"sec-fetch-dest": "destinations",
-}  # fmt: skip
+_KEPT = frozenset(
+    {
+        b"host", b"origin", b"content-type", b"content-length", b"transfer-encoding",
+        b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest",
+    }
+)  # fmt: skip
 
 
 class Senders:
@@ -132,10 +143,10 @@ class Senders:
         Raises:
             Problem: 400, 403 or 415.
         """
-        sender = Sender.of(headers)
-        host = self._host(sender.hosts)
-        if sender.origins or sender.sites:
-            self._check_page(sender, host, is_page=method == "GET" and path in PAGES)
+        sender = Sender(headers)
+        host = self._host(sender.values(b"host"))
+        if sender.is_page:
+            self._check_page(sender, host, may_be_linked=method == "GET" and path in PAGES)
             _check_type(sender)
 
     def _host(self, given: list[str]) -> Authority | None:
@@ -156,13 +167,16 @@ class Senders:
     def _knows(self, host: Authority | None) -> bool:
         return host is not None and (host.name in self._names or is_local(host.name))
 
-    def _check_page(self, sender: Sender, host: Authority | None, *, is_page: bool) -> None:
-        if "*" in self._origins or self._names_all(sender.origins):
+    def _check_page(self, sender: Sender, host: Authority | None, *, may_be_linked: bool) -> None:
+        origins = sender.values(b"origin")
+        if "*" in self._origins or self._names_all(origins):
             return
-        if not all(_is_same(origin, host) for origin in sender.origins):
-            raise self._foreign(f"a page of '{_shown(', '.join(sender.origins))}'")
-        is_link = sender.modes == ["navigate"] and sender.destinations == ["document"]
-        if "cross-site" in sender.sites and not (is_page and is_link):
+        if not all(_is_same(origin, host) for origin in origins):
+            raise self._foreign(f"a page of '{_shown(', '.join(origins))}'")
+        is_link = sender.values(b"sec-fetch-mode") == ["navigate"] and sender.values(
+            b"sec-fetch-dest"
+        ) == ["document"]
+        if "cross-site" in sender.values(b"sec-fetch-site") and not (may_be_linked and is_link):
             raise self._foreign("a page of another site")
 
     def _names_all(self, origins: list[str]) -> bool:
@@ -202,10 +216,11 @@ def _is_same(origin: str, host: Authority | None) -> bool:
 
 def _check_type(sender: Sender) -> None:
     """Pages send other types without asking first, so JSON has to say that it is JSON."""
-    kinds = [kind.partition(";")[0].strip().lower() for kind in sender.types]
+    given = sender.values(b"content-type")
+    kinds = [kind.partition(";")[0].strip().lower() for kind in given]
     if sender.has_body and kinds != ["application/json"]:
-        given = f"'{_shown(', '.join(sender.types))}'" if sender.types else "missing"
-        raise Problem(415, f"Content-Type is {given} (allowed from a browser: application/json)")
+        told = f"'{_shown(', '.join(given))}'" if given else "missing"
+        raise Problem(415, f"Content-Type is {told} (allowed from a browser: application/json)")
 
 
 def _shown(text: str) -> str:
