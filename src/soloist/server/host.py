@@ -182,7 +182,7 @@ class Host:
         """Take requests from now on."""
         if self._stopping.is_set():
             return
-        preparation = Preparation(engine.processor.files, self.config.names)
+        preparation = Preparation(engine.processor, self.config.names)
         self._preparation = preparation
         preparation.start()
         loop = EngineLoop(

@@ -7,6 +7,7 @@ string, which is just the part that must be held back.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from soloist.errors import BadSampling
 
@@ -36,7 +37,7 @@ class StopMatcher:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise BadSampling("stop", stop, "a list of strings that are not empty")
         self.matched: str | None = None
-        self._state = self._root = _automaton(stop)
+        self._state = self._root = _automaton(tuple(stop))
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -66,7 +67,9 @@ class StopMatcher:
         return held
 
 
-def _automaton(stop: Sequence[str]) -> _Node:
+@lru_cache(maxsize=8)
+def _automaton(stop: tuple[str, ...]) -> _Node:
+    """Built once for all answers to a request: it takes some hundred bytes for each character."""
     root = _Node(0)
     for text in stop:
         node = root

@@ -32,6 +32,8 @@ _GROWN_BYTES = 32 * 2**20
 # How far requests stand behind streams that run: short ones, long ones, slow ones.
 _NICE, _LARGE_NICE, _SLOW_NICE = 4, 10, 19
 
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
 _NAMES = list(JOBS)
 
 Outcome = Prepared | bytes | Problem  # type: ignore[type-arg]
@@ -39,20 +41,20 @@ Outcome = Prepared | bytes | Problem  # type: ignore[type-arg]
 
 def serve(connection: socket.socket, processor: Processor, names: Sequence[str]) -> None:
     """Answer requests until the server closes `connection`, or a request leaves a lot behind."""
-    before = _size_bytes()
-    os.nice(_NICE)
-    gives_way = _GivesWay()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICE)
+    limits, gives_way = _Limits(), _GivesWay()
     while (head := receive(connection, REQUEST.size)) is not None:
         length, kind = REQUEST.unpack(head)
         gives_way.watch(is_large=length > LARGE_BYTES)
+        limits.begin(length)
         if (body := receive(connection, length)) is None:
             return
         outcome = _outcome(kind, body, processor, names)
         del body
         # Nobody may become less nice again.
-        stays = not gives_way.has_given and _size_bytes() - before <= _GROWN_BYTES
-        send_message(connection, pickle.dumps((outcome, stays)))
+        stays = not gives_way.has_given and limits.grown_bytes <= _GROWN_BYTES
+        send_message(connection, pickle.dumps((outcome, stays), pickle.HIGHEST_PROTOCOL))
         if not stays:
             return
 
@@ -81,35 +83,45 @@ class _GivesWay:
             os.nice(nice - _NICE)
 
 
+class _Limits:
+    """What this process may take for a request; set anew only where that differs."""
+
+    def __init__(self) -> None:
+        self._size_bytes, self._resident = _size_bytes(), _resident_bytes()
+        self._most_bytes = 0
+
+    def begin(self, body_bytes: int) -> None:
+        """Allow what a request of this length may take."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most_s = int(used.ru_utime + used.ru_stime) + 1 + cpu_s(body_bytes)
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+        most_bytes = memory_bytes(max(body_bytes, LARGE_BYTES)) + _GROWN_BYTES
+        # Elsewhere the bound holds for stacks and code as well, or for nothing.
+        if most_bytes != self._most_bytes and sys.platform == "linux":
+            self._most_bytes = most_bytes
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            most = self._size_bytes + most_bytes
+            if hard != resource.RLIM_INFINITY:
+                most = min(most, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+    @property
+    def grown_bytes(self) -> int:
+        """More than at the beginning, at the most so far."""
+        return _resident_bytes() - self._resident
+
+
 def _outcome(kind: int, body: bytearray, processor: Processor, names: Sequence[str]) -> Outcome:
-    _limit_time(cpu_s(len(body)))
-    most = memory_bytes(len(body))
-    _limit_memory(most)
     try:
         return run(JOBS[_NAMES[kind]], processor, names, body)
     except Problem as problem:
         return problem
     except MemoryError:
         return too_much_memory(len(body))
-    finally:
-        _limit_memory(None)
 
 
-def _limit_time(seconds: int) -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
-
-
-def _limit_memory(more_bytes: int | None) -> None:
-    """Allow so much more than there is now; None takes the bound away."""
-    if sys.platform != "linux":
-        return  # elsewhere the bound holds for stacks and code as well, or for nothing
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = hard if more_bytes is None else _size_bytes() + more_bytes
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+def _resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
 
 
 def _size_bytes() -> int:

@@ -40,21 +40,23 @@ class Job(Generic[Wanted]):
         schema: its fields.
         prepare: what comes of them: a request for the engine, or a whole reply.
         prompt_field: where its prompt stands, for errors.
+        has_template: whether a chat template has a part in it.
     """
 
     name: str
     schema: type[Wanted]
     prepare: Callable[[Processor, Any, str], Prepared[Wanted] | bytes]
     prompt_field: str = "prompt"
+    has_template: bool = True
 
 
 CHATS = Job("chat", ChatRequest, prepare_chat, "messages")
-COMPLETIONS = Job("completion", CompletionRequest, prepare_completions)
+COMPLETIONS = Job("completion", CompletionRequest, prepare_completions, has_template=False)
 RESPONSES = Job("response", ResponsesRequest, prepare_response, "input")
 MESSAGES = Job("message", MessagesRequest, prepare_message, "messages")
 COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages")
 TOKENIZE = Job("tokenize", TokenizeRequest, tokenize)
-DETOKENIZE = Job("detokenize", DetokenizeRequest, detokenize, "tokens")
+DETOKENIZE = Job("detokenize", DetokenizeRequest, detokenize, "tokens", has_template=False)
 
 JOBS: dict[str, Job[Any]] = {
     job.name: job

@@ -5,6 +5,9 @@ from soloist.server.problems import Problem
 # Longer bodies are read by a process of their own, after those before them.
 LARGE_BYTES = 256 * 2**10
 
+# Of bodies without a conversation that are read at once: their texts take a few milliseconds.
+QUICK_BYTES = 8 * 2**10
+
 # A request that takes longer makes room for those behind it: its process gives way to all others.
 SLOW_CPU_S, SLOW_WALL_S = 0.03, 0.2
 

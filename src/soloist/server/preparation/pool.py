@@ -1,7 +1,8 @@
 """The server's side of preparation: hands bodies to children and waits, never longer than bounded.
 
-Short bodies go to children that stay. A request that turns out to be slow keeps its child, and its
-place is given to the next one. A long body gets a child of its own, of which few run at once.
+What a few milliseconds bound is done at once. Other short bodies go to children that stay. A
+request that turns out to be slow keeps its child, and its place is given to the next one. A long
+body gets a child of its own, of which few run at once.
 """
 
 import asyncio
@@ -16,15 +17,17 @@ from contextlib import suppress
 from typing import Any, cast
 
 from soloist.errors import PreparationFailed
-from soloist.server.preparation.jobs import JOBS, Job
+from soloist.server.preparation.jobs import JOBS, Job, run
 from soloist.server.preparation.limits import (
     LARGE_BYTES,
+    QUICK_BYTES,
     SLOW_WALL_S,
     ended_early,
     too_much_time,
     wall_s,
 )
 from soloist.server.preparation.prepared import Prepared, Wanted
+from soloist.server.preparation.quick import QuickProcessor, TakesLonger
 from soloist.server.preparation.wire import (
     COMMAND,
     FORK,
@@ -37,7 +40,7 @@ from soloist.server.preparation.wire import (
 )
 from soloist.server.problems import Problem
 from soloist.settings import environment_of_preparation
-from soloist.text.processor import ProcessorFiles
+from soloist.text.processor import Processor
 
 # At once: of short bodies, of those that turned out to be slow, and of long ones.
 _MOST_SHORT, _MOST_SLOW, _MOST_LONG = 4, 12, 2
@@ -46,6 +49,34 @@ _START_S = 60.0
 _END_S = 2.0
 
 _NUMBERS = {name: number for number, name in enumerate(JOBS)}
+
+
+class _Places:
+    """A number of places that nobody waits for."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free = num_free
+
+
+class _Place:
+    """Of one request among those that are read at once."""
+
+    def __init__(self, short: asyncio.Semaphore, slow: _Places) -> None:
+        self._short, self._slow, self._is_slow = short, slow, False
+
+    def leave_early(self) -> None:
+        """Go on among the slow ones, if there is room."""
+        if self._slow.num_free:
+            self._slow.num_free -= 1
+            self._is_slow = True
+            self._short.release()
+
+    def leave(self) -> None:
+        """The request is read."""
+        if self._is_slow:
+            self._slow.num_free += 1
+        else:
+            self._short.release()
 
 
 class _Child:
@@ -86,19 +117,20 @@ class Preparation:
     """Processes that read requests.
 
     Args:
-        files: of the model's text side.
+        processor: of the model, as this process has it.
         names: of the model, as clients may write it.
     """
 
-    def __init__(self, files: ProcessorFiles, names: tuple[str, ...]) -> None:
-        self._files, self._names = files, names
+    def __init__(self, processor: Processor, names: tuple[str, ...]) -> None:
+        self._files, self._names = processor.files, names
+        self._quick = QuickProcessor(processor)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
         self._num_children = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._short = asyncio.Semaphore(_MOST_SHORT)
-        self._slow = asyncio.Semaphore(_MOST_SLOW)
+        self._slow = _Places(_MOST_SLOW)
         self._long = asyncio.Semaphore(_MOST_LONG)
         self._is_closed = False
 
@@ -143,6 +175,9 @@ class Preparation:
             PreparationFailed: there is no process to read it.
         """
         length = sum(map(len, parts))
+        if length <= QUICK_BYTES and not job.has_template:
+            with suppress(TakesLonger):
+                return run(job, self._quick, self._names, b"".join(parts))
         if length > LARGE_BYTES:
             async with self._long:
                 told = await self._anew(job, parts, length)
@@ -153,20 +188,15 @@ class Preparation:
         return cast("Prepared[Wanted] | bytes", told)
 
     async def _in_turn(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
-        """Read a short body; one that is slow leaves its place to the next as soon as it can."""
-        place = self._short
-        await place.acquire()
-        work = asyncio.ensure_future(self._by_any(job, parts, length))
+        """Read a short body; one that is slow leaves its place to the next."""
+        await self._short.acquire()
+        place = _Place(self._short, self._slow)
+        slow = asyncio.get_running_loop().call_later(SLOW_WALL_S, place.leave_early)
         try:
-            done, _ = await asyncio.wait([work], timeout=SLOW_WALL_S)
-            if not done and not self._slow.locked():
-                await self._slow.acquire()  # at once
-                place.release()
-                place = self._slow
-            return await work
+            return await self._by_any(job, parts, length)
         finally:
-            work.cancel()
-            place.release()
+            slow.cancel()
+            place.leave()
 
     async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
         """Read a body by a child that waits, if one does."""
