@@ -3,10 +3,11 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_for, wait_until_ready
+from soloist.server.held import MOST_LARGEST
 from soloist.server.preparation import pool as pool_module
 from soloist.server.preparation.bounds import BOUNDS, bound_of
 from soloist.server.preparation.jobs import CHATS, COMPLETIONS, JOBS, run
@@ -373,3 +375,41 @@ def test_a_request_is_forgotten_after_its_time_even_where_the_machine_is_busy(
         assert isinstance(problem, Problem)
         assert problem.code == "too_costly"
         assert time.monotonic() - start < 2
+
+
+def test_bodies_on_their_way_take_no_more_than_told() -> None:
+    size = 2**20
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    ).encode()
+    with running(lambda _: scripted(Scripted()), most_body_bytes=size) as server:
+        wait_until_ready(server)
+        port = int(server.url.rpartition(":")[2])
+        halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_LARGEST)]
+        for half in halves:
+            half.sendall(head + b" " * (size - 100))
+        wait_for(lambda: server.host.bodies.num_bytes == MOST_LARGEST * (size - 100))
+        reply = httpx2.post(f"{server.url}/v1/completions", json=TEXT | {"prompt": "x" * 2000})
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "busy"
+        for half in halves:
+            half.close()
+        wait_for(lambda: not server.host.bodies.num_bytes)
+        assert httpx2.post(f"{server.url}/v1/completions", json=TEXT).status_code == 200
+
+
+def test_a_full_queue_is_told_before_any_work_is_done() -> None:
+    looping = scripted(Scripted(tokens_per_s=100), template=TEMPLATE)
+    with running(lambda _: looping, most_waiting=0) as server:
+        wait_until_ready(server)
+        ask = TEXT | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with ExitStack() as streams:
+            for _ in range(8):
+                opened = httpx2.stream("POST", f"{server.url}/v1/completions", json=ask)
+                streams.enter_context(opened)
+            start = time.monotonic()
+            body = CHAT | {"chat_template_kwargs": {"loops": True}}
+            reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
+            assert reply.status_code == 429
+            assert time.monotonic() - start < 1

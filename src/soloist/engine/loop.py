@@ -240,7 +240,7 @@ class EngineLoop:
         ticket = Ticket(tuple(prompt_ids), top_logprobs, listen, self._news)
         job = _Job(ticket, sampler, answer, accepted, tells_scores=scores != "answer")
         with self._condition:
-            self._require_open()
+            self.require_open()
             if not self._state.jobs:
                 self._moved_at = time.perf_counter()
             self._scheduler.submit(job)
@@ -295,7 +295,12 @@ class EngineLoop:
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Refuse what `submit` would refuse now, whatever it asks for.
+
+        Raises:
+            QueueFull, ShuttingDown, EngineStopped: as `submit`.
+        """
         state, load = self._state, self.load
         if state.failure is not None:
             raise EngineStopped(state.failure)

@@ -8,15 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from soloist.errors import PreparationFailed
+from soloist.server.held import Body
 from soloist.server.host import Host, Ready
 from soloist.server.preparation.jobs import Job
 from soloist.server.preparation.limits import LARGE_BYTES
 from soloist.server.preparation.prepared import Prepared, Wanted
 from soloist.server.problems import Problem
 from soloist.text.grammar import Grammar
-
-# A client that needs longer for a body is not there any more.
-BODY_S = 60.0
 
 Result = TypeVar("Result")
 
@@ -38,7 +36,9 @@ async def prepared(
 
     Raises:
         Problem: it cannot be answered.
+        Unavailable: not now, whatever it asks for.
     """
+    ready.loop.require_open()  # before any work is done for it
     found = await _read(request, ready, job)
     assert isinstance(found, Prepared), "this kind of request is for the engine"
     if found.grammar is None:
@@ -63,18 +63,16 @@ async def _read(request: Request, ready: Ready, job: Job[Wanted]) -> Prepared[Wa
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise Problem(415, f"Content-Encoding is '{coding}' (allowed: none); send plain JSON")
-    try:
-        async with asyncio.timeout(BODY_S):
-            parts = await _parts(request, host.config.most_body_bytes)
-    except TimeoutError as error:
-        raise Problem(408, f"the body did not come within {BODY_S:.0f} s") from error
-    try:
-        if sum(map(len, parts)) <= LARGE_BYTES:
-            return await ready.preparation.prepare(job, parts)
-        return await _while_connected(request, ready.preparation.prepare(job, parts))
-    except PreparationFailed as error:
-        host.fail(error)
-        raise
+    with host.bodies.body() as body:
+        await _receive(request, body, host.config.most_body_bytes)
+        work = ready.preparation.prepare(job, body.parts)
+        try:
+            if body.num_bytes <= LARGE_BYTES:
+                return await work
+            return await _while_connected(request, work)
+        except PreparationFailed as error:
+            host.fail(error)
+            raise
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -95,17 +93,14 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) 
         task.cancel()
 
 
-async def _parts(request: Request, most_bytes: int) -> list[bytes]:
+async def _receive(request: Request, body: Body, most_bytes: int) -> None:
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > most_bytes:
         raise _too_large(most_bytes)
-    parts, size = [], 0
     async for part in request.stream():
-        size += len(part)
-        if size > most_bytes:
+        body.add(part)
+        if body.num_bytes > most_bytes:
             raise _too_large(most_bytes)
-        parts.append(part)
-    return parts
 
 
 def _too_large(most_bytes: int) -> Problem:

@@ -20,6 +20,7 @@ from soloist.errors import (
 from soloist.model.weights import LoadProgress
 from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig
+from soloist.server.held import Bodies
 from soloist.server.metrics import Metrics
 from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem, problem_of
@@ -59,6 +60,7 @@ class Host:
     Attributes:
         config: of the server.
         metrics: what happened so far.
+        bodies: of requests that are being read.
         bell: wakes the event loop, once `start` was called in it.
         failure: why there is no engine, where there will be none.
         running: requests by id; only the event loop's thread touches it.
@@ -79,6 +81,7 @@ class Host:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.metrics = config, Metrics()
+        self.bodies = Bodies(config.most_body_bytes)
         self.failure: SoloistError | None = None
         self.running: dict[str, Running] = {}
         self._load, self._on_ready, self._on_end = load, on_ready, on_end

@@ -1,0 +1,70 @@
+"""The bytes of requests that are on their way in, all of them together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from soloist.server.problems import Problem
+
+# As many bodies of the largest size as may be held at once, for all connections there are.
+MOST_LARGEST = 8
+
+
+class Body:
+    """The body of one request, as it comes.
+
+    Attributes:
+        parts: so far.
+        num_bytes: of them.
+    """
+
+    def __init__(self, bodies: "Bodies") -> None:
+        self._bodies = bodies
+        self.parts: list[bytes] = []
+        self.num_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        """Hold what came.
+
+        Raises:
+            Problem: 503 where others hold too much.
+        """
+        self._bodies.take(len(part))
+        self.num_bytes += len(part)
+        self.parts.append(part)
+
+
+class Bodies:
+    """Counts the bytes that all bodies hold; used in the event loop's thread.
+
+    Args:
+        most_body_bytes: of one request.
+    """
+
+    def __init__(self, most_body_bytes: int) -> None:
+        self._most_bytes = MOST_LARGEST * most_body_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def body(self) -> Iterator[Body]:
+        """A body, which is forgotten when the context is left."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.num_bytes -= body.num_bytes
+
+    def take(self, count: int) -> None:
+        """Hold so many bytes more.
+
+        Raises:
+            Problem: 503.
+        """
+        if self.num_bytes + count > self._most_bytes:
+            raise Problem(
+                503,
+                f"the server holds {self.num_bytes:,} bytes of requests that are being read "
+                f"(allowed: {self._most_bytes:,}); try again",
+                code="busy",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        self.num_bytes += count
