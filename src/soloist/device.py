@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -54,3 +55,55 @@ def cpu_name(threads: int) -> str:
     except OSError:
         pass
     return f"{name}, {threads} core{'s' * (threads > 1)}"
+
+
+class CoreWatch:
+    """How many cores other processes keep busy, of those that this process may use.
+
+    Args:
+        every_s: how often it looks; clocks of processors tick a hundred times a second.
+    """
+
+    def __init__(self, every_s: float = 0.1) -> None:
+        self._every_s = every_s
+        self._cores = usable_logical_cores()
+        self._others = 0.0
+        self._seen = self._look()
+
+    @property
+    def num_cores(self) -> int:
+        """Logical cores that this process may use."""
+        return len(self._cores)
+
+    def others(self) -> float:
+        """Cores busy for others between the last two looks; looks again where it is time to."""
+        before_s, before_used_s = self._seen
+        took_s = time.perf_counter() - before_s
+        if took_s >= self._every_s:
+            self._seen = self._look()
+            used = (self._seen[1] - before_used_s) / took_s
+            self._others = min(float(self.num_cores), max(0.0, used))
+        return self._others
+
+    def _look(self) -> tuple[float, float]:
+        """Now, and the seconds that others were busy, from any beginning."""
+        return time.perf_counter(), busy_seconds(self._cores) - time.process_time()
+
+
+def usable_logical_cores() -> list[int]:
+    """Numbers of the logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def busy_seconds(cores: list[int]) -> float:
+    """Time that these logical cores were busy since the machine started, for whomever.
+
+    Time that a host took from a virtual machine counts.
+    """
+    everyone = psutil.cpu_times(percpu=True)
+    # A guest's time is in its user's already; names differ between systems.
+    names = ("user", "nice", "system", "irq", "softirq", "steal", "interrupt", "dpc")
+    seen = [everyone[core] for core in cores if core < len(everyone)]
+    return sum(getattr(times, name, 0.0) for times in seen for name in names)

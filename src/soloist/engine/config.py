@@ -33,8 +33,9 @@ class EngineConfig:
     Attributes:
         model: a folder, a shipped model's name or a hub id.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
-        precision: of weights and KV cache; 'auto' takes fp32 on a CPU where it fits, and the
-            checkpoint's own elsewhere.
+        precision: of weights and KV cache; 'auto' takes fp32 on a CPU where it fits, else bf16, and
+            the checkpoint's own on a GPU. A CPU that has no products in a 16-bit precision, as
+            most have none in fp16, multiplies in fp32 what it stores in 16 bits.
         context_tokens: room for prompt and answer; None takes the model's own, as far as it fits.
         revision: branch, tag or commit on the hub.
         prepare: build and record while loading what later requests may need: the kernel that
@@ -138,8 +139,8 @@ def resolve(
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
-    elif device == "cpu" and longest(Dtype.FP32) >= (wanted or 1):
-        dtype = Dtype.FP32
+    elif device == "cpu":
+        dtype = Dtype.FP32 if longest(Dtype.FP32) >= (wanted or 1) else Dtype.BF16
     else:
         dtype = stored
     context = wanted or max(1, longest(dtype))

@@ -1,5 +1,10 @@
-"""Sequences on the reference: prompts in chunks, then one token of each in turn."""
+"""Sequences on the reference: prompts in passes, then one token of each in turn.
 
+Passes are left after a bounded time and gone on with later, so that no sequence waits for another's
+prompt. Where a pass begins follows from the position alone: time changes no bit.
+"""
+
+import time
 from collections.abc import Generator, Sequence
 
 import torch
@@ -12,20 +17,24 @@ from soloist.engine.executor import (
     Outcome,
     Picked,
     Running,
+    own_failure,
     pick,
 )
 from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
-from soloist.errors import RequestError
+from soloist.megakernel.plan import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
-from soloist.model.memory import CHUNK_TOKENS
+from soloist.model.memory import PASS_TOKENS
 from soloist.model.weights import Weights
 from soloist.reference import KVCache, build_reference
+from soloist.reference.passes import Pass
+from soloist.reference.reading import Readers, Reading
+from soloist.reference.threads import Threads
 from soloist.sampling import Sampler
 
-# Prompt tokens a pass where prompts are kept: what lies behind the last whole chunk is read again,
-# which far into a prompt is dear. étude reads 4,000 tokens as quickly as with twice as many a pass.
-KEPT_TOKENS = 128
+# Seconds of a prompt, or of forced tokens, between two rounds of other sequences; and without any,
+# between two looks whether the request was cancelled.
+_BESIDE_S, _ALONE_S = 0.04, 0.25
 
 # Keys and values [K, chunk, D] of every attention block.
 _Kept = list[tuple[Tensor, Tensor]]
@@ -45,6 +54,7 @@ class _Running(Running):
     ) -> None:
         super().__init__(prompt_ids, sampler, top_logprobs, scores_prompt=scores_prompt)
         self.cache = cache
+        self.reading: Reading | None = None
         self.node: Node[_Kept] | None = None
 
 
@@ -56,7 +66,7 @@ class ReferenceModel(Executor):
         weights: on the device; taken over.
         kv_tokens: positions that all open sequences together may take; at least one context.
         num_columns: sequences that may be open at once.
-        chunk_tokens: prompt tokens a pass; by default fewer where prompts are kept.
+        chunk_tokens: prompt tokens a pass, and of what is kept of prompts at least.
         keeps_prefixes: keep keys and values of prompts, as far as the room goes, for later ones
             that begin alike.
     """
@@ -69,15 +79,18 @@ class ReferenceModel(Executor):
         weights: Weights,
         kv_tokens: int,
         num_columns: int = 1,
-        chunk_tokens: int | None = None,
+        chunk_tokens: int = PASS_TOKENS,
         *,
         keeps_prefixes: bool = False,
     ) -> None:
         self.reference = build_reference(config, weights)
         self.num_columns = num_columns
-        if chunk_tokens is None:
-            chunk_tokens = KEPT_TOKENS if keeps_prefixes else CHUNK_TOKENS
         self._room, self._chunk_tokens = kv_tokens, chunk_tokens
+        self._kv_tokens = kv_tokens
+        self._open: dict[_Running, None] = {}
+        is_on_cpu = self.reference.device.type == "cpu"
+        self._threads = Threads(torch.get_num_threads() if is_on_cpu else 1)
+        self._readers = Readers(self.reference, self._threads)
         grid = Grid(chunk_tokens, chunk_tokens)
         self._tree: PrefixTree[_Kept] | None = PrefixTree(grid) if keeps_prefixes else None
         self._num_dropped = 0
@@ -103,11 +116,12 @@ class ReferenceModel(Executor):
         match = None if tree is None else tree.match(prompt_ids[:-1])
         if not self._make_room(asked):
             return None
-        self._room -= asked
         cache = self.reference.new_cache(asked)
         running = _Running(prompt_ids, sampler, top_logprobs, cache, scores_prompt=scores_prompt)
         if match is not None:
             self._take_kept(running, match)
+        self._room -= asked
+        self._open[running] = None
         return running
 
     def _make_room(self, asked: int) -> bool:
@@ -151,56 +165,105 @@ class ReferenceModel(Executor):
         on_device = 0 if self._tree is None else self._tree.num_tokens
         return KeptTokens(on_device=on_device, dropped=self._num_dropped)
 
+    @property
+    def num_pages(self) -> int:
+        """See Executor."""
+        return self._kv_tokens // PAGE_POSITIONS
+
+    @property
+    def num_pages_free(self) -> int:
+        """See Executor."""
+        idle = 0 if self._tree is None else self._tree.idle_tokens
+        return min(self._kv_tokens, self._room + idle) // PAGE_POSITIONS
+
+    def check(self) -> None:
+        """See Executor."""
+        kept = 0
+        if self._tree is not None:
+            self._tree.check([r.node for r in self._open if r.node is not None])
+            kept = self._tree.num_tokens
+        taken = sum(r.cache.capacity for r in self._open)
+        assert self._room + taken + kept == self._kv_tokens, "all positions are accounted for"
+
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
-        if running.prompt_scores is not None:
-            return self._read_scored(running)
-        start = running.num_read
-        chunk = running.prompt_ids[start : start + self._chunk_tokens]
-        ids = torch.tensor(chunk, dtype=torch.int64, device=self.reference.device)
-        is_last = start + len(chunk) == len(running.prompt_ids)
-        logits = self.reference.forward(ids, start, running.cache, "last" if is_last else "none")
-        running.num_read += len(chunk)
-        self._keep(running, start, chunk)
-        return None if logits is None else pick(running, logits[0])
+        is_scored = running.prompt_scores is not None
+        if running.reading is None:
+            start = running.num_read
+            running.reading = Reading(
+                self.reference,
+                running.cache,
+                running.prompt_ids[start:],
+                start,
+                SCORED_TOKENS if is_scored else self._chunk_tokens,
+                "all" if is_scored else "last",
+            )
+        until = time.perf_counter() + (_BESIDE_S if len(self._open) > 1 else _ALONE_S)
+        logits = self._advance(running, running.reading, until)
+        if logits is None:
+            return None
+        return None if is_scored and running.is_over else pick(running, logits)
 
-    def _read_scored(self, running: _Running) -> Picked | None:
-        start = running.num_read
-        chunk = running.prompt_ids[start : start + SCORED_TOKENS]
-        ids = torch.tensor(chunk, dtype=torch.int64, device=self.reference.device)
-        logits = self.reference.forward(ids, start, running.cache, "all")
-        assert logits is not None, "all rows were asked for"
-        running.score(start, logits)
-        running.num_read += len(chunk)
-        return pick(running, logits[-1]) if running.is_read and not running.is_over else None
+    def _advance(self, running: _Running, reading: Reading, until: float) -> Tensor | None:
+        """Read until it is time; the logits [V] behind the last token, once it is read."""
+        logits = None
+        while True:
+            for work in self._readers.advance(reading, until):
+                logits = work.logits
+                if not running.is_read:
+                    self._was_read(running, work)
+            if reading.is_over:
+                running.reading = None
+                assert logits is not None, "the last row was asked for"
+                return logits[-1]
+            if time.perf_counter() >= until:
+                return None
+
+    def _was_read(self, running: _Running, work: Pass) -> None:
+        """Take what a pass over a part of the prompt brought."""
+        if running.prompt_scores is not None:
+            assert work.logits is not None, "all rows were asked for"
+            running.score(work.position, work.logits)
+        running.num_read += work.num_tokens
+        start, stop = work.position, running.num_read
+        self._keep(running, start, running.prompt_ids[start:stop])
 
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
         """See Executor."""
         self._is_asked_to_stop = False
         for _ in range(min(most, *(r.num_wanted for r in running))):
-            yield [self._outcome(r) for r in running]
+            num_fed = sum(r.num_behind > 0 for r in running)
+            bound_s = _ALONE_S if len(self._open) == 1 else _BESIDE_S / max(1, num_fed)
+            yield [self._outcome(r, bound_s) for r in running]
             if self._is_asked_to_stop or any(r.is_over for r in running):
                 return
 
-    def _outcome(self, running: Running) -> Outcome:
+    def _outcome(self, running: Running, bound_s: float) -> Outcome:
         assert isinstance(running, _Running), "opened here"
-        self._token.fill_(running.last)
-        ids, start = self._token, running.position
-        while running.num_behind:
-            behind = running.ids_behind[: self._chunk_tokens]
-            start = running.position - running.num_behind
-            running.num_behind -= len(behind)
-            if running.num_behind:
-                self.reference.forward(ids.new_tensor(behind), start, running.cache, "none")
-            else:
-                ids = ids.new_tensor([*behind, running.last])
-        logits = self.reference.forward(ids, start, running.cache, "last")
-        assert logits is not None, "the last row was asked for"
         try:
-            return pick(running, logits[0])
-        except RequestError as error:
-            return error
+            return self._step(running, time.perf_counter() + bound_s)
+        except Exception as error:  # noqa: BLE001 - every sequence has a pass of its own
+            return own_failure("decoding", error)
+
+    def _step(self, running: _Running, until: float) -> Picked | None:
+        if running.num_behind:
+            if running.reading is None:
+                start = running.position - running.num_behind
+                ids = [*running.ids_behind, running.last]
+                running.reading = Reading(
+                    self.reference, running.cache, ids, start, self._chunk_tokens
+                )
+            last = self._advance(running, running.reading, until)
+            if last is None:
+                return None
+            running.num_behind = 0
+            return pick(running, last)
+        self._token.fill_(running.last)
+        self._threads.use(1, self._threads.num_free)
+        logits = self.reference.forward(self._token, running.position, running.cache, "last")
+        assert logits is not None, "the last row was asked for"
+        return pick(running, logits[0])
 
     def stop(self) -> None:
         """See Executor."""
@@ -209,6 +272,7 @@ class ReferenceModel(Executor):
     def close(self, running: Running) -> None:
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
+        del self._open[running]
         self._room += running.cache.capacity
         if self._tree is not None and running.node is not None:
             self._tree.release(running.node)

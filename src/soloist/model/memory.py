@@ -16,10 +16,18 @@ from soloist.model.tensors import TensorSpec, parameters
 # What a process needs besides the model: interpreter, torch, tokenizer, allocator slack.
 HEADROOM_BYTES = 300 * 10**6
 
-# Prompt tokens a pass: enough for full matrix speed, few enough to notice a cancel soon.
-CHUNK_TOKENS = 256
+# Prompt tokens a pass of the reference: enough for full matrix speed. Where prompts are kept, what
+# lies behind the last whole pass is read again, so more would cost more.
+PASS_TOKENS = 128
 
-# Attention scores held at once: long prompts against long contexts go through in tiles of tokens.
+# Threads of the reference that may have a pass each, beside other processes.
+MOST_READERS = 4
+
+# Prompt tokens whose intermediate results are in memory at once.
+CHUNK_TOKENS = MOST_READERS * PASS_TOKENS
+
+# Attention scores held at once, by all readers together: long prompts against long contexts go
+# through in tiles of tokens.
 SCORE_VALUES = 2**22
 
 _FP32 = Dtype.FP32.num_bytes
@@ -94,6 +102,7 @@ def estimate(
             + _token_values(config) * chunk_tokens * _FP32
             + config.layers[0].attention.head_dim * context_tokens * _FP32  # the rope table
             + config.vocab_size * _FP32
+            + _widened_bytes(config, dtype, context_tokens)
         ),
     )
 
@@ -149,11 +158,19 @@ def modules_under_way(config: ModelConfig) -> int:
 
 
 def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
-    """Attention scores and shares of as many tokens as are held at once, at least one."""
+    """Attention scores and shares of as many tokens as are held at once, one for each reader."""
     heads = max(layer.attention.num_query_heads for layer in config.layers)
     # Scores in the model's type, shares in fp32 and, of 16-bit scores, an fp32 copy on the way.
     each = 2 * _FP32 if dtype is Dtype.FP32 else dtype.num_bytes + 2 * _FP32
-    return max(heads * context_tokens, SCORE_VALUES) * each
+    return max(MOST_READERS * heads * context_tokens, SCORE_VALUES) * each
+
+
+def _widened_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
+    """Keys and values of one layer in fp32, on a CPU without products in 16 bits."""
+    if dtype is Dtype.FP32:
+        return 0
+    most = max(layer.attention.num_kv_heads * layer.attention.head_dim for layer in config.layers)
+    return 2 * most * context_tokens * _FP32
 
 
 def _mask_values(config: ModelConfig, context_tokens: int, chunk_tokens: int) -> int:

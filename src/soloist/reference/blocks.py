@@ -8,6 +8,7 @@ views of it are made once per number of tokens: at one token a step, making view
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,12 @@ import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
 from soloist.model.config import Attention, Mlp
-from soloist.model.memory import SCORE_VALUES
+from soloist.model.memory import MOST_READERS, SCORE_VALUES
 from soloist.model.rope import Rope
 from soloist.reference.cache import KVCache, Scratch
+
+# Weights that are widened to fp32 at a time: 2 MB.
+WIDENED_VALUES = 2**19
 
 
 class Pairs(NamedTuple):
@@ -62,7 +66,7 @@ class Step:
         num_tokens: T.
         rotary: the rope table.
         cache: keys and values before and, after the blocks ran, of these positions.
-        scratch: buffers for intermediate results.
+        scratch: buffers for intermediate results of the block that runs.
     """
 
     position: int
@@ -79,6 +83,12 @@ class Step:
         rows = slice(self.position, self.position + self.num_tokens)
         self.cos, self.sin = self.rotary.cos[rows], self.rotary.sin[rows]
 
+    def use(self, scratch: Scratch) -> None:
+        """Keep intermediate results there from now on; those of earlier blocks are not needed."""
+        if scratch is not self.scratch:
+            self.scratch = scratch
+            self._scores.clear()
+
     def rotate(self, source: Pairs, target: Pairs) -> None:
         """Turn every pair by its position's angle: (a, b) → (a cos - b sin, b cos + a sin)."""
         torch.mul(source.both, self.cos, out=target.both)
@@ -91,7 +101,7 @@ class Step:
         """A tensor for attention scores, out of an allocation made for the whole context."""
         key = (name, dtype, shape)
         if key not in self._scores:
-            most = max(num_query_heads * self.cache.capacity, SCORE_VALUES)
+            most = max(num_query_heads * self.cache.capacity, SCORE_VALUES // MOST_READERS)
             self._scores[key] = self.scratch.take_growing(name, dtype, shape, most)
         return self._scores[key]
 
@@ -136,8 +146,35 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor, out: Tensor, scratch: S
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """X [T, in] · weight [in, out] + bias."""
-    torch.mm(x, weight, out=out)
+    if is_quick(weight):
+        torch.mm(x, weight, out=out)
+    else:
+        _widened_product(x, weight, out)
     return out if bias is None else out.add_(bias)
+
+
+def is_quick(weight: Tensor) -> bool:
+    """Whether torch multiplies such matrices as quickly as their bytes allow."""
+    return weight.dtype is torch.float32 or not weight.is_cpu or _is_quick_on_cpu(weight.dtype)
+
+
+@cache
+def _is_quick_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU's library has products in 16 bits; torch's own are hundreds of times slower.
+
+    So is fp16 on most CPUs, and bf16 on those without AVX-512.
+    """
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return asked is not None and bool(asked())
+
+
+def _widened_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The product in fp32 of 16-bit weights, some columns at a time: they stay in a cache."""
+    wide, columns = x.float(), max(64, WIDENED_VALUES // weight.shape[0])
+    for first in range(0, weight.shape[1], columns):
+        part = slice(first, first + columns)
+        out[:, part] = torch.mm(wide, weight[:, part].float())
 
 
 def by_columns(weight: Tensor) -> Tensor:
@@ -221,7 +258,8 @@ class AttentionBlock:
             self._attend_rows(b.queries[0], b.mixed_heads[0], slice(0, 1), step)
             return
         num_keys = step.position + tokens - step.first_key(a.window)
-        tile = max(1, min(tokens, SCORE_VALUES // (a.num_query_heads * num_keys)))
+        most = SCORE_VALUES // MOST_READERS
+        tile = max(1, min(tokens, most // (a.num_query_heads * num_keys)))
         for first in range(0, tokens, tile):
             part = slice(first, min(first + tile, tokens))
             queries, mixed = b.queries[part], b.mixed_heads[part]
@@ -240,7 +278,11 @@ class AttentionBlock:
         keys, values = step.cache.view(self._cache_index, start, stop)
         shape = (rows.shape[0], rows.shape[1], stop - start)
         scores = step.scores("scores", dtype, shape, heads)
-        torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=rows.shape[2] ** -0.5, out=scores)
+        scale = rows.shape[2] ** -0.5
+        if is_quick(keys):
+            torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale, out=scores)
+        else:
+            scores.copy_(torch.bmm(rows.float(), keys.float().mT).mul_(scale))
         masked = step.mask(window, scores.device)
         if masked is not None:
             first_hidden, mask = masked
@@ -248,6 +290,9 @@ class AttentionBlock:
             by_token[:, :, first_hidden - start :].add_(mask[part])
         exact = step.scores("shares", torch.float32, shape, heads)
         shares = torch.softmax(scores, -1, dtype=torch.float32, out=exact)
+        if not is_quick(values):
+            out.copy_(torch.bmm(shares, values.float()))
+            return
         if dtype is not torch.float32:
             shares = scores.copy_(shares)
         torch.bmm(shares, values, out=out)

@@ -1,6 +1,7 @@
 """The interface that every reference model offers: allocate a cache, step over tokens."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator
 from typing import Literal
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from soloist.model.config import ModelConfig
 from soloist.model.weights import Weights
-from soloist.reference.blocks import Rotary, Step, by_columns
+from soloist.reference.blocks import Rotary, Step, by_columns, rms_norm
 from soloist.reference.cache import KVCache, Scratch
+from soloist.reference.passes import Pass
 
 LogitRows = Literal["none", "last", "all"]
 
@@ -67,17 +69,33 @@ class Reference(ABC):
         Returns:
             fp32 logits [T, V] or [1, V], or None; for small T valid until the next call.
         """
+        whole = self.begin(token_ids, position, cache, rows)
+        while not whole.is_over:
+            whole.advance(self._scratch)
+        if whole.num_tokens > KEPT_TOKENS:
+            self._scratch = Scratch(self.device)
+        return whole.logits
+
+    def begin(
+        self, token_ids: Tensor, position: int, cache: KVCache, rows: LogitRows = "last"
+    ) -> Pass:
+        """The same as a pass that is computed block by block; arguments as of `forward`.
+
+        When its attention of a layer runs, the cache holds everything before it in that layer.
+        """
         num_tokens = token_ids.shape[0]
         assert position + num_tokens <= cache.capacity, "the caller checked the context"
         assert self._rotary is not None, "the cache came from new_cache"
         step = Step(position, num_tokens, self._rotary, cache, self._scratch)
-        streams = self._streams(token_ids, step)
-        logits = None
-        if rows != "none":
-            logits = self._logits(streams[..., -1:, :] if rows == "last" else streams, step)
-        if num_tokens > KEPT_TOKENS:
-            self._scratch = Scratch(self.device)
-        return logits
+        return Pass(step, self._parts(token_ids, step, rows))
+
+    def _parts(
+        self, token_ids: Tensor, step: Step, rows: LogitRows
+    ) -> Generator[None, None, Tensor | None]:
+        streams = yield from self._streams(token_ids, step)
+        if rows == "none":
+            return None
+        return self._logits(streams[..., -1:, :] if rows == "last" else streams, step)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] → [T, H]: rows of the embedding, which of a tied head [H, V] are columns."""
@@ -85,13 +103,21 @@ class Reference(ABC):
             return self._head.index_select(1, token_ids).t()
         return self._embedding.index_select(0, token_ids)
 
+    def _normed(self, x: Tensor, weight: Tensor, step: Step) -> Tensor:
+        """What a block takes: x [..., T, H], normalised, in the model's dtype."""
+        out = step.scratch.take("block_input", self.dtype, *x.shape)
+        return rms_norm(x, weight, self._epsilon, out, step.scratch)
+
     @abstractmethod
     def _cache_shapes(self) -> list[tuple[int, int]]:
         """(KV heads, head dimension) of every attention block."""
 
     @abstractmethod
-    def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Residual stream(s) [..., T, H] after the last layer, fp32."""
+    def _streams(self, token_ids: Tensor, step: Step) -> Generator[None, None, Tensor]:
+        """Yield after every block; return the residual stream(s) [..., T, H] at the end, fp32.
+
+        Nothing in `step.scratch` is used again after a yield.
+        """
 
     @abstractmethod
     def _logits(self, streams: Tensor, step: Step) -> Tensor:

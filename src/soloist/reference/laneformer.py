@@ -8,6 +8,7 @@ Source: Kog's description of Laneformer and delayed tensor parallelism (May 2026
 
 import math
 from collections import deque
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
@@ -88,19 +89,20 @@ class LaneTransformer(Reference):
             for lane in layer
         ]
 
-    def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
+    def _streams(self, token_ids: Tensor, step: Step) -> Generator[None, None, Tensor]:
         lanes = self._lanes
         x = self._embed(token_ids).float().repeat(lanes.num_lanes, 1, 1)
-        h = step.scratch.take("block_input", self.dtype, *x.shape)
         attention_line = DelayLine(lanes, communicates=lanes.attention_comm)
         mlp_line = DelayLine(lanes, communicates=lanes.mlp_comm)
         for i, (attention_norm, mlp_norm) in enumerate(self._norms):
-            rms_norm(x, attention_norm, self._epsilon, h, step.scratch)
+            h = self._normed(x, attention_norm, step)
             partials = [b[0](h[j], step).float().clone() for j, b in enumerate(self._blocks[i])]
             x += attention_line.reduce(torch.stack(partials), i)
-            rms_norm(x, mlp_norm, self._epsilon, h, step.scratch)
+            yield
+            h = self._normed(x, mlp_norm, step)
             partials = [b[1](h[j], step).float().clone() for j, b in enumerate(self._blocks[i])]
             x += mlp_line.reduce(torch.stack(partials), i)
+            yield
         return x
 
     def _logits(self, streams: Tensor, step: Step) -> Tensor:
@@ -115,8 +117,10 @@ class LaneTransformer(Reference):
             case "replicate":
                 return linear(h.mean(0).to(self.dtype), self._head, None, out).float()
             case "vocab_parallel":
-                parts = torch.bmm(h.to(self.dtype), self._head)  # [L, T, V / L]
-                return parts.transpose(0, 1).flatten(1).float()
+                share = self.config.vocab_size // lanes.num_lanes
+                for j, own in enumerate(h.to(self.dtype)):
+                    linear(own, self._head[j], None, out[:, j * share : (j + 1) * share])
+                return out.float()
             case "lane":
                 joined = h.transpose(0, 1).flatten(1).to(self.dtype)  # [T, L · H]
                 return linear(joined, self._head, None, out).float()

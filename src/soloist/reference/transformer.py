@@ -1,5 +1,7 @@
 """A dense decoder: embedding, layers of attention and MLP, norm, LM head."""
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,16 @@ class Transformer(Reference):
     def _cache_shapes(self) -> list[tuple[int, int]]:
         return [(x.attention.num_kv_heads, x.attention.head_dim) for x in self.config.layers]
 
-    def _streams(self, token_ids: Tensor, step: Step) -> Tensor:
-        x = step.scratch.take("stream", torch.float32, step.num_tokens, self.config.hidden_size)
+    def _streams(self, token_ids: Tensor, step: Step) -> Generator[None, None, Tensor]:
+        x = torch.empty(
+            step.num_tokens, self.config.hidden_size, dtype=torch.float32, device=self.device
+        )
         x.copy_(self._embed(token_ids))
-        h = step.scratch.take("block_input", self.dtype, *x.shape)
         for attention_norm, attention, mlp_norm, mlp in self._layers:
-            x.add_(attention(rms_norm(x, attention_norm, self._epsilon, h, step.scratch), step))
-            x.add_(mlp(rms_norm(x, mlp_norm, self._epsilon, h, step.scratch), step))
+            x.add_(attention(self._normed(x, attention_norm, step), step))
+            yield
+            x.add_(mlp(self._normed(x, mlp_norm, step), step))
+            yield
         return x
 
     def _logits(self, streams: Tensor, step: Step) -> Tensor:

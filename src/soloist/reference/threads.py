@@ -1,0 +1,44 @@
+"""How many threads multiply: as many as there are cores that others leave free.
+
+Threads of OpenMP wait for each other after every product. Where another process has the core of
+one of them, all others wait for it, and spin while they wait: docs/cpu.md tells what that costs.
+"""
+
+import torch
+
+from soloist.device import CoreWatch
+
+# A core counts as taken where others use more of it than this.
+_TAKEN_SHARE = 0.4
+
+# Products of fewer rows, but of more than one, have other bits on several threads than on one.
+_LEAST_SHARED_ROWS = 16
+
+
+class Threads:
+    """Chooses the number of threads before every pass; no bit depends on it.
+
+    Args:
+        most: on a machine that does nothing else.
+        watch: tells what others do.
+    """
+
+    def __init__(self, most: int, watch: CoreWatch | None = None) -> None:
+        self.most = most
+        self._watch = CoreWatch() if watch is None else watch
+
+    @property
+    def num_free(self) -> int:
+        """Threads that have a core to themselves, at least one."""
+        if self.most == 1:
+            return 1
+        free = self._watch.num_cores - self._watch.others()
+        return max(1, min(self.most, int(free + _TAKEN_SHARE)))
+
+    def use(self, num_tokens: int, num_threads: int) -> None:
+        """Let the calling thread's next pass, of so many tokens, run on so many threads."""
+        if self.most == 1:
+            return
+        wanted = 1 if 1 < num_tokens < _LEAST_SHARED_ROWS else num_threads
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
