@@ -84,6 +84,17 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 "--prompt-tokens 4096",
             )
         ),
+        "etude-cpu-busy.json": File(
+            tuple(
+                f"bench {what} --busy {busy}"
+                for busy in (0, 1)
+                for what in (
+                    "decode etude --device cpu --prompt-tokens 256 --new-tokens 256 --runs 5",
+                    "prefill etude --device cpu --prompt-tokens 64 --prompt-tokens 256 "
+                    "--prompt-tokens 1024 --prompt-tokens 2048 --prefix cold --runs 7",
+                )
+            )
+        ),
         "etude-cpu-servers.json": File(
             (
                 f"bench serve {_URLS} {_ASKED} {_MEMORY}",

@@ -171,6 +171,22 @@ def etude_cpu() -> str:
     return table(("engine", "TTFT ms", "decode tokens/s", "min – max", "MBU"), cells)
 
 
+def etude_busy() -> str:
+    """étude in one process, with and without another one that only counts."""
+    file = "etude-cpu-busy.json"
+    alone: dict[object, float] = {}
+    cells = []
+    for r in [*rows_of(file, "decode"), *rows_of(file, "prefill")]:
+        is_decode = r["bench"] == "decode"
+        speed = r["decode_tokens_per_s" if is_decode else "prompt_tokens_per_s"]["median"]
+        what = "decode" if is_decode else f"prompt of {r['prompt_tokens']:,}"
+        share = speed / alone.setdefault(what, speed)
+        busy = str(r["busy_processes"])
+        cells.append((what, busy, f"{r['ttft_ms']['median']:.1f}", f"{speed:,.0f}", f"{share:.0%}"))
+    headings = ("", "busy processes", "TTFT ms", "tokens/s", "of the speed alone")
+    return table(headings, cells)
+
+
 def etude_servers() -> str:
     """étude behind two servers, as a client sees them."""
     cells = [
@@ -289,6 +305,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-ranks-prompts": h200_ranks_prompts,
     "h200-startup": h200_startup,
     "etude-cpu": etude_cpu,
+    "etude-busy": etude_busy,
     "etude-servers": etude_servers,
     "etude-loops": etude_loops,
     "etude-neighbours": etude_neighbours,

@@ -5,6 +5,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import gpu_uuid
 from soloist.bench.clocks import watching
+from soloist.bench.others import others_counted
 from soloist.engine.bandwidth import read_bandwidth
 from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
@@ -20,7 +21,7 @@ def measure(asked: str) -> rows.BandwidthRow:
         DeviceMissing: there is no such device.
     """
     device = torch.device(resolve_device(asked, devices()))
-    with watching(gpu_uuid(device)) as watch:
+    with others_counted() as others, watching(gpu_uuid(device)) as watch:
         found = read_bandwidth(device)
     return rows.BandwidthRow(
         bench="bandwidth",
@@ -34,4 +35,5 @@ def measure(asked: str) -> rows.BandwidthRow:
         command=record.command(),
         date=record.now(),
         clocks=watch.clocks,
+        others_cores=others.cores,
     )

@@ -37,10 +37,11 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "decode": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "new_tokens", "columns")
     )
-    | {"sequences": 1, "speculation": False},
+    | {"sequences": 1, "speculation": False, "busy_processes": 0},
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
-    ),
+    )
+    | {"busy_processes": 0},
     "serve": dict.fromkeys(("shape", "api", "prefix", "max_tokens")),
     "agent": dict.fromkeys(
         ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")

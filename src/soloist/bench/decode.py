@@ -15,6 +15,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
+from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
@@ -34,6 +35,7 @@ class Plan:
         new_tokens: made after it; the end token does not stop a run.
         runs: timed, after one that is not.
         against: 'transformers', or None.
+        num_busy: processes that only count beside it.
     """
 
     asked: EngineConfig
@@ -41,6 +43,7 @@ class Plan:
     new_tokens: int
     runs: int
     against: str | None
+    num_busy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     bandwidth = read_bandwidth(device)
     flush = Flush(device)
     results: dict[str, list[Run]] = {c.name: [] for c in contenders}
-    with watching(gpu_uuid(device)) as watch:
+    with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
         for i in range(plan.runs + 1):
             for contender in contenders:
                 flush()
@@ -126,7 +129,12 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
                 if i > 0:
                     results[contender.name].append(run)
     return [
-        _row(plan, engine, name, runs, bandwidth, watch.clocks) for name, runs in results.items()
+        replace(
+            _row(plan, engine, name, runs, bandwidth, watch.clocks),
+            others_cores=others.cores,
+            busy_processes=plan.num_busy,
+        )
+        for name, runs in results.items()
     ]
 
 
@@ -143,6 +151,7 @@ def _check(plan: Plan) -> None:
         ("--prompt-tokens", plan.prompt_tokens, 1),
         ("--new-tokens", plan.new_tokens, 2),
         ("--runs", plan.runs, 1),
+        ("--busy", plan.num_busy, 0),
     )
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")

@@ -17,6 +17,7 @@ from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.decode import python_prompt
+from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
     random_prompt,
@@ -48,6 +49,7 @@ class Plan:
         prompt_tokens: lengths of prompts.
         runs: timed, after one that is not.
         prefixes: 'cold', 'warm' or both.
+        num_busy: processes that only count beside it.
     """
 
     asked: EngineConfig
@@ -55,6 +57,7 @@ class Plan:
     prompt_tokens: tuple[int, ...]
     runs: int
     prefixes: tuple[rows.Prefix, ...]
+    num_busy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class _Reader:
     num_gpus: int
     vocab_size: int
     prompt_ids: list[int]
+    device_name: str
 
     def read(self, num_tokens: int) -> tuple[float, int]:
         """Seconds to the first token, and how many prompt tokens were kept from before."""
@@ -93,6 +97,7 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
     require_at_least(
         *(("--prompt-tokens", length, 1) for length in plan.prompt_tokens),
         ("--runs", plan.runs, 1),
+        ("--busy", plan.num_busy, 0),
     )
     config = read_config(plan.shape or _folder(plan.asked) / CONFIG_FILE)
     if max(plan.prompt_tokens) >= config.context_tokens:
@@ -104,12 +109,13 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
     for prefix in plan.prefixes:
         reader = _load(plan, prefix, config.context_tokens, device)
         for length in plan.prompt_tokens:
-            with watching(gpu_uuid(device)) as watch:
+            with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
                 read = []
                 for _ in range(plan.runs + 1):
                     flush()
                     read.append(reader.read(length))
-            made.append(_row(reader, device, prefix, length, read[1:], watch.clocks))
+            row = _row(reader, prefix, length, read[1:], watch.clocks)
+            made.append(replace(row, others_cores=others.cores, busy_processes=plan.num_busy))
         del reader  # the next one needs the room
         gc.collect()
         if device.type == "cuda":
@@ -140,6 +146,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
             engine.resolved.num_gpus,
             engine.config.vocab_size,
             python_prompt(engine, longest),
+            engine.report.device_name,
         )
     config = read_config(plan.shape)
     dtype = shape_dtype(plan.asked.precision, device)
@@ -162,13 +169,13 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         executor = shape_on_gpu(config, dtype, room, placed)
     ids = random_prompt(config, longest)
     return _Reader(
-        shape_name(plan.shape), dtype.value, executor, placed.num_gpus, config.vocab_size, ids
-    )
+        shape_name(plan.shape), dtype.value, executor, placed.num_gpus, config.vocab_size, ids,
+        device_name(str(device)),
+    )  # fmt: skip
 
 
 def _row(
     reader: _Reader,
-    device: torch.device,
     prefix: rows.Prefix,
     length: int,
     read: Sequence[tuple[float, int]],
@@ -179,7 +186,7 @@ def _row(
         bench="prefill",
         engine="soloist",
         shape=reader.name,
-        device=device_name(str(device)),
+        device=reader.device_name,
         gpus=reader.num_gpus,
         precision=reader.precision,
         prompt_tokens=length,

@@ -110,6 +110,10 @@ class DecodeRow:
         bench: 'decode'; older files lack it.
         token_ms: times between tokens of all runs, as the caller sees them come.
         clocks: of the GPU meanwhile; None where nobody tells.
+        others_cores: that other processes kept busy meanwhile, time that a host took from a virtual
+            machine included; the process itself and its children are no others. Older files lack
+            it.
+        busy_processes: started beside the measurement; each only counts, and is no other.
     """
 
     engine: str
@@ -138,6 +142,8 @@ class DecodeRow:
     bench: str = "decode"
     token_ms: Percentiles | None = None
     clocks: Clocks | None = None
+    others_cores: float | None = None
+    busy_processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ class PrefillRow:
         prompt_tokens_per_s: tokens that were read / time to first token.
         clocks: as in `DecodeRow`.
         versions, commit, command, date: as in `DecodeRow`.
+        others_cores, busy_processes: as in `DecodeRow`.
     """
 
     bench: str
@@ -174,6 +181,8 @@ class PrefillRow:
     commit: str
     command: str
     date: str
+    others_cores: float | None = None
+    busy_processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,7 @@ class StartupRow:
         kernels_built: kernels compiled.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
+        others_cores: as in `DecodeRow`.
     """
 
     bench: str
@@ -214,6 +224,7 @@ class StartupRow:
     command: str
     date: str
     clocks: Clocks | None = None
+    others_cores: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +427,7 @@ class BandwidthRow:
         runs: readings.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
+        others_cores: as in `DecodeRow`.
     """
 
     bench: str
@@ -429,6 +441,7 @@ class BandwidthRow:
     command: str
     date: str
     clocks: Clocks | None = None
+    others_cores: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

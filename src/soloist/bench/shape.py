@@ -8,7 +8,7 @@ tokens it chose itself.
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.decode import Run, gaps_s, token_ms
+from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
     random_prompt,
@@ -62,6 +63,7 @@ class Plan:
         context: position at which decoding starts, over random keys and values; None: after the
             prompt. Time to first token is the prompt's in any case.
         gpus: how many run it together, or 'auto'.
+        num_busy: processes that only count beside it.
     """
 
     file: Path
@@ -74,6 +76,7 @@ class Plan:
     sequences: int
     context: int | None
     gpus: GpuCount = 1
+    num_busy: int = 0
 
     @property
     def all_columns(self) -> int:
@@ -130,13 +133,15 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
                 return _request(plan, model, config.vocab_size, prompts[0])
             return _launch(plan, model, prompts)
 
+    name = device_name(str(device))  # now: on a CPU the number of threads changes with the load
     flushes, runs = [Flush(one) for one in placed.devices], []
-    with watching(gpu_uuid(device)) as watch:
+    with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
         for _ in range(plan.runs + 1):
             for flush in flushes:
                 flush()
             runs.append(run())
-    return [_row(plan, config, dtype, placed, runs[1:], bandwidth, watch.clocks)]
+    row = _row(plan, config, dtype, placed, runs[1:], bandwidth, watch.clocks)
+    return [replace(row, device=name, others_cores=others.cores, busy_processes=plan.num_busy)]
 
 
 def _check(plan: Plan) -> None:
@@ -147,6 +152,7 @@ def _check(plan: Plan) -> None:
         ("--columns", plan.columns, 1),
         ("--sequences", plan.sequences, 1),
         ("--context", plan.start, 1),
+        ("--busy", plan.num_busy, 0),
     )
     if plan.all_columns > MAX_COLUMNS:
         raise SettingError(

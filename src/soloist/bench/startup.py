@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from soloist.bench import record, rows
 from soloist.bench.caches import gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.folder import write_random_model
+from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
 from soloist.engine.config import GpuCount, Precision, resolve_device
@@ -85,6 +86,7 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
         _model(plan, torch.device(device)) as model,
         tempfile.TemporaryDirectory() as kept,
         watching(gpu_uuid(torch.device(device))) as watch,
+        others_counted() as others,
     ):
 
         def start(cache: str) -> Start:
@@ -99,7 +101,10 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
             for _ in range(plan.runs):
                 with tempfile.TemporaryDirectory() as empty:
                     starts["cold"].append(start(empty))
-    return [_row(plan, kind, of_kind, watch.clocks) for kind, of_kind in starts.items()]
+    return [
+        replace(_row(plan, kind, of_kind, watch.clocks), others_cores=others.cores)
+        for kind, of_kind in starts.items()
+    ]
 
 
 @contextmanager

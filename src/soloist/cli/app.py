@@ -489,6 +489,7 @@ def bench_decode(
             help="Decode from this position on, over a random KV cache.", rich_help_panel=_SHAPE
         ),
     ] = None,
+    busy: o.Busy = 0,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -519,14 +520,16 @@ def bench_decode(
                 sequences=sequences,
                 context=context,
                 gpus=o.parsed_gpus(gpus),
+                num_busy=busy,
             )
         )
     else:
         asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus))
-        rows = decode.measure(decode.Plan(asked, prompt_tokens, new_tokens, runs, against))
+        rows = decode.measure(decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy))
     if output is not None:
         record.write(output, rows)
     tables.show_rows(rows, as_json=json)
+    benching.warn_of_others(rows)
     benching.hold_against(known, rows)
 
 
@@ -555,6 +558,7 @@ def bench_startup(
     if output is not None:
         record.write(output, rows)
     tables.show_startup(rows, as_json=json)
+    benching.warn_of_others(rows)
     benching.hold_against(known, rows)
 
 

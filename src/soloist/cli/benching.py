@@ -14,7 +14,7 @@ from soloist.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from soloist.bench.compare import Comparison
-    from soloist.bench.rows import AnyRow, Prefix
+    from soloist.bench.rows import AnyRow, BandwidthRow, DecodeRow, PrefillRow, Prefix, StartupRow
 
 _EXIT_SLOWER = 4
 
@@ -46,6 +46,7 @@ def prefill(
         str,
         typer.Option(help="cold: all of the prompt is read; warm: it came before; or both."),
     ] = "both",
+    busy: o.Busy = 0,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -73,11 +74,13 @@ def prefill(
         prompt_tokens=tuple(prompt_tokens or (256,)),
         runs=runs,
         prefixes=prefixes,
+        num_busy=busy,
     )
     rows = bench_prefill.measure(plan)
     if output is not None:
         record.write(output, rows)
     tables.show_prefill(rows, as_json=json)
+    warn_of_others(rows)
     hold_against(known, rows)
 
 
@@ -98,6 +101,7 @@ def bandwidth(
     if output is not None:
         record.write(output, [row])
     tables.show_bandwidth(row, as_json=json)
+    warn_of_others([row])
     hold_against(known, [row])
 
 
@@ -165,6 +169,18 @@ def hold_against(baseline: Baseline | None, rows: "Sequence[AnyRow]") -> None:
     for name in made.only_after:
         status(f"not in {baseline.file}: {name}")
     _end(made)
+
+
+def warn_of_others(rows: "Sequence[DecodeRow | PrefillRow | StartupRow | BandwidthRow]") -> None:
+    """Say on stderr where other processes used the processor while rows were measured."""
+    from soloist.bench.others import QUIET_CORES
+
+    most = max((row.others_cores or 0.0 for row in rows), default=0.0)
+    if most > QUIET_CORES:
+        status(
+            f"warning: the machine was not quiet: other processes used up to {most:.2f} cores "
+            "meanwhile, so figures may be worse than the machine allows"
+        )
 
 
 def _check_threshold(threshold: float) -> None:

@@ -132,6 +132,10 @@ Threshold = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+Busy = Annotated[
+    int,
+    typer.Option(help="Beside the measurement, run so many processes that only count."),
+]
 Shape = Annotated[
     Path | None,
     typer.Option(help="Instead of a model, a config.json: random weights.", rich_help_panel=_MODEL),
