@@ -166,10 +166,11 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(slow) -> None:
         several = http.post("/v1/completions", json=TEXT | {"n": 3})
         assert several.status_code == 429
         assert server.host.ready().loop.load.num_waiting == 1, "of several, none stays"
-        never = http.post("/v1/completions", json=TEXT | {"n": 10})
-        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         for stream in streams:
             stream.close()
+        wait_for(lambda: is_idle(server))
+        never = http.post("/v1/completions", json=TEXT | {"n": 10})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
     wait_for(lambda: is_idle(server))
     assert executor.num_open == 0
 
