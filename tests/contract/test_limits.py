@@ -6,6 +6,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from soloist.cli.app import app
+from soloist.errors import SoloistError
 from soloist.server.config import ServerConfig
 from soloist.server.fields import (
     MOST_CHOICES,
@@ -13,15 +14,19 @@ from soloist.server.fields import (
     ChatRequest,
     CompletionRequest,
 )
+from soloist.server.held import MOST_LARGEST
+from soloist.server.preparation.bounds import BOUNDS, MOST_CONTAINERS, Bound
 from soloist.server.preparation.messages import MessagesRequest
 from soloist.server.preparation.responses import ResponsesRequest
 
-README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+SECURITY = (ROOT / "docs" / "security.md").read_text("utf-8")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, text: str = README) -> list[list[str]]:
     """Cells of the table with this heading."""
-    lines = README[README.index(heading) :].splitlines()[2:]
+    lines = text[text.index(heading) :].splitlines()[2:]
     table = lines[: lines.index("")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
@@ -62,3 +67,32 @@ def test_limits_are_the_defaults() -> None:
         number = float(re.match(r"[\d,]+", told)[0].replace(",", ""))
         assert number == defaults[name[2:].replace("-", "_")]
         assert number == wanted.get(name, number)
+
+
+def test_bounds_of_fields_are_told() -> None:
+    told = {}
+    for fields, values, num_bytes in rows("| field | values | bytes |", SECURITY):
+        found = None if num_bytes == "context" else int(num_bytes.replace(",", ""))
+        bound = Bound(int(values.replace(",", "")), found)
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", fields), bound)
+    assert told == BOUNDS
+    assert f"at most {MOST_CONTAINERS:,} objects and lists" in SECURITY
+    assert f"at most {MOST_LARGEST} times" in SECURITY
+
+
+def test_exit_statuses_are_the_errors() -> None:
+    told = {int(status) for status, _, _ in rows("| exit status |", SECURITY)}
+    raised = {kind.exit_status for kind in all_kinds(SoloistError)}
+    assert raised <= told
+    assert told - raised == {0, 1}
+
+
+def all_kinds(error: type[SoloistError]) -> set[type[SoloistError]]:
+    return {error}.union(*map(all_kinds, error.__subclasses__()))
+
+
+def test_tests_that_hold_promises_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", SECURITY)
+    assert len(named) > 12
+    for name in named:
+        assert (ROOT / name).is_file(), name
