@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_for, wait_until_ready
+from soloist.errors import PreparationFailed
 from soloist.server.held import MOST_LARGEST
 from soloist.server.preparation import pool as pool_module
 from soloist.server.preparation.bounds import BOUNDS, bound_of
@@ -418,3 +419,24 @@ def test_a_full_queue_is_told_before_any_work_is_done() -> None:
             reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
             assert reply.status_code == 429
             assert time.monotonic() - start < 1
+
+
+def test_the_end_does_not_wait_for_the_beginning(files) -> None:
+    preparation = Preparation(Processor(files), ("gpt",))
+    errors: list[Exception] = []
+
+    def start() -> None:
+        try:
+            preparation.start()
+        except PreparationFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_for(lambda: preparation._process is not None)
+    began = time.monotonic()
+    preparation.close()
+    assert time.monotonic() - began < 1.5
+    thread.join(5)
+    assert not thread.is_alive()
+    assert preparation._process.returncode is not None

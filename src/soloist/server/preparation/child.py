@@ -30,7 +30,7 @@ from soloist.text.processor import Processor
 _GROWN_BYTES = 32 * 2**20
 
 # How far requests stand behind streams that run: short ones, long ones, slow ones.
-_NICE, _LARGE_NICE, _SLOW_NICE = 4, 10, 19
+_NICE, _LARGE_NICE, _SLOW_NICE = 10, 14, 19
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 

@@ -39,6 +39,15 @@ class _Children:
             for number in [n for n, known in self.pids.items() if known == pid]:
                 del self.pids[number]
 
+    def end(self) -> None:
+        """End all of them, and wait for it: there may be nobody else to do so."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.pids.values():
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
     def kill(self, number: int) -> None:
         """End one that may have ended already. Nobody else has its process id: it is not reaped."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -76,8 +85,7 @@ def main(control: socket.socket) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             os.close(fd)
     finally:
-        for number in list(children.pids):
-            children.kill(number)
+        children.end()
 
 
 def loaded(files: ProcessorFiles) -> Processor:

@@ -132,7 +132,7 @@ class Preparation:
         self._short = asyncio.Semaphore(_MOST_SHORT)
         self._slow = _Places(_MOST_SLOW)
         self._long = asyncio.Semaphore(_MOST_LONG)
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Start the fork server and wait until it is ready; blocks.
@@ -141,7 +141,7 @@ class Preparation:
             PreparationFailed: it does not start.
         """
         with self._lock:
-            if self._is_closed or (self._process is not None and self._process.poll() is None):
+            if self._closed.is_set() or (self._process is not None and self._process.poll() is None):
                 return
             if self._control is not None:
                 self._control.close()
@@ -152,6 +152,8 @@ class Preparation:
                 command, pass_fds=[theirs.fileno()], env=environment_of_preparation()
             )
             theirs.close()
+            if self._closed.is_set():  # meanwhile
+                self._process.kill()
             ours.settimeout(_START_S)
             try:
                 send_message(ours, pickle.dumps((self._files, self._names)))
@@ -222,7 +224,7 @@ class Preparation:
             told = too_much_time(length)
         finally:
             # Also where the client has gone or the server ends: nobody waits for it any more.
-            if stays and not self._is_closed:
+            if stays and not self._closed.is_set():
                 self._idle.append(child)
             else:
                 self._end(child)
@@ -254,17 +256,19 @@ class Preparation:
             self._control.sendall(COMMAND.pack(KILL, child.number))
 
     def close(self) -> None:
-        """End every process; blocks for a moment."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is None:
-                return
-            while self._idle:
-                self._idle.pop().connection.close()
-            if self._control is not None:
-                self._control.close()  # the fork server ends its children, and itself
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        """End every process; blocks for a moment. Also while `start` waits, from another thread."""
+        self._closed.set()
+        process, control = self._process, self._control
+        if process is None:
+            return
+        while self._idle:
+            self._idle.pop().connection.close()
+        if control is None:
+            process.kill()  # it is still loading
+        else:
+            control.close()  # the fork server ends its children, and itself
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
