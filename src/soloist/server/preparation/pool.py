@@ -159,8 +159,11 @@ class Preparation:
                 send_message(ours, pickle.dumps((self._files, self._names)))
                 if receive(ours, len(READY)) is None:
                     raise PreparationFailed(self._process.wait(_END_S))
-            except (OSError, subprocess.TimeoutExpired) as error:
+            except (OSError, subprocess.TimeoutExpired, PreparationFailed) as error:
+                ours.close()
                 self._process.kill()
+                if isinstance(error, PreparationFailed):
+                    raise
                 raise PreparationFailed(None) from error
             ours.settimeout(_END_S)
             self._control = ours
