@@ -141,7 +141,8 @@ class Preparation:
             PreparationFailed: it does not start.
         """
         with self._lock:
-            if self._closed.is_set() or (self._process is not None and self._process.poll() is None):
+            is_running = self._process is not None and self._process.poll() is None
+            if is_running or self._closed.is_set():
                 return
             if self._control is not None:
                 self._control.close()
@@ -154,18 +155,12 @@ class Preparation:
             theirs.close()
             if self._closed.is_set():  # meanwhile
                 self._process.kill()
-            ours.settimeout(_START_S)
             try:
-                send_message(ours, pickle.dumps((self._files, self._names)))
-                if receive(ours, len(READY)) is None:
-                    raise PreparationFailed(self._process.wait(_END_S))
-            except (OSError, subprocess.TimeoutExpired, PreparationFailed) as error:
+                _load(self._process, ours, pickle.dumps((self._files, self._names)))
+            except PreparationFailed:
                 ours.close()
                 self._process.kill()
-                if isinstance(error, PreparationFailed):
-                    raise
-                raise PreparationFailed(None) from error
-            ours.settimeout(_END_S)
+                raise
             self._control = ours
 
     async def prepare(self, job: Job[Wanted], parts: Sequence[bytes]) -> Prepared[Wanted] | bytes:
@@ -275,3 +270,22 @@ class Preparation:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _load(process: subprocess.Popen[bytes], control: socket.socket, files: bytes) -> None:
+    """Wait until a fork server has loaded what it is told to.
+
+    Raises:
+        PreparationFailed: it has not.
+    """
+    control.settimeout(_START_S)
+    try:
+        send_message(control, files)
+        is_ready = receive(control, len(READY)) is not None
+    except OSError as error:
+        raise PreparationFailed(None) from error
+    if not is_ready:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        raise PreparationFailed(process.returncode)
+    control.settimeout(_END_S)
