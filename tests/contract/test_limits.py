@@ -7,6 +7,7 @@ from typer.main import get_command
 
 from soloist.cli.app import app
 from soloist.errors import SoloistError
+from soloist.server import protocol
 from soloist.server.config import ServerConfig
 from soloist.server.fields import (
     MOST_CHOICES,
@@ -96,3 +97,16 @@ def test_tests_that_hold_promises_exist() -> None:
     assert len(named) > 12
     for name in named:
         assert (ROOT / name).is_file(), name
+
+
+def test_bounds_of_connections_are_told() -> None:
+    told = [most for _, most in rows("| what a client may do | at most |", SECURITY)]
+    assert told == [
+        f"{protocol.MOST_CONNECTIONS:,}, or what open files allow",
+        f"{protocol.IDLE_S:.0f} s",
+        f"{protocol.HEADER_S:.0f} s",
+        f"{protocol.BODY_S:.0f} s",
+        f"{protocol.READING_S:.0f} s",
+        f"{protocol.MOST_HEAD_BYTES // 1024} KiB in {protocol.MOST_HEADERS} headers",
+    ]
+    assert f"to read {protocol.LEAST_READ_BYTES // 1024} KiB of a reply" in SECURITY
