@@ -10,7 +10,6 @@ import select
 import socket
 import sys
 import time
-from itertools import pairwise
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
 _END = b"\r\n0\r\n\r\n"
@@ -21,7 +20,7 @@ def ask(port: int, tokens: int) -> dict[str, object]:
     """One stream.
 
     text: all of it; error: why it is not whole, or None; first_s: from asking to the first piece;
-    gaps_s: between pieces, each with at least one token.
+    times: of `time.perf_counter` when pieces came, each with at least one token.
     """
     body = json.dumps(
         {
@@ -45,7 +44,7 @@ def ask(port: int, tokens: int) -> dict[str, object]:
                 if not part:
                     error = "the connection was closed"
                     break
-                parts.append((time.perf_counter() - start, part))
+                parts.append((time.perf_counter(), part))
                 tail = (tail + part)[-len(_END) :]
                 # A refusal is no stream.
                 if len(parts) == 1 and not part.startswith(b"HTTP/1.1 200 "):
@@ -53,13 +52,13 @@ def ask(port: int, tokens: int) -> dict[str, object]:
                     break
     except OSError as told:
         error = f"{type(told).__name__}: {told}"
-    return read(parts, error)
+    return read(parts, start, error)
 
 
-def read(parts: list[tuple[float, bytes]], error: str | None) -> dict[str, object]:
+def read(parts: list[tuple[float, bytes]], start: float, error: str | None) -> dict[str, object]:
     """What the parts of a reply say."""
     text, times, rest = "", list[float](), b""
-    for at_s, part in parts:
+    for at, part in parts:
         *lines, rest = (rest + part).split(b"\n")
         events = [line[6:] for line in lines if line.startswith(b"data: {")]
         for event in map(json.loads, events):
@@ -68,9 +67,9 @@ def read(parts: list[tuple[float, bytes]], error: str | None) -> dict[str, objec
             piece = "".join(choice["text"] for choice in event.get("choices", ()))
             if piece:
                 text += piece
-                times.append(at_s)
-    gaps = [after - before for before, after in pairwise(times)]
-    return {"text": text, "error": error, "first_s": times[0] if times else None, "gaps_s": gaps}
+                times.append(at)
+    first_s = times[0] - start if times else None
+    return {"text": text, "error": error, "first_s": first_s, "times": times}
 
 
 def main() -> None:
