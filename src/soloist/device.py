@@ -8,6 +8,10 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LOAD = Path("/proc/loadavg")
+
+# A look that is longer ago than so many intervals tells little of now.
+_RECENT_LOOKS = 3
 
 
 def available_memory_bytes() -> int:
@@ -76,18 +80,34 @@ class CoreWatch:
         return len(self._cores)
 
     def others(self) -> float:
-        """Cores busy for others between the last two looks; looks again where it is time to."""
+        """Cores busy for others between the last two looks; looks again where it is time to.
+
+        Where the last look is long ago, what was busy then may be over: only what runs right now
+        counts, as far as the system tells.
+        """
         before_s, before_used_s = self._seen
         took_s = time.perf_counter() - before_s
         if took_s >= self._every_s:
             self._seen = self._look()
             used = (self._seen[1] - before_used_s) / took_s
-            self._others = min(float(self.num_cores), max(0.0, used))
+            most = float(self.num_cores)
+            if took_s > _RECENT_LOOKS * self._every_s:
+                most = min(most, _others_running(_LOAD))
+            self._others = min(most, max(0.0, used))
         return self._others
 
     def _look(self) -> tuple[float, float]:
         """Now, and the seconds that others were busy, from any beginning."""
         return time.perf_counter(), busy_seconds(self._cores) - time.process_time()
+
+
+def _others_running(load: Path) -> int:
+    """Threads on the machine that run right now, without the calling one; 0 if nothing tells."""
+    try:
+        running, _, _ = load.read_text().split()[3].partition("/")
+        return max(0, int(running) - 1)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def usable_logical_cores() -> list[int]:

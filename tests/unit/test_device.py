@@ -85,3 +85,55 @@ def test_a_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cpu.max").write_text("100000 100000")
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     assert device.usable_cores() == 1
+
+
+class Machine:
+    """Clocks that a test sets: now, what processors did, what this process did, what runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.now_s = self.busy_s = self.own_s = 0.0
+        self.load = folder / "loadavg"
+        self.runs(1)
+        monkeypatch.setattr(device, "_LOAD", self.load)
+        monkeypatch.setattr(device, "usable_logical_cores", lambda: [0, 1])
+        monkeypatch.setattr(device, "busy_seconds", lambda _: self.busy_s)
+        monkeypatch.setattr(device.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(device.time, "process_time", lambda: self.own_s)
+
+    def runs(self, num_threads: int) -> None:
+        self.load.write_text(f"0.50 0.40 0.30 {num_threads}/321 4567\n")
+
+    def passes(self, seconds: float, others: float, own: float) -> None:
+        self.now_s += seconds
+        self.busy_s += (others + own) * seconds
+        self.own_s += own * seconds
+
+
+def test_others_are_what_is_busy_without_oneself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    watch = device.CoreWatch(0.1)
+    machine.passes(0.1, others=0.75, own=1.2)
+    assert watch.others() == pytest.approx(0.75)
+    machine.passes(0.05, others=0, own=2)
+    assert watch.others() == pytest.approx(0.75), "it is too early to look again"
+    machine.passes(0.05, others=0, own=2)
+    assert watch.others() == 0
+    machine.passes(0.2, others=-0.1, own=0)  # clocks tick at different times
+    assert watch.others() == 0
+
+
+def test_what_was_busy_long_ago_counts_only_if_something_runs_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    watch = device.CoreWatch(0.1)
+    machine.passes(9, others=1.0, own=0)
+    assert watch.others() == 0
+    machine.runs(2)
+    machine.passes(9, others=0.9, own=0)
+    assert watch.others() == pytest.approx(0.9)
+    machine.load.unlink()
+    machine.passes(9, others=1.0, own=0)
+    assert watch.others() == 0, "nothing tells"

@@ -84,6 +84,8 @@ class ReferenceModel(Executor):
         keeps_prefixes: bool = False,
     ) -> None:
         self.reference = build_reference(config, weights)
+        # Now, and not when a long sequence is opened beside others.
+        self.reference.reach(min(kv_tokens, config.context_tokens))
         self.num_columns = num_columns
         self._room, self._chunk_tokens = kv_tokens, chunk_tokens
         self._kv_tokens = kv_tokens

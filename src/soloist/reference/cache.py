@@ -13,6 +13,8 @@ Made = TypeVar("Made")
 class KVCache:
     """Keys and values of one sequence, allocated for `capacity` positions at once.
 
+    What was not appended holds any values.
+
     Args:
         shapes: per attention block (KV heads, head dimension).
         capacity: positions it can hold.
@@ -28,9 +30,9 @@ class KVCache:
         self.capacity = capacity
 
         def stored() -> list[Tensor]:
-            """[K, capacity, D] for each block."""
+            """[K, capacity, D] for each block, not filled: that would take a second for 3 GB."""
             return [
-                torch.zeros(heads, capacity, dim, dtype=dtype, device=device)
+                torch.empty(heads, capacity, dim, dtype=dtype, device=device)
                 for heads, dim in shapes
             ]
 

@@ -49,10 +49,14 @@ class Reference(ABC):
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence of up to `capacity` tokens."""
-        if self._rotary is None or self._rotary.cos.shape[0] < capacity:
-            head_dim = self.config.layers[0].attention.head_dim
-            self._rotary = Rotary(self.config.rope, head_dim, capacity, self.device)
+        self.reach(capacity)
         return KVCache(self._cache_shapes(), capacity, self.dtype, self.device)
+
+    def reach(self, num_positions: int) -> None:
+        """Make the rope table for so many positions, at least; of many it takes a while."""
+        if self._rotary is None or self._rotary.cos.shape[0] < num_positions:
+            head_dim = self.config.layers[0].attention.head_dim
+            self._rotary = Rotary(self.config.rope, head_dim, num_positions, self.device)
 
     @torch.inference_mode()
     def forward(

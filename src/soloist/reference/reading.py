@@ -65,6 +65,12 @@ class Reading:
         """Whether all passes are over, and were given out."""
         return self._num_begun == len(self._ids) and not self._parts
 
+    @property
+    def num_passes(self) -> int:
+        """Passes that are not over."""
+        left = len(self._ids) - self._num_begun
+        return len(self._parts) + -(-left // self._pass_tokens)
+
     def finished(self) -> list[Pass]:
         """Passes that are over, in order; each is given out once."""
         done = []
@@ -112,16 +118,18 @@ class Reading:
         return None
 
     def _ready(self, most_passes: int) -> _Part | None:
-        """The first pass that can go on; None where all are taken or too close behind another."""
-        before: Pass | None = None
-        for part in self._parts:
-            is_behind = before is None or before.is_over or before.num_done > part.work.num_done
-            if is_behind and not part.is_taken and not part.work.is_over:
-                return part
-            before = part.work
-        may_begin = before is None or before.num_done > 0
-        if may_begin and self._num_begun < len(self._ids) and len(self._parts) < most_passes:
+        """The last pass that can go on: so all are over at about the same time.
+
+        None where all are taken or too close behind another.
+        """
+        works = [part.work for part in self._parts]
+        may_begin = not works or works[-1].num_done > 0
+        if may_begin and self._num_begun < len(self._ids) and len(works) < most_passes:
             return self._begin()
+        for i in reversed(range(len(works))):
+            is_behind = i == 0 or works[i - 1].is_over or works[i - 1].num_done > works[i].num_done
+            if is_behind and not self._parts[i].is_taken and not works[i].is_over:
+                return self._parts[i]
         return None
 
     def _begin(self) -> _Part:
@@ -137,7 +145,7 @@ class Reading:
 
 
 class Readers:
-    """Go on with readings: pass by pass with all threads or, beside others, each with a pass.
+    """Go on with readings: pass by pass with all threads, or each with a pass of its own.
 
     Args:
         reference: the model.
@@ -157,7 +165,9 @@ class Readers:
         """
         most, free = self._threads.most, self._threads.num_free
         # Of more cores, one that is lost is missed less: the threads that are left read together.
-        if free < most <= MOST_READERS:
+        # Many passes are quicker side by side in any case, since no thread waits within a block.
+        is_long = reading.num_passes >= _PASSES_PER_READER * most
+        if 1 < most <= MOST_READERS and (is_long or free < most):
             self._read_side_by_side(reading, until, most)
         else:
             self._read(reading, self._scratch[0], 1, free, until)

@@ -11,8 +11,9 @@ from soloist.device import CoreWatch
 # A core counts as taken where others use more of it than this.
 _TAKEN_SHARE = 0.4
 
-# Products of fewer rows, but of more than one, have other bits on several threads than on one.
-_LEAST_SHARED_ROWS = 16
+# Libraries cut rows between threads, and a thread with fewer than these takes another kernel, whose
+# bits differ. A single row is not cut.
+_LEAST_ROWS = 8
 
 
 class Threads:
@@ -39,6 +40,7 @@ class Threads:
         """Let the calling thread's next pass, of so many tokens, run on so many threads."""
         if self.most == 1:
             return
-        wanted = 1 if 1 < num_tokens < _LEAST_SHARED_ROWS else num_threads
+        most = num_threads if num_tokens == 1 else max(1, num_tokens // _LEAST_ROWS)
+        wanted = min(num_threads, most)
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

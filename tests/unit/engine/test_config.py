@@ -44,6 +44,20 @@ def test_sequences_are_one_to_eight(sequences: int) -> None:
         resolved(10**11, sequences)
 
 
+@pytest.mark.parametrize("stored", list(Dtype), ids=lambda d: d.value)
+def test_auto_on_a_cpu_is_fp32_or_bf16_and_never_fp16(stored: Dtype) -> None:
+    large = model(*[Attention(16, 8, 128)] * 8, hidden_size=2048, ffn=8192)
+
+    def made(available_bytes: int, device: str = "cpu") -> Resolved:
+        specs = decoder_tensors(large)
+        return resolve(EngineConfig(), large, specs, stored, device, available_bytes)
+
+    plenty = made(10**11)
+    assert plenty.dtype is Dtype.FP32
+    assert made(plenty.memory.weights_bytes).dtype is Dtype.BF16
+    assert made(10**11, "cuda:0").dtype is stored
+
+
 def host_cache(wanted: int | None, *, keeps: bool = True, has_kernel: bool = True) -> int:
     asked = EngineConfig(keeps_prefixes=keeps, host_cache_bytes=wanted)
     return host_cache_bytes(asked, has_kernel=has_kernel, free_bytes=1000)

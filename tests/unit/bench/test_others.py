@@ -1,0 +1,61 @@
+"""How much of the machine others used: processes of this one are none, strangers are."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from soloist.bench.others import Others, others_counted
+from soloist.cli.benching import warn_of_others
+from soloist.device import CoreWatch
+
+_SPIN_S = 0.6
+# Its parent ends at once, so it belongs to nobody here.
+_ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}]).pid)"
+_COUNT = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+
+
+def watched(others: Others, seconds: float = _SPIN_S) -> float:
+    time.sleep(seconds)
+    others.stop()
+    return others.cores
+
+
+def test_processes_of_this_one_are_no_others_and_a_stranger_is() -> None:
+    with others_counted() as others:
+        time.sleep(_SPIN_S)
+    before = others.cores
+    with others_counted(1) as others:
+        time.sleep(_SPIN_S)
+    own = others.cores
+    made = subprocess.run(
+        [sys.executable, "-c", _ORPHAN.format(code=_COUNT)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    stranger = int(made.stdout)
+    try:
+        watch = CoreWatch(_SPIN_S / 2)
+        watch.others()
+        strange = watched(Others())
+        seen = watch.others()
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+    # Other tests may run beside this one: only differences count.
+    if before < 0.2:
+        assert own < 0.5, "a process that the measurement started counts as its own"
+    assert strange > 0.3
+    assert seen > 0.3
+
+
+def test_a_machine_that_was_not_quiet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Row:
+        def __init__(self, others_cores: float | None) -> None:
+            self.others_cores = others_cores
+
+    warn_of_others([Row(None), Row(0.04)])  # type: ignore[list-item]
+    assert capsys.readouterr().err == ""
+    warn_of_others([Row(0.04), Row(0.81)])  # type: ignore[list-item]
+    assert "not quiet: other processes used up to 0.81 cores" in capsys.readouterr().err
