@@ -25,10 +25,13 @@ from soloist.bench.text import python_characters
 
 MODEL = "etude-draft"
 CONTEXT_TOKENS = 1024
-# A whole request has its answer in this time, however busy the server is.
-PATIENCE_S = 60
+# A whole request has its answer in this time, however busy the server is; a huge one may be read
+# for four times the seconds of a processor that its bytes are given.
+PATIENCE_S, HUGE_PATIENCE_S = 60, 300
 # Bodies up to this many bytes are taken.
 LIMIT_BYTES = 32 * 2**20
+# Longer bodies are read by processes of their own, two at a time, behind all others.
+HUGE_BYTES = 256 * 2**10
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 JSON_PATHS = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 # Refusals that are answers: too many requests, or too much of one. Not one of them is a mistake.
@@ -51,9 +54,9 @@ class Scene:
 
 @dataclass
 class Reply:
-    """status 0: the connection was closed without one."""
+    """status 0: the connection was closed without one; None: it did not come in time."""
 
-    status: int
+    status: int | None
     body: bytes
     is_whole: bool
 
@@ -76,6 +79,10 @@ class Client:
 
     def judge(self, reply: Reply, told: str, allowed: frozenset[int]) -> None:
         """Count a reply, and keep it as an offence where it is none of those allowed."""
+        if reply.status is None:
+            self.saw("no answer")
+            self.scene.offences.append(f"{self.kind}: no answer in time for {told[:400]}")
+            return
         self.saw(reply.status or "closed")
         if reply.status not in allowed:
             answer = reply.body[:300].decode(errors="replace")
@@ -105,18 +112,16 @@ class Client:
             content = b""
         self.note(f"{method} {path} {headers or ''} {told or content[:240].decode()}")
         head = self.head(method, path, None if body is None else len(content), **headers)
+        patience_s = PATIENCE_S if len(content) < HUGE_BYTES else HUGE_PATIENCE_S
         reader, writer = await self.opened(limit=2**18)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 sending = asyncio.create_task(_written(writer, head + content))
                 reply = await read_reply(reader)
                 sending.cancel()
                 return reply
         except TimeoutError:
-            self.scene.offences.append(
-                f"{self.kind}: no answer in {PATIENCE_S} s for {path} {told}"
-            )
-            return Reply(0, b"", is_whole=False)
+            return Reply(None, b"", is_whole=False)
         finally:
             writer.transport.abort()
 
@@ -468,7 +473,7 @@ async def go_on(client: Client, once: Callable[[Client], Awaitable[None]]) -> No
     """One client, again and again, in no hurry."""
     while True:
         try:
-            async with asyncio.timeout(2 * PATIENCE_S):
+            async with asyncio.timeout(2 * HUGE_PATIENCE_S):
                 await once(client)
         except OSError as error:
             client.saw(type(error).__name__)
