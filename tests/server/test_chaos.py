@@ -124,13 +124,17 @@ class Served:
         return [root, *root.children(recursive=True)]
 
     def held(self) -> Held:
-        tree = self.tree()
+        found = []
+        for one in self.tree():
+            # One that has just ended holds nothing.
+            with suppress(psutil.Error, OSError):
+                found.append((one.num_fds(), one.num_threads(), one.memory_full_info().uss))
         return Held(
-            sum(one.num_fds() for one in tree),
-            sum(one.num_threads() for one in tree),
-            len(tree) - 1,
+            sum(files for files, _, _ in found),
+            sum(threads for _, threads, _ in found),
+            len(found) - 1,
             TreeMemory(self.process.pid).read_exactly(),
-            ", ".join(f"{one.memory_full_info().uss / 1e6:.0f} MB" for one in tree),
+            ", ".join(f"{own / 1e6:.0f} MB" for _, _, own in found),
         )
 
     def metrics(self) -> dict[str, float]:
