@@ -17,7 +17,14 @@ from soloist.device import busy_seconds, usable_logical_cores
 # Below, a machine counts as quiet: what an operating system does for itself.
 QUIET_CORES = 0.1
 
-_COUNT = "while True: pass"
+# Ends with its parent, however that ends.
+_COUNT = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 
 
 class Others:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from soloist.bench.others import Others, others_counted
@@ -48,6 +49,22 @@ def test_processes_of_this_one_are_no_others_and_a_stranger_is() -> None:
         assert own < 0.5, "a process that the measurement started counts as its own"
     assert strange > 0.3
     assert seen > 0.3
+
+
+def test_busy_processes_end_with_the_measurement_even_if_it_is_killed() -> None:
+    code = (
+        "import time, psutil\n"
+        "from soloist.bench.others import others_counted\n"
+        "with others_counted(1):\n"
+        "    print(psutil.Process().children()[0].pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        busy = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+    psutil.wait_procs([busy], timeout=20)
+    assert not busy.is_running() or busy.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_machine_that_was_not_quiet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
