@@ -15,7 +15,11 @@ from soloist.device import CoreWatch
 
 _SPIN_S = 0.6
 # Its parent ends at once, so it belongs to nobody here.
-_ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}], stdout=-3).pid)"
+_ORPHAN = (
+    "import subprocess, sys\n"
+    "quiet = {{'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}}\n"
+    "print(subprocess.Popen([sys.executable, '-c', {code!r}], **quiet).pid)\n"
+)
 _COUNT = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
 
 
