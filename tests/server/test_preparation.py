@@ -24,6 +24,7 @@ from soloist.server.preparation.jobs import CHATS, COMPLETIONS, JOBS, run
 from soloist.server.preparation.limits import LARGE_BYTES, cpu_s, memory_bytes
 from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem
+from soloist.server.serve import Server
 from soloist.text.processor import Processor, ProcessorFiles
 
 MB = 10**6
@@ -89,6 +90,14 @@ def files() -> ProcessorFiles:
 @pytest.fixture(scope="module")
 def processor(files) -> Processor:
     return Processor(files)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    """A server that says 200 tokens a second, with a template that may take too much."""
+    engine = scripted(Scripted(tokens_per_s=200), template=TEMPLATE)
+    with running(lambda _: engine) as server:
+        yield wait_until_ready(server)
 
 
 def told(processor: Processor, job, body: object) -> Problem:
@@ -211,26 +220,23 @@ def test_texts_that_cannot_fit_are_refused_with_both_numbers(processor) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_hostile_body_stops_nobody_and_gives_its_memory_back(kind) -> None:
-    """Beside a stream of 200 tokens a second, which comes in pieces all the while."""
+def test_a_hostile_body_is_refused_and_gives_its_memory_back(kind, served) -> None:
     path, body = BODIES[kind]
-    with running(lambda _: scripted(Scripted(tokens_per_s=200))) as server:
-        wait_until_ready(server)
-        url = f"{server.url}/v1"
-        httpx2.post(f"{url}/completions", json=TEXT)
-        before = used_bytes()
-        with watched() as peak:
-            reply = httpx2.post(
-                f"{url}/{path}", content=body, timeout=120,
-                headers={"content-type": "application/json"},
-            )  # fmt: skip
-        assert reply.status_code in (400, 404), reply.text[:200]
-        assert len(reply.content) < 10_000
-        assert peak[0] - before <= 20 * len(body) + memory_bytes(0)
-        if len(body) > 16 * MB:
-            assert peak[0] - before <= 20 * len(body)
-        wait_for(lambda: used_bytes() - before < 48 * MB)
-        assert httpx2.post(f"{url}/completions", json=TEXT).status_code == 200
+    url = f"{served.url}/v1"
+    httpx2.post(f"{url}/chat/completions", json=CHAT)
+    before = used_bytes()
+    with watched() as peak:
+        reply = httpx2.post(
+            f"{url}/{path}", content=body, timeout=120,
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+    assert reply.status_code in (400, 404), reply.text[:200]
+    assert len(reply.content) < 10_000
+    assert peak[0] - before <= 20 * len(body) + memory_bytes(0)
+    if len(body) > 16 * MB:
+        assert peak[0] - before <= 20 * len(body)
+    wait_for(lambda: used_bytes() - before < 48 * MB)
+    assert httpx2.post(f"{url}/completions", json=TEXT).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -242,52 +248,43 @@ def test_a_hostile_body_stops_nobody_and_gives_its_memory_back(kind) -> None:
         ({"wide": 10**10}, "MB"),
     ],
 )
-def test_a_template_that_takes_too_much_is_stopped(variables, word) -> None:
-    engine = scripted(Scripted(), template=TEMPLATE)
-    with running(lambda _: engine) as server:
-        wait_until_ready(server)
-        with httpx2.Client(base_url=server.url, timeout=40) as http:
-            ask = CHAT | {"chat_template_kwargs": variables}
-            start = time.monotonic()
-            reply = http.post("/v1/chat/completions", json=ask)
-            took = time.monotonic() - start
-            assert reply.status_code == 400, reply.text
-            assert reply.json()["error"]["code"] == "too_costly"
-            assert word in reply.json()["error"]["message"]
-            assert took < 8 * cpu_s(200)
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-        wait_for(lambda: busy_share() < 0.5)
-
-
-def test_slow_requests_keep_no_other_waiting() -> None:
-    engine = scripted(Scripted(), template=TEMPLATE)
-    with running(lambda _: engine) as server:
-        wait_until_ready(server)
-        ask = CHAT | {"chat_template_kwargs": {"loops": True}}
-
-        def loop() -> None:
-            httpx2.post(f"{server.url}/v1/chat/completions", json=ask, timeout=60)
-
-        threads = [threading.Thread(target=loop) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.6)
+def test_a_template_that_takes_too_much_is_stopped(variables, word, served) -> None:
+    with httpx2.Client(base_url=served.url, timeout=40) as http:
+        ask = CHAT | {"chat_template_kwargs": variables}
         start = time.monotonic()
-        assert httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
-        assert time.monotonic() - start < 1.5
-        assert any(thread.is_alive() for thread in threads), "they still loop"
-        for thread in threads:
-            thread.join(60)
+        reply = http.post("/v1/chat/completions", json=ask)
+        took = time.monotonic() - start
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["code"] == "too_costly"
+        assert word in reply.json()["error"]["message"]
+        assert took < 8 * cpu_s(200)
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    wait_for(lambda: busy_share() < 0.5)
 
 
-def test_any_name_of_a_variable_is_a_variable() -> None:
-    engine = scripted(Scripted(), template=TEMPLATE)
-    with running(lambda _: engine) as server:
-        wait_until_ready(server)
-        for name in ("self", "template", "variables", "args", "documents", "environment", "__x"):
-            ask = CHAT | {"chat_template_kwargs": {name: 1}}
-            reply = httpx2.post(f"{server.url}/v1/chat/completions", json=ask)
-            assert reply.status_code == 200, (name, reply.text)
+def test_slow_requests_keep_no_other_waiting(served) -> None:
+    ask = CHAT | {"chat_template_kwargs": {"loops": True}}
+
+    def loop() -> None:
+        httpx2.post(f"{served.url}/v1/chat/completions", json=ask, timeout=60)
+
+    threads = [threading.Thread(target=loop) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.6)
+    start = time.monotonic()
+    assert httpx2.post(f"{served.url}/v1/chat/completions", json=CHAT).status_code == 200
+    assert time.monotonic() - start < 1.5
+    assert any(thread.is_alive() for thread in threads), "they still loop"
+    for thread in threads:
+        thread.join(60)
+
+
+def test_any_name_of_a_variable_is_a_variable(served) -> None:
+    for name in ("self", "template", "variables", "args", "documents", "environment", "__x"):
+        ask = CHAT | {"chat_template_kwargs": {name: 1}}
+        reply = httpx2.post(f"{served.url}/v1/chat/completions", json=ask)
+        assert reply.status_code == 200, (name, reply.text)
 
 
 def test_a_client_that_goes_takes_its_work_along(files) -> None:

@@ -1,8 +1,12 @@
 """The bytes of requests that are on their way in, all of them together."""
 
+import asyncio
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from soloist.server.preparation.limits import LARGE_BYTES
 from soloist.server.problems import Problem
 
 # As many bodies of the largest size as may be held at once, for all connections there are.
@@ -52,6 +56,9 @@ class Bodies:
             yield body
         finally:
             self.num_bytes -= body.num_bytes
+            if body.num_bytes > LARGE_BYTES:
+                body.parts.clear()
+                asyncio.get_running_loop().run_in_executor(None, give_back)
 
     def take(self, count: int) -> None:
         """Hold so many bytes more.
@@ -68,3 +75,9 @@ class Bodies:
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         self.num_bytes += count
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps what many small parts of a body took."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
