@@ -67,9 +67,9 @@ def one_at_a_time(params: SamplingParams) -> list[int]:
 def test_forced_tokens_change_no_other(params, monkeypatch) -> None:
     fed: list[int] = []
     reference = engine().model.reference
-    forward = reference.forward
+    begin = reference.begin
     monkeypatch.setattr(
-        reference, "forward", lambda ids, *rest: [fed.append(len(ids)), forward(ids, *rest)][1]
+        reference, "begin", lambda ids, *rest: [fed.append(len(ids)), begin(ids, *rest)][1]
     )
     assert isinstance(engine().model, ReferenceModel)
     end = answer(params)
