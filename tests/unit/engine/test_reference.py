@@ -271,4 +271,4 @@ def test_one_busy_process_does_not_stop_the_others_cores(etude: Engine) -> None:
         found.append([b / a for a, b in zip(alone, busy, strict=True)])
     decode, reading = (sorted(values)[1] for values in zip(*found, strict=True))
     assert decode > 0.7, found
-    assert reading > 0.45, found
+    assert reading > 0.35, found  # one core is all that is due beside another group
