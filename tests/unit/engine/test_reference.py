@@ -34,6 +34,7 @@ def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> f
 
 
 def executor(*, keeps_prefixes: bool = False, sequences: int = 3) -> ReferenceModel:
+    torch.set_num_threads(1)  # engines that other tests loaded in this process set more
     return ReferenceModel(
         CONFIG, random_weights(CONFIG), 4000, sequences, 32, keeps_prefixes=keeps_prefixes
     )
