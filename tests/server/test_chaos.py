@@ -32,7 +32,9 @@ TOKENS = 96
 SHUTDOWN_S = 2
 # Beyond the time that running requests have: replies that say they were cut, and the process' end.
 LAST_WORDS_S = 4
-WORST_GAP_S = 0.1
+# What is promised, and what is asked of any machine that the suite may run on: before, gaps of
+# seconds were seen.
+WORST_GAP_S, ANYWHERE_GAP_S = 0.1, 0.25
 # Of a core, taken by processes that are none of ours: with more of it a gap tells nothing.
 MOST_FOREIGN = 0.1
 # A few processes that read requests may stay, each with some files, a thread, and 32 MB by which it
@@ -284,7 +286,9 @@ def seen_beside_chaos(
         return Seen(answers, told, lost, (now - known) / took)
 
 
-def stream_beside_chaos(cores: tuple[int, int], folder: Path, seed: str, seconds: float) -> None:
+def stream_beside_chaos(
+    cores: tuple[int, int], folder: Path, seed: str, seconds: float, most_gap_s: float
+) -> None:
     """The whole test, for one seed."""
     ours, theirs = cores
     with served(ours, folder) as server:
@@ -301,7 +305,7 @@ def stream_beside_chaos(cores: tuple[int, int], folder: Path, seed: str, seconds
             seen = seen_beside_chaos(cores, server, steady, seed, seconds)
 
         after = settled(server, before)
-        broken = [*broken_promises(seen, text), *leaks(before, after)]
+        broken = [*broken_promises(seen, text, most_gap_s), *leaks(before, after)]
         if (status := server.get("/health").status_code) != 200:
             broken.append(f"/health says {status}")
         metrics = server.metrics()
@@ -316,11 +320,11 @@ def stream_beside_chaos(cores: tuple[int, int], folder: Path, seed: str, seconds
             f"--chaos-seed={seed}; outcomes: {seen.told['outcomes']}; the last requests:",
             *seen.told["last"], server.log.read_text()[-3000:],
         ])  # fmt: skip
-        if (worst := seen.gaps_s[0]) >= WORST_GAP_S:
+        if (worst := seen.gaps_s[0]) >= most_gap_s:
             pytest.skip(f"others took {seen.foreign:.0%} of a core: a gap of {worst:.3f} s")
 
 
-def broken_promises(seen: Seen, text: str) -> list[str]:
+def broken_promises(seen: Seen, text: str, most_gap_s: float) -> list[str]:
     """What the server did to its clients and should not have done."""
     answers, told = seen.answers, seen.told
     broken = sorted(set(told["offences"]))[:20]
@@ -331,7 +335,7 @@ def broken_promises(seen: Seen, text: str) -> list[str]:
     if len(whole) < 2:
         broken.append(f"only {len(whole)} of {len(answers)} streams were whole")
     broken += [f"another text: {one['text']!r}" for one in whole if one["text"] != text]
-    if len(whole) > 1 and seen.gaps_s[0] >= WORST_GAP_S and seen.foreign <= MOST_FOREIGN:
+    if len(whole) > 1 and seen.gaps_s[0] >= most_gap_s and seen.foreign <= MOST_FOREIGN:
         broken.append(f"a gap of {seen.gaps_s[0]:.3f} s between two tokens")
     return broken
 
@@ -342,7 +346,7 @@ def shown(seconds: list[float]) -> str:
 
 def test_a_stream_beside_hostile_clients(cores, tmp_path, request) -> None:
     seed = request.config.getoption("--chaos-seed") or "21"
-    stream_beside_chaos(cores, tmp_path, seed, 20)
+    stream_beside_chaos(cores, tmp_path, seed, 20, ANYWHERE_GAP_S)
 
 
 def end_in_chaos(cores: tuple[int, int], folder: Path, seed: str, after_s: float) -> None:
@@ -368,7 +372,7 @@ def test_the_end_comes_in_the_middle_of_chaos(cores, tmp_path, request) -> None:
 def test_a_stream_beside_hostile_clients_for_minutes(cores, tmp_path, request) -> None:
     seed = request.config.getoption("--chaos-seed") or str(random.randrange(10**9))
     seconds = request.config.getoption("--chaos-seconds")
-    stream_beside_chaos(cores, tmp_path, seed, seconds)
+    stream_beside_chaos(cores, tmp_path, seed, seconds, WORST_GAP_S)
 
 
 @pytest.mark.slow

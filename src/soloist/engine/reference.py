@@ -34,7 +34,7 @@ from soloist.sampling import Sampler
 
 # Seconds of a prompt, or of forced tokens, between two rounds of other sequences; and without any,
 # between two looks whether the request was cancelled.
-_BESIDE_S, _ALONE_S = 0.04, 0.25
+_BESIDE_S, _ALONE_S = 0.02, 0.25
 
 # Keys and values [K, chunk, D] of every attention block.
 _Kept = list[tuple[Tensor, Tensor]]
