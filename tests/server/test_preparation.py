@@ -88,6 +88,12 @@ def files() -> ProcessorFiles:
 
 
 @pytest.fixture(scope="module")
+def looping(files) -> ProcessorFiles:
+    """With a template that may take long, so that every chat is read by a child."""
+    return ProcessorFiles(files.folder, files.vocab_size, 2048, {"default": TEMPLATE})
+
+
+@pytest.fixture(scope="module")
 def processor(files) -> Processor:
     return Processor(files)
 
@@ -305,9 +311,9 @@ def test_a_client_that_goes_takes_its_work_along(files) -> None:
         wait_for(lambda: not children_of(preparation), 2)
 
 
-def test_a_child_that_died_is_replaced(files) -> None:
+def test_a_child_that_died_is_replaced(looping) -> None:
     body = orjson.dumps(CHAT)
-    with prepared(files) as preparation:
+    with prepared(looping) as preparation:
         assert ask(preparation, body, CHATS).prompts
         for child in children_of(preparation):
             child.kill()
@@ -322,13 +328,14 @@ def test_a_child_that_died_is_replaced(files) -> None:
 def test_a_short_text_is_read_at_once_and_a_grammar_elsewhere(files) -> None:
     with prepared(files) as preparation:
         assert ask(preparation, orjson.dumps(TEXT)).prompts
+        assert ask(preparation, orjson.dumps(CHAT), CHATS).prompts
         assert not children_of(preparation)
         assert ask(preparation, orjson.dumps(TEXT | {"guided_regex": "[ab]+"})).grammar
         assert len(children_of(preparation)) == 1
 
 
-def test_the_kept_child_stays_the_same(files) -> None:
-    with prepared(files) as preparation:
+def test_the_kept_child_stays_the_same(looping) -> None:
+    with prepared(looping) as preparation:
         found = set()
         for _ in range(20):
             assert ask(preparation, orjson.dumps(CHAT), CHATS).prompts

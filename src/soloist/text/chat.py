@@ -12,6 +12,7 @@ from types import MappingProxyType
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
 
 from soloist.errors import RequestError, TokenizerError
+from soloist.text.bounded import is_bounded
 from soloist.text.files import read_json, read_special_tokens, read_text
 from soloist.text.jinja import Refusal, environment
 from soloist.text.messages import Message, Tool, plain, plain_messages, plain_tools
@@ -26,6 +27,7 @@ class ChatTemplate:
 
     Attributes:
         source: of all templates, as it was given.
+        is_bounded: whether rendering takes no more than what is rendered allows, whatever that is.
         names: the templates there are; `default` is taken unless tools are given and there is a
             `tool_use`.
     """
@@ -50,6 +52,7 @@ class ChatTemplate:
         self.source = "\n".join(sources.values())
         self._special_tokens = dict(special_tokens or {})
         made = environment(now)
+        self.is_bounded = all(is_bounded(made, source) for source in sources.values())
         self._templates = {
             name: _compile(made, source, f"{file}: chat template '{name}'")
             for name, source in sources.items()

@@ -5,7 +5,7 @@ from soloist.server.problems import Problem
 # Longer bodies are read by a process of their own, after those before them.
 LARGE_BYTES = 256 * 2**10
 
-# Of bodies without a conversation that are read at once: their texts take a few milliseconds.
+# Of bodies that are read at once: their texts take a few milliseconds.
 QUICK_BYTES = 8 * 2**10
 
 # A request that takes longer makes room for those behind it: its process gives way to all others.

@@ -175,7 +175,7 @@ class Preparation:
             PreparationFailed: there is no process to read it.
         """
         length = sum(map(len, parts))
-        if length <= QUICK_BYTES and not job.has_template:
+        if length <= QUICK_BYTES and (self._quick.renders or not job.has_template):
             with suppress(TakesLonger):
                 return run(job, self._quick, self._names, b"".join(parts))
         if length > LARGE_BYTES:

@@ -1,5 +1,6 @@
 """Short requests that are read where they arrive: waking another process takes longer."""
 
+from soloist.errors import TokenizerError
 from soloist.text.chat import ChatTemplate
 from soloist.text.grammar import Grammars
 from soloist.text.processor import Processor
@@ -10,23 +11,32 @@ class TakesLonger(Exception):
 
 
 class QuickProcessor(Processor):
-    """The part of a processor whose work is bounded by its input: no templates, no grammars.
+    """The part of a processor whose work is bounded by its input: no grammars, few templates.
+
+    Attributes:
+        renders: whether the model's template is one of these.
 
     Args:
         whole: whose tokenizer it shares.
     """
 
     def __init__(self, whole: Processor) -> None:
-        self.files, self.tokenizer = whole.files, whole.tokenizer
+        self.files, self.tokenizer, self._whole = whole.files, whole.tokenizer, whole
+        try:
+            self.renders = whole.chat_template.is_bounded
+        except TokenizerError:  # there is none
+            self.renders = False
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Not here.
+        """The model's own.
 
         Raises:
-            TakesLonger: always.
+            TakesLonger: it may take more than its input allows.
         """
-        raise TakesLonger
+        if not self.renders:
+            raise TakesLonger
+        return self._whole.chat_template
 
     @property
     def grammars(self) -> Grammars:
