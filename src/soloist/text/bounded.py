@@ -1,8 +1,8 @@
 """Whether a chat template can do no more than pass over what it is given, a few times.
 
 Such a template may be rendered wherever a short request is read. The answer is no wherever it is
-not plainly yes: for macros, ranges, products, nested loops over anything but a part of the outer loop's
-item, texts that grow by themselves in a loop, and for calls and filters that are not listed.
+not plainly yes: for macros, ranges, products, nested loops over anything but a part of the outer
+loop's item, texts that grow by themselves in a loop, and for calls and filters that are not listed.
 """
 
 from jinja2 import Environment, TemplateError, nodes
