@@ -52,9 +52,6 @@ ROUTES = (
     Route("/playground/{name}", playground.part),
 )
 
-# Where a prompt stands in requests that do not call it that.
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
-
 
 def make_app(host: Host) -> Starlette:
     """The application of one server; starting it loads the engine, ending it ends the engine."""
@@ -113,10 +110,7 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SoloistError), "registered for it"
-    problem = problem_of(error)
-    if problem.param == "prompt":
-        problem.param = _PROMPTS.get(request.url.path, "prompt")
-    return _reply(request, problem)
+    return _reply(request, problem_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
