@@ -317,7 +317,7 @@ class GrammarFailed(RequestError):
             f"after {num_tokens} tokens the answer cannot get the form asked for: {reason}",
             "widen the schema or grammar, or leave out stop tokens that it needs",
         )
-        self.num_tokens = num_tokens
+        self.num_tokens, self.reason = num_tokens, reason
 
 
 class StepFailed(RequestError):

@@ -133,9 +133,9 @@ class Sampler:
         if self._constraint is None:
             return ()
         if self._span is None:
-            self._span = deque()
+            self._span, ending_ids = deque(), self.stop_test.ending_ids
             for token_id in self._constraint.forced():
-                if token_id in self.stop_test.ending_ids or token_id >= self._vocab_size:
+                if token_id in ending_ids or token_id >= self._vocab_size:
                     break
                 self._span.append(token_id)
         return self._span

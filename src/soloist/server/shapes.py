@@ -206,7 +206,7 @@ def grammar_of(
     try:
         marks = style.think, style.end_think
         source = answer_grammar(form, calls, reasoning, special, marks)
-        processor.grammars.compile(source)
+        processor.grammars.check(source)
     except BadGrammar as error:
         raise _blamed(processor, shape, calls, use, error) from error
     return source
@@ -263,7 +263,7 @@ def _blamed(
 
 def _trouble(processor: Processor, form: Form | None, calls: Calls | None) -> str | None:
     try:
-        processor.grammars.compile(answer_grammar(form, calls))
+        processor.grammars.check(answer_grammar(form, calls))
     except BadGrammar as error:
         return error.message
     return None

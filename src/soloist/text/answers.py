@@ -41,7 +41,8 @@ def regex_form(pattern: str) -> Form:
 
 def choice_form(choices: Sequence[str]) -> Form:
     """One of several texts."""
-    return {"lark_grammar": "start: " + " | ".join(map(json.dumps, choices))}
+    # One word to the lexer: thousands of them would be too many.
+    return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))}
 
 
 def lark_form(grammar: str) -> Form:

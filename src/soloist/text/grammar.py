@@ -4,7 +4,11 @@
 `Matcher`; it satisfies `soloist.sampling.constraint.Constraint`.
 """
 
+import json
+import re
+from collections.abc import Iterator, Mapping
 from threading import Lock
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -13,9 +17,16 @@ from numpy.typing import NDArray
 from soloist.errors import BadGrammar, GrammarFailed
 from soloist.text.tokenizer import Tokenizer
 
-# What one grammar may take: a schema of 3,000 properties, compiled in half a second, is within the
-# first; llguidance reckons with some 15 ms for a mask that reaches the others.
-_MOST_SYMBOLS, _MOST_FUEL, _MOST_ITEMS = 500_000, 200_000, 50_000
+# What one grammar may take; a mask that reaches the last two takes some 15 ms by llguidance.
+_MOST_SYMBOLS, _MOST_FUEL, _MOST_ITEMS = 500_000, 30_000, 20_000
+# What its words may take: some 20 for each to be compiled, and 2 or 3 for each byte of a text that
+# is forced on an answer, which takes a microsecond in which Python's lock is held: `(ab){1000000}`
+# is a short pattern. Texts that stand in the grammar bring what they need, up to a bound.
+_LEXER_FUEL, _LEXER_FUEL_OF_QUOTE, _LEXER_FUEL_OF_CHARACTER = 20_000, 10, 2
+_MOST_PAID_CHARACTERS = 50_000
+# Each byte of one text takes the longer, the longer the text is.
+_LONGEST_TEXT = 4096
+_LARK_TEXT = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
 class Grammars:
@@ -41,6 +52,7 @@ class Grammars:
         """
         limits = llguidance.LLParserLimits(
             max_grammar_size=_MOST_SYMBOLS,
+            initial_lexer_fuel=_lexer_fuel(source),
             step_lexer_fuel=_MOST_FUEL,
             step_max_items=_MOST_ITEMS,
             verbose_errors=False,
@@ -51,12 +63,62 @@ class Grammars:
             raise BadGrammar(matcher.get_error().strip())
         return Grammar(matcher, tree, self._vocab_size)
 
+    def check(self, source: str) -> None:
+        """Compile a grammar and begin an answer: what is too much for the first step is told now.
+
+        Raises:
+            BadGrammar: it is none, or too large, or no answer of it can begin.
+        """
+        matcher = self.compile(source).start()
+        try:
+            forced, words = matcher.forced(), matcher.allowed()
+            if not forced and words.any():
+                word = int(words.nonzero()[0][0])
+                forced = [32 * word + (int(words[word]) & -int(words[word])).bit_length() - 1]
+            for token_id in forced:
+                matcher.take(token_id)
+            if not matcher.is_complete:
+                matcher.allowed()
+        except GrammarFailed as error:
+            raise BadGrammar(error.reason) from error
+
     def _tree(self) -> llguidance.LLTokenizer:
         with self._lock:
             if self._built is None:
                 tokens = _Tokens(self._tokenizer)
                 self._built = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
             return self._built
+
+
+def _lexer_fuel(source: str) -> int:
+    """What the words of a grammar may take.
+
+    Raises:
+        BadGrammar: a text in it is too long.
+    """
+    lengths = [len(text) for grammar in json.loads(source)["grammars"] for text in _texts(grammar)]
+    if (longest := max(lengths, default=0)) > _LONGEST_TEXT:
+        raise BadGrammar(
+            f"a text in it has {longest:,} characters (allowed: at most {_LONGEST_TEXT:,})"
+        )
+    paid = min(sum(lengths), _MOST_PAID_CHARACTERS)
+    quotes = source.count('"')
+    return _LEXER_FUEL + _LEXER_FUEL_OF_QUOTE * quotes + _LEXER_FUEL_OF_CHARACTER * paid
+
+
+def _texts(grammar: Mapping[str, Any]) -> Iterator[str]:
+    """Texts that an answer holds as they stand in one of llguidance's grammars."""
+    yield from (found[1] for found in _LARK_TEXT.finditer(grammar.get("lark_grammar", "")))
+    left: list[tuple[object, bool]] = [(grammar.get("json_schema"), False)]
+    while left:
+        item, is_answer = left.pop()
+        match item:
+            case str() if is_answer:
+                yield item
+            case list():
+                left += [(value, is_answer) for value in item]
+            case dict():
+                left += [(v, is_answer or name in ("const", "enum")) for name, v in item.items()]
 
 
 class _Tokens:
@@ -69,7 +131,7 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._encode = tokenizer.encode_inside
+        self._encode_start = tokenizer.encode_start
         special = tokenizer.special_ids
         # Which tokens end an answer is for the sampler to say; this one does not exist.
         self.eos_token_id = tokenizer.vocab_size
@@ -81,7 +143,8 @@ class _Tokens:
         self.tokens.append(b"<the end>")
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """The ids of a text that is forced, or the first of them: the rest is asked for later."""
+        return self._encode_start(text)
 
 
 class Grammar:
@@ -135,7 +198,10 @@ class Matcher:
         return words
 
     def forced(self) -> list[int]:
-        """Tokens that must come next: those that the tokenizer makes of the forced text."""
+        """Tokens that must come next: those that the tokenizer makes of the forced text.
+
+        Of a long text only the first; what follows is known once they are taken.
+        """
         if self._matcher.is_stopped():
             return []
         found = self._matcher.compute_ff_tokens()

@@ -41,10 +41,16 @@ class Pieces:
         )
         self.is_exact = _is_exact(backend)
 
-    def split(self, text: str) -> Iterator[list[int]]:
-        """The ids of `text` without special tokens around it, some at a time."""
+    def split(self, text: str, window: int | None = None) -> Iterator[list[int]]:
+        """The ids of `text` without special tokens around it, some at a time.
+
+        Args:
+            text: of any length.
+            window: characters to encode at once, unless a word or an added token needs more;
+                default: as many as are quickest.
+        """
         unsure = max(_UNSURE_CHARACTERS, 2 * self._longest_added)
-        size, start = max(_WINDOW, 4 * unsure), 0
+        size, start = max(window or _WINDOW, 4 * unsure), 0
         width = size
         while len(text) - start > width and self.is_exact:
             found = self._backend.encode(text[start : start + width], add_special_tokens=False)

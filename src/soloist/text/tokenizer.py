@@ -4,7 +4,7 @@ Reads tokenizer.json and the small files beside it. Knows neither models nor req
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from soloist.text.detokenizer import Detokenizer
 from soloist.text.files import SpecialTokens, read_eos_ids, read_json, read_special_tokens
 from soloist.text.metaspace import SPACE_MARK, follow_llama_class
 from soloist.text.pieces import Pieces, longest_token
+
+# Characters that are encoded at once where only the beginning is asked for.
+_START = 2048
 
 # Marks before prefix, suffix and middle, one row per way of spelling them.
 _FIM_MARKS = (
@@ -183,13 +186,25 @@ class Tokenizer:
 
     def encode_inside(self, text: str, most_tokens: int | None = None) -> list[int]:
         """The ids of `text` without the space that a tokenizer may put at a text's start."""
+        return self._inside(
+            text, lambda t: self.encode(t, add_special_tokens=False, most_tokens=most_tokens)
+        )
+
+    def _inside(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         newline = self.encode("\n", add_special_tokens=False)
         if not (newline and (self.token(newline[0]) or "").startswith(SPACE_MARK)):
-            return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
-        ids = self.encode("\n" + text, add_special_tokens=False, most_tokens=most_tokens)
-        if ids[: len(newline)] != newline:
-            return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
-        return ids[len(newline) :]
+            return encode(text)
+        ids = encode("\n" + text)
+        return ids[len(newline) :] if ids[: len(newline)] == newline else encode(text)
+
+    def encode_start(self, text: str) -> list[int]:
+        """The first ids of `encode_inside`: of a long text, those of some 2,048 characters.
+
+        Of a text that is one word to the tokenizer, 4,096 characters count as the whole of it.
+        """
+        if len(text) <= _START:
+            return self.encode_inside(text)
+        return self._inside(text[: 2 * _START], lambda t: next(self._pieces.split(t, _START)))
 
     @property
     def fills_in(self) -> bool:

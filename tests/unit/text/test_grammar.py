@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from soloist.errors import BadGrammar, GrammarFailed
+from soloist.model.folder import find_model
 from soloist.text import Tokenizer
 from soloist.text.answers import (
     answer_grammar,
@@ -17,7 +18,7 @@ from soloist.text.answers import (
     object_form,
     regex_form,
 )
-from soloist.text.grammar import Grammars
+from soloist.text.grammar import Grammars, Matcher
 from unit.text.walks import ids_of, text_of, walk
 
 SCHEMA = {
@@ -171,6 +172,84 @@ def test_what_is_no_grammar_is_refused_soon(byte_level, folder, form, told) -> N
         compiled(tokenizer, form)
     assert told in caught.value.message
     assert time.perf_counter() - start < 60, "seconds at most; a busy machine may take more"
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    shipped = Tokenizer.from_folder(find_model("etude"))
+    return Grammars(shipped, shipped.vocab_size)
+
+
+def keys(count: int, **more: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": {f"k{i}": {"type": "string"} for i in range(count)},
+    } | more
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (regex_form("(ab){1000000}"), "too many"),
+        (json_form({"const": "y" * 9000}), "9,000 characters (allowed: at most 4,096)"),
+        (choice_form(["no", "y" * 9000]), "9,000 characters"),
+        (json_form(keys(3000)), "12007 items"),
+    ],
+    ids=["pattern", "const", "choice", "optional keys"],
+)  # fmt: skip
+def test_what_no_step_can_bear_is_refused(grammars, form, told) -> None:
+    with pytest.raises(BadGrammar) as caught:
+        grammars.check(answer_grammar(form))
+    assert told in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        json_form(keys(3000, required=[f"k{i}" for i in range(3000)])),
+        json_form({"enum": [f"v{i}" for i in range(5000)]}),
+        choice_form([f"text {i}" for i in range(10_000)]),
+        choice_form(["x" * 800 + str(i) for i in range(60)]),
+        regex_form("(a|b|c|d){1,400}x?(e|f){1,300}"),
+    ],
+    ids=["keys", "enum", "choice", "long texts", "pattern"],
+)
+def test_what_is_large_and_plain_is_taken(grammars, form) -> None:
+    grammars.check(answer_grammar(form))
+
+
+def test_a_forced_text_comes_in_parts_with_the_same_ids(grammars) -> None:
+    shipped = Tokenizer.from_folder(find_model("etude"))
+    text = " ".join(f"value_{i} = {i * i};" for i in range(300))
+    lark = "start: " + " ".join(json.dumps(text[i : i + 4000]) for i in range(0, len(text), 4000))
+    matcher = grammars.compile(answer_grammar(lark_form(lark))).start()
+    parts = []
+    while not matcher.is_complete:
+        parts.append(matcher.forced() or ids_of(matcher.allowed())[:1])
+        for token_id in parts[-1]:
+            matcher.take(token_id)
+    assert len(parts) > 3
+    assert max(map(len, parts)) < 2048
+    assert [token_id for part in parts for token_id in part] == shipped.encode(text)
+
+
+def test_no_step_takes_long_whatever_is_forced(grammars) -> None:
+    """Before, these took 0.4 and 1.6 s, with Python's lock held."""
+    for pattern in ("(x|y)(ab){60000}", "(x|y)((ab){1000}){1000}"):
+        matcher = grammars.compile(answer_grammar(regex_form(pattern))).start()
+        took = list[float]()
+        with pytest.raises(GrammarFailed, match="too many"):
+            follow(matcher, took)
+        assert max(took) < 0.2
+
+
+def follow(matcher: Matcher, took: list[float]) -> None:
+    """Take what is forced, else the first that is allowed; `took` has seconds of each step."""
+    while not matcher.is_complete:
+        start = time.thread_time()
+        for token_id in matcher.forced() or ids_of(matcher.allowed())[:1]:
+            matcher.take(token_id)
+        took.append(time.thread_time() - start)
 
 
 def test_x_guidance_may_write_json_otherwise(byte_level, folder) -> None:
