@@ -32,9 +32,10 @@ TOKENS = 96
 SHUTDOWN_S = 2
 # Beyond the time that running requests have: replies that say they were cut, and the process' end.
 LAST_WORDS_S = 4
-# What is promised, and what is asked of any machine that the suite may run on: before, gaps of
-# seconds were seen.
+# What is promised, and what no try may exceed: before, gaps of seconds were seen.
 WORST_GAP_S, ANYWHERE_GAP_S = 0.1, 0.25
+# A machine that others share may be slow for a moment, which no process on it can see.
+TRIES = 3
 # Of a core, taken by processes that are none of ours: with more of it a gap tells nothing.
 MOST_FOREIGN = 0.1
 # A few processes that read requests may stay, each with some files, a thread, and 32 MB by which it
@@ -287,9 +288,9 @@ def seen_beside_chaos(
 
 
 def stream_beside_chaos(
-    cores: tuple[int, int], folder: Path, seed: str, seconds: float, most_gap_s: float
+    cores: tuple[int, int], folder: Path, seed: str, seconds: float, tries: int = 1
 ) -> None:
-    """The whole test, for one seed."""
+    """The whole test, for one seed: one of several tries has to keep the promised gap."""
     ours, theirs = cores
     with served(ours, folder) as server:
         server.wait_for("\nready\n")
@@ -301,26 +302,36 @@ def stream_beside_chaos(
             # Pools, caches and workers are there before what is held is counted.
             with chaos(theirs, server, f"{seed} before", 4) as hostile:
                 hostile.communicate()
-            before = settled(server)
-            seen = seen_beside_chaos(cores, server, steady, seed, seconds)
+            before, broken = settled(server), []
+            for number in range(tries):
+                turn = f"{seed} {number}" if number else seed
+                seen = seen_beside_chaos(cores, server, steady, turn, seconds)
+                is_last = number == tries - 1 or max(seen.gaps_s, default=0) < WORST_GAP_S
+                broken += broken_promises(seen, text, WORST_GAP_S if is_last else ANYWHERE_GAP_S)
+                if is_last or broken:
+                    break
 
         after = settled(server, before)
-        broken = [*broken_promises(seen, text, most_gap_s), *leaks(before, after)]
+        broken += leaks(before, after)
         if (status := server.get("/health").status_code) != 200:
             broken.append(f"/health says {status}")
         metrics = server.metrics()
         if metrics["soloist_kv_pages_free"] != metrics["soloist_kv_pages"]:
             broken.append(f"{metrics['soloist_kv_pages_free']} pages are free")
         broken += server.end()
-        assert not broken, "\n".join([
-            *broken,
+        print(  # noqa: T201 - shown by -rP
             f"{len(seen.answers)} streams; gaps of {shown(seen.gaps_s[:8])}",
             f"without a core: {shown([back - gone for gone, back in seen.lost][:8])}",
             f"others took {seen.foreign:.0%} of a core; before: {before}, after: {after}",
-            f"--chaos-seed={seed}; outcomes: {seen.told['outcomes']}; the last requests:",
+            sep="\n",
+        )
+        assert not broken, "\n".join([
+            *broken,
+            f"--chaos-seed={seed}, try {number + 1}; outcomes: {seen.told['outcomes']}",
+            "the last requests:",
             *seen.told["last"], server.log.read_text()[-3000:],
         ])  # fmt: skip
-        if (worst := seen.gaps_s[0]) >= most_gap_s:
+        if (worst := seen.gaps_s[0]) >= WORST_GAP_S:
             pytest.skip(f"others took {seen.foreign:.0%} of a core: a gap of {worst:.3f} s")
 
 
@@ -346,7 +357,7 @@ def shown(seconds: list[float]) -> str:
 
 def test_a_stream_beside_hostile_clients(cores, tmp_path, request) -> None:
     seed = request.config.getoption("--chaos-seed") or "21"
-    stream_beside_chaos(cores, tmp_path, seed, 20, ANYWHERE_GAP_S)
+    stream_beside_chaos(cores, tmp_path, seed, 20, TRIES)
 
 
 def end_in_chaos(cores: tuple[int, int], folder: Path, seed: str, after_s: float) -> None:
@@ -372,7 +383,7 @@ def test_the_end_comes_in_the_middle_of_chaos(cores, tmp_path, request) -> None:
 def test_a_stream_beside_hostile_clients_for_minutes(cores, tmp_path, request) -> None:
     seed = request.config.getoption("--chaos-seed") or str(random.randrange(10**9))
     seconds = request.config.getoption("--chaos-seconds")
-    stream_beside_chaos(cores, tmp_path, seed, seconds, WORST_GAP_S)
+    stream_beside_chaos(cores, tmp_path, seed, seconds)
 
 
 @pytest.mark.slow

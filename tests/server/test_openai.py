@@ -15,6 +15,7 @@ from soloist import engine
 from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
+from soloist.server import documentation
 from soloist.server.app import ROUTES
 from soloist.server.likelihood import offsets
 
@@ -476,6 +477,7 @@ def test_health_and_documentation(http) -> None:
     health = http.get("/health").json()
     assert health["status"] == "ready"
     assert health["device"] == etude().report.device_name
+    assert documentation._openapi.cache_info().currsize, "it is made while the model is loaded"
     api = http.get("/openapi.json").json()
     fields = api["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "temperature", "logprobs"} <= set(fields)

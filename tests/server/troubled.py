@@ -3,16 +3,21 @@
 import sys
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from server.running import Scripted, etude, scripted
 from soloist.cli import main
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.executor import Outcome, Picked, Running
+from soloist.engine.kernel import KernelModel
 from soloist.errors import KernelStuck
+from soloist.megakernel.header import Build
+from soloist.megakernel.launch import Decoder
 from soloist.server.metrics import Metrics
 
 FOREVER_S = 10**6
+LOAD = Engine.load  # before it is patched
 
 
 class Hanging(Scripted):
@@ -39,13 +44,21 @@ class StuckOnce(Scripted):
         return super().read(running)
 
 
+def broken(engine: Engine) -> Engine:
+    """Its next decode step waits for a block that never publishes, for a tenth of a second."""
+    assert isinstance(engine.model, KernelModel)
+    assert isinstance(engine.model.decoder, Decoder)
+    engine.model.decoder.load(Build(silent_block=3, stuck_ns=10**8))
+    return engine
+
+
 def spin(_: Metrics) -> bytes:
     while True:
         pass
 
 
-def load(name: str) -> Engine:
-    match name.split(":"):
+def load(asked: EngineConfig) -> Engine:
+    match asked.model.split(":"):
         case ["loading"]:
             time.sleep(FOREVER_S)
         case ["hanging"]:
@@ -54,13 +67,19 @@ def load(name: str) -> Engine:
             Metrics.text = spin
         case ["stuck-once", file]:
             return scripted(StuckOnce(Path(file)))
+        case ["stuck-kernel-once", file]:
+            engine = LOAD(replace(asked, model="etude"))
+            if Path(file).exists():
+                return engine
+            Path(file).touch()
+            return broken(engine)
         case ["quick"]:
             return scripted(Scripted())
     return scripted(Scripted(tokens_per_s=200))
 
 
 def patched(_: type, asked: EngineConfig, *__: object) -> Engine:
-    return load(asked.model)
+    return load(asked)
 
 
 if __name__ == "__main__":

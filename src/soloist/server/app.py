@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from threading import Thread
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,6 +60,8 @@ def make_app(host: Host) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         host.start()
+        # While the model is loaded: beside streams it would hold them up.
+        Thread(target=documentation.prepare, name="soloist-documentation", daemon=True).start()
         yield
         host.close()
 

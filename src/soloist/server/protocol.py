@@ -34,6 +34,7 @@ CLOSING_S = 3.0
 
 MOST_HEAD_BYTES = 64 * 1024
 MOST_HEADERS = 128
+_HEAD_PART_BYTES = 8 * 1024
 # Of a body: sizes of chunks, their extensions, trailers; and as much again as the body itself has.
 MOST_FRAMING_BYTES = 2 * MOST_HEAD_BYTES
 MOST_CONNECTIONS = 1000
@@ -186,6 +187,14 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; what nobody waits for is dropped, up to a bound."""
+        start = 0
+        # A head in parts, since each of its headers costs a call: too many are refused early.
+        while self._missing is not _Wait.BODY and len(data) - start > _HEAD_PART_BYTES:
+            self._receive(data[start : start + _HEAD_PART_BYTES])
+            start += _HEAD_PART_BYTES
+        self._receive(data[start:])
+
+    def _receive(self, data: bytes) -> None:
         if not self._takes_more:
             self._drop(data)
             return
@@ -236,7 +245,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its headers are whole."""
         if (
-            self._num_fed + self._num_given > MOST_HEAD_BYTES  # or less: its exact size is unknown
+            # Or less: its exact size is unknown. Its first part was not counted.
+            self._num_fed + self._num_given + _HEAD_PART_BYTES > MOST_HEAD_BYTES
             or len(self.headers) > MOST_HEADERS
         ):
             self._check_head()
@@ -377,7 +387,9 @@ class Connection(HttpToolsProtocol):
             raise self.problem
 
     def _check_sizes(self) -> None:
-        if self._missing is _Wait.HEAD and self._num_fed > MOST_HEAD_BYTES:
+        if self._missing is _Wait.HEAD and (
+            self._num_fed > MOST_HEAD_BYTES or len(self.headers or ()) > MOST_HEADERS
+        ):
             self.refuse(_head_too_large())
         elif self._missing is _Wait.BODY:
             if self._num_fed - 2 * self._num_body > MOST_FRAMING_BYTES:

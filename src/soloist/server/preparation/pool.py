@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
+from soloist.device import usable_cores
 from soloist.errors import PreparationFailed
 from soloist.server.preparation.jobs import JOBS, Job, run
 from soloist.server.preparation.limits import (
@@ -129,7 +130,8 @@ class Preparation:
         self._num_children = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._short = asyncio.Semaphore(_MOST_SHORT)
+        # Several on one core would together take as much of it as the streams.
+        self._short = asyncio.Semaphore(min(_MOST_SHORT, usable_cores()))
         self._slow = _Places(_MOST_SLOW)
         self._long = asyncio.Semaphore(_MOST_LONG)
         self._closed = threading.Event()
