@@ -35,6 +35,9 @@ from soloist.sampling import Sampler
 # Seconds of a prompt, or of forced tokens, between two rounds of other sequences; and without any,
 # between two looks whether the request was cancelled.
 _BESIDE_S, _ALONE_S = 0.02, 0.25
+# A part of a prompt and a round of the other sequences together, as long as rounds let it be: where
+# their cores are busy, parts become shorter, down to the least.
+_WAIT_S, _LEAST_S = 0.06, 0.005
 
 # Keys and values [K, chunk, D] of every attention block.
 _Kept = list[tuple[Tensor, Tensor]]
@@ -97,6 +100,7 @@ class ReferenceModel(Executor):
         self._tree: PrefixTree[_Kept] | None = PrefixTree(grid) if keeps_prefixes else None
         self._num_dropped = 0
         self._is_asked_to_stop = False
+        self._round_s = 0.0  # of the latest one
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
 
     def bind(self) -> None:
@@ -201,11 +205,18 @@ class ReferenceModel(Executor):
                 SCORED_TOKENS if is_scored else self._chunk_tokens,
                 "all" if is_scored else "last",
             )
-        until = time.perf_counter() + (_BESIDE_S if len(self._open) > 1 else _ALONE_S)
+        until = time.perf_counter() + self._part_s
         logits = self._advance(running, running.reading, until)
         if logits is None:
             return None
         return None if is_scored and running.is_over else pick(running, logits)
+
+    @property
+    def _part_s(self) -> float:
+        """For a part of a prompt."""
+        if len(self._open) == 1:
+            return _ALONE_S
+        return max(_LEAST_S, min(_BESIDE_S, _WAIT_S - self._round_s))
 
     def _advance(self, running: _Running, reading: Reading, until: float) -> Tensor | None:
         """Read until it is time; the logits [V] behind the last token, once it is read."""
@@ -236,8 +247,10 @@ class ReferenceModel(Executor):
         self._is_asked_to_stop = False
         for _ in range(min(most, *(r.num_wanted for r in running))):
             num_fed = sum(r.num_behind > 0 for r in running)
-            bound_s = _ALONE_S if len(self._open) == 1 else _BESIDE_S / max(1, num_fed)
-            yield [self._outcome(r, bound_s) for r in running]
+            begun, bound_s = time.perf_counter(), self._part_s / max(1, num_fed)
+            outcomes = [self._outcome(r, bound_s) for r in running]
+            self._round_s = time.perf_counter() - begun
+            yield outcomes
             if self._is_asked_to_stop or any(r.is_over for r in running):
                 return
 

@@ -11,7 +11,6 @@ import torch
 from soloist.bench.others import QUIET_CORES, others_counted
 from soloist.device import CoreWatch, usable_cores
 from soloist.engine import Completion, Engine, EngineConfig
-from soloist.engine import reference as module
 from soloist.engine.executor import Picked, Running
 from soloist.engine.reference import ReferenceModel
 from soloist.model.config import Attention
@@ -28,8 +27,7 @@ CONFIG = model(
 @pytest.fixture(params=["one part a time", "unbounded"])
 def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     bound_s = 0.0 if request.param == "one part a time" else 60.0
-    monkeypatch.setattr(module, "_BESIDE_S", bound_s)
-    monkeypatch.setattr(module, "_ALONE_S", bound_s)
+    monkeypatch.setattr(ReferenceModel, "_part_s", bound_s)
     return bound_s
 
 
@@ -159,7 +157,7 @@ def test_forced_tokens_of_one_do_not_stop_another(monkeypatch: pytest.MonkeyPatc
     prompt = tokens(20, 5)
 
     def made(bound_s: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(module, "_BESIDE_S", bound_s)
+        monkeypatch.setattr(ReferenceModel, "_part_s", bound_s)
         one = executor()
         forced = opened(one, prompt, most=len(sets), steps=Steps(VOCAB, sets))
         other = opened(one, tokens(30, 6), most=600)
@@ -179,6 +177,16 @@ def test_forced_tokens_of_one_do_not_stop_another(monkeypatch: pytest.MonkeyPatc
     assert waited == 0
     # 401 tokens in 13 passes; the last part brings a token.
     assert waits == 13 * (2 * CONFIG.num_layers + 1) - 1
+
+
+def test_parts_of_prompts_are_shorter_where_rounds_are_slow() -> None:
+    one = executor()
+    opened(one, tokens(20, 8))
+    assert one._part_s == 0.25
+    opened(one, tokens(20, 9))
+    for round_s, part_s in ((0.0, 0.02), (0.05, 0.01), (3.0, 0.005)):
+        one._round_s = round_s
+        assert one._part_s == pytest.approx(part_s)
 
 
 def test_opening_a_sequence_makes_no_table_and_fills_no_memory() -> None:
