@@ -74,6 +74,7 @@ def test_nothing_is_used_before_it_is_made(soloist, tmp_path: Path) -> None:
             assert min(ends[after, used, "finish"]) > last_made - CLOCK_NS, f"{made} of {layer}"
 
 
+@pytest.mark.timed
 def test_builds_that_leave_something_out(soloist) -> None:
     done = soloist("trace", "--shape", SHAPE, "--ablations", "--json")
     assert done.status == 0, done.err
