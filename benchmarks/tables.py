@@ -1,8 +1,10 @@
-"""Write the tables of the README and of benchmarks/README.md: `python benchmarks/tables.py`.
+"""Write the tables and figures of the documents: `python benchmarks/tables.py`.
 
 A table stands between two marks, `<!-- table: NAME -->` and `<!-- end -->`, and comes from result
-files, from `suites.py` or from the descriptions of rows. `--check` changes nothing and fails where
-a document is out of step.
+files, from `suites.py` or from the descriptions of rows. A figure in a sentence stands between
+`<!-- value: FILE FIELD=VALUE … FIELD.PART FORMAT -->` and `<!-- end -->`: a field of the only row of
+a result file that has these values, in a format of Python. `--check` changes nothing and fails
+where a document is out of step.
 """
 
 import argparse
@@ -20,8 +22,9 @@ from suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
-_MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md"))
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_VALUE = re.compile(r"(<!-- value: (\S+) ([^>]*?)(\S+) (\S+) -->)([^<]*)(<!-- end -->)")
 
 Row = Mapping[str, Any]
 
@@ -45,11 +48,25 @@ def in_step(document: Path) -> bool:
 
 
 def written(document: Path) -> str:
-    """The document with every marked table made anew."""
-    return _MARKED.sub(
+    """The document with every marked table and figure made anew."""
+    text = _TABLE.sub(
         lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}",
         document.read_text(encoding="utf-8"),
     )
+    return _VALUE.sub(lambda found: f"{found[1]}{value(*found.group(2, 3, 4, 5))}{found[7]}", text)
+
+
+def value(name: str, wanted: str, field: str, form: str) -> str:
+    """A field of the only row of a result file in which other fields are as wanted."""
+    conditions = dict(one.split("=", 1) for one in wanted.split())
+    rows: list[Row] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    found = [r for r in rows if all(str(r.get(k)) == v for k, v in conditions.items())]
+    if len(found) != 1:
+        raise SystemExit(f"{name}: {len(found)} rows have {wanted.strip() or 'any values'}")
+    held: Any = found[0]
+    for part in field.split("."):
+        held = held[part]
+    return format(held, form)
 
 
 def table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int = 1) -> str:

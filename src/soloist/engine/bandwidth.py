@@ -24,7 +24,7 @@ _REPEATS = 9
 _BRIEF_HOST_BYTES = 192 * 2**20
 _BRIEF_REPEATS = 9
 # A GPU that was idle, or is not yet warm, reads up to 6 % slower for milliseconds or seconds: see
-# docs/experiments.md. So it reads for so long, and its fastest readings count.
+# docs/experiments/. So it reads for so long, and its fastest readings count.
 _GPU_S = 1.0
 _BRIEF_GPU_S = 0.3
 # In flight on each SM: 96 KB fit every chip from compute capability 8.0 on.

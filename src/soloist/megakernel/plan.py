@@ -2,7 +2,7 @@
 
 The plan decides over how many blocks the work is spread, which rows each block owns, in which order
 weights lie in memory, how attention splits the KV cache, what the exchange buffers are and how much
-shared memory is left for the weight ring. `docs/megakernel.md` explains why.
+shared memory is left for the weight ring. `docs/kernel.md` explains why.
 """
 
 import math
@@ -34,7 +34,7 @@ SLOT_BYTES = 2 * SLOT_VALUES * 2
 MAX_SPLITS = 64
 # Copies of 16 KB that a block has in flight. 32 KB reach 93 % of the bandwidth and leave the L2 as
 # fast as if it had nothing to do, 48 KB 98 % and twice the time; more only wait, and what blocks
-# exchange waits with them. Measured: see docs/experiments.md.
+# exchange waits with them. Measured: see docs/experiments/.
 COPIES_IN_FLIGHT = 3
 # Blocks that stream so little of a layer wait for each other most of the time: they gain more by
 # quick exchanges.

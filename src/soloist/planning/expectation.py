@@ -18,7 +18,7 @@ Sources, all from H200s:
   2.2 to 6.7 µs a layer, 3.4 in the middle, those in `benchmarks/results/4-h200.json` 4.1 to 8.7 µs
   a layer, 6.3 in the middle, by a kernel before. With 2.5 and 5.8 they are met within 4 % on
   2 GPUs and 7 % on 4, but for a 1B model at 2,048 positions, which makes 17 % fewer tokens on 2 and
-  16 % on 4: it waits longest beside so few bytes (docs/experiments.md).
+  16 % on 4: it waits longest beside so few bytes (docs/experiments/).
 - Waiting on 8 GPUs: a chain of multiplies and exchanges in the shape of a 2B model of 28 layers,
   hidden size 2,048, without attention and sampling, measured whole and as a stream alone, 339 and
   102 µs; the difference over 28 layers is the waiting. Wider models exchange more. It may well be
