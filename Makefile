@@ -1,4 +1,4 @@
-# make run | test | check | fix | bench | tables | clean: each does its own set-up in .venv.
+# make run | test | slow | check | fix | bench | tables | wheel | clean: each does its own set-up in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 
 PROMPT ?= class Point:\n    """A point in the plane."""\n\n    def __init__(self, x, y):\n
 
-.PHONY: run test check fix bench tables clean
+.PHONY: run test slow check fix bench tables wheel clean
 
 run: $(STAMP)
 	@printf '$(PROMPT)' | tee /dev/stderr | $(BIN)/soloist run etude --prompt - --max-tokens 128
@@ -16,6 +16,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not timed" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -m timed $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# Tests that take minutes each: before a release.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m "slow and not timed" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "slow and timed" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -30,9 +35,13 @@ fix: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/soloist bench decode etude --against transformers
 
-# The tables of the README and of benchmarks/README.md, from result files.
+# The tables and figures of all documents, from result files.
 tables: $(STAMP)
 	$(BIN)/python benchmarks/tables.py
+
+# dist/soloist-VERSION-py3-none-any.whl
+wheel: $(STAMP)
+	$(BIN)/python -m hatchling build --target wheel
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

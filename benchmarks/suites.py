@@ -1,6 +1,7 @@
 """What is recorded in `results/`: for each file the commands that make its rows, in order.
 
-Commands are what a user types after `soloist`, run from the root of the repository.
+Commands are what a user types after `soloist`, run from the root of the repository. Commands that
+measure other engines are whole.
 """
 
 from collections.abc import Mapping
@@ -194,4 +195,12 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         )
         for gpus in (1, 2, 4, 8)
     },
+}
+
+# Result files of other engines: what printed the lines that `rivals.py` made them of.
+RIVALS: Mapping[str, tuple[str, ...]] = {
+    "h200-rivals.json": tuple(
+        f"python benchmarks/vllm_decode.py {asked}"
+        for asked in (*_SHAPES, *(f"{_SHAPES[-1]} --weights {w}" for w in ("fp8", "int4")))
+    )
 }

@@ -2,9 +2,9 @@
 
 A table stands between two marks, `<!-- table: NAME -->` and `<!-- end -->`, and comes from result
 files, from `suites.py` or from the descriptions of rows. A figure in a sentence stands between
-`<!-- value: FILE FIELD=VALUE … FIELD.PART FORMAT -->` and `<!-- end -->`: a field of the only row of
-a result file that has these values, in a format of Python. `--check` changes nothing and fails
-where a document is out of step.
+`<!-- value: FILE FIELD=VALUE … FIELD.PART FORMAT -->` and `<!-- end -->`: it is a field of the only
+row of a result file that has these values, in a format of Python. `--check` changes nothing and
+fails where a document is out of step.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from soloist.bench import rows as kinds
-from suites import SUITES
+from suites import RIVALS, SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -97,6 +97,58 @@ def _speed(row: Row, digits: int) -> tuple[str, str]:
 def _request(row: Row) -> bool:
     """One request of 128 tokens, as the README shows them."""
     return bool(row["columns"] == 1 and row["prompt_tokens"] == 128)
+
+
+def h200_rivals() -> str:
+    """Requests of known shapes beside another engine's best run on the same kind of card."""
+    ours = {
+        (r["shape"], r["precision"]): r
+        for r in rows_of("h200.json")
+        if _request(r) and r["start_position"] == 128
+    }
+    cells = []
+    for rival in rows_of("h200-rivals.json", "rival"):
+        if rival["prompt_tokens"] != 128:
+            continue
+        best = rival["decode_tokens_per_s"]["max"]
+        row = ours.get((rival["shape"], rival["weights"]))
+        speed = row["decode_tokens_per_s"]["median"] if row else None
+        cells.append((
+            rival["shape"], rival["weights"],
+            f"**{speed:,.0f}**" if speed else "not yet",
+            f"{row['mbu']:.0%}" if row else "–",
+            f"{best:,.0f}",
+            f"{speed / best:.1f} ×" if speed else "–",
+        ))  # fmt: skip
+    headings = ("shape", "weights", "Soloist tokens/s", "of the bandwidth", "vLLM tokens/s", "")
+    return table(headings, cells, 2)
+
+
+def rivals() -> str:
+    """Other engines in full."""
+    cells = [
+        (
+            f"{r['engine']} {r['version']}", r["shape"], r["weights"], f"{r['prompt_tokens']:,}",
+            f"{r['ttft_ms']['median']:.1f}", *_speed(r, 0),
+        )
+        for r in rows_of("h200-rivals.json", "rival")
+    ]  # fmt: skip
+    headings = ("engine", "shape", "weights", "prompt tokens", "TTFT ms", "decode tokens/s")
+    return table((*headings, "min – max"), cells, 3)
+
+
+def h200_accuracy() -> str:
+    """16-bit logits against fp32 arithmetic on the same weights."""
+    cells = [
+        (
+            r["shape"], r["precision"], r["engine"], f"{r['positions']:,}", f"{r['mean_kl']:.1e}",
+            f"{r['max_kl']:.1e}", f"{r['nll_difference']:+.1e} ± {r['nll_standard_error']:.0e}",
+            f"{r['top_1_agreement']:.1%}",
+        )
+        for r in rows_of("h200-accuracy.json", "accuracy")
+    ]  # fmt: skip
+    headings = ("shape", "precision", "engine", "positions", "mean KL", "largest KL")
+    return table((*headings, "NLL less that of fp32", "same first choice"), cells, 3)
 
 
 def h200_speed() -> str:
@@ -267,6 +319,10 @@ def recorded() -> str:
         for name, file in files.items()
         if (RESULTS / name).exists()
     ]
+    cells += [
+        (f"`results/{name}`", f"`{commands[0]}` and others, then `rivals.py`", str(len(commands)))
+        for name, commands in RIVALS.items()
+    ]
     return table(("file", "reproduce", "commands"), cells, left=2)
 
 
@@ -315,12 +371,15 @@ def _type(annotation: object) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "h200-rivals": h200_rivals,
+    "rivals": rivals,
     "h200-speed": h200_speed,
     "h200-context": h200_context,
     "h200-prompts": h200_prompts,
     "h200-ranks": h200_ranks,
     "h200-ranks-prompts": h200_ranks_prompts,
     "h200-startup": h200_startup,
+    "h200-accuracy": h200_accuracy,
     "etude-cpu": etude_cpu,
     "etude-busy": etude_busy,
     "etude-servers": etude_servers,

@@ -1,4 +1,4 @@
-"""The README's fields and limits are the server's."""
+"""The fields and limits in documents are those of the server."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from typer.main import get_command
 from soloist.cli.app import app
 from soloist.errors import SoloistError
 from soloist.server import protocol
+from soloist.server.app import ROUTES
 from soloist.server.config import ServerConfig
 from soloist.server.fields import (
     MOST_CHOICES,
@@ -21,11 +22,11 @@ from soloist.server.preparation.messages import MessagesRequest
 from soloist.server.preparation.responses import ResponsesRequest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text("utf-8")
+SERVING = (ROOT / "docs" / "serving.md").read_text("utf-8")
 SECURITY = (ROOT / "docs" / "security.md").read_text("utf-8")
 
 
-def rows(heading: str, text: str = README) -> list[list[str]]:
+def rows(heading: str, text: str = SERVING) -> list[list[str]]:
     """Cells of the table with this heading."""
     lines = text[text.index(heading) :].splitlines()[2:]
     table = lines[: lines.index("")]
@@ -110,3 +111,10 @@ def test_bounds_of_connections_are_told() -> None:
         f"{protocol.MOST_HEAD_BYTES // 1024} KiB in {protocol.MOST_HEADERS} headers",
     ]
     assert f"to read {protocol.LEAST_READ_BYTES // 1024} KiB of a reply" in SECURITY
+
+
+def test_endpoints_are_those_of_the_server() -> None:
+    endpoints = SERVING[SERVING.index("\n## Endpoints\n") :]
+    told = set(re.findall(r"`(?:DELETE )?(/[\w./]*)`", endpoints))
+    served = {route.path for route in ROUTES if "{" not in route.path}
+    assert told - {"/v1/chat/completions/ID"} == served

@@ -120,11 +120,15 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
 def _check(plan: Plan) -> None:
     require_at_least(("--positions", plan.positions, 2), ("--repeats", plan.repeats, 0))
     if plan.precision == "fp32":
-        raise SettingError("--precision", plan.precision, "auto, bf16, fp16: fp32 is the measure")
+        raise SettingError(
+            "--precision", plan.precision, "auto, bf16, fp16; each is compared with fp32"
+        )
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
     if plan.shape is not None and plan.text is not None:
-        raise SettingError("--text", str(plan.text), "without --shape, which has random tokens")
+        raise SettingError(
+            "--text", str(plan.text), "only without --shape, which uses random tokens"
+        )
 
 
 @contextmanager

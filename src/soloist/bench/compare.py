@@ -31,6 +31,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "neighbours": (_DECODE, _TTFT),
     "startup": (Figure("total_s", "startup s", False),),
     "bandwidth": (Figure("gb_per_s", "read GB/s", True),),
+    "rival": (_DECODE, _TTFT),
 }
 # What has to be equal, with the value where a file lacks the field.
 _CONDITIONS: dict[str, dict[str, Any]] = {
@@ -49,6 +50,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "neighbours": dict.fromkeys(("shape", "api", "neighbour", "max_tokens")),
     "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache")),
     "bandwidth": dict.fromkeys(("device", "gpus", "method")),
+    "rival": dict.fromkeys(("shape", "device", "weights", "prompt_tokens", "new_tokens")),
 }
 
 
@@ -172,7 +174,7 @@ def describe(row: Json) -> str:
     """A row's conditions in words, its engine first."""
     kind = row.get("bench", "decode")
     words = [f"{kind}:", str(row.get("engine", "")), _model_name(row)]
-    if kind in ("decode", "serve"):
+    if kind in ("decode", "serve", "rival"):
         tokens = row.get("asked_prompt_tokens") or row.get("prompt_tokens")
         words.append(f"{tokens} + {row.get('new_tokens')}")
     if kind == "agent":

@@ -38,7 +38,7 @@ class TreeMemory:
             self._root = psutil.Process(pid)
             _taken_bytes(self._root)
         except (psutil.Error, OSError, ValueError) as error:
-            told = "a process of this machine whose memory may be read"
+            told = "a process of this machine whose memory this user may read"
             raise SettingError("--pid", pid, told, str(error)) from error
         self._tree: list[psutil.Process] = []
         self._readings = 0

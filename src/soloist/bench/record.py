@@ -35,13 +35,13 @@ def read(file: Path) -> list[dict[str, Any]]:
         reason = error.strerror or str(error)
         raise UserError(f"{file} cannot be read: {reason}", _WHERE_FROM) from error
     except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}", _WHERE_FROM) from error
+        raise UserError(f"{file} is not valid JSON: {error}", _WHERE_FROM) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{file} is no list of rows", _WHERE_FROM)
+        raise UserError(f"{file} is not a list of result rows", _WHERE_FROM)
     return rows
 
 
-_WHERE_FROM = "make one with soloist bench and its --output"
+_WHERE_FROM = "make a result file with soloist bench … --output FILE"
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -515,7 +515,44 @@ class NeighboursRow:
     date: str
 
 
+@dataclass(frozen=True, slots=True)
+class RivalRow:
+    """What one request gets from another engine, which was asked in its own process.
+
+    Attributes:
+        bench: 'rival'.
+        engine, version: who was measured.
+        shape: name of the model; its weights are random.
+        weights: how they are stored: 'bf16', 'fp8' or 'int4'.
+        device: name of the GPU.
+        prompt_tokens, new_tokens: per run.
+        runs: timed runs after a warm-up.
+        ttft_ms: request handed to the engine → first token.
+        decode_tokens_per_s: (N - 1) / (time of last - time of first token).
+        conditions: the engine's settings, in words.
+        versions: of Python and the libraries that matter.
+        command: as typed.
+        date: UTC.
+    """
+
+    bench: str
+    engine: str
+    version: str
+    shape: str
+    weights: str
+    device: str
+    prompt_tokens: int
+    new_tokens: int
+    runs: int
+    ttft_ms: Spread
+    decode_tokens_per_s: Spread
+    conditions: str
+    versions: dict[str, str]
+    command: str
+    date: str
+
+
 AnyRow = (
     DecodeRow | PrefillRow | StartupRow | AccuracyRow | ServeRow | AgentRow | NeighboursRow
-    | BandwidthRow
+    | BandwidthRow | RivalRow
 )  # fmt: skip

@@ -170,7 +170,7 @@ def _check_reference(plan: Plan) -> None:
         ("--context", plan.context, None, "none, on a GPU only"),
     ):
         if given != only:
-            hint = "the reference runs one column, after its prompt"
+            hint = "the reference implementation decodes one token at a time, after its prompt"
             raise SettingError(option, given, allowed, hint)
 
 

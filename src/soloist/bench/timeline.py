@@ -153,10 +153,10 @@ def read(file: Path) -> Timeline:
         reason = error.strerror or str(error)
         raise UserError(f"{file} cannot be read: {reason}", _WHERE_FROM) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no trace that Soloist wrote", _WHERE_FROM) from error
+        raise UserError(f"{file} is not a trace file of Soloist", _WHERE_FROM) from error
 
 
-_WHERE_FROM = "make one on a machine with a GPU: soloist trace MODEL --output trace.json"
+_WHERE_FROM = "make a trace on a machine with a GPU: soloist trace MODEL --output trace.json"
 
 
 def _events(made: Timeline) -> Iterable[dict[str, Any]]:

@@ -65,7 +65,7 @@ def read_traffic(config: Path, precision: str, bandwidth: Path, gpus: int = 1) -
     if len(found) != 1:
         raise UserError(
             f"{bandwidth} holds {len(found)} rows of bandwidth, not one",
-            "on the server's machine: soloist bench bandwidth -o FILE",
+            "make the file on the server's machine: soloist bench bandwidth -o FILE",
         )
     rate = float(found[0]["gb_per_s"]["median"]) * 1e9 * gpus
     return Traffic(model, precision, rate)
