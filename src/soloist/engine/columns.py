@@ -49,6 +49,9 @@ _ASSURED_ROUNDS = 64
 # Tokens of an answer that are read again at a time: eight rounds, as others then have.
 _REPLAYED_TOKENS = 64
 
+# In a row of the page tables whose write has not succeeded; no page has this number.
+_UNKNOWN_PAGE = -1
+
 # What a column's own part of a round is, for people.
 _CHOOSING = "choosing a token"
 
@@ -286,8 +289,9 @@ class KernelExecutor(Executor):
         room = _room_of(running)
         count, row = len(room.pages), self._rows[room.slot]
         if row[:count] != room.pages:
-            row[:count] = room.pages
+            row[:count] = [_UNKNOWN_PAGE] * count  # until the write has succeeded
             self._launches.write_pages(room.slot, room.pages)
+            row[:count] = room.pages
         return room.slot
 
     # --- prompts ----------------------------------------------------------------------------------
