@@ -31,11 +31,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of many single times; each is the least value that so many of them do not exceed.
+    """The distribution of many single times.
 
     Attributes:
-        p50, p90, p99, max: of all of them.
-        min, p10, p25, p75: the rest of the distribution; older files lack them.
+        p50, p90, p99, max: the least of the times that this share of all times does not exceed.
+        min, p10, p25, p75: likewise; older files lack these fields.
     """
 
     p50: float
@@ -60,14 +60,14 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What NVML told of the GPU while a row was measured.
+    """What NVML reported about the GPU while a row was measured.
 
     Attributes:
-        sm_mhz, memory_mhz: clocks, over readings.
-        temperature_c: of the GPU, in degrees Celsius.
-        power_w: drawn by the board, in watts.
-        throttling: why clocks were held down in any reading; empty where they were not.
-        readings: taken, some tens a second, between runs as well.
+        sm_mhz, memory_mhz: clock, over all readings.
+        temperature_c: temperature of the GPU, in degrees Celsius.
+        power_w: power of the board, in watts.
+        throttling: the reasons why clocks were held down in any reading; empty without any.
+        readings: number of readings, some tens a second, between runs as well.
     """
 
     sm_mhz: Spread
@@ -83,37 +83,39 @@ class DecodeRow:
     """One measured configuration of one engine.
 
     Attributes:
-        engine: who was measured, with its version and mode.
+        engine: the engine that was measured, with its version and mode.
         shape: name of the model.
-        device: name of the processor, with cores in use.
-        gpus: how many; 0 on a CPU.
-        precision: of weights and KV cache.
-        prompt_tokens, new_tokens: per run.
-        columns: (sequence, position) pairs per decode step, of all sequences together.
+        device: name of the processor, with the cores in use.
+        gpus: number of GPUs; 0 on a CPU.
+        precision: dtype of the weights and the KV cache.
+        prompt_tokens, new_tokens: number of these tokens in each run.
+        columns: (sequence, position) pairs in each decode step, of all sequences together.
         runs: timed runs after a warm-up.
         ttft_ms: request accepted → first token.
-        decode_tokens_per_s: (N - 1) / (time of last - time of first token); with several columns,
-            that of steps times columns.
-        streamed_bytes_per_token: weights that a step has to read, and KV at the middle of the run.
-        bandwidth_gb_per_s: measured read bandwidth of this device, in this run.
-        mbu: memory-bandwidth utilisation, streamed bytes · decode steps a second / bandwidth.
+        decode_tokens_per_s: (N - 1) / (time of the last token - time of the first token); with
+            several columns, decode steps a second times columns.
+        streamed_bytes_per_token: bytes that a decode step has to read: the weights, and the KV
+            cache at the middle of the run.
+        bandwidth_gb_per_s: read bandwidth of this device, measured in this run.
+        mbu: memory-bandwidth utilisation: streamed bytes · decode steps a second / bandwidth.
         speculation: whether tokens were drafted.
-        output_ids_sha256: hash of the tokens made, so that runs can be compared.
-        versions: of Python and the libraries that matter.
-        commit: of the source tree; '+changes' if it was modified.
-        command: as typed.
-        date: UTC.
-        sequences: separate ones that are decoded side by side.
-        start_position: of the first decode step; where it is not the end of the prompt, the KV
-            cache before it holds random values.
+        output_ids_sha256: hash of the token ids that were generated, to compare runs.
+        versions: versions of Python and of the libraries that matter.
+        commit: commit of the source tree; with '+changes' if the tree was modified.
+        command: the command, as typed.
+        date: date and time, in UTC.
+        sequences: number of sequences that are decoded side by side.
+        start_position: position of the first decode step. If this is not the end of the prompt, the
+            KV cache before it holds random values.
         bandwidth_method: how the bandwidth was measured.
-        bench: 'decode'; older files lack it.
-        token_ms: times between tokens of all runs, as the caller sees them come.
-        clocks: of the GPU meanwhile; None where nobody tells.
-        others_cores: that other processes kept busy meanwhile, time that a host took from a virtual
-            machine included; the process itself and its children are no others. Older files lack
-            it.
-        busy_processes: started beside the measurement; each only counts, and is no other.
+        bench: 'decode'; older files lack this field.
+        token_ms: times between tokens, of all runs, as the caller receives the tokens.
+        clocks: state of the GPU during the measurement; None where nothing reports it.
+        others_cores: cores that other processes kept busy during the measurement, including time
+            that a host took from a virtual machine. The measuring process and its children do not
+            count. Older files lack this field.
+        busy_processes: number of processes that ran beside the measurement and only counted
+            (`--busy`); `others_cores` leaves them out.
     """
 
     engine: str
@@ -154,11 +156,12 @@ class PrefillRow:
         bench: 'prefill'.
         engine, shape, device, gpus, precision: as in `DecodeRow`.
         prompt_tokens: length of the prompt.
-        prefix: 'cold' where nothing of it was kept, 'warm' where the same prompt came before.
-        cached_tokens: of them, kept from before and not read again; median.
+        prefix: 'cold' where no token of the prompt was cached, 'warm' where the same prompt came
+            before.
+        cached_tokens: prompt tokens that were cached and not read again; median.
         runs: timed runs after a warm-up.
         ttft_ms: token ids given → first token chosen.
-        prompt_tokens_per_s: tokens that were read / time to first token.
+        prompt_tokens_per_s: prompt tokens that were read / time to the first token.
         clocks: as in `DecodeRow`.
         versions, commit, command, date: as in `DecodeRow`.
         others_cores, busy_processes: as in `DecodeRow`.
@@ -192,16 +195,16 @@ class StartupRow:
     Attributes:
         bench: 'startup'.
         shape: name of the model.
-        device: name of the processor, with cores in use.
+        device: name of the processor, with the cores in use.
         executor: 'decode kernel' or 'reference'.
-        precision: of weights and KV cache.
-        kernel_cache: 'warm', with all kernels compiled before, or 'cold', with none.
-        runs: processes timed after one that was not, which read all files.
-        total_s: from starting the process to its first token.
-        weights_s: of them, reading weights, beside imports where a GPU is used.
-        kernels_s: of them, compiling kernels.
-        rest_s: of them, all else: interpreter, libraries, GPU, packing, tokenizer, prompt.
-        kernels_built: kernels compiled.
+        precision: dtype of the weights and the KV cache.
+        kernel_cache: 'warm' if all kernels were compiled before, 'cold' if none was.
+        runs: number of timed processes, after one that is not timed and reads all files.
+        total_s: time from starting the process to its first token.
+        weights_s: part of total_s for reading weights; on a GPU, Python imports at the same time.
+        kernels_s: part of total_s for compiling kernels.
+        rest_s: the rest of total_s: interpreter, libraries, GPU, packing, tokenizer, prompt.
+        kernels_built: number of kernels that were compiled.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
         others_cores: as in `DecodeRow`.
@@ -229,23 +232,24 @@ class StartupRow:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRow:
-    """How far one executor's logits are from fp32 arithmetic on the same weights.
+    """How far one engine's logits are from fp32 arithmetic on the same weights.
 
     Attributes:
         bench: 'accuracy'.
-        engine: who was measured.
+        engine: the engine that was measured.
         shape: name of the model.
-        device: name of the processor, with cores in use.
-        precision: of weights and KV cache.
-        positions: teacher-forced ones of one text.
-        text: what it is.
-        mean_kl, max_kl: KL divergence of its distributions from fp32's, in nats.
-        nll: mean negative log-likelihood of the text, in nats a token.
-        nll_difference: that minus fp32's.
-        nll_standard_error: of this difference, over positions.
-        top_1_agreement: share of positions at which both have the same best token.
-        same_bits: ways of making the logits that gave the same bits as the first.
-        repeats: launches of 64 tokens that gave the same tokens and last logits each time.
+        device: name of the processor, with the cores in use.
+        precision: dtype of the weights and the KV cache.
+        positions: number of positions of one text, teacher-forced.
+        text: which text.
+        mean_kl, max_kl: KL divergence of the engine's distributions from those of fp32, in nats,
+            over positions.
+        nll: mean negative log-likelihood of the text by the engine, in nats a token.
+        nll_difference: nll minus the nll of fp32.
+        nll_standard_error: standard error of nll_difference, over positions.
+        top_1_agreement: share of positions at which the engine and fp32 have the same best token.
+        same_bits: ways of making the logits that gave the same bits.
+        repeats: number of launches of 64 tokens that gave the same tokens and last logits each.
         versions, commit, command, date: as in `DecodeRow`.
     """
 
@@ -276,34 +280,39 @@ class ServeRow:
 
     Attributes:
         bench: 'serve'.
-        engine: name given to it, or its address.
-        url, api: where it was asked: 'chat' or 'completions'.
+        engine: name that was given to the server, or its address.
+        url: address of the server.
+        api: route that was asked, 'chat' or 'completions'.
         shape: the model, as the server calls it.
-        prefix: 'warm' where each run had the same prompt, 'cold' where each began differently.
+        prefix: 'warm' if every run had the same prompt, 'cold' if every prompt began differently.
         asked_prompt_tokens: wanted length of the prompt; None for a given text.
-        prompt_tokens: the length by usage, template included, median; None without usage.
-        cached_tokens: of them, found in the server's cache; None where it does not tell.
-        max_tokens: most new tokens.
-        new_tokens: made, median; None where they are not counted.
+        prompt_tokens: length of the prompt by usage, template included, median; None without usage.
+        cached_tokens: prompt tokens found in the server's cache, median; None where the server does
+            not tell.
+        max_tokens: limit for new tokens.
+        new_tokens: number of generated tokens, median; None where nothing counts them.
         runs: timed runs after a warm-up.
-        counting: how tokens were counted, by the server in every case.
-        ttft_ms: request sent → first token or tokens; with usage at the end only, first text, but
+        counting: how the server counted tokens.
+        ttft_ms: request sent → first token or tokens. With usage at the end only: → first text, but
             not before the end of a request for one token.
-        first_tokens: so many came at once then, median; None where it is unknown.
-        decode_tokens_per_s: (N_last - N_first) / (t_last - t_first), counted at these instants;
-            with usage at the end only, that of a long and a short request, each from its start.
-        no_decode_speed: why there is none; None where there is.
-        token_ms: times of single tokens of all runs: each one's share of the gap before it.
-        gap_ms: between instants at which tokens came.
-        text_sha256: hashes of the texts made, where the prompt was the same.
-        fields: beyond OpenAI's, that the server took.
+        first_tokens: number of tokens that came first, at once, median; None where it is unknown.
+        decode_tokens_per_s: (N_last - N_first) / (t_last - t_first), by the tokens that had arrived
+            at these times. With usage at the end only: the difference in tokens of a long and a
+            short request, over the difference of their durations.
+        no_decode_speed: why there is no decode speed; None where there is one.
+        token_ms: times of single tokens, of all runs; the time of a token is its share of the gap
+            before it.
+        gap_ms: times between arrivals of tokens, of all runs.
+        text_sha256: hashes of the generated texts, if every run had the same prompt.
+        fields: fields beyond OpenAI's that the server took.
         versions, commit, command, date: as in `DecodeRow`.
-        server_tokens_per_s: decode speed by the server's own clock (`timings`), where it tells.
-        streamed_bytes_per_token: as in `DecodeRow`; from the configuration that was given.
-        bandwidth_gb_per_s: of all its GPUs, from the result file that was given for one, or by the
-            server's timings.
-        mbu: as in `DecodeRow`, at one token a step: a server that speculates may be above 1.
-        mbu_by: 'what was given', or 'the server', whose timings told it; None without.
+        server_tokens_per_s: decode speed by the server's own clock (`timings`); None without one.
+        streamed_bytes_per_token: as in `DecodeRow`, from the configuration that was given.
+        bandwidth_gb_per_s: read bandwidth of all GPUs of the server, from the result file that was
+            given for one GPU, or from the server's timings.
+        mbu: as in `DecodeRow`, for one token a step; a server that speculates may be above 1.
+        mbu_by: where mbu comes from: 'what was given', or 'the server' for its timings; None
+            without mbu.
     """
 
     bench: str
@@ -343,7 +352,8 @@ class Turn:
     """One step of an agent's loop, medians over loops.
 
     Attributes:
-        prompt_tokens, cached_tokens, new_tokens: by usage; None where the server does not tell.
+        prompt_tokens, cached_tokens, new_tokens: number of these tokens by usage; None where the
+            server does not tell.
         step_ms: request sent → end of the answer.
         ttft_ms: request sent → first token; None as in `AgentRow`.
         decode_tokens_per_s: as in `ServeRow`; None as in `AgentRow`.
@@ -364,24 +374,27 @@ class AgentRow:
     Attributes:
         bench: 'agent'.
         engine, url, api, shape: as in `ServeRow`.
-        turns: steps of a loop.
-        asked_prompt_tokens: length of the first prompt, by about four characters a token.
-        tool_tokens: so much a tool's result adds to the next prompt, likewise.
-        max_tokens: of an answer.
-        runs: loops that count, after one that does not; each begins with another first line.
-        counting: how tokens are counted, as in `ServeRow`.
-        loop_s: all steps of a loop, without the time between them.
-        step_ms: of all steps of all loops: request sent → end of the answer.
-        mean_step_ms: of the same, their mean.
-        ttft_ms: of the same; None where tokens are not counted on their way.
-        decode_tokens_per_s: medians of loops; None where a step has none, or tokens are not counted
-            on their way.
+        turns: number of steps in a loop.
+        asked_prompt_tokens: length of the first prompt, at about four characters a token.
+        tool_tokens: length that a tool's result adds to the next prompt, likewise.
+        max_tokens: limit for the tokens of an answer.
+        runs: number of timed loops, after one that is not timed; each begins with another first
+            line.
+        counting: how the server counted tokens, as in `ServeRow`.
+        loop_s: time of all steps of a loop, without the time between steps.
+        step_ms: request sent → end of the answer, for all steps of all loops.
+        mean_step_ms: mean of the same times.
+        ttft_ms: request sent → first token, for the same steps; None where tokens are not counted
+            as they arrive.
+        decode_tokens_per_s: each loop's median over its steps; None where a step has no speed, or
+            tokens are not counted as they arrive.
         by_turn: each step of the loop.
         machine_cost_per_step: mean_step_ms / 1000 · price_per_hour / 3600 / utilisation.
         price_per_hour, utilisation: as given.
-        api_cost_per_step: of the same tokens by api_prices, mean; None where they are not counted.
-        api_prices: as given, for a million prompt, cached and new tokens.
-        fields: beyond OpenAI's, that the server took.
+        api_cost_per_step: mean cost of a step's tokens by api_prices; None where tokens are not
+            counted.
+        api_prices: as given, for a million prompt tokens, cached tokens and new tokens.
+        fields: fields beyond OpenAI's that the server took.
         versions, commit, command, date: as in `DecodeRow`.
     """
 
@@ -420,11 +433,11 @@ class BandwidthRow:
 
     Attributes:
         bench: 'bandwidth'.
-        device: name of the processor, with cores in use.
+        device: name of the processor, with the cores in use.
         gpus: 1, or 0 for a CPU.
-        gb_per_s: of all readings.
-        method: what was read, and by what.
-        runs: readings.
+        gb_per_s: read bandwidth, over all readings.
+        method: what was read, and by which code.
+        runs: number of readings.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
         others_cores: as in `DecodeRow`.
@@ -446,37 +459,42 @@ class BandwidthRow:
 
 @dataclass(frozen=True, slots=True)
 class NeighboursRow:
-    """What a client saw of its stream while another one's request was beside it.
+    """What a client saw of its stream while another client's request was beside it.
 
     Attributes:
         bench: 'neighbours'.
         engine, url, api, shape: as in `ServeRow`.
         neighbour: kind of the other request; 'none' for the stream alone.
-        neighbour_bytes: of its body.
-        prompt_tokens: of the stream, by usage; None without.
-        max_tokens: of the stream.
-        runs: neighbours, one after the other.
-        streams: read meanwhile, at least one a run, and more until the neighbour had its answer.
+        neighbour_bytes: size of the neighbour's body.
+        prompt_tokens: prompt tokens of the stream, by usage; None without usage.
+        max_tokens: limit for the stream's new tokens.
+        runs: number of neighbours, one after the other.
+        streams: number of streams that were read: in each run one, and more until the neighbour had
+            its answer.
         counting: as in `ServeRow`.
-        ttft_ms: of these streams; None where none was read to its end.
-        decode_tokens_per_s: of these streams, as in `ServeRow`; None where one cannot be counted.
-        share_of_alone: the median of these speeds over that of the stream alone; None without one.
-        gap_ms: between instants at which tokens came, of all these streams.
-        same_text: every text is that of the first stream, which was read before all others.
-        text_sha256: of that text.
-        stream_errors: why streams broke, of those that did.
-        neighbour_statuses: status of each reply, or why there was none.
-        neighbour_s: from sending the request to the end of its reply; None without a neighbour.
-        health_ms: times of GET /health meanwhile, asked for twenty times a second.
-        health_statuses: all that were seen, or why there was none.
-        process: of the server, whose memory was read with that of all its descendants, every 20 ms;
-            None where none was named.
-        memory_before_bytes, memory_peak_bytes, memory_after_bytes: what they had taken before the
-            first neighbour, at most, and one second after the last; pages that they share count
-            once, and mapped files do not count.
-        memory_per_body_byte: by how much the peak exceeds what was taken before, over
-            neighbour_bytes; None without a process, or for bodies below a megabyte.
-        fields: beyond OpenAI's, that the server took.
+        ttft_ms: request sent → first token, for these streams; None if none was read to its end.
+        decode_tokens_per_s: decode speed of these streams, as in `ServeRow`; None if one of them
+            cannot be counted.
+        share_of_alone: median of these speeds over the median speed of the stream alone; None
+            without one of the two.
+        gap_ms: times between arrivals of tokens, of all these streams.
+        same_text: whether every stream had the text of the first stream, which was read before all
+            others.
+        text_sha256: hash of the first stream's text.
+        stream_errors: for each stream that broke, the reason.
+        neighbour_statuses: status of each reply to a neighbour, or why there was no reply.
+        neighbour_s: neighbour's request sent → end of its reply; None without a neighbour.
+        health_ms: times of GET /health during the runs, asked twenty times a second.
+        health_statuses: all statuses that /health gave, or why it gave none.
+        process: process of the server; its memory, with that of all its descendants, was read every
+            20 ms. None where no process was named.
+        memory_before_bytes: memory of these processes before the first neighbour. Pages that they
+            share count once; mapped files do not count.
+        memory_peak_bytes: the most that they had taken, counted likewise.
+        memory_after_bytes: their memory one second after the last neighbour, counted likewise.
+        memory_per_body_byte: (memory_peak_bytes - memory_before_bytes) / neighbour_bytes; None
+            without a process, or for bodies below a megabyte.
+        fields: fields beyond OpenAI's that the server took.
         versions, commit, command, date: as in `DecodeRow`.
     """
 
@@ -517,22 +535,23 @@ class NeighboursRow:
 
 @dataclass(frozen=True, slots=True)
 class RivalRow:
-    """What one request gets from another engine, which was asked in its own process.
+    """What one request gets from another engine, asked in its own process.
 
     Attributes:
         bench: 'rival'.
-        engine, version: who was measured.
+        engine: name of the engine.
+        version: version of the engine.
         shape: name of the model; its weights are random.
-        weights: how they are stored: 'bf16', 'fp8' or 'int4'.
+        weights: how weights are stored: 'bf16', 'fp8' or 'int4'.
         device: name of the GPU.
-        prompt_tokens, new_tokens: per run.
+        prompt_tokens, new_tokens: number of these tokens in each run.
         runs: timed runs after a warm-up.
         ttft_ms: request handed to the engine → first token.
-        decode_tokens_per_s: (N - 1) / (time of last - time of first token).
+        decode_tokens_per_s: (N - 1) / (time of the last token - time of the first token).
         conditions: the engine's settings, in words.
-        versions: of Python and the libraries that matter.
-        command: as typed.
-        date: UTC.
+        versions: versions of Python and of the libraries that matter.
+        command: the command, as typed.
+        date: date and time, in UTC.
     """
 
     bench: str
