@@ -18,6 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, instead of skip, where a test's GPUs are absent: green then means run",
     )
+    parser.addoption(
+        "--record-code-sizes",
+        action="store_true",
+        help="write what the decode kernel's code takes, instead of comparing it",
+    )
+    parser.addoption(
+        "--record-bits",
+        action="store_true",
+        help="write hashes of what the decode kernel makes, instead of comparing them",
+    )
     parser.addoption("--chaos-seed", help="what hostile clients do, as a failed test named it")
     parser.addoption(
         "--chaos-seconds", type=float, default=180, help="how long the long form lets them"

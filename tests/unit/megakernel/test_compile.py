@@ -5,10 +5,16 @@ every head dimension, biases, norms of q and k, windows, layers without rope, ti
 both 16-bit types, several groups of tiles. On Hopper all of it; on the other architectures each
 family that the kernel supports, its variants in turn, and all of it as `slow`. Shapes of public
 models are `slow`, too, but for those of the README on an H200.
+
+What Hopper's code takes (registers, instructions, bytes) is compared with `code_sizes.json`: code
+that runs once a layer costs time by its length, which no other test without a GPU sees. A change
+that means to change code writes the file anew and shows the difference:
+
+    pytest tests/unit/megakernel/test_compile.py --record-code-sizes -m "slow or not slow"
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +32,9 @@ from soloist.megakernel.plan import MAX_COLUMNS, THREADS, Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config
+from unit.megakernel import code_sizes
 from unit.megakernel.assembly import assembly
+from unit.megakernel.code_sizes import CodeSize
 from unit.model.configurations import MISTRAL_7B, QWEN25_05B, SMOLLM3_3B, written
 
 pytestmark = pytest.mark.skipif(
@@ -62,10 +70,19 @@ def compiled(plan: Plan, build: Build) -> Cubin:
     return compile_source(Source("kernels/decode.cu", header(plan, build)), plan.gpu.arch)
 
 
-def require_sound(plan: Plan, build: Build = RUNNING) -> None:
-    cubin = compiled(plan, build)
-    resources = require_clean(cubin, "decode", plan.shared_bytes, plan.gpu.shared_bytes)
-    assert resources.registers * THREADS <= REGISTERS
+@pytest.fixture
+def require_sound(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compile; nothing may spill, all must fit, and code for Hopper be as long as recorded."""
+
+    def require(plan: Plan, build: Build = RUNNING) -> None:
+        cubin = compiled(plan, build)
+        resources = require_clean(cubin, "decode", plan.shared_bytes, plan.gpu.shared_bytes)
+        assert resources.registers * THREADS <= REGISTERS
+        if plan.gpu.arch == "sm_90a":
+            found = CodeSize.of(cubin, "decode")
+            code_sizes.compare(request.node.name, found, request.config)
+
+    return require
 
 
 def test_every_supported_family_is_compiled() -> None:
@@ -87,22 +104,22 @@ def families() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "arch"), list(families()))
-def test_families_compile_cleanly(name: str, arch: str, tmp_path: Path) -> None:
+def test_families_compile_cleanly(name: str, arch: str, tmp_path: Path, require_sound) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
 @pytest.mark.parametrize("arch", GPUS)
-def test_etude_compiles_cleanly(arch: str) -> None:
+def test_etude_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_etude_compiles_with_sampling(arch: str) -> None:
+def test_etude_compiles_with_sampling(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(samples=True))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_one_column_compiles_cleanly(arch: str) -> None:
+def test_one_column_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(columns=1))
 
 
@@ -129,12 +146,12 @@ def test_builds_for_looking_inside_compile(build: Build) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
-def test_fp16_compiles_cleanly(arch: str) -> None:
+def test_fp16_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.FP16, TYPICAL[arch]))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path) -> None:
+def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_sound) -> None:
     config = configured("llama-one-kv-head-128", tmp_path)
     plan = make_plan(config, Dtype.BF16, replace(GPUS[arch], num_sms=8))
     assert plan.gate_up.matrix.max_tiles > plan.gate_up.group_tiles
@@ -142,24 +159,24 @@ def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_shapes_compile_cleanly(name: str) -> None:
+def test_public_shapes_compile_cleanly(name: str, require_sound) -> None:
     require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", ["qwen3-norms-128", "llama-untied-biases-32"])
-def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
+def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path, require_sound) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks))
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
-def test_public_shapes_on_ranks_compile_cleanly(samples: bool) -> None:
+def test_public_shapes_on_ranks_compile_cleanly(samples: bool, require_sound) -> None:
     plan = make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], 8)
     require_sound(plan, Build(samples=samples))
 
 
 @pytest.mark.parametrize("name", ["etude", "laneformer"])
-def test_a_rank_that_is_alone_compiles_cleanly(name: str) -> None:
+def test_a_rank_that_is_alone_compiles_cleanly(name: str, require_sound) -> None:
     config = etude() if name == "etude" else read_config(LANEFORMER)
     plan = make_plan(config, Dtype.FP16, TYPICAL["sm_90a"], 8)
     require_sound(plan, Build(columns=1, alone=True))
@@ -170,7 +187,7 @@ def test_a_rank_that_is_alone_compiles_cleanly(name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_shapes_on_ranks_compile_cleanly(
-    name: str, ranks: int, samples: bool, tmp_path: Path
+    name: str, ranks: int, samples: bool, tmp_path: Path, require_sound
 ) -> None:
     plan = make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks)
     require_sound(plan, Build(samples=samples))
@@ -189,26 +206,26 @@ LANES = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), LANES)
-def test_lanes_compile_cleanly(name: str, ranks: int, tmp_path: Path) -> None:
+def test_lanes_compile_cleanly(name: str, ranks: int, tmp_path: Path, require_sound) -> None:
     require_sound(lane_models.configured(name, tmp_path, ranks)[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_laneformer_compiles_cleanly(ranks: int) -> None:
+def test_laneformer_compiles_cleanly(ranks: int, require_sound) -> None:
     plan = make_plan(read_config(LANEFORMER), Dtype.FP16, TYPICAL["sm_90a"], ranks)
     require_sound(plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_lanes_compile_with_sampling(ranks: int) -> None:
+def test_lanes_compile_with_sampling(ranks: int, require_sound) -> None:
     plan = make_plan(read_config(LANEFORMER), Dtype.BF16, TYPICAL["sm_90a"], ranks)
     require_sound(plan, Build(samples=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", GPUS)
-def test_laneformer_on_eight_ranks_of_every_architecture(arch: str) -> None:
+def test_laneformer_on_eight_ranks_of_every_architecture(arch: str, require_sound) -> None:
     require_sound(make_plan(read_config(LANEFORMER), Dtype.FP16, GPUS[arch], 8))
 
 
@@ -216,7 +233,9 @@ def test_laneformer_on_eight_ranks_of_every_architecture(arch: str) -> None:
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("arch", GPUS)
 @pytest.mark.parametrize("name", LARGE)
-def test_large_shapes_compile_cleanly(name: str, arch: str, samples: bool, tmp_path: Path) -> None:
+def test_large_shapes_compile_cleanly(
+    name: str, arch: str, samples: bool, tmp_path: Path, require_sound
+) -> None:
     plan = make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch])
     require_sound(plan, Build(samples=samples))
 
@@ -224,7 +243,7 @@ def test_large_shapes_compile_cleanly(name: str, arch: str, samples: bool, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "num_sms"), SMALLER, ids=[f"{a}-{n}" for a, n in SMALLER])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
-def test_large_shapes_on_smaller_chips(name: str, arch: str, num_sms: int) -> None:
+def test_large_shapes_on_smaller_chips(name: str, arch: str, num_sms: int, require_sound) -> None:
     gpu = replace(TYPICAL[arch], num_sms=num_sms)
     require_sound(make_plan(read_config(SHAPES[name]), Dtype.BF16, gpu))
 

@@ -28,7 +28,7 @@ def test_the_message_names_everything() -> None:
     message = KernelStuck(f.where, f.needs, f.seen).message
     for fact in (
         "block 7 on SM 93", "round 5", "layer 11", "phase attention", "q, k and v",
-        "round 5, layer 12", "40 copies", "37 landed", "30 were read",
+        "round 5, layer 12", "40 copies", "37 have landed", "30 were read",
     ):  # fmt: skip
         assert fact in message
 
@@ -62,7 +62,7 @@ def test_a_rank_that_said_nothing_is_who_was_waited_for() -> None:
     found = RanksFault({0: lacking(1), 1: None}, [3, 3])
     assert found.where.startswith("rank 0 on GPU 3")
     assert found.needs == "partial sums or choices of rank 1"
-    assert found.seen.endswith("rank 1 on GPU 3 said nothing")
+    assert found.seen.endswith("rank 1 on GPU 3 reported nothing")
 
 
 def test_a_rank_that_lacks_its_own_sums_waits_for_its_own_blocks() -> None:
