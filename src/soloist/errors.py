@@ -63,7 +63,7 @@ class DeviceError(SoloistError):
 
 
 class Unavailable(SoloistError):
-    """The engine takes no request now; another time or another place may."""
+    """The engine takes no request now; a later request, or another server, may succeed."""
 
     exit_status = 3
 
@@ -81,7 +81,8 @@ class MissingField(ConfigError):
     def __init__(self, file: str, field: str, expected: str) -> None:
         super().__init__(
             f"{file} has no field '{field}' (expected {expected})",
-            "the checkpoint is incomplete or older than its format; take the file from its source",
+            "the checkpoint is incomplete or in an older format; download the file again, or use a "
+            "newer checkpoint",
         )
         self.field = field
 
@@ -92,7 +93,7 @@ class WrongType(ConfigError):
     def __init__(self, file: str, field: str, value: object, expected: str) -> None:
         super().__init__(
             f"{file}: field '{field}' is {value!r}, expected {expected}",
-            "correct the file, or take it from the checkpoint's source",
+            "correct the file, or download it again",
         )
         self.field = field
 
@@ -104,8 +105,8 @@ class UnsupportedField(ConfigError):
         super().__init__(
             f"{file}: field '{field}' is {_short(value)}, which the family '{family}' does not "
             f"implement (allowed: {allowed})",
-            "ignoring it would change the model's output; use a checkpoint without it, or add it "
-            "to the family (docs/adding-a-model.md)",
+            "ignoring the field would change the model's output; use a checkpoint without it, or "
+            "implement it in the family (docs/adding-a-model.md)",
         )
         self.field = field
 
@@ -117,7 +118,7 @@ class UnknownFamily(ConfigError):
         super().__init__(
             f"{file}: model_type '{model_type}' is not supported "
             f"(supported: {', '.join(sorted(supported))})",
-            "docs/adding-a-model.md tells how to add a family",
+            "use a model of a supported family, or add the family (docs/adding-a-model.md)",
         )
         self.model_type = model_type
 
@@ -134,8 +135,8 @@ class ModelNotFound(CheckpointError):
 
     def __init__(self, given: str, shipped: Iterable[str]) -> None:
         super().__init__(
-            f"no model '{given}': it is no folder on this machine, no hub id of the form "
-            f"'owner/name', and not one that ships with Soloist ({', '.join(sorted(shipped))})",
+            f"no model '{given}': it is neither a folder on this machine, nor a hub id of the form "
+            f"'owner/name', nor shipped with Soloist ({', '.join(sorted(shipped))})",
             "check the path, or give a folder that holds config.json and *.safetensors",
         )
 
@@ -159,7 +160,7 @@ class TruncatedFile(CheckpointError):
     def __init__(self, file: str, detail: str) -> None:
         super().__init__(
             f"{file} is damaged: {detail}",
-            "the download or copy was probably cut off; fetch this file again",
+            "the download or copy was probably cut off; download this file again",
         )
 
 
@@ -170,7 +171,8 @@ class MissingTensor(CheckpointError):
         super().__init__(
             f"{folder} lacks {len(names)} tensor{'s' * (len(names) > 1)} that config.json calls "
             f"for: {_listed(names)}",
-            "config.json and the weights are from different models, or a shard is missing",
+            "config.json and the weights are from different models, or a shard is missing; "
+            "download the model again",
         )
 
 
@@ -181,8 +183,8 @@ class UnexpectedTensor(CheckpointError):
         super().__init__(
             f"{folder} holds {len(names)} tensor{'s' * (len(names) > 1)} that config.json does not "
             f"account for: {_listed(names)}",
-            "leaving them out would change the model's output; check that config.json belongs to "
-            "these weights",
+            "ignoring these tensors would change the model's output; check that config.json "
+            "belongs to these weights",
         )
 
 
@@ -192,7 +194,7 @@ class WrongShape(CheckpointError):
     def __init__(self, tensor: str, seen: Sequence[int], wanted: Sequence[int]) -> None:
         super().__init__(
             f"tensor '{tensor}' has shape {list(seen)}, config.json calls for {list(wanted)}",
-            "config.json and the weights are from different models",
+            "config.json and the weights are from different models; take both from one checkpoint",
         )
 
 
@@ -202,7 +204,7 @@ class NotFinite(CheckpointError):
     def __init__(self, tensor: str, count: int, total: int) -> None:
         super().__init__(
             f"tensor '{tensor}' holds {count:,} NaN or infinite values among {total:,}",
-            "the file is damaged or its conversion overflowed; fetch or convert it again",
+            "the file is damaged or its conversion overflowed; download or convert the file again",
         )
 
 
@@ -256,8 +258,8 @@ class PromptTooLong(RequestError):
         fits = context_tokens - (new_tokens if new_tokens < context_tokens else 1)
         count = f"at least {prompt_tokens:,}" if is_least else f"{prompt_tokens:,}"
         super().__init__(
-            f"the prompt has {count} tokens and {new_tokens:,} new ones were asked for, "
-            f"but the context holds {context_tokens:,}; nothing was cut",
+            f"the prompt has {count} tokens and the request asks for {new_tokens:,} new tokens, "
+            f"but the context holds {context_tokens:,}; the prompt was not truncated",
             f"ask for at most {room:,} new tokens"
             if room > 0
             else f"shorten the prompt to at most {fits:,} tokens, or raise --context "
@@ -283,39 +285,40 @@ class BadTokenId(RequestError):
     def __init__(self, field: str, token_id: int, vocab_size: int) -> None:
         super().__init__(
             f"{field}: token id {token_id} is outside the vocabulary (0 … {vocab_size - 1})",
-            "token ids belong to one tokenizer; check that these come from this model's",
+            "each tokenizer has its own ids; use the ids of this model's tokenizer",
         )
         self.field = field
 
 
 class BadLogits(RequestError):
-    """No token can be chosen: the best score is NaN or infinite."""
+    """No token can be chosen: the largest logit is NaN or infinite."""
 
     def __init__(self, position: int, best: float) -> None:
         super().__init__(
-            f"the best score for position {position} is {best} (allowed: any finite number); "
+            f"the largest logit for position {position} is {best} (allowed: any finite number); "
             "no token can be chosen",
-            "the model's activations overflowed, or logit_bias and min_tokens left no token",
+            "the model's activations overflowed, or logit_bias and min_tokens exclude every token",
         )
 
 
 class BadGrammar(RequestError):
-    """A schema, pattern or grammar that an answer should have the form of, and that is none."""
+    """A schema, pattern or grammar for the answer that is invalid or not supported."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"it cannot be made a grammar: {reason}",
-            "simplify it, or leave it out; docs/structured-output.md says what schemas may hold",
+            f"the schema, pattern or grammar cannot be compiled: {reason}",
+            "simplify it or leave it out; docs/structured-output.md says what is supported",
         )
 
 
 class GrammarFailed(RequestError):
-    """An answer that was to have a certain form came to where it cannot."""
+    """An answer can no longer match its schema or grammar."""
 
     def __init__(self, num_tokens: int, reason: str) -> None:
         super().__init__(
-            f"after {num_tokens} tokens the answer cannot get the form asked for: {reason}",
-            "widen the schema or grammar, or leave out stop tokens that it needs",
+            f"after {num_tokens} tokens the answer can no longer match the schema or "
+            f"grammar: {reason}",
+            "loosen the schema or grammar, or remove stop tokens that it needs",
         )
         self.num_tokens, self.reason = num_tokens, reason
 
@@ -323,25 +326,25 @@ class GrammarFailed(RequestError):
 class StepFailed(RequestError):
     """A step of the engine failed on the host's side; other requests go on.
 
-    The cause may tell of another request that shared the step: only its kind is told.
+    The message names only the type of the cause: its text may hold data of another request.
     """
 
     def __init__(self, step: str, cause: BaseException) -> None:
         super().__init__(
-            f"{step} failed: {type(cause).__name__}; this request was given up, the engine goes on",
-            "try again; if it fails in the same way, report what the server's log says of it",
+            f"{step} failed: {type(cause).__name__}; this request was aborted, the engine runs on",
+            "try again; if the request fails again, report the error from the server's log",
         )
         self.step = step
 
 
 class QueueFull(Unavailable):
-    """As many requests wait as may."""
+    """The queue holds as many requests as it may."""
 
     def __init__(self, num_columns: int, most_waiting: int, retry_s: float) -> None:
         super().__init__(
-            f"the queue is full: as many requests wait as may ({most_waiting}, beside "
-            f"{num_columns} that run); this one was not taken",
-            f"try again in about {retry_s:.0f} s, or start the server with a longer --queue",
+            f"the queue is full (allowed: {most_waiting} waiting requests beside {num_columns} "
+            "running ones); this request was not accepted",
+            f"try again in about {retry_s:.0f} s, or start the server with a larger --queue",
         )
         self.retry_s = retry_s
 
@@ -351,18 +354,19 @@ class ShuttingDown(Unavailable):
 
     def __init__(self) -> None:
         super().__init__(
-            "the server is shutting down and takes no further requests", "ask another server"
+            "the server is shutting down and accepts no more requests",
+            "send the request to another server, or try again after a restart",
         )
 
 
 class PreparationFailed(Unavailable):
-    """The process that reads requests does not run."""
+    """The process that parses and tokenizes requests does not run."""
 
     def __init__(self, status: int | None) -> None:
         told = "did not answer" if status is None else f"ended with status {status}"
         super().__init__(
-            f"the process that reads requests {told}",
-            "try again; if it stays so, the server's log says more, and memory may be short",
+            f"the process that parses and tokenizes requests {told}",
+            "try again; if it fails again, read the server's log, and check that memory is free",
         )
 
 
@@ -374,7 +378,7 @@ class EngineStopped(Unavailable):
         hint = cause.hint if isinstance(cause, SoloistError) else ""
         super().__init__(
             told if isinstance(cause, EngineStopped) else f"the engine stopped: {told}",
-            hint or "start the server again; its log says more",
+            hint or "restart the server; its log has the details",
         )
 
 
@@ -422,8 +426,7 @@ class DoesNotFit(DeviceError):
     ) -> None:
         super().__init__(
             f"{what} does not fit: it needs {gigabytes(needed_bytes)} on {where}, "
-            f"{gigabytes(needed_bytes - memory_bytes)} more than the {gigabytes(memory_bytes)} "
-            "there are",
+            f"{gigabytes(needed_bytes - memory_bytes)} more than a GPU's {gigabytes(memory_bytes)}",
             fits,
         )
 
@@ -444,7 +447,7 @@ class DeviceMissing(DeviceError):
     def __init__(self, given: str, available: Iterable[str], hint: str = "") -> None:
         super().__init__(
             f"device '{given}' is not available here (available: {', '.join(available)})",
-            hint or "leave --device out to take the best one",
+            hint or "leave --device out to use the best available one",
         )
 
 
@@ -462,8 +465,8 @@ class CompileError(DeviceError):
         quoted = "\n\n" + textwrap.indent(log, "    ") if log else ""
         super().__init__(
             f"{what}: {reason}{quoted}",
-            "the kernels are a part of Soloist, so this is its fault or that of an untried "
-            "compiler version; report it with the lines above",
+            "this is a bug in Soloist's kernels, or in an untested compiler version; report it "
+            "with the lines above",
         )
 
 
@@ -473,7 +476,7 @@ class BadInclude(DeviceError):
     def __init__(self, includer: str, target: str, reason: str) -> None:
         super().__init__(
             f"{includer} names {target}: {reason}",
-            'write #include "folder/file.cuh", counted from the root of the CUDA sources',
+            'write #include "folder/file.cuh", relative to the root of the CUDA sources',
         )
 
 
@@ -484,8 +487,8 @@ class LaunchError(DeviceError):
         super().__init__(
             f"{what} failed: {reason}",
             hint
-            or "the failure of an earlier kernel shows here as well; where a new process fails in "
-            "the same way, update the display driver",
+            or "an earlier kernel may have caused this error; if a new process fails in the same "
+            "way, update the NVIDIA driver",
         )
 
 
@@ -505,8 +508,10 @@ class GpusMissing(DeviceError):
 
     def __init__(self, given: int, present: list[int]) -> None:
         super().__init__(
-            f"{given} GPUs were asked for and this machine has {len(present)} of one kind",
-            f"--gpus auto takes those there are: {present}" if present else "leave --gpus out",
+            f"{given} GPUs were requested, but this machine has {len(present)} of the same model",
+            f"use --gpus auto, which chooses among GPUs {present}"
+            if present
+            else "leave --gpus out",
         )
 
 
@@ -514,10 +519,12 @@ class RanksUnsupported(DeviceError):
     """A model cannot be spread over so many GPUs."""
 
     def __init__(self, given: int, reason: str, fine: list[int]) -> None:
-        counts = ", ".join(map(str, fine)) or "none: only the reference runs this model"
+        counts = (
+            ", ".join(map(str, fine)) or "none: only the reference implementation runs this model"
+        )
         super().__init__(
             f"this model cannot run on {given} GPUs: {reason} (it can run on: {counts})",
-            f"take --gpus {fine[-1]}" if fine else "leave --gpus out",
+            f"use --gpus {fine[-1]}" if fine else "leave --gpus out",
         )
 
 
@@ -527,8 +534,8 @@ class NoPeerAccess(DeviceError):
     def __init__(self, given: list[int], group: list[int]) -> None:
         super().__init__(
             f"GPUs {given} do not all have access to each other's memory "
-            f"(the largest group that has: {group})",
-            f"use {len(group)} of them; nvidia-smi topo -p2p r shows who reaches whom",
+            f"(the largest group that does: {group})",
+            f"use {len(group)} GPUs; `nvidia-smi topo -p2p r` shows which GPUs have access",
         )
 
 
@@ -543,48 +550,47 @@ class ShapeUnsupported(DeviceError):
 
 
 class KernelStuck(DeviceError):
-    """A block of the decode kernel got nowhere for seconds; the GPU's context is lost."""
+    """A block of the decode kernel made no progress for seconds; the GPU's context is lost."""
 
     def __init__(self, where: str, needs: str, seen: str) -> None:
         super().__init__(
             f"the decode kernel is stuck: {where} waits for {needs}; seen: {seen}",
-            "start again; please report this message, it is a fault of the kernel",
+            "restart, and please report this message: it is a bug in the kernel",
         )
 
 
 class RoomLost(DeviceError):
-    """What a request had on the device could not be given back, or not all of it was."""
+    """A request has ended, but not all of its device memory could be freed."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(
-            f"the engine's books do not balance after a request has ended: {cause!r}",
-            "start again; please report this message, it is a fault of the engine",
+            f"the engine could not free all memory of a request that ended: {cause!r}",
+            "restart, and please report this message: it is a bug in the engine",
         )
 
 
 class Stalled(DeviceError):
-    """The engine's thread got nowhere for as long as the operator allows."""
+    """The engine's thread made no progress for as long as the operator allows."""
 
     exit_status = 4
 
     def __init__(self, age_s: float, step: str) -> None:
         super().__init__(
-            f"the engine is stuck: nothing has moved for {age_s:.0f} s, in {step}",
-            "start the server again; on a machine where a step takes so long, raise "
+            f"the engine is stuck: no progress for {age_s:.0f} s while {step}",
+            "restart the server; if a step may take this long on your machine, raise "
             "--stall-timeout",
         )
 
 
 class EndForced(DeviceError):
-    """The server was told to end, and did not within its bound."""
+    """The server was to shut down, and did not within its time limit."""
 
     exit_status = 5
 
     def __init__(self, bound_s: float) -> None:
         super().__init__(
-            f"the server was told to end and could not by itself within {bound_s:.1f} s; it was "
-            "ended by force",
-            "the threads below show what held it up",
+            f"the server did not shut down within {bound_s:.1f} s; its process was ended by force",
+            "the stack traces below show what each thread was doing",
         )
 
 
@@ -593,10 +599,10 @@ class RunFailed(DeviceError):
 
     def __init__(self, told: str) -> None:
         message, _, hint = told.strip().partition("\n\nhint: ")
-        reason = message.rpartition("error: ")[2] or "it said nothing"
+        reason = message.rpartition("error: ")[2] or "it printed no error"
         super().__init__(
-            f"soloist run failed in a process of its own: {reason}",
-            hint or "run the same model with soloist run to see more",
+            f"soloist run, started in a separate process, failed: {reason}",
+            hint or "run the same model with soloist run to see the full output",
         )
 
 
@@ -615,7 +621,7 @@ class BitsDiffer(DeviceError):
     def __init__(self, what: str, where: str) -> None:
         super().__init__(
             f"{what} differ at {where}; their bits must be the same",
-            "please report this message, it is a fault of the kernel",
+            "please report this message: it is a bug in the kernel",
         )
 
 

@@ -48,7 +48,7 @@ def is_tried(script: Path, cwd: Path, **variables: str) -> None:
         f"soloist {soloist.__version__}"
     )
     text = done(
-        script, "run", "etude", "--device", "cpu", "--prompt", "def add(a, b):", "--max-tokens", "8",
+        script, "run", "etude", "--device", "cpu", "--prompt", "def add(a, b):", "-n", "8",
         cwd=cwd, **variables,
     )  # fmt: skip
     assert text.strip()

@@ -160,12 +160,12 @@ def test_tokenizer_missing(soloist, etude):
 
 def test_prompt_longer_than_the_context(soloist):
     outcome = soloist("run", "etude-draft", "--prompt", "x = 1\n" * 40, "--context", 50, "-n", 1)
-    assert_refused(outcome, "context holds 50", "nothing was cut")
+    assert_refused(outcome, "context holds 50", "not truncated")
 
 
 def test_more_new_tokens_than_room(soloist):
     outcome = soloist("run", "etude-draft", "--prompt", "x = 1", "--context", 50, "-n", 60)
-    assert_refused(outcome, "60 new ones", "at most")
+    assert_refused(outcome, "60 new tokens", "at most")
 
 
 def test_empty_prompt(soloist):
@@ -275,7 +275,7 @@ def test_what_needs_a_gpu_without_one(soloist, command, otherwise, device):
         (("etude", "--from", "a.json"), ("MODEL", "--from")),
         (("--from", "a.json", "--round", 4), ("--round", "--from")),
         (("--from", "nowhere.json"), ("nowhere.json", "soloist trace MODEL")),
-        (("--from", SHAPE), ("config.json", "no trace")),
+        (("--from", SHAPE), ("config.json", "not a trace")),
         (("etude", "--shape", SHAPE), ("MODEL", "--shape")),
         (("--context", 100), ("--context", "--shape")),
         (("--ablations", "--picture", "x.svg"), ("--picture", "--ablations")),

@@ -19,7 +19,7 @@ def test_etude_on_h200_waits_for_exchanges(soloist):
         assert words in done.out
     assert "4.44 TB/s read" in done.out
     assert "int4" not in done.out.split("assumed:")[0]  # 320 values are no groups of 128
-    assert "left out: int4, whose scales are for 128 weights" in done.out
+    assert "left out: int4, with a scale for 128 weights" in done.out
 
 
 def test_a_configuration_as_json(soloist):
@@ -58,7 +58,7 @@ def test_a_model_too_large_is_refused_with_what_fits(soloist):
         "--gpus", 1, "--precision", "bf16", "--context", 131072,
     )  # fmt: skip
     assert done.status == 3
-    assert "9.54 GB more than the 24 GB" in done.err
+    assert "9.54 GB more than a GPU's 24 GB" in done.err
     assert "fp16/bf16 on 2 GPUs" in done.err
 
 
@@ -90,7 +90,7 @@ def test_costs_show_their_arithmetic(soloist):
 def test_speculation_is_assumed_unless_told(soloist):
     options = ("plan", "--config", SHAPES / "llama-3.1-8b.json", "--hardware", "H200")
     done = soloist(*options, "--gpus", 1, "--precision", "bf16")
-    assert "each stands with a = 30% where those before it do (assumed" in done.out
+    assert "each is accepted with probability a = 30% if all before it are (assumed" in done.out
     drafting = ("--draft", SHAPES / "llama-3.2-1b.json", "--drafts", 3, "--acceptance", 0.8)
     facts = json.loads(soloist(*options, *drafting, "--json").out)
     speculation, row = facts["speculation"], facts["rows"][0]
@@ -109,7 +109,11 @@ def test_a_mixture_of_experts(soloist, tmp_path):
     file.write_text(json.dumps(QWEN3_30B_A3B))
     done = soloist("plan", "--config", file, "--hardware", "H200")
     assert done.status == 0, done.err
-    for words in ("30.5 B parameters (3.35 B for a token)", "no: no experts", "8 of 128 each"):
+    for words in (
+        "30.5 B parameters (3.35 B for a token)",
+        "no: no experts",
+        "its own 8 of 128 experts",
+    ):
         assert words in done.out
 
 

@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
     ),
     "neighbours": (
         replace(SMALL, rope=replace(SMALL.rope, interleaved=True)), Dtype.BF16,
-        "rope that turns neighbours", "rope that turns halves",
+        "interleaved rope", "rope that is not interleaved",
     ),
     "fp32": (SMALL, Dtype.FP32, "fp32 weights", "bf16 or fp16"),
     "head_dim": (shaped((64, 96, 1, 4, 2, 48, 99)), Dtype.BF16, "head_dim 48", "32, 64, 96, 128"),

@@ -409,7 +409,7 @@ async def generating(c: Client) -> None:
     if reply.status == 200 and body.get("stream"):
         ends = (
             b"[DONE]", b"response.completed", b"response.incomplete", b"message_stop",
-            b"the answer cannot get the form asked for",
+            b"the answer can no longer match the schema or grammar",
         )  # fmt: skip
         if not any(end in reply.body[-2000:] for end in ends):
             c.scene.offences.append(f"generating: {path} ends with {reply.body[-300:]!r}")

@@ -106,7 +106,7 @@ def test_counts(claude) -> None:
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
         ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
-        ({"tool_choice": {"type": "any"}}, "forced, but there are no tools"),
+        ({"tool_choice": {"type": "any"}}, "a call is required, but tools is empty"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"max_tokens": 5000}, "context holds 2,048"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\]: .* at least 1 character"),
@@ -162,7 +162,7 @@ def test_unknown_models_and_closed_streams(claude, server) -> None:
     with claude.messages.stream(**endless) as stream:
         begun = next(iter(stream)).message
         claude.delete(f"/v1/messages/{begun.id}", cast_to=object)
-        with pytest.raises(anthropic.APIStatusError, match="cancelled on demand"):
+        with pytest.raises(anthropic.APIStatusError, match="cancelled through the API"):
             list(stream)
 
 

@@ -443,7 +443,7 @@ def test_delete_ends_a_request_and_its_client_is_told(client, server, http) -> N
     first = next(iter(stream))
     reply = http.delete(f"/v1/chat/completions/{first.id}")
     assert reply.json()["deleted"] is True
-    with pytest.raises(openai.APIError, match="cancelled on demand"):
+    with pytest.raises(openai.APIError, match="cancelled through the API"):
         list(stream)
     wait_for(lambda: is_idle(server))
     assert http.delete(f"/v1/chat/completions/{first.id}").status_code == 404

@@ -153,5 +153,5 @@ def test_cancelling_ends_a_stream_with_an_error(client, server, does_delete) -> 
         client.post(f"/responses/{first.response.id}/cancel", cast_to=object)
     last = list(stream)[-1]
     assert last.type == "error"
-    assert "cancelled on demand" in last.message
+    assert "cancelled through the API" in last.message
     wait_for(lambda: is_idle(server))

@@ -341,7 +341,7 @@ def test_items_that_are_refused(client, more, param) -> None:
 
 
 def test_log_probabilities_beside_calls_are_refused(client) -> None:
-    with pytest.raises(openai.BadRequestError, match="only for answers of one text"):
+    with pytest.raises(openai.BadRequestError, match="not supported with reasoning or tools"):
         client.responses.create(
             model="gpt", input="x", include=["message.output_text.logprobs"], tools=ITEM_TOOLS
         )

@@ -21,8 +21,8 @@ _EXIT_INTERNAL, _EXIT_INTERRUPTED = 1, 130
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit.
 
-    Status: 0 done, 1 our own mistake, 2 unusable input, 3 the machine cannot or the engine failed,
-    4 the engine got stuck, 5 a server that was told to end had to be forced to, 130 Ctrl-C.
+    Status: 0 success, 1 bug in Soloist, 2 invalid input, 3 the machine cannot run it or the engine
+    failed, 4 the engine got stuck, 5 a server that had to be ended by force, 130 Ctrl-C.
 
     `--debug` may stand anywhere and shows tracebacks instead of one-paragraph errors.
     """
@@ -51,8 +51,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         print(
             f"internal error: {type(error).__name__}: {error}\n\n"
-            "hint: this is a mistake in Soloist; run the same command with --debug and report what "
-            "it prints",
+            "hint: this is a bug in Soloist; run the command with --debug and report the output",
             file=sys.stderr,
         )
         sys.exit(_EXIT_INTERNAL)

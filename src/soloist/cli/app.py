@@ -13,8 +13,9 @@ from soloist.errors import SettingError
 app = typer.Typer(
     name="soloist",
     help="An inference engine for the speed of a single request.",
-    epilog="--debug anywhere on the line shows tracebacks. Exit status: 0 done, 2 unusable input, "
-    "3 the machine cannot do it, 4 slower than a baseline, 1 a mistake in Soloist.",
+    epilog="--debug, anywhere on the line, shows tracebacks. Exit status: 0 success, 1 a bug in "
+    "Soloist, 2 invalid input, 3 the machine cannot run it or the engine failed, 4 slower than the "
+    "baseline (bench) or stuck (serve), 5 ended by force, 130 Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -22,7 +23,7 @@ app = typer.Typer(
 )
 _SHAPE, _SPECULATION, _COST = "With --shape", "Speculation", "Cost"
 bench_app = typer.Typer(
-    help="Measure: time to first token and decode speed, apart.", no_args_is_help=True
+    help="Measure speed: time to first token and decode speed, separately.", no_args_is_help=True
 )
 app.add_typer(bench_app, name="bench")
 
@@ -52,7 +53,7 @@ def run(
     ] = None,
     suffix: Annotated[
         str | None,
-        typer.Option(help="Text after the gap: fill in the middle, for models trained on it."),
+        typer.Option(help="Text after the gap, for models trained to fill in the middle."),
     ] = None,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
@@ -75,9 +76,9 @@ def run(
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Continue a prompt and show how fast it went.
+    """Generate text from a prompt and show the speed.
 
-    The text goes to stdout as it comes; time to first token, decode speed and totals to stderr.
+    The text streams to stdout. Time to first token, decode speed and totals go to stderr.
     """
     from soloist.cli.early import begin
 
@@ -128,9 +129,9 @@ def chat(
     context: o.Context = None,
     revision: o.Revision = None,
 ) -> None:
-    """Talk to a model through its own chat template.
+    """Chat with a model, using its own chat template.
 
-    Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D leaves.
+    Ctrl-C ends an answer, /reset forgets the conversation, /exit or Ctrl-D quits.
     """
     from soloist.cli.early import begin
 
@@ -160,61 +161,72 @@ def chat(
 def serve(
     model: o.Model = "etude",
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines connect.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     name: Annotated[
         list[str] | None,
-        typer.Option(help="What clients call the model; may be repeated. Default: MODEL."),
+        typer.Option(help="Name of the model for clients; may be repeated. Default: MODEL."),
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Ask for this key; may be repeated.")
+        list[str] | None, typer.Option(help="Key that clients must send; may be repeated.")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="The same from a file, one key a line.")
-    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line.")] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name, without port, that clients may call the server by beside local ones; may "
-            "be repeated; '*' for any name. Without it: any, unless HOST is local.",
+            help="Name, without port, to accept in the Host header besides local names; may be "
+            "repeated; '*' for any. Default: any name, or only local names if --host is local.",
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Let web pages from this origin in; may be repeated; '*' for all."),
+        typer.Option(
+            help="Accept requests from web pages of this origin; may be repeated; '*' for all."
+        ),
     ] = None,
     sequences: Annotated[
-        int, typer.Option(help="Requests that run at once, 1 to 8; others wait.")
+        int, typer.Option(help="Requests that run at once, 1 to 8; further ones wait.")
     ] = 8,
-    queue: Annotated[int, typer.Option(help="Requests that may wait; more get a 429.")] = 64,
+    queue: Annotated[
+        int, typer.Option(help="Requests that may wait; further ones get a 429.")
+    ] = 64,
     flush_ms: Annotated[
-        float, typer.Option(help="Write a stream at most so often; 0 for each token.")
+        float,
+        typer.Option(help="Least milliseconds between writes to a stream; 0 writes each token."),
     ] = 1.0,
-    max_body_mb: Annotated[int, typer.Option(help="Largest request.")] = 32,
+    max_body_mb: Annotated[int, typer.Option(help="Largest request body, in MiB.")] = 32,
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a request is cut.")
+        float, typer.Option(help="Seconds after which a request is aborted.")
     ] = 3600.0,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests have after SIGTERM.")
+        float, typer.Option(help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
     stall_timeout: Annotated[
         float,
-        typer.Option(help="Seconds without a step, while something runs, that end it; 0: never."),
+        typer.Option(help="End the server after so many seconds without progress; 0: never."),
     ] = 120.0,
     prefix_cache: Annotated[
-        bool, typer.Option(help="Keep prompts' keys and values for later ones that begin alike.")
+        bool,
+        typer.Option(
+            help="Cache keys and values of prompts for later prompts with the same prefix."
+        ),
     ] = True,
     host_cache_gb: Annotated[
         float | None,
         typer.Option(
-            help="Host memory, at most, for kept prompts that the GPU has no room for.",
-            show_default="a quarter of what is free",
+            help="Most host memory, in GB, for prefix cache that does not fit the GPU.",
+            show_default="a quarter of free memory",
         ),
     ] = None,
-    logs: Annotated[bool, typer.Option(help="A line for each request, without its text.")] = True,
+    logs: Annotated[
+        bool, typer.Option(help="Log a line for each request, without its text.")
+    ] = True,
     log_text: Annotated[
-        bool, typer.Option("--log-text", help="Also show text where a prompt leaves a kept one.")
+        bool,
+        typer.Option(
+            "--log-text", help="Also log the text where a prompt differs from a cached one."
+        ),
     ] = False,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
@@ -222,10 +234,10 @@ def serve(
     context: o.Context = None,
     revision: o.Revision = None,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it.
+    """Serve a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
 
-    The port is open at once; requests are answered with 503 until the model is loaded. SIGTERM and
-    Ctrl-C let running requests finish by a deadline.
+    The port opens at once; requests get a 503 until the model is loaded. After SIGTERM or Ctrl-C,
+    running requests have --shutdown-timeout seconds to finish.
     """
     from soloist.cli.early import begin
 
@@ -274,57 +286,60 @@ def info(
 @app.command()
 def plan(
     model: o.OptionalModel = None,
-    config: Annotated[Path | None, typer.Option(help="Instead of a model, a config.json.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json instead of a model.")] = None,
     hardware: Annotated[
         str | None,
         typer.Option(help="A GPU, such as H200 or 'RTX 4090'; default: this machine's."),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens in sight of every step; default: 8192, or the model's own."),
+        typer.Option(
+            help="Tokens of context at every step; default: 8192, or the model's own if shorter."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="1, 2, 4 or 8; default: one row for each.")
+        int | None, typer.Option(help="Number of GPUs: 1, 2, 4 or 8; default: one row each.")
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="Of weights: fp16, bf16, fp8, int4 or fp4; default: one row for each."),
+        typer.Option(help="Weights: fp16, bf16, fp8, int4 or fp4; default: one row each."),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            help="A model that drafts, or its config.json; default: drafts looked up in the text.",
+            help="Draft model, or its config.json; default: none, drafts by prompt lookup.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None,
     drafts: Annotated[
         int | None,
         typer.Option(
-            help="Tokens drafted a round, 1 to 7; default: 7 looked up, 4 of a model.",
+            help="Draft tokens per round, 1 to 7; default: 7 by lookup, 4 by a model.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None,
     acceptance: Annotated[
         float | None,
         typer.Option(
-            help="Share of drafts that stand; default, assumed: 0.3 looked up, 0.7 of a model.",
+            help="Share of draft tokens accepted; default, assumed: 0.3 by lookup, 0.7 by a model.",
             rich_help_panel=_SPECULATION,
         ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(help="Of one GPU an hour.", rich_help_panel=_COST)
+        float | None, typer.Option(help="Price of one GPU per hour.", rich_help_panel=_COST)
     ] = None,
     utilisation: Annotated[
         float,
         typer.Option(
-            help="Share of the paid hours in which the machine answers.", rich_help_panel=_COST
+            help="Share of the paid hours in which the machine serves requests.",
+            rich_help_panel=_COST,
         ),
     ] = 1.0,
     step: Annotated[
         str,
         typer.Option(
             metavar="PROMPT/NEW",
-            help="Tokens of an interactive step: read, and made.",
+            help="Prompt tokens and new tokens of an interactive step.",
             rich_help_panel=_COST,
         ),
     ] = "2000/200",
@@ -332,24 +347,26 @@ def plan(
         str | None,
         typer.Option(
             metavar="PROMPT/NEW",
-            help="Of a million tokens, such as 0.6/2.4, to set beside --price.",
+            help="API price per million tokens, such as 0.6/2.4, to compare with --price.",
             rich_help_panel=_COST,
         ),
     ] = None,
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Say what a machine can reach for a model: memory, limits, expected speed, first wall.
+    """Estimate memory and speed of a model on a machine, and what limits the speed.
 
-    One request, with and without speculation. Nothing is loaded, and the machine may be another
-    one. With --price also what tokens and steps cost.
+    For one request, with and without speculation. Nothing is loaded, and the machine need not be
+    this one. With --price, also the cost of tokens and steps.
     """
     from soloist.cli import planning
 
     if config is not None and model is not None:
-        raise SettingError("MODEL", model, "without --config", "leave one of them out")
+        raise SettingError("MODEL", model, "only without --config", "leave one of the two out")
     if price is None and (utilisation, step, api_price) != (1.0, "2000/200", None):
-        raise SettingError("--price", "nothing", "a number beside options of cost")
+        raise SettingError(
+            "--price", "missing", "a number, which --utilisation, --step and --api-price need"
+        )
     planning.show(
         planning.Asked(
             model=model or o.DEFAULT_MODEL,
@@ -376,10 +393,10 @@ def trace(
     model: o.OptionalModel = None,
     shape: o.Shape = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text to run first; default: Python text.")
+        str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
     ] = None,
     prompt_tokens: Annotated[
-        int, typer.Option(help="Length of the prompt where no text is given.")
+        int, typer.Option(help="Length of the prompt if no text is given.")
     ] = 128,
     context: Annotated[
         int | None,
@@ -389,21 +406,23 @@ def trace(
     ] = None,
     at_round: Annotated[
         int,
-        typer.Option("--round", help="Which round after the prompt to trace, or how many to time."),
+        typer.Option(
+            "--round", help="Round after the prompt to trace; with --ablations, rounds to time."
+        ),
     ] = 32,
     ablations: Annotated[
         bool,
         typer.Option(
             "--ablations",
-            help="Instead, time kernels that leave out waiting, the stream or the multiplies.",
+            help="Instead, time kernels without waits, without weight loads or without multiplies.",
         ),
     ] = False,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Show a trace file that was made before; needs no GPU."),
+        typer.Option("--from", help="Show an existing trace file; needs no GPU."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a layer of the trace to this SVG file.")
+        Path | None, typer.Option(help="Draw one layer of the trace to this SVG file.")
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Which layer to draw; default: the middle one.")
@@ -419,10 +438,10 @@ def trace(
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Show where a token's time goes in the decode kernel: a GPU's own time stamps.
+    """Show where a token's time goes in the decode kernel, by the GPU's own time stamps.
 
-    Waiting for other blocks, multiplying and finishing, phase by phase, and a file that Perfetto
-    shows block by block.
+    Prints the time of each phase: waiting for other blocks, multiplying and finishing. Writes a
+    file that shows every block in Perfetto.
     """
     from soloist.cli import tracing
 
@@ -465,23 +484,23 @@ def bench_decode(
     shape: Annotated[
         Path | None,
         typer.Option(
-            help="Instead of a model, a config.json: random weights.",
+            help="A config.json, with random weights, instead of a model.",
             rich_help_panel=_SHAPE,
         ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 256,
     runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
     against: Annotated[
         str | None,
-        typer.Option(help="Measure a rival on the same weights, run by run: transformers."),
+        typer.Option(help="Also measure this engine on the same weights, in turns: transformers."),
     ] = None,
     columns: Annotated[
         int,
-        typer.Option(help="Positions of a sequence in one step.", rich_help_panel=_SHAPE),
+        typer.Option(help="Tokens of each sequence in one step.", rich_help_panel=_SHAPE),
     ] = 1,
     sequences: Annotated[
-        int, typer.Option(help="Sequences side by side.", rich_help_panel=_SHAPE)
+        int, typer.Option(help="Sequences decoded together.", rich_help_panel=_SHAPE)
     ] = 1,
     context: Annotated[
         int | None,
@@ -537,7 +556,7 @@ def bench_decode(
 def bench_startup(
     model: o.OptionalModel = None,
     shape: o.Shape = None,
-    runs: Annotated[int, typer.Option(help="Processes timed, after one to warm up.")] = 3,
+    runs: Annotated[int, typer.Option(help="Timed processes after one to warm up.")] = 3,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -568,15 +587,15 @@ def bench_accuracy(
     shape: o.Shape = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to read; default: Python's own, or random tokens with --shape."),
+        typer.Option(help="Text file; default: Python source code, or random tokens with --shape."),
     ] = None,
     positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
     against: Annotated[
-        str | None, typer.Option(help="Also hold a rival against fp32: transformers.")
+        str | None, typer.Option(help="Also compare this engine with fp32: transformers.")
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option(help="Also start so many equal launches of 64 tokens and compare their bits."),
+        typer.Option(help="Also run so many equal launches of 64 tokens and compare their bits."),
     ] = 0,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
@@ -584,9 +603,9 @@ def bench_accuracy(
     output: o.Output = None,
     json: o.Json = False,
 ) -> None:
-    """How far 16-bit logits are from fp32 arithmetic, position by position of a given text.
+    """How far 16-bit logits are from fp32 arithmetic, at each position of a given text.
 
-    On the decode kernel also that columns and launches change no bit.
+    On the decode kernel, also checks that batching and separate launches change no bit.
     """
     from soloist.bench import accuracy, record
     from soloist.cli import tables

@@ -44,7 +44,7 @@ def prefill(
     runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
     prefix: Annotated[
         str,
-        typer.Option(help="cold: all of the prompt is read; warm: it came before; or both."),
+        typer.Option(help="cold: nothing is cached; warm: the prompt came before; or both."),
     ] = "both",
     busy: o.Busy = 0,
     device: o.Device = "auto",
@@ -55,9 +55,9 @@ def prefill(
     threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
-    """How fast prompts are read, to their first token, in this process.
+    """Prefill: how fast prompts are read, until the first token, in this process.
 
-    Cold, and with the prompt's beginning kept from before, as a server keeps it.
+    Cold, and warm: with the prompt's prefix in the prefix cache, as in a server.
     """
     from soloist.bench import prefill as bench_prefill
     from soloist.bench import record
@@ -107,14 +107,14 @@ def bandwidth(
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A result file, the baseline.")],
-    after: Annotated[Path, typer.Argument(help="The file to hold against it.")],
+    after: Annotated[Path, typer.Argument(help="The result file to compare with it.")],
     threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
     """What became slower or faster between two result files; exit status 4 if anything is slower.
 
-    A change counts where the medians differ by more than the threshold, and one of them is outside
-    the range of the other's runs. Rows without partner are named.
+    A change counts if the medians differ by more than the threshold and one median is outside the
+    range of the other file's runs. Rows that only one file has are listed.
     """
     from soloist.bench import record
     from soloist.bench.compare import compare as compare_rows
@@ -179,7 +179,7 @@ def warn_of_others(rows: "Sequence[DecodeRow | PrefillRow | StartupRow | Bandwid
     if most > QUIET_CORES:
         status(
             f"warning: the machine was not quiet: other processes used up to {most:.2f} cores "
-            "meanwhile, so figures may be worse than the machine allows"
+            "during the measurement, so results may be worse than the machine allows"
         )
 
 
@@ -193,8 +193,8 @@ def _end(made: "Comparison") -> None:
     if not made.differences:
         nearest = f" (nearest: {made.apart})" if made.apart else ""
         raise UserError(
-            f"no two rows measure the same{nearest}",
-            "rows are partners where model, device, precision, lengths and columns are equal",
+            f"the two results have no row in common{nearest}",
+            "rows are compared if model, device, precision, lengths and columns are equal",
         )
     if made.regressions:
         raise typer.Exit(_EXIT_SLOWER)

@@ -23,13 +23,13 @@ def chat(
     if sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() history and editing
 
-        status("Ctrl-C ends an answer · /reset forgets · /exit leaves")
+        status("Ctrl-C ends an answer · /reset forgets the conversation · /exit quits")
     while (line := _read_line()) is not None:
         if line == "/exit":
             return
         if line == "/reset":
             messages = list(opening)
-            status("forgotten")
+            status("conversation forgotten")
         elif line.startswith("/"):
             status(f"unknown command {line.split()[0]} (known: /reset, /exit)")
         elif line:

@@ -8,7 +8,7 @@ from soloist.model.folder import find_model
 
 
 def begin(model: str, device: str, gpus: str, revision: str | None) -> Upload | None:
-    """Start both for a command's options; nothing here fails, whoever needs the model says why.
+    """Start both for a command's options; errors are left to the code that needs the model.
 
     Returns:
         The model's files on their way; None where no GPU is asked for, or several, which read their

@@ -138,7 +138,7 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"in {name}",
-                f"{gigabytes(p.streamed_bytes_per_token)} streamed a token + "
+                f"{gigabytes(p.streamed_bytes_per_token)} of weights read per token + "
                 f"{gigabytes(p.kv_bytes_per_token)} of KV cache for each token of context; "
                 f"memory {gigabytes(p.memory_bytes)} ({verdict})",
             )

@@ -33,12 +33,12 @@ Gpus = Annotated[
 ]
 Precision = Annotated[
     str,
-    typer.Option(help="Of weights and KV cache: auto, fp32, bf16, fp16.", rich_help_panel=_MODEL),
+    typer.Option(help="Weights and KV cache: auto, fp32, bf16 or fp16.", rich_help_panel=_MODEL),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of context to make room for; default: the model's own, as far as it fits.",
+        help="Context length in tokens; default: the model's own, or as much as fits.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -47,10 +47,14 @@ Revision = Annotated[
     typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", help="Most new tokens.", rich_help_panel=_SAMPLING)
+    int,
+    typer.Option("--max-tokens", "-n", help="Most tokens to generate.", rich_help_panel=_SAMPLING),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING)
+    float,
+    typer.Option(
+        "--temperature", "-t", help="Sampling temperature; 0 is greedy.", rich_help_panel=_SAMPLING
+    ),
 ]
 TopK = Annotated[
     int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=_SAMPLING)
@@ -58,70 +62,83 @@ TopK = Annotated[
 TopP = Annotated[
     float,
     typer.Option(
-        help="Keep the likeliest tokens that make up this share.", rich_help_panel=_SAMPLING
+        help="Keep the likeliest tokens that add up to this probability.", rich_help_panel=_SAMPLING
     ),
 ]
 MinP = Annotated[
     float,
     typer.Option(
-        help="Keep tokens at least this likely, relative to the likeliest.",
+        help="Drop tokens below this share of the highest probability.",
         rich_help_panel=_SAMPLING,
     ),
 ]
 RepetitionPenalty = Annotated[
     float,
-    typer.Option(help="Divide logits of tokens seen before.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Factor by which tokens of prompt and answer become less likely.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 PresencePenalty = Annotated[
     float,
-    typer.Option(help="Subtract from logits of tokens made before.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Subtract this from logits of tokens already in the answer.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 FrequencyPenalty = Annotated[
     float,
-    typer.Option(help="The same, once for every time.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Subtract this once for each time that a token is in the answer.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="Same seed, same text; drawn if absent.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="The same seed gives the same text; default: random.", rich_help_panel=_SAMPLING
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Stop before this text; may be repeated.", rich_help_panel=_SAMPLING),
 ]
 StopId = Annotated[
     list[int] | None,
-    typer.Option(help="End with this token id; may be repeated.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Stop at this token id; may be repeated.", rich_help_panel=_SAMPLING),
 ]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ID:BIAS",
-        help="Add to the logit of a token id; may be repeated.",
+        help="Add BIAS to the logit of token ID; may be repeated.",
         rich_help_panel=_SAMPLING,
     ),
 ]
 MinTokens = Annotated[
-    int, typer.Option(help="No end before this many tokens.", rich_help_panel=_SAMPLING)
+    int, typer.Option(help="Do not stop before this many tokens.", rich_help_panel=_SAMPLING)
 ]
 IgnoreEos = Annotated[
     bool,
-    typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--ignore-eos", help="Do not stop at the end-of-sequence token.", rich_help_panel=_SAMPLING
+    ),
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="JSON on stdout, nothing else.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", help="Print only JSON on stdout.", rich_help_panel=_OUTPUT),
 ]
 
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="Write the rows to this JSON file.", rich_help_panel=_OUTPUT
+        "--output", "-o", help="Write the results to this JSON file.", rich_help_panel=_OUTPUT
     ),
 ]
 Baseline = Annotated[
     Path | None,
     typer.Option(
-        help="Compare with this file's rows; exit status 4 if something became slower.",
+        help="Compare with this result file; exit status 4 if anything became slower.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -134,11 +151,13 @@ Threshold = Annotated[
 ]
 Busy = Annotated[
     int,
-    typer.Option(help="Beside the measurement, run so many processes that only count."),
+    typer.Option(help="Load the CPU with so many busy processes during the measurement."),
 ]
 Shape = Annotated[
     Path | None,
-    typer.Option(help="Instead of a model, a config.json: random weights.", rich_help_panel=_MODEL),
+    typer.Option(
+        help="A config.json, with random weights, instead of a model.", rich_help_panel=_MODEL
+    ),
 ]
 
 DEFAULT_MODEL = "etude"
@@ -183,11 +202,11 @@ def check_shape(
             ("--context", context, None),
         ):
             if value != off:
-                raise SettingError(name, value, "beside --shape only", "name a config.json")
+                raise SettingError(name, value, "only with --shape", "add --shape config.json")
         return
     for name, unused in (("MODEL", model), ("--against", against)):
         if unused is not None:
-            raise SettingError(name, unused, "without --shape, which has random weights")
+            raise SettingError(name, unused, "only without --shape, which uses random weights")
 
 
 def check_only_one(shape: Path | None, model: str | None) -> None:
@@ -197,7 +216,7 @@ def check_only_one(shape: Path | None, model: str | None) -> None:
         SettingError: both are there.
     """
     if shape is not None and model is not None:
-        raise SettingError("MODEL", model, "without --shape, which has random weights")
+        raise SettingError("MODEL", model, "only without --shape, which uses random weights")
 
 
 def unless(default: object, value: object) -> object | None:
@@ -215,19 +234,19 @@ def check_trace(source: Path | None, given: dict[str, object | None]) -> None:
     def refuse(names: tuple[str, ...], allowed: str) -> None:
         for name in names:
             if given[name] is not None:
-                raise SettingError(name, str(given[name]), allowed, "leave one of them out")
+                raise SettingError(name, str(given[name]), allowed, "leave one of the options out")
 
     if source is not None:
         refuse(
             tuple(name for name in given if name != "--picture"),
-            "not beside --from, which makes no new trace",
+            "not with --from, which shows an existing trace",
         )
     if given["--ablations"] is not None:
-        refuse(("--output", "--picture"), "not beside --ablations, which makes no trace")
+        refuse(("--output", "--picture"), "not with --ablations, which makes no trace")
     if given["--shape"] is not None:
-        refuse(("MODEL", "--prompt"), "not beside --shape, which has random weights and tokens")
+        refuse(("MODEL", "--prompt"), "not with --shape, which uses random weights and tokens")
     else:
-        refuse(("--context",), "beside --shape only")
+        refuse(("--context",), "only with --shape")
 
 
 def parsed_bias(given: list[str] | None) -> dict[int, float]:

@@ -19,20 +19,20 @@ _MBU, _COST = "Memory-bandwidth utilisation", "Cost"
 _Urls = Annotated[
     list[str],
     typer.Argument(
-        metavar="URL...", help="Of a server, such as http://localhost:8000; several take turns."
+        metavar="URL...", help="A server, such as http://localhost:8000; several take turns."
     ),
 ]
 _Api = Annotated[str, typer.Option(help="Route to use: chat, completions.")]
 _ServedModel = Annotated[
     list[str] | None,
-    typer.Option(help="As the servers call it, or one for each; default: the first listed."),
+    typer.Option(help="Name on the servers, one for all or one each; default: the first listed."),
 ]
 _ApiKey = Annotated[
-    list[str] | None, typer.Option(help="Sent as a bearer token; of several servers, one for each.")
+    list[str] | None, typer.Option(help="Sent as a bearer token; with several servers, one each.")
 ]
 _Name = Annotated[
     list[str] | None,
-    typer.Option(help="Of the engine, for the rows, one for each; default: the address."),
+    typer.Option(help="Engine name in the results, one each; default: the address."),
 ]
 
 
@@ -79,7 +79,7 @@ def _read_traffic(
 
     if config is None and precision is None and bandwidth is None:
         if gpus != 1:
-            raise SettingError("--gpus", gpus, "beside --config, --precision and --bandwidth only")
+            raise SettingError("--gpus", gpus, "only with --config, --precision and --bandwidth")
         return None
     if config is None or precision is None or bandwidth is None:
         given = [str(x) for x in (config, precision, bandwidth) if x is not None]
@@ -96,7 +96,7 @@ def serve(
     api_key: _ApiKey = None,
     name: _Name = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text; default: Python text.")
+        str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
     ] = None,
     prompt_tokens: Annotated[
         list[int] | None,
@@ -105,22 +105,24 @@ def serve(
             show_default="256",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")
+    ] = 256,
     runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
     prefix: Annotated[
         str,
         typer.Option(
-            help="cold: prompts that begin differently each time; warm: one prompt; or both."
+            help="cold: each prompt begins differently; warm: always the same prompt; or both."
         ),
     ] = "both",
     config: Annotated[
         Path | None,
-        typer.Option(help="The model's config.json: bytes a token.", rich_help_panel=_MBU),
+        typer.Option(help="The model's config.json, for bytes per token.", rich_help_panel=_MBU),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="How the server holds the weights: fp32, bf16, fp16, fp8, int4 or fp4.",
+            help="Weights in the server: fp32, bf16, fp16, fp8, int4 or fp4.",
             rich_help_panel=_MBU,
         ),
     ] = None,
@@ -133,7 +135,7 @@ def serve(
         ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option(help="That share the model in the server.", rich_help_panel=_MBU)
+        int, typer.Option(help="GPUs that run the model in the server.", rich_help_panel=_MBU)
     ] = 1,
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -142,15 +144,15 @@ def serve(
 ) -> None:
     """Time to first token and decode speed of any OpenAI-compatible server, one request at a time.
 
-    Tokens are counted by the server, in every chunk or at the end; chunks are not counted. Several
-    servers take turns run by run.
+    The server counts the tokens, in every chunk or at the end; chunks are not counted as tokens.
+    Several servers take turns, run by run.
     """
     from soloist.bench import record
     from soloist.bench import serve as bench_serve
     from soloist.cli import tables
 
     if prompt is not None and prompt_tokens:
-        raise SettingError("--prompt-tokens", prompt_tokens[0], "without --prompt")
+        raise SettingError("--prompt-tokens", prompt_tokens[0], "only without --prompt")
     prefixes = benching.checked_prefixes(prefix)
     known = benching.read_baseline(baseline, threshold)
     traffic = _read_traffic(config, precision, bandwidth_file, gpus)
@@ -185,30 +187,33 @@ def agent(
     model: _ServedModel = None,
     api_key: _ApiKey = None,
     name: _Name = None,
-    turns: Annotated[int, typer.Option(help="Steps of a loop.")] = 8,
+    turns: Annotated[int, typer.Option(help="Steps per loop.")] = 8,
     prompt_tokens: Annotated[
         int, typer.Option(help="Length of the first prompt, at four characters a token.")
     ] = 2000,
     tool_tokens: Annotated[
-        int, typer.Option(help="What a tool's result adds before each further step, likewise.")
+        int, typer.Option(help="Length of the tool result before each further step, likewise.")
     ] = 500,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Of an answer.")] = 128,
-    runs: Annotated[int, typer.Option(help="Loops that count, after one to warm up.")] = 3,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")
+    ] = 128,
+    runs: Annotated[int, typer.Option(help="Timed loops after one to warm up.")] = 3,
     price: Annotated[
         float | None,
-        typer.Option(help="Of the server's machine, an hour.", rich_help_panel=_COST),
+        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=_COST),
     ] = None,
     utilisation: Annotated[
         float,
         typer.Option(
-            help="Share of the paid hours in which the machine answers.", rich_help_panel=_COST
+            help="Share of the paid hours in which the machine serves requests.",
+            rich_help_panel=_COST,
         ),
     ] = 1.0,
     api_price: Annotated[
         str | None,
         typer.Option(
             metavar="PROMPT/NEW",
-            help="Of a million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
+            help="Price per million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
             rich_help_panel=_COST,
         ),
     ] = None,
@@ -219,7 +224,7 @@ def agent(
 ) -> None:
     """Time and cost of an agent's steps: a growing conversation with any OpenAI-compatible server.
 
-    Each step sends all that was said, the answers included, and what a tool returned.
+    Each step sends the conversation so far, answers included, and the result of a tool.
     """
     from soloist.bench import agent as bench_agent
     from soloist.bench import record
@@ -228,7 +233,7 @@ def agent(
 
     machine = None if price is None else read_machine(price, utilisation)
     if machine is None and utilisation != 1.0:
-        raise SettingError("--utilisation", utilisation, "beside --price only")
+        raise SettingError("--utilisation", utilisation, "only with --price")
     known = benching.read_baseline(baseline, threshold)
     route = _checked_api(api)
     api_prices = None if api_price is None else read_api_prices(api_price)
@@ -258,28 +263,30 @@ def agent(
 
 
 def neighbours(
-    url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
+    url: Annotated[str, typer.Argument(help="A server, such as http://localhost:8000.")],
     api: _Api = "chat",
     model: Annotated[
-        str | None, typer.Option(help="As the server calls it; default: the first listed.")
+        str | None, typer.Option(help="Name on the server; default: the first listed.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the engine, for the rows; default: the address.")
+        str | None, typer.Option(help="Engine name in the results; default: the address.")
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND", help="Of neighbour; may be repeated. Default: every kind."),
+        typer.Option(metavar="KIND", help="Kind of neighbour; may be repeated. Default: all."),
     ] = None,
     pid: Annotated[
         str | None,
         typer.Option(
-            help="Of a server on this machine, to read the memory of its processes; 'auto': "
-            "whichever listens on the URL's port."
+            help="Process id of a server on this machine, to measure its memory; 'auto': the "
+            "process that listens on the URL's port."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Of the stream.")] = 256,
-    runs: Annotated[int, typer.Option(help="For each kind of neighbour.")] = 3,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Most tokens of the stream.")
+    ] = 256,
+    runs: Annotated[int, typer.Option(help="Runs for each kind of neighbour.")] = 3,
     patience: Annotated[
         float, typer.Option(help="Seconds after which a neighbour without an answer hangs up.")
     ] = 120.0,
@@ -317,7 +324,8 @@ def neighbours(
         record.write(output, rows)
     tables.show_neighbours(rows, as_json=json)
     if left := bench_neighbours.unmeasured(plan, rows):
-        told = f"it did not survive {rows[-1].neighbour}; not measured: {', '.join(left)}"
+        told = f"the server stopped answering beside {rows[-1].neighbour}; not measured: "
+        told += ", ".join(left)
         raise ServerFailed(url, told, "see the server's own log, and start it again")
     benching.hold_against(known, rows)
 

@@ -10,7 +10,7 @@ from soloist.planning.precision import PRECISIONS, can_store
 from soloist.planning.reach import Reach, Subject, find_shape_obstacle, what_fits
 
 _REASONS = {
-    Wall.CAPACITY: "weights and KV cache have no room",
+    Wall.CAPACITY: "weights and KV cache do not fit",
     Wall.BANDWIDTH: "reading weights and KV cache takes most of a token's time",
     Wall.EXCHANGES: "blocks wait for each other longer than they read",
     Wall.COMPUTE: "multiplying takes most of a token's time",
@@ -19,7 +19,7 @@ _REASONS = {
 
 def remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """Which wall comes first where, what the figures rest on, and what would fit."""
-    lines = ["of this model only the part that makes text"] if subject.model.is_part else []
+    lines = ["only the text part of this model is counted"] if subject.model.is_part else []
     for wall in Wall:
         met = [row for row in rows if row.wall is wall]
         if met:
@@ -36,7 +36,7 @@ def remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     shape = find_shape_obstacle(subject)
     if shape:
         lines.append(f"{'reference only' if subject.model.config else 'not yet'}: {shape}")
-    lines.append("at most: peak bandwidth × GPUs / bytes read a token, none of them from a cache")
+    lines.append("at most: peak bandwidth × GPUs / bytes read per token, none of them from a cache")
     return [
         *lines,
         f"expected: {FORMULA}",
@@ -46,39 +46,39 @@ def remarks(subject: Subject, rows: Sequence[Reach]) -> list[str]:
 
 
 def _sharing(subject: Subject, rows: Sequence[Reach]) -> list[str]:
-    """What sharing out the KV cache takes for granted where a model has few heads for it."""
+    """What splitting the KV cache assumes where a model has fewer KV heads than GPUs."""
     model, most = subject.model, max(row.gpus for row in rows)
     fewest = min((cache.heads for cache in model.caches), default=most)
     if model.config is not None or fewest >= most:
         return []
     what = f"{fewest} heads" if fewest > 1 else "one latent for all heads"
     return [
-        f"assumed: {most} GPUs share out the KV cache evenly, though it has {what}; where each "
-        "holds more than its share, it needs more room and reads more"
+        f"assumed: {most} GPUs split the KV cache evenly, though it has {what}; a GPU that holds "
+        "more than its share needs more memory and reads more"
     ]
 
 
 def _speculation(subject: Subject, row: Reach) -> list[str]:
-    """How tokens are drafted, and what of it nobody measured."""
+    """How tokens are drafted, and which figures are assumed."""
     s = subject.speculation
     if s is None or row.speculating is None:
         return []
-    source, drafting = "looked up in the text, at no cost", ""
+    source, drafting = "looked up in the text at no cost", ""
     if s.draft is not None:
         drafting = f"{s.drafts} drafts and "
         held = gigabytes(subject.draft_bytes)
-        source = f"by a model of {millions(parameters(s.draft.specs))} parameters, {held} held"
-    told = "assumed, give yours with --acceptance" if s.is_assumed else "given"
+        source = f"from a model of {millions(parameters(s.draft.specs))} parameters ({held})"
+    told = "assumed; set it with --acceptance" if s.is_assumed else "given"
     lines = [
-        f"speculating: {s.drafts} tokens a round drafted {source}; each stands with "
-        f"a = {s.acceptance:.0%} where those before it do ({told}), so a round makes "
+        f"speculating: {s.drafts} draft tokens a round, {source}; each is accepted with "
+        f"probability a = {s.acceptance:.0%} if all before it are ({told}), so a round makes "
         f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of "
         f"{drafting}a step of {s.drafts + 1} columns"
     ]
     if subject.model.mixture is not None:
         lines.append(
-            f"speculating: columns choose experts apart, {subject.model.mixture.chosen} of "
-            f"{subject.model.mixture.experts} each, so a step of several reads more of them"
+            f"speculating: each column chooses its own {subject.model.mixture.chosen} of "
+            f"{subject.model.mixture.experts} experts, so a step of several reads more experts"
         )
     return lines
 
@@ -93,17 +93,19 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     lines = [
         *_sharing(subject, rows),
         f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
-        "GPU; waiting of a layer (5 exchanges) in µs by GPUs: "
+        "GPU; wait in a layer (5 exchanges) in µs by number of GPUs: "
         f"{_by_gpus(MEASURED.layer_wait_s)}; {MEASURED.sources}",
     ]
     if hardware.name != MEASURED.hardware:
         lines.append(
             f"assumed: nothing was measured on {hardware.name}; it reads at the same "
-            f"{MEASURED.read_share:.1%} of its peak and waits as long, longer where GPUs reach "
-            "each other more slowly"
+            f"{MEASURED.read_share:.1%} of its peak and waits as long, or longer over a slower "
+            "link"
         )
     if config is None:
-        lines.append("assumed: layers wait as long as dense ones; what routing adds is left out")
+        lines.append(
+            "assumed: layers wait as long as dense layers; the extra time of routing is left out"
+        )
     elif config.lanes is not None:
         lines.append(
             f"with lanes, in µs a layer: {_by_gpus(MEASURED.lanes_wait_s)}; measured on "
@@ -112,10 +114,10 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         )
     unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
     if unpacked:
-        lines.append(f"assumed: unpacking {', '.join(unpacked)} costs nothing")
+        lines.append(f"assumed: dequantising {', '.join(unpacked)} costs nothing")
     shown = {row.precision for row in rows}
     unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]
     if len(shown) > 1 and unfit:
-        groups = ", ".join(f"{p.name}, whose scales are for {p.group} weights" for p in unfit)
-        lines.append(f"left out: {groups} of a row; rows of this model do not divide so")
+        groups = ", ".join(f"{p.name}, with a scale for {p.group} weights" for p in unfit)
+        lines.append(f"left out: {groups} of a row; this model's rows are no multiple of that")
     return lines

@@ -48,23 +48,24 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
 
 
 def warnings_of(config: ServerConfig) -> list[str]:
-    """What a server without a key leaves open, to whom, and what closes it."""
+    """What a server without an API key exposes, to whom, and which option prevents it."""
     if config.api_keys:
         return []
     found = []
     if not is_local(config.host):
         found.append(
-            f"everybody who reaches {config.host or 'this machine'} may {_OPEN}; --api-key asks "
-            "for a key, --host 127.0.0.1 keeps other machines out"
+            f"anyone who can reach {config.host or 'this machine'} may {_OPEN}; --api-key requires "
+            "a key, --host 127.0.0.1 keeps other machines out"
         )
     if takes_any_name(config.host, config.allowed_hosts):
         found.append(
-            "a web page whose name is made to lead here (DNS rebinding) may do the same through "
-            "the browser of anybody who opens it; --api-key or --allowed-host NAME prevents it"
+            "a web page whose host name resolves to this machine (DNS rebinding) may do the same "
+            "through the browser of anyone who opens it; --api-key or --allowed-host NAME "
+            "prevents it"
         )
     if "*" in config.cors_origins:
         found.append(
-            f"with --cors-origin '*' every web page may {_OPEN} through the browser of anybody "
+            f"with --cors-origin '*' every web page may {_OPEN} through the browser of anyone "
             "who opens it; --api-key or the name of one origin prevents it"
         )
     return found
@@ -101,8 +102,8 @@ def serve(
             status(f"read bandwidth {bandwidth:,.1f} GB/s, measured")
         if engine.report.host_cache_bytes:
             status(
-                f"up to {gigabytes(engine.report.host_cache_bytes)} of the host's memory for "
-                "prompts that are kept"
+                f"up to {gigabytes(engine.report.host_cache_bytes)} of host memory for offloaded "
+                "prefix cache"
             )
         status("ready")
 

@@ -108,7 +108,7 @@ def percentiles(p: "Percentiles | None") -> str:
 
 
 def show_clocks(clocks: "Clocks | None") -> None:
-    """A line about the GPU, where NVML told anything."""
+    """A line about the GPU, where NVML reports anything."""
     if clocks is None:
         return
     print(
@@ -129,7 +129,7 @@ def show_prefill(rows: "Sequence[PrefillRow]", *, as_json: bool) -> None:
         f"· median of {first.runs} runs"
     )
     show_table(
-        ("prefix", "prompt", "kept", "TTFT ms", "min – max", "tokens/s read"),
+        ("prefix", "prompt", "cached", "TTFT ms", "min – max", "tokens/s read"),
         [
             (
                 row.prefix,
@@ -241,7 +241,7 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         return ("–", "–") if d is None else (f"{d.median:.1f}", f"{d.min:.1f} – {d.max:.1f}")
 
     show_table(
-        ("server", "prefix", "prompt", "cached", "new", "TTFT ms", "first", "decode tokens/s",
+        ("server", "prefix", "prompt", "cached", "new", "TTFT ms", "first chunk", "decode tokens/s",
          "min – max", "token ms 50/90/99 %", "gap ms 50/90/99 %"),
         [
             (

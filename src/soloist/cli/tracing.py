@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _ABLATION_WORDS = {
     "none": "nothing: the whole kernel",
-    "waits": "waiting for other blocks: stream and multiplies alone",
-    "stream": "the stream: exchanges and multiplies of weights that are there",
-    "multiply": "the stream and the multiplies: exchanges and attention alone",
+    "waits": "waits for other blocks (weight loads and multiplies remain)",
+    "stream": "weight loads (exchanges, and multiplies of whatever is loaded, remain)",
+    "multiply": "weight loads and multiplies (exchanges and attention remain)",
 }
 
 
@@ -52,7 +52,7 @@ def ablate_now(plan: "Plan", *, as_json: bool) -> None:
 
 def _show(made: Timeline, drawing: Path | None, layer: int | None, *, as_json: bool) -> None:
     if layer is not None and drawing is None:
-        raise SettingError("--layer", layer, "beside --picture only")
+        raise SettingError("--layer", layer, "only with --picture")
     phases = times_by_phase(made.slices, len(made.sms))
     if drawing is not None:
         chosen = made.about.num_layers // 2 if layer is None else layer
@@ -100,12 +100,12 @@ def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
 
 
 _WALLS = {
-    "streaming": "memory has to deliver faster, or less: fewer bits a weight",
-    "exchanges": "blocks wait for each other: a larger model uses this GPU better",
-    "multiplication": "blocks have all they need and multiply",
-    "attention": "the context is what takes longest",
-    "sampling": "choosing the token is what takes longest",
-    "host": "launching and passing tokens on is what takes longest",
+    "streaming": "loading weights takes longest: fewer bits a weight or faster memory would help",
+    "exchanges": "blocks wait for each other; a larger model uses this GPU better",
+    "multiplication": "multiplying takes longest, with the weights already loaded",
+    "attention": "reading the context takes longest",
+    "sampling": "choosing the token takes longest",
+    "host": "launching the kernel and passing tokens to the host takes longest",
 }
 
 
@@ -159,7 +159,7 @@ def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: fl
         ],
     )
     if read:
-        print("MBU of a phase: its bytes over its time; the stream runs ahead, while others wait")
+        print("MBU of a phase: its bytes over its time; weights also load ahead, while blocks wait")
 
 
 def _show_ablations(made: "Ablations") -> None:

@@ -154,7 +154,7 @@ def resolve(
 
 
 def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) -> int:
-    """Host memory, at most, for kept prompts; `free_bytes` of it are free.
+    """Host memory, at most, for offloaded prefix cache; `free_bytes` of it are free.
 
     Raises:
         SettingError: a size that is negative or would have no effect.
@@ -166,11 +166,11 @@ def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) 
     if wanted < 0:
         raise SettingError(name, gigabytes(wanted), "0 GB or more")
     if wanted and not asked.keeps_prefixes:
-        raise SettingError(name, gigabytes(wanted), "0 GB where no prompts are kept")
+        raise SettingError(name, gigabytes(wanted), "0 GB without the prefix cache")
     if wanted and not has_kernel:
         raise SettingError(
             name, gigabytes(wanted), "0 GB without the decode kernel",
-            "the reference keeps prompts in the KV cache that it has",
+            "the reference implementation caches prefixes in its own KV cache",
         )  # fmt: skip
     if wanted > free_bytes:
         fits = f"up to {gigabytes(free_bytes)} are free"

@@ -336,7 +336,7 @@ def own_failure(step: str, error: Exception) -> RequestError:
         return error
     if is_lost(error):
         raise error
-    log.error("%s failed; one request is given up", step, exc_info=error)
+    log.error("%s failed; one request is aborted", step, exc_info=error)
     return StepFailed(step, error)
 
 

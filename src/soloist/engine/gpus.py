@@ -78,7 +78,7 @@ def place(
     is_named = ":" in asked.device
     if device.type != "cuda" or is_named:
         if asked.gpus not in (1, "auto"):
-            where = f"beside --device {asked.device}" if is_named else "without a GPU"
+            where = f"with --device {asked.device}" if is_named else "without a GPU"
             raise SettingError("--gpus", asked.gpus, f"1 or auto {where}")
         return Placement((device,))
     if asked.gpus == 1:
@@ -96,7 +96,7 @@ def place(
 
 def _as_told(numbers: Sequence[int]) -> Placement:
     if len(numbers) not in RANKS:
-        raise SettingError("rank_devices", tuple(numbers), f"{_COUNTS} numbers of GPUs")
+        raise SettingError("rank_devices", tuple(numbers), f"GPU numbers, {_COUNTS} of them")
     present = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
     for number in numbers:
         if not 0 <= number < len(present):

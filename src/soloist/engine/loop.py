@@ -53,9 +53,9 @@ _SHOWN_TOKENS = 12
 _NEWEST_SHARE = 0.2
 
 # What the engine's thread does, for people.
-_WAITING, _BEGINNING = "waiting for a request", "beginning a request"
+_WAITING, _BEGINNING = "waiting for a request", "starting a request"
 _READING, _DECODING = "reading a prompt", "decoding"
-_MAKING_ROOM, _HANDING_OUT = "making room for others", "handing out an answer"
+_MAKING_ROOM, _HANDING_OUT = "preempting a request", "delivering an answer"
 
 
 @dataclass(eq=False, slots=True)
@@ -366,7 +366,7 @@ class EngineLoop:
         """
         if is_lost(error):
             raise error
-        log.error("%s failed: %d requests are given up", self._step, len(jobs), exc_info=error)
+        log.error("%s failed: %d requests are aborted", self._step, len(jobs), exc_info=error)
         self._burst = Burst(None, ())
         for job in jobs:
             if job in self._state.jobs:
@@ -402,7 +402,7 @@ class EngineLoop:
         assert job.running is not None, "it joined"
         if job.running.num_spilled:
             log.info(
-                "a prompt of %d tokens: %d come back from the host's memory",
+                "a prompt of %d tokens: %d are fetched from the host's prefix cache",
                 len(job.ticket.prompt_ids), job.running.num_spilled,
             )  # fmt: skip
         if job.running.divergence is not None:
@@ -414,12 +414,12 @@ class EngineLoop:
         ids, at = ticket.prompt_ids, divergence.position
         if at < _LONG_PREFIX:
             return
-        log.info("a prompt of %d tokens leaves a kept one at token %d", len(ids), at)
+        log.info("a prompt of %d tokens differs from a cached one at token %d", len(ids), at)
         if log.isEnabledFor(logging.DEBUG):
             before, kept = ids[max(0, at - _SHOWN_TOKENS) : at], divergence.kept[:_SHOWN_TOKENS]
             ours = ids[at : at + _SHOWN_TOKENS]
-            log.debug("kept: %r", self._tokenizer.decode([*before, *kept]))
-            log.debug("now:  %r", self._tokenizer.decode([*before, *ours]))
+            log.debug("cached: %r", self._tokenizer.decode([*before, *kept]))
+            log.debug("now:    %r", self._tokenizer.decode([*before, *ours]))
 
     def _has_room(self, running: Sequence[Running]) -> bool:
         """Whether the next step has room; if not, one request is paused."""
@@ -436,7 +436,7 @@ class EngineLoop:
             self._give_up([job], error)
             return False
         self._state.num_pauses += 1
-        log.info("a request waits: %d tokens are more than there is room for", job.running.position)
+        log.info("a request is preempted at %d tokens: the KV cache is full", job.running.position)
         return False
 
     def _read(self, job: _Job) -> None:
@@ -557,14 +557,14 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         """Tell everybody; the device is not touched any more."""
-        log.critical("the engine cannot go on", exc_info=error)
+        log.critical("the engine stops after an error", exc_info=error)
         is_first, failure = self._state.failure is None, EngineStopped(error)
         self.abandon(failure)
         if is_first:
             try:
                 self._on_failure(failure)
             except Exception:
-                log.exception("whoever is to hear that the engine cannot go on failed")
+                log.exception("the callback for engine failures failed")
 
 
 def _end(job: _Job, error: SoloistError) -> None:

@@ -68,7 +68,8 @@ def find_support(
         nvrtc()
     except CudaMissing as error:
         return Support(
-            None, f"the decode kernel needs more: {error.message}; running the reference"
+            None,
+            f"the decode kernel cannot run: {error.message}; running the reference implementation",
         )
     p = torch.cuda.get_device_properties(device)
     shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
@@ -92,4 +93,4 @@ def support_on(
             require_prefill(config)
         return Support(plan)
     except (GpuUnsupported, ShapeUnsupported) as error:
-        return Support(None, f"{error.message}; running the reference")
+        return Support(None, f"{error.message}; running the reference implementation")

@@ -66,5 +66,5 @@ class Ticket:
             try:
                 self._listen()
             except Exception:
-                log.exception("a request is cancelled: whoever listens to it failed")
+                log.exception("a request is cancelled: its listener failed")
                 self.cancel()

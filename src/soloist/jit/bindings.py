@@ -5,7 +5,7 @@ from typing import Any
 
 from soloist.errors import CudaMissing
 
-_INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc (Linux only)"
+_INSTALL = "install the packages: pip install cuda-bindings nvidia-cuda-nvrtc (Linux only)"
 
 
 def nvrtc() -> Any:  # noqa: ANN401 - the bindings have no types

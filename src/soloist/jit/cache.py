@@ -143,8 +143,7 @@ def _sha256(content: bytes) -> str:
 @cache  # once for each folder and reason
 def _say_not_kept(cache_root: Path, reason: str) -> None:
     logging.getLogger(__name__).warning(
-        "compiled kernels cannot be kept in %s: %s; set SOLOIST_CACHE to a folder that can be "
-        "written",
+        "compiled kernels cannot be cached in %s: %s; set SOLOIST_CACHE to a writable folder",
         cache_root,
         reason,
     )

@@ -1,11 +1,11 @@
-"""What the watchdog tells the host of a stuck block, in words. Pure."""
+"""What the watchdog reports of a stuck block, in words. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 # What consumers do, in the order of `Phase` in cuda/sync/wait.cuh, and what each waits for.
 PHASES = {
-    "embed": "nothing of other blocks",
+    "embed": "no other block",
     "qkv": "the residual stream of all blocks, from down of the layer before or from embed",
     "attention": "q, k and v from the blocks that own rows of its KV head, and at long context "
     "for partial results of the head's other splits",
@@ -15,7 +15,7 @@ PHASES = {
     "head": "the residual stream of all blocks, from down of the last layer",
     "choose": "the best token of every block",
     "conclude": "its own cleaner warp and, in block 0, the host to take the last round's tokens",
-    "mask": "the host to say which tokens a constrained answer may go on with",
+    "mask": "the host to say which tokens the grammar allows next",
 }
 
 
@@ -76,8 +76,8 @@ class Fault:
         else:
             verdict = "its ring is empty and no copy is under way, so its own producer is behind"
         return (
-            f"its stream is in round {self.producer_round}, layer {self.producer_layer}, after "
-            f"{self.copies} copies, of which {self.landed} landed and {self.released} were read; "
+            f"its weight loads are in round {self.producer_round}, layer {self.producer_layer}, "
+            f"after {self.copies} copies; {self.landed} have landed and {self.released} were read; "
             f"{verdict}"
         )
 
@@ -127,11 +127,11 @@ class RanksFault:
 
     @property
     def seen(self) -> str:
-        """How far its stream is, and who waited for whom."""
+        """How far its weight loads are, and which rank waited for which."""
         told = [self._own.seen]
         for rank, fault in self.faults.items():
             if fault is None:
-                told.append(f"{self._name(rank)} said nothing")
+                told.append(f"{self._name(rank)} reported nothing")
             elif rank != self.rank:
                 others = self._awaited(rank)
                 awaited = _listed(others) if others else "blocks of its own"

@@ -144,7 +144,7 @@ def require_lanes(model: ModelConfig, ranks: int) -> None:
     talks = lanes.early_sum or lanes.attention_comm or lanes.mlp_comm
     if ranks > 1 and lanes.head == "vocab_parallel" and not talks:
         # What ranks store for sampling would have no order.
-        raise ShapeUnsupported(f"lanes that never hear each other on {ranks} ranks", "one rank")
+        raise ShapeUnsupported(f"lanes that exchange no results, on {ranks} ranks", "one rank")
     if lanes.head == "lane":
         raise ShapeUnsupported(
             "an LM head over all lanes side by side", "'replicate' or 'vocab_parallel'"

@@ -660,8 +660,8 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
         # Lanes' rows are brought into the order that turns halves; see rope_in_halves.
         (
             model.lanes is not None or not model.rope.interleaved,
-            "rope that turns neighbours",
-            "rope that turns halves",
+            "interleaved rope",
+            "rope that is not interleaved",
         ),
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
         (

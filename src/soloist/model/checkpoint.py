@@ -113,7 +113,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for stored in _header(file):
             if stored.name in tensors:
                 raise CheckpointError(
-                    f"tensor '{stored.name}' stands in {tensors[stored.name].file.name} and in "
+                    f"tensor '{stored.name}' is both in {tensors[stored.name].file.name} and in "
                     f"{file.name}",
                     "remove the copy that does not belong to this checkpoint",
                 )
@@ -180,9 +180,7 @@ def _are_file_names(values: Iterable[object]) -> bool:
 def _shards(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not _are_file_names(weight_map.values()):
-        raise ConfigError(
-            f"{index} has no usable 'weight_map'", "fetch the file again from its source"
-        )
+        raise ConfigError(f"{index} has no usable 'weight_map'", "download the file again")
     names = sorted(set(weight_map.values()))
     for name in names:
         if not (folder / name).is_file():
@@ -191,6 +189,6 @@ def _shards(folder: Path, index: Path) -> list[Path]:
                 str(folder),
                 f"shard {name}, one of {len(names)} that {INDEX_FILE} lists",
                 found,
-                "fetch the missing shard",
+                "download the missing shard",
             )
     return [folder / name for name in names]

@@ -246,7 +246,7 @@ def require_memory(
         room = max(0, available_bytes - HEADROOM_BYTES) // dtype.num_bytes
         hint = (
             f"models of up to about {room / 1e9:.2g} billion parameters fit in {dtype.value}; "
-            "take a smaller one or free memory"
+            "use a smaller model or free memory"
         )
     raise OutOfMemory(what, needs.total_bytes + HEADROOM_BYTES, available_bytes, hint)
 
@@ -261,5 +261,5 @@ def require_host_memory(weights_bytes: int, available_bytes: int) -> None:
     if needed_bytes > available_bytes:
         what = f"holding weights of {gigabytes(weights_bytes)} on the host while the GPU packs them"
         raise OutOfMemory(
-            what, needed_bytes, available_bytes, "free memory, or ask for less --context"
+            what, needed_bytes, available_bytes, "free memory, or use a smaller --context"
         )

@@ -48,12 +48,12 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(
-            f"{path} cannot be read as JSON: {error}", "fetch the file again from its source"
+            f"{path} cannot be read as JSON: {error}", "download the file again"
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
             f"{path} holds a JSON {type(value).__name__}, expected an object",
-            "fetch the file again from its source",
+            "download the file again",
         )
     return value
 

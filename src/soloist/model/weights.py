@@ -151,8 +151,8 @@ def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
 def _require_same(name: str, values: Tensor, copy_name: str, copy: Tensor) -> None:
     if not torch.equal(values, copy.to(values.device, values.dtype)):
         raise CheckpointError(
-            f"tensor '{copy_name}' differs from '{name}', but config.json says that they are one",
-            "set tie_word_embeddings to false if the model has a head of its own",
+            f"tensor '{copy_name}' differs from '{name}', but config.json says that they are equal",
+            "set tie_word_embeddings to false if the model has a separate LM head",
         )
 
 

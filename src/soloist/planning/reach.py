@@ -190,7 +190,7 @@ def what_fits(subject: Subject) -> str:
             "tokens"
         )
     room = gigabytes(most * (memory - HEADROOM_BYTES))
-    return f"{count(most)} hold up to {room} of weights; take a smaller model or larger GPUs"
+    return f"{count(most)} hold up to {room} of weights; use a smaller model or larger GPUs"
 
 
 def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
@@ -215,7 +215,7 @@ def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
         return ""
     if subject.model.config is None:
         what = "mixture of experts" if subject.model.mixture else "text part of another model"
-        return f"the decode kernel and the reference run no {what}"
+        return f"neither the decode kernel nor the reference implementation runs a {what}"
     try:
         make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
     except ShapeUnsupported as error:

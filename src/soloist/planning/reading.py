@@ -77,9 +77,9 @@ def _read_mixture(fields: Fields) -> Model:
         fields.refuse_rest(HARMLESS | _SIZELESS)
     except UnsupportedField as error:
         raise ConfigError(
-            f"{fields.file}: nobody knows whether field '{error.field}' changes the size of a "
-            f"'{fields.family}'",
-            "if it does not, plan for a copy of the file without it: soloist plan --config FILE",
+            f"{fields.file}: Soloist does not know whether field '{error.field}' changes the size "
+            f"of a '{fields.family}'",
+            "if it does not, remove it from a copy of the file: soloist plan --config COPY",
         ) from error
     return model
 

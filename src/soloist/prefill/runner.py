@@ -520,7 +520,7 @@ def require_prefill(config: ModelConfig) -> None:
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
     if config.rope.interleaved:
-        raise ShapeUnsupported("rope that rotates neighbours", "rope that rotates halves")
+        raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
     sizes = {
         (a.num_query_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size)
         for a, mlp in ((layer.attention, layer.mlp) for layer in config.layers)

@@ -153,8 +153,8 @@ class SamplingParams:
                     raise BadSampling(
                         name,
                         value,
-                        "only beside a temperature above 0; at 0 the best token is always taken",
-                        f"drop {name}, or set temperature to sample",
+                        "only with a temperature above 0; at 0 the likeliest token is chosen",
+                        f"leave {name} out, or set a temperature above 0",
                     )
         if self.min_tokens > self.max_tokens:
             raise BadSampling(

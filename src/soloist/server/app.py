@@ -120,7 +120,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
     told = f"{request.method} {request.url.path}: {error.detail.lower()}"
     if error.status_code == 404:
-        told += f" (there are: {', '.join(route.path for route in ROUTES)})"
+        told += f" (available: {', '.join(route.path for route in ROUTES)})"
     return _reply(request, Problem(error.status_code, told, headers=error.headers))
 
 
@@ -130,5 +130,5 @@ async def _gone(request: Request, _: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     # The server's log has the traceback. Uvicorn closes the connection, so the client is told.
-    told = f"a mistake in Soloist: {type(error).__name__}"
+    told = f"a bug in Soloist: {type(error).__name__}; the server's log has the traceback"
     return _reply(request, Problem(500, told, code="internal", headers={"Connection": "close"}))

@@ -105,5 +105,7 @@ async def _receive(request: Request, body: Body, most_bytes: int) -> None:
 
 def _too_large(most_bytes: int) -> Problem:
     return Problem(
-        413, f"the body is larger than {most_bytes:,} bytes", headers={"Connection": "close"}
+        413,
+        f"the body is larger than the allowed {most_bytes:,} bytes (--max-body-mb)",
+        headers={"Connection": "close"},
     )

@@ -23,20 +23,20 @@ from soloist.server.replies import json_reply
 _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest),
     "/v1/completions": ("Continue texts", CompletionRequest),
-    "/v1/responses": ("Answer a conversation, in OpenAI's newer shape", ResponsesRequest),
-    "/v1/messages": ("Answer a conversation, as Anthropic's clients ask", MessagesRequest),
-    "/v1/messages/count_tokens": ("How long its prompt would be", CountRequest),
+    "/v1/responses": ("Answer a conversation, in OpenAI's newer API", ResponsesRequest),
+    "/v1/messages": ("Answer a conversation, in Anthropic's API", MessagesRequest),
+    "/v1/messages/count_tokens": ("Count the prompt tokens of a conversation", CountRequest),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),
     "/detokenize": ("The text of token ids", DetokenizeRequest),
 }
 _READS = {
     "/": "The playground: chat, completions and races in a browser",
-    "/v1/models": "The names the model answers to",
-    "/v1/models/{name}": "One of them",
+    "/v1/models": "The names of the served model",
+    "/v1/models/{name}": "The model of one name",
     "/health": "Whether requests are answered: 200 while idle or while tokens come, 503 while "
     "loading, stopping or stuck",
-    "/health/ready": "The same",
-    "/health/live": "503 where only another start helps; 200 also while loading and stopping",
+    "/health/ready": "The same as /health",
+    "/health/live": "503 if only a restart helps; 200 also while loading and stopping",
     "/metrics": "Counters for Prometheus",
 }
 _ENDS = {

@@ -67,10 +67,10 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
 class StreamOptions(Fields):
-    """What a stream carries beside text."""
+    """What a stream carries in addition to text."""
 
     include_usage: bool | None = Field(
-        default=None, description="Usage in a chunk of its own at the end."
+        default=None, description="Usage in a separate chunk at the end."
     )
     continuous_usage_stats: bool | None = Field(
         default=None, description="Usage so far in every chunk."
@@ -91,7 +91,7 @@ class SamplingFields(Fields):
     presence_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
     frequency_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
     seed: int | None = Field(
-        default=None, description="Same seed, same text. Choice i takes seed + i."
+        default=None, description="The same seed gives the same text. Choice i uses seed + i."
     )
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Items[int] | None = Field(default=None, max_length=256)
@@ -99,10 +99,10 @@ class SamplingFields(Fields):
         default=None, description="Token id to bias, -100 … 100."
     )
     min_tokens: int | None = Field(
-        default=None, description="No token ends the answer before so many."
+        default=None, description="End tokens are excluded before this many tokens."
     )
     ignore_eos: bool | None = Field(
-        default=None, description="The model's own end is a token like any other."
+        default=None, description="Do not stop at the model's end-of-sequence token."
     )
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -193,7 +193,7 @@ class StructuredOutputs(Fields):
 
 
 class ShapeFields(Fields):
-    """Ways to say what an answer looks like; one of them a request."""
+    """The format of an answer; at most one of these fields per request."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(
@@ -213,7 +213,7 @@ class GenerationFields(SamplingFields, ShapeFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
-        default=None, description="Token ids of prompt and answers beside the text."
+        default=None, description="Also return token ids of prompt and answers."
     )
     user: Harmless = None
     metadata: Harmless = None
@@ -227,7 +227,7 @@ class GenerationFields(SamplingFields, ShapeFields):
     def check_stream_options(self) -> None:
         """Refuse options of a stream where there is none."""
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "only beside stream: true")
+            raise invalid("stream_options", "only with stream: true")
 
     @property
     def includes_usage(self) -> bool:
@@ -247,14 +247,14 @@ class CompletionRequest(GenerationFields):
         description="Text, texts, token ids, or lists of them."
     )
     suffix: str | None = Field(
-        default=None, description="Text after the gap, for models trained on it."
+        default=None, description="Text after the gap, for models trained to fill in the middle."
     )
     max_tokens: int | None = Field(
-        default=None, description="Default 16. 0 beside echo and logprobs: score the prompt alone."
+        default=None, description="Default 16. 0 with echo and logprobs: only score the prompt."
     )
     echo: bool | None = Field(
         default=None,
-        description="Begin the text with the prompt; beside logprobs, its tokens are scored too.",
+        description="Begin the text with the prompt; with logprobs, its tokens are scored too.",
     )
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: only(1) = None  # type: ignore[valid-type]
@@ -275,7 +275,7 @@ class ChatFields(Fields):
         default=None, description="Variables for the chat template, such as enable_thinking."
     )
     tools: Items[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose calls can be read."
+        default=None, description="Functions, for models whose tool calls Soloist can read."
     )
 
 
@@ -286,9 +286,9 @@ class ChatRequest(GenerationFields, ChatFields):
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
     max_completion_tokens: int | None = Field(
-        default=None, description="Default: what the context holds."
+        default=None, description="Default: as many as fit the context."
     )
-    max_tokens: int | None = Field(default=None, description="An older name of the same.")
+    max_tokens: int | None = Field(default=None, description="Older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = Field(
@@ -306,7 +306,7 @@ class ChatRequest(GenerationFields, ChatFields):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the model is told of."""
+        """Tools that the prompt describes to the model."""
         return None if self.tool_choice == "none" else self.tools or None
 
 

@@ -163,14 +163,14 @@ class Generation:
             t.ttft_s * 1e3, "–" if speed is None else f"{speed:.1f}", completion.finish_reason,
         )  # fmt: skip
         if completion.finish_reason == "cancelled":
-            raise self._cut or Problem(503, "the server is shutting down; the answer was cut")
+            raise self._cut or Problem(503, "the server is shutting down; the answer was cut short")
 
     def _listen(self) -> None:
         """In the engine's thread."""
         try:
             self._host.bell.ring(self._woken.set)
         except RuntimeError:  # the event loop has ended, and nobody listens
-            log.debug("%s: nobody listens any more", self._request_id)
+            log.debug("%s: the event loop has ended", self._request_id)
 
     def _cancel(self) -> None:
         for ticket in self.tickets:
@@ -191,12 +191,12 @@ def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
 def _check_count(count: int, most: int) -> None:
     """Coming back later would not help a request for more answers than there are places."""
     if count > most:
-        raise invalid("n", f"{count} answers in all (allowed: at most {most}, as --queue has it)")
+        raise invalid("n", f"{count} answers in all (allowed: at most {most}, see --queue)")
 
 
 def _too_long(limit_s: float) -> Problem:
     return Problem(
-        504, f"the request took longer than {limit_s:.0f} s and was cut", code="time_limit"
+        504, f"the request took longer than {limit_s:.0f} s and was aborted", code="time_limit"
     )
 
 

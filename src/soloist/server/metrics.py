@@ -28,17 +28,17 @@ class Metrics:
         self.replies = counter("http_replies", "HTTP replies.", "path", "status")
         self._requests = counter("requests", "Requests that ended.", "finish_reason")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.")
-        self._cached_tokens = counter("cached_tokens", "Prompt tokens that were not read again.")
-        self._new_tokens = counter("generation_tokens", "Tokens made.")
-        self._queue = histogram("queue_time_seconds", "Accepted to begun.", _SECONDS)
-        self._ttft = histogram("time_to_first_token_seconds", "Accepted to first token.", _SECONDS)
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens found in the prefix cache.")
+        self._new_tokens = counter("generation_tokens", "Tokens generated.")
+        self._queue = histogram("queue_time_seconds", "From acceptance to start.", _SECONDS)
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "From acceptance to first token.", _SECONDS
+        )
         self._token = histogram(
-            "time_per_output_token_seconds", "Decode time by token.", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Decode time per token.", _TOKEN_SECONDS
         )
-        self._mbu = histogram(
-            "memory_bandwidth_utilisation", "Of decoding, where it is known.", _SHARES
-        )
-        self._total = histogram("request_seconds", "Accepted to finished.", _SECONDS)
+        self._mbu = histogram("memory_bandwidth_utilisation", "Of decoding, where known.", _SHARES)
+        self._total = histogram("request_seconds", "From acceptance to end.", _SECONDS)
 
     def watch(self, loop: EngineLoop) -> None:
         """Show how busy the engine is."""
@@ -70,19 +70,23 @@ class _Load(Collector):
         self._loop = loop
 
     def collect(self) -> list[Metric]:
-        """How many requests there are, whether they get on, and what the KV cache holds, now."""
+        """How many requests there are, their progress, and what the KV cache holds, now."""
         load, kept, pages = self._loop.load, self._loop.kept, self._loop.pages
-        pauses = CounterMetricFamily("soloist_requests_paused", "Made room for those before them.")
+        pauses = CounterMetricFamily(
+            "soloist_requests_paused", "Preempted because the KV cache was full."
+        )
         pauses.add_metric([], load.num_pauses)
         moved = CounterMetricFamily(
-            "soloist_prefix_tokens", "Of kept prompts, that moved.", labels=["to"]
+            "soloist_prefix_tokens",
+            "Prefix cache: offloaded to the host, fetched to the device, evicted to nowhere.",
+            labels=["to"],
         )
         for to, tokens in (
             ("host", kept.spilled), ("device", kept.fetched), ("nowhere", kept.dropped)
         ):  # fmt: skip
             moved.add_metric([to], tokens)
         held = GaugeMetricFamily(
-            "soloist_prefix_tokens_kept", "Of prompts, that need not be read.", labels=["on"]
+            "soloist_prefix_tokens_kept", "In the prefix cache.", labels=["on"]
         )
         held.add_metric(["device"], kept.on_device)
         held.add_metric(["host"], kept.on_host)
@@ -90,19 +94,21 @@ class _Load(Collector):
             pauses,
             moved,
             held,
-            GaugeMetricFamily("soloist_requests_running", "Reading or decoding.", load.num_running),
+            GaugeMetricFamily(
+                "soloist_requests_running", "In prefill or decode.", load.num_running
+            ),
             GaugeMetricFamily("soloist_requests_waiting", "In the queue.", load.num_waiting),
             GaugeMetricFamily(
-                "soloist_kv_pages", "Of the KV cache, 64 positions each.", pages.total
+                "soloist_kv_pages", "Pages of the KV cache, 64 positions each.", pages.total
             ),
             GaugeMetricFamily(
                 "soloist_kv_pages_free",
-                "That a request could have now; kept prompts that nobody uses make place.",
+                "Pages that a request could get now, unused prefix cache included.",
                 pages.free,
             ),
             GaugeMetricFamily(
                 "soloist_last_step_age_seconds",
-                "Since anything moved; 0 while idle.",
+                "Since the last progress; 0 while idle.",
                 self._loop.progress.age_s,
             ),
         ]

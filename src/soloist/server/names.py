@@ -16,7 +16,7 @@ def served_name(names: Sequence[str], asked: str | None) -> str:
     if asked not in names:
         raise Problem(
             404,
-            f"the model '{asked}' does not exist here (there is: {', '.join(names)})",
+            f"the model '{asked}' does not exist here (available: {', '.join(names)})",
             param="model",
             code="model_not_found",
         )

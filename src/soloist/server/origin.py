@@ -158,8 +158,8 @@ class Senders:
         if not self._takes_any_name and not self._knows(host):
             raise Problem(
                 403,
-                f"Host is '{_shown(given[0])}' (allowed: {self._shown_names}); start the server "
-                "with --allowed-host NAME for each other name that it is reached by",
+                f"Host is '{_shown(given[0])}' (allowed: {self._shown_names}); to allow another "
+                "name, start the server with --allowed-host NAME",
                 code="host_not_allowed",
             )
         return host
@@ -186,8 +186,8 @@ class Senders:
         allowed = ", ".join(("pages of this server", *sorted(self._origins)))
         return Problem(
             403,
-            f"the request was sent by {sent_by} (allowed: {allowed}); start the server with "
-            "--cors-origin ORIGIN for each origin whose pages may use it",
+            f"the request was sent by {sent_by} (allowed: {allowed}); to allow another origin, "
+            "start the server with --cors-origin ORIGIN",
             code="origin_not_allowed",
         )
 

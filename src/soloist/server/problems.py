@@ -97,7 +97,7 @@ def _unpickled(
 
 
 def problem_of(error: SoloistError) -> Problem:
-    """What a client is told of an engine's error."""
+    """The reply to a client whose request the engine refused or failed."""
     message = str(error).replace("\n\n", "; ")
     match error:
         case QueueFull():

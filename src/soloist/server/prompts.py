@@ -35,7 +35,7 @@ def chat_prompt(processor: Processor, asked: ChatFields, tools: Sequence[Tool] |
     variables = asked.chat_template_kwargs or {}
     for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in variables:
-            raise invalid(f"chat_template_kwargs.{name}", "is a field of the request")
+            raise invalid(f"chat_template_kwargs.{name}", "set this field in the request itself")
     return processor.chat_template.render(
         for_template(
             processor, plain_messages(asked.messages or (), processor.chat_template.source)
@@ -182,7 +182,7 @@ def completion_prompts(processor: Processor, asked: CompletionRequest) -> list[l
     if len(given) > MOST_CHOICES:
         raise invalid("prompt", f"{len(given):,} prompts (allowed: at most {MOST_CHOICES})")
     if not given:
-        raise invalid("prompt", "an empty list; give at least one prompt")
+        raise invalid("prompt", "is an empty list; give at least one prompt")
     return [_completion_ids(processor, prompt, asked.suffix) for prompt in given]  # type: ignore[arg-type]
 
 
@@ -190,5 +190,5 @@ def _completion_ids(processor: Processor, prompt: str | list[int], suffix: str |
     if suffix is None:
         return prompt if isinstance(prompt, list) else processor.encode(prompt)
     if isinstance(prompt, list):
-        raise invalid("suffix", "only beside a prompt of text")
+        raise invalid("suffix", "only with a prompt of text")
     return processor.fim_prompt(prompt, suffix)

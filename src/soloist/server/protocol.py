@@ -513,13 +513,13 @@ def _head_too_large() -> Problem:
 def _too_much_framing() -> Problem:
     return Problem(
         400,
-        "the body's chunks are too small, or its trailers too long (allowed beside the body: "
+        "the body's chunks are too small, or its trailers too long (allowed on top of the body: "
         f"{MOST_FRAMING_BYTES:,} bytes and the body's size); send larger chunks",
     )
 
 
 def _no_room() -> Problem:
     return Problem(
-        503, "too many connections are open; come back later", code="overloaded",
+        503, "too many connections are open; try again later", code="overloaded",
         headers={"Retry-After": "1"},
     )  # fmt: skip

@@ -116,9 +116,9 @@ class ToolUse:
     def __post_init__(self) -> None:
         name, names = self.choice.name, [tool["function"]["name"] for tool in self.tools]
         if self.is_forced and not self.tools:
-            raise invalid("tool_choice", "calls are forced, but there are no tools")
+            raise invalid("tool_choice", "a call is required, but tools is empty")
         if name is not None and name not in names:
-            raise invalid("tool_choice", f"no tool {name!r} (there is: {', '.join(names)})")
+            raise invalid("tool_choice", f"no tool {name!r} (available: {', '.join(names)})")
 
     @property
     def is_forced(self) -> bool:
@@ -150,7 +150,9 @@ def shape_of(asked: ShapeFields) -> Shape | None:
         *_of_choices("guided_choice", asked.guided_choice),
     ]
     if len(found) > 1:
-        raise invalid(found[1].field, f"beside {found[0].field}; an answer has one form")
+        raise invalid(
+            found[1].field, f"cannot be combined with {found[0].field}; an answer has one format"
+        )
     return found[0] if found else None
 
 
@@ -224,12 +226,12 @@ def plain_grammar(processor: Processor, shape: Shape | None) -> str | None:
 def _calls(processor: Processor, use: ToolUse, style: PartFormat, shape: Shape | None) -> Calls:
     field = use.field or (shape.field if shape is not None else "")
     if style.calls is None:
-        raise unsupported(field, "leave it out; this model's way to write calls has no grammar")
+        raise unsupported(field, "leave it out; Soloist has no grammar for this model's tool calls")
     if shape is not None and style.calls in ("bare", "python") and not use.is_forced:
         kind = "JSON" if style.calls == "bare" else "a list"
         raise unsupported(
             f"{shape.field} beside tools",
-            f"either of them; this model's calls are {kind} without a mark, as its answer would be",
+            f"one of the two; this model writes calls as plain {kind}, as its answer would be",
         )
     functions = [
         Function(tool["function"]["name"], tool["function"].get("parameters") or _NO_ARGUMENTS)
@@ -303,7 +305,7 @@ def _of_json(field: str, given: dict[str, Any] | str | None) -> list[Shape]:
         try:
             given = orjson.loads(given)
         except orjson.JSONDecodeError as error:
-            raise invalid(field, f"the text is no JSON: {error}") from error
+            raise invalid(field, f"the text is not valid JSON: {error}") from error
     if not isinstance(given, dict):
         raise invalid(field, "expected a JSON schema, which is an object")
     return [Shape(field, json_form(given))]

@@ -60,7 +60,7 @@ def _stuck(loop: EngineLoop, most_s: float) -> Response | None:
     return json_reply(
         {
             "status": "stuck",
-            "reason": f"nothing has moved for {progress.age_s:.0f} s, in {progress.step}",
+            "reason": f"no progress for {progress.age_s:.0f} s while {progress.step}",
             "last_step_age_s": progress.age_s,
         },
         503,
@@ -96,7 +96,7 @@ async def cancel(request: Request) -> Response:
     running = host.running.get(request_id)
     if running is None:
         raise Problem(404, f"no request '{request_id}' is running", code="not_found")
-    running.cut(Problem(499, "the request was cancelled on demand", code="cancelled"))
+    running.cut(Problem(499, "the request was cancelled through the API", code="cancelled"))
     return json_reply({"id": request_id, "object": "request.cancelled", "deleted": True})
 
 

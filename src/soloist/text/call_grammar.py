@@ -137,6 +137,6 @@ def _tagged_value(
         case {"type": "string"}:
             told = ", ".join(sorted(set(schema) - _OF_ANY_TEXT))
             raise BadGrammar(
-                f"this model writes texts between tags, where {told} of '{key}' cannot be kept to"
+                f"this model writes texts between tags, where {told} of '{key}' is not supported"
             )
     return f"{begin} %json {json.dumps(written({**schema, **shared}))} {json.dumps(end + chr(10))}"

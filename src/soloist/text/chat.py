@@ -135,7 +135,7 @@ class ChatTemplate:
         if name not in self._templates:
             raise RequestError(
                 f"{self._file} has no chat template '{name}' (it has: {', '.join(self.names)})",
-                "name one of these",
+                "use one of its templates",
             )
         return name
 
@@ -147,7 +147,7 @@ class ChatTemplate:
         except Refusal as refusal:
             raise RequestError(
                 f"the model's chat template refuses this conversation: {refusal.message}",
-                "change the conversation as the sentence says; it comes from the model's makers",
+                "change the conversation as the template's message says",
             ) from refusal
         except (
             TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
@@ -155,7 +155,7 @@ class ChatTemplate:
         ) as error:  # fmt: skip
             raise RequestError(
                 f"the model's chat template ({self._file}) fails on this conversation: {error}",
-                "it may call for fields or variables that are not given; compare with the model's "
+                "the template may need fields or variables that are not given; see the model's "
                 "documentation",
             ) from error
 
@@ -166,7 +166,7 @@ def _compile(made: Environment, source: str, label: str) -> Template:
     except TemplateSyntaxError as error:
         raise TokenizerError(
             f"{label} has a syntax error in line {error.lineno}: {error.message}",
-            "take the file again from the checkpoint's source",
+            "download the file again",
         ) from error
 
 
@@ -194,7 +194,7 @@ def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
 def _malformed(file: Path) -> TokenizerError:
     return TokenizerError(
         f"{file}: field 'chat_template' is neither a text nor a list of names and texts",
-        "take the file again from the checkpoint's source",
+        "download the file again",
     )
 
 

@@ -80,7 +80,7 @@ class Decoder:
         return TokenizerError(
             f"{self._file}: decoder '{seen}' is not supported (supported: ByteLevel, or Metaspace "
             "or Replace, then ByteFallback, Fuse and Strip at the start)",
-            "generated text could not be shown exactly; use a tokenizer of one of these kinds",
+            "Soloist could not decode tokens exactly; use a model with a supported decoder",
         )
 
 

@@ -143,6 +143,4 @@ def _special_token(token: object, key: str, path: Path) -> AddedToken:
 
 
 def _damaged(path: Path, detail: str) -> TokenizerError:
-    return TokenizerError(
-        f"{path} is damaged: {detail}", "take the file again from the checkpoint's source"
-    )
+    return TokenizerError(f"{path} is damaged: {detail}", "download the file again")

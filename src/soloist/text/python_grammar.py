@@ -59,7 +59,9 @@ class PythonCall:
             BadGrammar: a name that Python does not have, or a schema that cannot be kept to.
         """
         if not all(map(_is_name, function.split("."))):
-            raise BadGrammar(f"{function!r} is no name of a function in Python, as calls are here")
+            raise BadGrammar(
+                f"{function!r} is no Python identifier; this model writes calls in Python"
+            )
         schema, referred = self._root, set()
         while "$ref" in schema and str(schema["$ref"]) not in referred:
             referred.add(str(schema["$ref"]))
@@ -69,7 +71,9 @@ class PythonCall:
         self._check(schema, {"type", *_KNOWN["object"]}, "the arguments")
         for key in _of(schema, "properties", dict, "the arguments"):
             if not _is_name(key):
-                raise BadGrammar(f"{key!r} is no name of an argument in Python, as calls are here")
+                raise BadGrammar(
+                    f"{key!r} is no Python identifier; this model writes calls in Python"
+                )
         members = self._members(schema, "the arguments", lambda key: f"{key}=")
         return f'{_text(function + "(")} {members} ")"'
 
@@ -80,7 +84,7 @@ class PythonCall:
         properties = _of(schema, "properties", dict, place)
         required = set(map(str, _of(schema, "required", list, place)))
         if absent := sorted(required - set(properties)):
-            raise BadGrammar(f"{absent[0]!r} of {place} is required, but not described")
+            raise BadGrammar(f"{absent[0]!r} of {place} is required, but not in properties")
         members = [
             (f"{_text(spelled(key))} {self._value(value, repr(key))}", key in required)
             for key, value in properties.items()
@@ -172,7 +176,7 @@ class PythonCall:
         if _of(schema, "properties", dict, place) or more is False:
             members = self._members(schema, place, lambda key: f"{key!r}: ")
         elif required := _of(schema, "required", list, place):
-            raise BadGrammar(f"{required[0]!r} of {place} is required, but not described")
+            raise BadGrammar(f"{required[0]!r} of {place} is required, but not in properties")
         else:
             key, value = self._string({}, place), self._value(more, f"a value of {place}")
             members = f'({key} ": " {value} (", " {key} ": " {value})*)?'
@@ -206,10 +210,10 @@ class PythonCall:
         if not isinstance(kinds, list) or not kinds:
             raise BadGrammar(f"{keyword_} of {place} is no list of schemas")
         if keyword_ == "allOf" and len(kinds) > 1:
-            raise BadGrammar(f"allOf of {place} has several schemas; Python calls keep to one")
+            raise BadGrammar(f"allOf of {place} has several schemas; Python calls support one")
         if keyword_ == "oneOf" and len(kinds) > 1 and not _are_apart(kinds):
             raise BadGrammar(
-                f"oneOf of {place} has schemas that may overlap; anyOf, or other types, can be kept"
+                f"oneOf of {place} has schemas that may overlap; use anyOf or different types"
             )
         return _either(self._value(kind, place) for kind in kinds)
 
@@ -228,7 +232,7 @@ class PythonCall:
         found: Any = self._root
         path = schema["$ref"]
         if not isinstance(path, str) or not path.startswith("#/"):
-            raise BadGrammar(f"$ref of {place} does not begin with '#/', so it cannot be followed")
+            raise BadGrammar(f"$ref of {place} does not begin with '#/', so it cannot be resolved")
         for step in path[2:].split("/"):
             name = step.replace("~1", "/").replace("~0", "~")
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -239,7 +243,7 @@ class PythonCall:
     def _check(self, schema: Schema, known: Iterable[str], place: str) -> None:
         """Refuse keywords that would be left out."""
         if unknown := sorted(set(schema) - _SAYS_NOTHING - set(known)):
-            raise BadGrammar(f"{unknown[0]} of {place} cannot be kept to in Python calls")
+            raise BadGrammar(f"{unknown[0]} of {place} is not supported in Python calls")
 
 
 def _text(literal: str) -> str:

@@ -55,7 +55,7 @@ class Tokenizer:
         if backend.decoder is None:
             raise TokenizerError(
                 f"{file} has no decoder, so its tokens cannot be turned back into text",
-                "take the file again from the checkpoint's source",
+                "download the file again",
             )
         backend.no_truncation()
         backend.no_padding()
@@ -238,7 +238,7 @@ def _check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text holds half a surrogate pair at position {error.start}, no whole character",
+            f"the text holds half a surrogate pair at position {error.start}, not a character",
             "decode the text as UTF-8 or UTF-16 before passing it on",
         ) from error
 
@@ -251,7 +251,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(
             f"{file} is damaged or of a kind that tokenizers {tokenizers.__version__} cannot read: "
             f"{error}",
-            "take the file again from the checkpoint's source, or update tokenizers",
+            "download the file again, or update the package tokenizers",
         ) from error
 
 
@@ -274,7 +274,9 @@ def _add_missing(backend: tokenizers.Tokenizer, special: SpecialTokens, file: Pa
 
 def _no_tokenizer(folder: Path) -> MissingFile | TokenizerError:
     if not folder.is_dir():
-        return TokenizerError(f"{folder} is no folder", "give the folder that holds tokenizer.json")
+        return TokenizerError(
+            f"{folder} is not a folder", "give the folder that holds tokenizer.json"
+        )
     found = sorted(entry.name for entry in folder.iterdir())
     if any(name.endswith(".model") or name == "tekken.json" for name in found):
         hint = (

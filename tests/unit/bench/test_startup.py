@@ -80,7 +80,7 @@ def test_kernels_that_are_compiled_at_once_count_once(
     ("told", "message", "hint"),
     [
         ("loaded\nerror: no such thing\n\nhint: try another\n", "no such thing", "try another"),
-        ("", "it said nothing", "soloist run"),
+        ("", "it printed no error", "soloist run"),
     ],
 )
 def test_a_process_that_fails(told: str, message: str, hint: str) -> None:

@@ -206,7 +206,7 @@ def test_the_file_nests_as_perfetto_wants(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(content)
-    with pytest.raises(UserError, match="no trace"):
+    with pytest.raises(UserError, match="not a trace"):
         read(file)
 
 

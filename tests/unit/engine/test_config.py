@@ -72,7 +72,7 @@ def test_the_host_cache_takes_a_quarter_of_what_is_free_or_what_was_asked() -> N
 def test_a_host_cache_without_effect_or_memory_is_refused() -> None:
     with pytest.raises(SettingError, match="0 GB or more"):
         host_cache(-1)
-    with pytest.raises(SettingError, match="where no prompts are kept"):
+    with pytest.raises(SettingError, match="without the prefix cache"):
         host_cache(5, keeps=False)
     with pytest.raises(SettingError, match="without the decode kernel"):
         host_cache(5, has_kernel=False)

@@ -69,8 +69,8 @@ def test_chosen_gpus(asked, alike, reaches, refusal, chosen) -> None:
     ("asked", "count", "reaches", "refusal", "error", "message"),
     [
         (3, 8, everybody, fine, SettingError, "1, 2, 4, 8, auto"),
-        (4, 2, everybody, fine, GpusMissing, "4 GPUs were asked for.*has 2 of one kind"),
-        (4, 8, pairs, fine, NoPeerAccess, r"largest group that has: \[0, 1\]"),
+        (4, 2, everybody, fine, GpusMissing, "4 GPUs were requested.*has 2 of the same model"),
+        (4, 8, pairs, fine, NoPeerAccess, r"largest group that does: \[0, 1\]"),
         (8, 8, everybody, at_most_four, RanksUnsupported, "8 GPUs: too narrow.*1, 2, 4"),
     ],
 )
@@ -89,7 +89,7 @@ def test_without_a_gpu_there_is_one_place() -> None:
     assert placed().devices == placed(gpus="auto").devices == (CPU,)
     with pytest.raises(SettingError, match=r"--gpus is 2.*without a GPU"):
         placed(gpus=2)
-    with pytest.raises(SettingError, match=r"--gpus is 4.*beside --device cuda:1"):
+    with pytest.raises(SettingError, match=r"--gpus is 4.*with --device cuda:1"):
         placed(gpus=4, device="cuda:1")
 
 

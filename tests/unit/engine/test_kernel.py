@@ -325,7 +325,7 @@ def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
         ((6, 1), DENSE, Dtype.BF16, "capability 6.1"),
         ((9, 0), DENSE, Dtype.FP32, "fp32"),
         ((9, 0), model(Attention(4, 2, 40)), Dtype.BF16, "head_dim 40"),
-        ((9, 0), replace(DENSE, rope=Rope(1e4, interleaved=True)), Dtype.BF16, "neighbours"),
+        ((9, 0), replace(DENSE, rope=Rope(1e4, interleaved=True)), Dtype.BF16, "interleaved rope"),
         (
             (9, 0),
             replace(
@@ -348,7 +348,7 @@ def test_refusals_say_why_and_what_runs(
     assert found.memory is None
     assert found.refusal.startswith("the decode kernel does not support")
     assert named in found.refusal
-    assert found.refusal.endswith("running the reference")
+    assert found.refusal.endswith("running the reference implementation")
     assert "\n" not in found.refusal
 
 

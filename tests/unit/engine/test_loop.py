@@ -344,7 +344,7 @@ def test_the_queue_is_bounded(parts) -> None:
     p.decoder.pause_s = 0.001
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     tickets = [p.loop.submit(prompt_of(5, seed=n), params) for n in range(6)]
-    with pytest.raises(QueueFull, match="requests wait") as caught:
+    with pytest.raises(QueueFull, match="2 waiting requests") as caught:
         p.loop.submit(prompt_of(5), params)
     assert caught.value.retry_s >= 1
     for ticket in tickets:
@@ -629,7 +629,7 @@ def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:
     assert ticket.num_cached == 384
     assert p.prefill.chunks == [16], "nothing was read again that had been spilled"
     assert p.loop.kept.fetched > 0
-    assert "come back from the host's memory" in caplog.text
+    assert "are fetched from the host's prefix cache" in caplog.text
 
 
 def test_a_kept_prompt_is_not_read_again() -> None:
@@ -680,7 +680,7 @@ def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
     ended(loop.submit(prompt, params))
     with caplog.at_level("INFO"):
         ended(loop.submit(other, params))
-        assert "400 tokens leaves a kept one at token 290" in caplog.text
+        assert "400 tokens differs from a cached one at token 290" in caplog.text
         assert tokenizer.decode(other[285:295]) not in caplog.text
     with caplog.at_level("DEBUG"):
         ended(loop.submit(other[:291] + other[200:300], params))

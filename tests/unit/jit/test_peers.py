@@ -29,7 +29,7 @@ def test_one_gpu_is_always_enough() -> None:
 
 
 def test_gpus_apart_are_refused_with_those_that_are_not() -> None:
-    with pytest.raises(NoPeerAccess, match=r"GPUs \[0, 1, 2\].*largest group that has: \[1, 2\]"):
+    with pytest.raises(NoPeerAccess, match=r"GPUs \[0, 1, 2\].*largest group that does: \[1, 2\]"):
         require_access([0, 1, 2], linked((1, 2)))
 
 

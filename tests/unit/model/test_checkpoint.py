@@ -147,7 +147,7 @@ def test_cut_files_are_named(
     with pytest.raises(TruncatedFile, match=file.name) as caught:
         open_checkpoint(tmp_path)
     assert f"{len(content[:length]):,} bytes" in str(caught.value)
-    assert "fetch this file again" in str(caught.value)
+    assert "download this file again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_two_checkpoints_in_one_folder_are_refused(
 def test_a_tensor_in_two_shards_is_refused(stored: dict[str, Tensor], tmp_path: Path) -> None:
     files = write_shards(tmp_path, stored)
     save_file(stored, files[2])
-    with pytest.raises(CheckpointError, match=r"stands in .* and in"):
+    with pytest.raises(CheckpointError, match=r"is both in .* and in"):
         open_checkpoint(tmp_path)
 
 

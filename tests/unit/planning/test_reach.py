@@ -64,7 +64,7 @@ def test_refusal_says_what_would_fit(tmp_path):
     subject = subject_of(tmp_path, "RTX 4090", 131_072)
     with pytest.raises(DoesNotFit) as refusal:
         reaches(subject, [FP16], [1])
-    assert "needs 33.5 GB on one GPU, 9.54 GB more than the 24 GB" in refusal.value.message
+    assert "needs 33.5 GB on one GPU, 9.54 GB more than a GPU's 24 GB" in refusal.value.message
     assert "fp16/bf16 on 2 GPUs" in refusal.value.hint
     assert f"--context {longest_context(subject, FP16, 1)}" in refusal.value.hint
 

@@ -65,7 +65,7 @@ def test_unusable_values_are_refused_by_name(field, value):
     ("field", "value"), [("seed", 0), ("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)]
 )
 def test_greedy_refuses_what_would_have_no_effect(field, value):
-    with pytest.raises(BadSampling, match=f"drop {field}"):
+    with pytest.raises(BadSampling, match=f"leave {field}"):
         SamplingParams(**{field: value})
 
 

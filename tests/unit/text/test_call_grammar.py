@@ -312,7 +312,7 @@ UNSAID = [
     ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems is above maxItems"),
     ({"type": "object", "minProperties": 1}, "minProperties of 'x'"),
     ({"type": "object", "properties": []}, "properties of 'x' is no object"),
-    ({"type": "object", "required": ["a"]}, "'a' of 'x' is required, but not described"),
+    ({"type": "object", "required": ["a"]}, "'a' of 'x' is required, but not in properties"),
     ({"type": "date"}, "none of string"),
     ({"type": []}, "none of string"),
     ({"enum": []}, "allows no value"),
@@ -344,10 +344,10 @@ def test_what_python_calls_cannot_keep_to_is_refused(schema, told) -> None:
 @pytest.mark.parametrize(
     ("name", "schema", "told"),
     [
-        ("get-weather", NOTHING, "'get-weather' is no name"),
-        ("f.class", NOTHING, "'f.class' is no name"),
-        ("f", {"type": "object", "properties": {"a b": {}}}, "'a b' is no name"),
-        ("f", {"type": "object", "properties": {"in": {}}}, "'in' is no name"),
+        ("get-weather", NOTHING, "'get-weather' is no Python identifier"),
+        ("f.class", NOTHING, "'f.class' is no Python identifier"),
+        ("f", {"type": "object", "properties": {"a b": {}}}, "'a b' is no Python identifier"),
+        ("f", {"type": "object", "properties": {"in": {}}}, "'in' is no Python identifier"),
         ("f", {"type": "object", "required": ["a"]}, "'a' of the arguments is required"),
         ("f", {"type": "array"}, "are an object"),
         ("f", {"type": "object", "if": {}}, "if of the arguments"),

@@ -214,7 +214,7 @@ def test_missing_tokenizer_tells_what_to_do(folder, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     with pytest.raises(MissingFile, match="save_pretrained"):
         Tokenizer.from_folder(tmp_path)
-    with pytest.raises(TokenizerError, match="is no folder"):
+    with pytest.raises(TokenizerError, match="is not a folder"):
         Tokenizer.from_folder(tmp_path / "absent")
 
 

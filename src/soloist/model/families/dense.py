@@ -96,7 +96,9 @@ def read_heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
     head_dim = fields.integer("head_dim", None)
     if head_dim is None and hidden % query_heads:
         raise MissingField(
-            fields.file, "head_dim", f"given, since {hidden} is no multiple of {query_heads} heads"
+            fields.file,
+            "head_dim",
+            f"a number, since hidden_size {hidden} is not a multiple of {query_heads} heads",
         )
     head_dim = head_dim or hidden // query_heads
     if query_heads % kv_heads:
@@ -127,7 +129,7 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
     if inner is None:
         raise MissingField(fields.file, "rope_theta", "a number greater than 1")
     if theta is not None and inner != theta:
-        raise rules.unsupported("rope_theta", inner, f"{theta:g}, as outside it")
+        raise rules.unsupported("rope_theta", inner, f"{theta:g}, the value outside this object")
     kinds = ("default", "linear", "llama3", "yarn")
     legacy = rules.choice("type", kinds, None)
     kind = rules.choice("rope_type", kinds, legacy or "default")

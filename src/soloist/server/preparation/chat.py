@@ -17,7 +17,7 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     """
     asked.check_stream_options()
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise invalid("top_logprobs", "only beside logprobs: true")
+        raise invalid("top_logprobs", "only with logprobs: true")
     shape, use = shape_of(asked), _tool_use(asked)
     wanted = asked.max_completion_tokens
     if wanted is None:

@@ -97,7 +97,7 @@ def _checked(job: Job[Wanted], body: bytes | bytearray) -> Wanted:
     try:
         given = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise Problem(400, "the body is JSON, but not an object", code="invalid_json")
     check_fields(given, job.schema)

@@ -57,7 +57,7 @@ class CountRequest(ConversationFields):
 class MessagesRequest(ConversationFields):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(description="Most new tokens.")
+    max_tokens: int = Field(description="Most tokens to generate.")
     temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
     top_p: Number | None = None
     top_k: int | None = None

@@ -29,13 +29,15 @@ class ResponsesRequest(SamplingFields):
 
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(description="Text, or a list of messages.")
-    instructions: str | None = Field(default=None, description="A system message before all.")
-    max_output_tokens: int | None = Field(default=None, description="Default: all that fits.")
+    instructions: str | None = Field(default=None, description="System message before the input.")
+    max_output_tokens: int | None = Field(
+        default=None, description="Default: as many as fit the context."
+    )
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
     client_metadata: Harmless = None
-    metadata: dict[str, str] | None = Field(default=None, description="Given back as it is.")
+    metadata: dict[str, str] | None = Field(default=None, description="Returned unchanged.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
     prompt_cache_key: Harmless = None
@@ -59,7 +61,7 @@ class ResponsesRequest(SamplingFields):
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_TOP_LOGPROBS, description=f"Beside include: {_LIKELY}."
+        default=None, ge=0, le=MOST_TOP_LOGPROBS, description=f"With include: {_LIKELY}."
     )
 
     @property
@@ -68,7 +70,7 @@ class ResponsesRequest(SamplingFields):
         if _LIKELY in (self.include or ()):
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise invalid("top_logprobs", f"only beside include: ['{_LIKELY}']")
+            raise invalid("top_logprobs", f"only with include: ['{_LIKELY}']")
         return None
 
     @property
@@ -92,7 +94,7 @@ def prepare_response(
     params.check_vocabulary(processor.vocab_size)
     style, shown = part_format(processor, tools), asked.shown_logprobs
     if shown is not None and (style.thinks or style.calls is not None):
-        told = "only for answers of one text; here there is reasoning, or tools. Chats have it"
+        told = "not supported with reasoning or tools; use /v1/chat/completions"
         raise invalid("include", f"'{_LIKELY}' is {told}")
     chat = plain_conversation(asked.input, asked.instructions)
     text = processor.chat_template.render(

@@ -19,7 +19,7 @@ def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
         raise invalid("prompt", "give either prompt or messages")
     for name in ChatFields.model_fields:
         if asked.prompt is not None and getattr(asked, name) is not None:
-            raise invalid(name, "only beside messages")
+            raise invalid(name, "only with messages")
     specials = asked.add_special_tokens
     if asked.messages is None:
         text, specials = asked.prompt or "", True if specials is None else specials
