@@ -120,7 +120,14 @@ def h200_rivals() -> str:
             f"{best:,.0f}",
             f"{speed / best:.1f} ×" if speed else "–",
         ))  # fmt: skip
-    headings = ("shape", "weights", "Soloist tokens/s", "of the bandwidth", "vLLM tokens/s", "")
+    headings = (
+        "shape",
+        "weights",
+        "Soloist tokens/s",
+        "of the bandwidth",
+        "vLLM tokens/s",
+        "ratio",
+    )
     return table(headings, cells, 2)
 
 

@@ -7,14 +7,13 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
+from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
@@ -46,33 +45,6 @@ class Plan:
     num_busy: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One timed request.
-
-    Attributes:
-        ttft_s: accepted → first token.
-        decode_s: first token → last token.
-        token_ids: made.
-        token_s: times between instants at which tokens came.
-    """
-
-    ttft_s: float
-    decode_s: float
-    token_ids: tuple[int, ...]
-    token_s: tuple[float, ...]
-
-
-class Contender(Protocol):
-    """Something that can answer the same request."""
-
-    name: str
-
-    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
-        """Answer greedily with exactly `new_tokens` tokens."""
-        ...
-
-
 class Ours:
     """Soloist, through the same door as any caller."""
 
@@ -93,11 +65,6 @@ class Ours:
             raise AssertionError("a request ends with a completion")
         t = event.timings
         return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times))
-
-
-def gaps_s(times: Sequence[float]) -> tuple[float, ...]:
-    """Between each two instants."""
-    return tuple(b - a for a, b in pairwise(times))
 
 
 def measure(plan: Plan) -> list[rows.DecodeRow]:

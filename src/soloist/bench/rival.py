@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from soloist.bench.decode import Contender, Run, gaps_s
+from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.engine import Engine
 from soloist.errors import SettingError
 from soloist.model.dtype import Dtype

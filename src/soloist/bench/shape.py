@@ -16,7 +16,8 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
-from soloist.bench.decode import Run, gaps_s, token_ms
+from soloist.bench.contender import Run, gaps_s
+from soloist.bench.decode import token_ms
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (

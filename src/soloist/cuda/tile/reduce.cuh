@@ -1,6 +1,6 @@
 // The warps' partial sums meet in shared memory and are added in a fixed order.
 #pragma once
-#include "sync/context.cuh"
+#include "tile/context.cuh"
 
 // [warp][column][row]. Rows turn within 32 by 8 for every two columns, so that no two lanes of a warp share a
 // bank. One or two columns leave room for two reductions, so that a fast warp may start the next one while

@@ -1,0 +1,38 @@
+"""What `bench decode` measures: one request to anything that answers it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed request.
+
+    Attributes:
+        ttft_s: accepted → first token.
+        decode_s: first token → last token.
+        token_ids: made.
+        token_s: times between instants at which tokens came.
+    """
+
+    ttft_s: float
+    decode_s: float
+    token_ids: tuple[int, ...]
+    token_s: tuple[float, ...]
+
+
+class Contender(Protocol):
+    """Something that can answer the same request."""
+
+    name: str
+
+    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """Answer greedily with exactly `new_tokens` tokens."""
+        ...
+
+
+def gaps_s(times: Sequence[float]) -> tuple[float, ...]:
+    """Between each two instants."""
+    return tuple(b - a for a, b in pairwise(times))
