@@ -343,11 +343,11 @@ SOON, LATE = 100_000_000, 2_000_000_000
     [
         ((SOON, LATE), [
             "rank 0 on GPU 0: block ", "round 0, layer 0, phase attention_output",
-            "waits for partial sums or choices of rank 1", "rank 1 on GPU 0 said nothing",
+            "waits for partial sums or choices of rank 1", "rank 1 on GPU 0 reported nothing",
         ]),
         ((LATE, SOON), [
             "rank 1 on GPU 0: block ", "round 0, layer 0, phase qkv",
-            "waits for the residual stream of all blocks", "rank 0 on GPU 0 said nothing",
+            "waits for the residual stream of all blocks", "rank 0 on GPU 0 reported nothing",
         ]),
     ],
     ids=["who waits", "who is stuck"],

@@ -109,7 +109,7 @@ def test_a_stuck_block_says_where_it_is_and_what_it_waits_for() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     for fact in (
         "stuck: block ", " on SM ", "round 0", "layer 0", "phase qkv",
-        "waits for the residual stream of all blocks", "copies, of which",
+        "waits for the residual stream of all blocks", "have landed",
         "so other blocks are behind",
     ):  # fmt: skip
         assert fact in done.stdout, done.stdout + done.stderr

@@ -233,7 +233,9 @@ def test_without_the_library_the_error_says_what_to_install(
             raise RuntimeError("no libnvrtc.so.13")
 
     monkeypatch.setattr(bindings.importlib, "import_module", lambda _: Unloadable)
-    with pytest.raises(CudaMissing, match=r"libnvrtc.so.13\n\nhint: pip install"):
+    with pytest.raises(
+        CudaMissing, match=r"libnvrtc.so.13\n\nhint: install the packages: pip install"
+    ):
         nvrtc_version()
 
 

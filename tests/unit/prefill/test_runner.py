@@ -233,7 +233,7 @@ def test_lanes_are_refused() -> None:
     ("config", "named"),
     [
         (model(Attention(4, 2, 8), Attention(4, 4, 8)), "layers of different sizes"),
-        (model(GQA, rope=Rope(1000.0, interleaved=True)), "rotates neighbours"),
+        (model(GQA, rope=Rope(1000.0, interleaved=True)), "interleaved rope"),
     ],
 )
 def test_what_kernels_cannot_do_is_refused(config: ModelConfig, named: str) -> None:
