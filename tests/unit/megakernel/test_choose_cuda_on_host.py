@@ -257,7 +257,7 @@ def library(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("choose")
     for name in ("ptx", "ops"):
         (folder / name).mkdir()
-    context = (CUDA / "sync" / "context.cuh").read_text()
+    context = (CUDA / "tile" / "context.cuh").read_text()
     structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
     wait = (CUDA / "sync" / "wait.cuh").read_text()
     structs += wait[wait.index("enum class Phase") : wait.index("// Host memory: 1")]
