@@ -11,8 +11,9 @@ from interpreter.lane_models import CASES, configured
 from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
+from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
@@ -82,6 +83,20 @@ def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> Non
     for columns in (2, 5):
         assert torch.equal(spread.logits(ids, columns), one_by_one)
     assert torch.equal(spread.logits(ids, 3, sequence=1), one_by_one)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", ["mean of lanes", "vocabulary slices"])
+def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, tmp_path: Path) -> None:
+    config, plan, weights = configured(name, tmp_path, ranks)
+    ids = prompt(config, 96)
+    spread = Spread(config, plan, weights)
+    wanted = spread.logits(ids, 1)
+    assert torch.equal(spread.logits(ids, MAX_COLUMNS), wanted)
+    for decoder in spread.decoders:
+        decoder.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
+    for columns in (1, MAX_COLUMNS):
+        assert torch.equal(spread.logits(ids, columns), wanted), columns
 
 
 def test_bits_do_not_depend_on_the_ranks(tmp_path: Path) -> None:

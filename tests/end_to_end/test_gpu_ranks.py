@@ -18,8 +18,9 @@ from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
 from soloist.engine.kernel import KernelModel
 from soloist.errors import LaunchError
 from soloist.megakernel.choice import Choice
+from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import Plan
+from soloist.megakernel.plan import MAX_COLUMNS, Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share
@@ -30,6 +31,7 @@ from unit.prefill.models import random_weights
 pytestmark = pytest.mark.gpu
 
 TOKENS = 150  # three pages
+CLEANER_CYCLES = 50_000  # longer than a layer of these models takes
 # Relative error of all logits: what rounding to bf16 may do (tests/interpreter).
 MOST_ERROR = 0.02
 
@@ -62,6 +64,24 @@ def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> Non
     for columns in (2, 5):
         again = forced_logits(model.decoder, config.vocab_size, ids, columns, TOKENS)
         assert torch.equal(again, one_by_one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("name", ["smollm3-nope-64", "qwen3-wide-32"])
+def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, tmp_path: Path) -> None:
+    """With as many columns as there are, one rank's cleaner or all of them late by a layer."""
+    config, plan = configured(name, tmp_path, ranks=ranks)
+    decoder = spread(config, plan).decoder
+    ids = prompt(config, 96)
+    wanted = forced_logits(decoder, config.vocab_size, ids, 1, 96)
+    assert torch.equal(forced_logits(decoder, config.vocab_size, ids, MAX_COLUMNS, 96), wanted)
+    parts = decoder.decoders if isinstance(decoder, Ranks) else [decoder]
+    for late in (parts[-1:], parts):
+        for part in late:
+            part.load(Build(cleaner_cycles=CLEANER_CYCLES))
+        for columns in (1, MAX_COLUMNS):
+            again = forced_logits(decoder, config.vocab_size, ids, columns, 96)
+            assert torch.equal(again, wanted), f"{columns} columns, {len(late)} late"
 
 
 @pytest.mark.parametrize("name", ["qwen3-norms-128", "mistral-window-96"])

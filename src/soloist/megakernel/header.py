@@ -55,6 +55,7 @@ class Build:
         trace_round: take time stamps in this round of a launch.
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
+        cleaner_cycles: by which all cleaning of exchange buffers is late: no bit depends on that.
         stuck_ns: how long a block may get nowhere, less than 2^32.
         mask_ns: how long it may wait for the host to say which tokens are allowed.
         alone: the first rank of several runs without the others: what it tells them, it tells
@@ -68,6 +69,7 @@ class Build:
     trace_round: int | None = None
     ablation: int = 0
     silent_block: int | None = None
+    cleaner_cycles: int = 0
     stuck_ns: int = STUCK_NS
     mask_ns: int = MASK_NS
     alone: bool = False
@@ -104,6 +106,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kRacecheck": build.racecheck,
         "kAlone": build.alone,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
+        "kCleanerCycles": build.cleaner_cycles,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
         "kTurns": TURNS,

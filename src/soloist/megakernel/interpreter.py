@@ -379,9 +379,8 @@ class Interpreter:
             kept.clear(self._hidden_in + 2)
         for kept in (self._mid.operand, self._mid.squares):
             kept.clear(self._hidden_mid + 2)
-        for kept in (self._projected, self._partial, self._stats, self._attended):
+        for kept in (self._projected, self._partial, self._stats, self._attended, self._gated):
             kept.clear(done + 2)
-        self._gated.clear(done + 1)
         for kept in self._sums.values():
             kept.clear(done + 2)
 

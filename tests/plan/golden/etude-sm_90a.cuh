@@ -19,6 +19,7 @@ constexpr unsigned kMaskTurnWords = 16u;
 constexpr bool kRacecheck = false;
 constexpr bool kAlone = false;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
+constexpr unsigned kCleanerCycles = 0u;
 constexpr unsigned kLayers = 8u;
 constexpr unsigned kHidden = 320u;
 constexpr unsigned kTurns = 4u;

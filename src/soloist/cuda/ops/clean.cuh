@@ -42,6 +42,8 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
 #pragma unroll 1
   for (u32 turns = 0;; ++turns) {
     mbarrier_wait(cleanable, turns & 1);
+    if constexpr (kCleanerCycles > 0)
+      for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}
     ++hidden_in;
     clear_stream<InStream>(params, hidden_in + 2, columns, block, lane);
     clear_sums<InStream>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
@@ -53,7 +55,7 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
       ++layers;
       clear_stream<MidStream>(params, layers + 2, columns, block, lane);
       clear_sums<MidStream>(params, layers + 2, columns, block, lane);
-      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 1), columns,
+      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 2), columns,
                     first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
                     num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
       clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,

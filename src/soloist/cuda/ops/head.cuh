@@ -52,6 +52,8 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
   using Stream = HeadStream;
   const u32 in = kMeets ? cx.round + 1 : cx.next_in();
+  // Who has this block's record reads its rows of the next round's embedding: a copy that the last layer had cleaned.
+  cx.wait_for_cleaner(cx.layers_done + cx.round);
   GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
   Ahead<Head> ahead;
   Scale<Stream> scale;

@@ -151,11 +151,15 @@ struct Context {
   }
   // Which turn the residual stream takes before the next layer's qkv, or before the head.
   __device__ __forceinline__ u32 next_in() const { return layers_done + round + 1; }
+  // Until the cleaner is done with what it may clean, which is so `cleanings` times; it has long been, as a rule. What the
+  // block publishes after its next barrier tells others so.
+  __device__ __forceinline__ void wait_for_cleaner(u32 cleanings) const {
+    if (thread == 0 && cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
+  }
   // The cleaner may go on to the next copies, `cleanings` times after the first. Pairs with its wait in `clean`.
   __device__ __forceinline__ void let_clean(u32 cleanings) const {
-    if (thread != 0) return;
-    if (cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);  // it has long been done with the last ones
-    mbarrier_arrive(cleanable);
+    wait_for_cleaner(cleanings);
+    if (thread == 0) mbarrier_arrive(cleanable);
   }
   __device__ __forceinline__ void begin(Phase phase) {
     if (thread == 0) where->phase = static_cast<u32>(phase);
