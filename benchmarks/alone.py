@@ -21,7 +21,8 @@ from soloist.engine.support import find_support
 from soloist.megakernel import launch
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.trace import block_times, stretches
 from soloist.model.families import read_config, tensors
@@ -75,11 +76,11 @@ class _Alone:
         pages = -(-positions // PAGE_POSITIONS)
         share = self.plan.share
         pool = PagePool(
-            share.num_layers, self.plan.pool_kv_heads, self.plan.head_dim, pages,
+            share.num_layers, self.plan.shape.pool_kv_heads, self.plan.shape.head_dim, pages,
             TORCH_DTYPES[dtype], device,
         )  # fmt: skip
         pool.tensor.normal_()
-        rope = rope_table(share.rope, self.plan.head_dim, pages * PAGE_POSITIONS, device)
+        rope = rope_table(share.rope, self.plan.shape.head_dim, pages * PAGE_POSITIONS, device)
         self._decoder = Decoder(
             self.plan, weights, rope, pool.tensor, cache=read_settings().cache,
             build=Build(alone=True),

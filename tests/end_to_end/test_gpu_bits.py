@@ -27,7 +27,8 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import nvrtc_version
-from soloist.megakernel.plan import MAX_COLUMNS, make_plan
+from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.plan import make_plan
 from soloist.megakernel.sharding import shard_all
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config

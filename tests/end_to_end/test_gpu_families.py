@@ -17,9 +17,10 @@ from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import Cubin, compile_source
 from soloist.jit.source import Source
 from soloist.megakernel import launch
+from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan
+from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
 from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
@@ -91,11 +92,11 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {k: v.to(device, torch.bfloat16) for k, v in random_weights(config).items()}
     pages = torch.arange(MAX_COLUMNS * (CONTEXT // PAGE_POSITIONS), dtype=torch.int32)
-    layers, heads = plan.share.num_layers, plan.pool_kv_heads
-    pool = PagePool(layers, heads, plan.head_dim, len(pages), torch.bfloat16, device)
+    layers, heads = plan.share.num_layers, plan.shape.pool_kv_heads
+    pool = PagePool(layers, heads, plan.shape.head_dim, len(pages), torch.bfloat16, device)
     torch.manual_seed(0)
     pool.tensor.normal_()
-    rope = rope_table(plan.share.rope, plan.head_dim, CONTEXT, device)
+    rope = rope_table(plan.share.rope, plan.shape.head_dim, CONTEXT, device)
     decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
     decoder.page_tables.copy_(pages.view(MAX_COLUMNS, -1))
     return decoder
@@ -112,7 +113,7 @@ def test_sequences_of_any_length_do_not_touch_each_other(
     name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block attends to several of them: some whole, parts of others, nothing of an empty part."""
-    monkeypatch.setattr(Plan, "near_positions", property(lambda _: PAGE_POSITIONS))
+    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: PAGE_POSITIONS))
     decoder = decoder_of_sequences(name, arch, tmp_path)
     rounds, given = 3, [5, 7, 11]
     starts = (186, 3, 140, 127, 64, 63, 100)

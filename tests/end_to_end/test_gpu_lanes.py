@@ -13,7 +13,8 @@ from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan
+from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
@@ -44,8 +45,8 @@ class Spread:
         for rank, device in enumerate(devices or [here] * plan.ranks):
             whole = {k: v.to(device, torch.bfloat16) for k, v in weights.items()}
             pool = PagePool(
-                config.num_layers, plan.pool_kv_heads, plan.head_dim, 2 * pages, torch.bfloat16,
-                device,
+                config.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, 2 * pages,
+                torch.bfloat16, device,
             )  # fmt: skip
             decoder = Decoder(
                 plan, shard_all(plan.part_of(rank), whole), rope_table(config, CONTEXT).to(device),
@@ -58,7 +59,7 @@ class Spread:
     def logits(self, ids: list[int], columns: int, sequence: int = 0) -> Tensor:
         """[T, V] of forced tokens, `columns` positions side by side."""
         rounds = len(ids) // columns
-        kept = torch.zeros(rounds, columns, self.plan.sampled_rows, device="cuda")
+        kept = torch.zeros(rounds, columns, self.plan.exchanges.sampled_rows, device="cuda")
         side_by_side = [
             Column(sequence, c, ids[c::columns], stride=columns) for c in range(columns)
         ]
@@ -138,7 +139,7 @@ def test_lanes_sample_as_the_host_does(name: str, ranks: int, tmp_path: Path) ->
     launches = Spread(config, plan, weights).ranks
     params = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True)
     sampler = Sampler(params, config.vocab_size, [7])
-    kept = torch.zeros(60, 1, plan.sampled_rows, device="cuda")
+    kept = torch.zeros(60, 1, plan.exchanges.sampled_rows, device="cuda")
     column = Column(0, 0, [7], choice=Choice(params, sampler.counts, frozenset()))
     made = launches.run([column], 60, logits=kept)
     for i, (token,) in enumerate(made):
@@ -168,7 +169,7 @@ def test_prompts_of_a_loaded_model(name: str, ranks: int, keep_rows: bool, tmp_p
         assert logits is not None
         error = (logits.cpu() - wanted[stop - 1]).norm() / wanted[stop - 1].norm()
         assert error < MOST_ERROR
-    kept = torch.zeros(20, 1, plan.sampled_rows, device=device)
+    kept = torch.zeros(20, 1, plan.exchanges.sampled_rows, device=device)
     model.decoder.run([Column(0, TOKENS - 20, ids[-20:])], 20, logits=kept)
     made = kept[:, 0, : config.vocab_size].cpu()
     error = (made - wanted[-20:]).norm() / wanted[-20:].norm()

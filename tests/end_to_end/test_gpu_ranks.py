@@ -17,10 +17,12 @@ from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
 from soloist.engine.kernel import KernelModel
 from soloist.errors import LaunchError
+from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS, Plan
+from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share
@@ -88,7 +90,7 @@ def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, tmp_p
 def test_logits_of_columns_whose_cache_is_split(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Plan, "near_positions", property(lambda _: 64))
+    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
     config, plan = configured(name, tmp_path, ranks=4)
     weights = {k: v.to(torch.bfloat16) for k, v in random_weights(config).items()}
     ids = prompt(config, TOKENS)

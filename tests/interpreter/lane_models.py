@@ -56,7 +56,7 @@ def configured(
     """The model as its family reads it, its plan, and random weights."""
     config = read_config(written(folder, fields_of(name)))
     plan = make_plan(config, Dtype.BF16, gpu(blocks * 8 // ranks), ranks)
-    assert (plan.blocks, plan.lanes_here * ranks) == (blocks, 8)
+    assert (plan.blocks, plan.shape.lanes_here * ranks) == (blocks, 8)
     return config, plan, random_weights(config)
 
 

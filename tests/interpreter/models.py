@@ -12,8 +12,9 @@ from torch import Tensor
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
 from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
+from soloist.megakernel.limits import PAGE_POSITIONS
 from soloist.megakernel.packing import ordered, pack, place
-from soloist.megakernel.plan import PAGE_POSITIONS, Plan, make_plan
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -129,37 +130,48 @@ def load(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(image, vectors, embedding) in `dtype`, absent weights as NaN, so that none is read."""
     parts = shard_all(plan.part_of(rank), weights)
-    loaded = [_load_lane(plan, parts, dtype, place) for place in range(plan.lanes_here)]
+    loaded = [_load_lane(plan, parts, dtype, place) for place in range(plan.shape.lanes_here)]
     images, vectors = zip(*loaded, strict=True)
     table = None if plan.share.tied_head else weights["embedding"].to(dtype)
-    return torch.cat(images), torch.cat(vectors[: plan.vector_lanes]), table
+    return torch.cat(images), torch.cat(vectors[: plan.shape.vector_lanes]), table
 
 
 def _load_lane(
     plan: Plan, parts: Weights, dtype: torch.dtype, place_here: int
 ) -> tuple[Tensor, Tensor]:
     """(image, vectors) of a rank, or of one of its lanes."""
-    model = plan.model
+    layout = plan.image
     weights = {
         name: values
         if values.ndim == (1 if name.endswith(("norm", "bias")) else 2)
         else values[place_here]
         for name, values in parts.items()
     }
-    image = torch.full((plan.blocks, plan.block_stride // 2), torch.nan, dtype=dtype)
-    vectors = torch.full((plan.layer_vector_values * model.num_layers,), torch.nan)
-    matrices = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
-    for layer in range(model.num_layers):
-        for op in plan.layer_operations:
-            values = weights[f"layers.{layer}.{op.matrix.name}"].to(dtype)
-            place(plan, op, layer, pack(plan, op, values), image)
-        for name, buffer in plan.vectors.items():
+    # In bytes all ones are NaN; without rounding the image has values in their place.
+    rounds = dtype is not torch.float32
+    image = torch.full((plan.blocks, layout.block_stride // (1 if rounds else 2)), torch.nan)
+    image = torch.full_like(image, 255, dtype=torch.uint8) if rounds else image
+    vectors = torch.full((layout.final_norm_offset,), torch.nan)
+
+    def put(layer: int, name: str, tensor: str) -> None:
+        op = layout.operation(layer, name)
+        own = {part: weights[tensor + part] for part in op.matrix.format.parts}
+        if op.matrix.format.is_plain:
+            own[""] = own[""].to(dtype)
+        place(plan, op, layer, pack(plan, op, own), image)
+
+    for layer in range(plan.model.num_layers):
+        kind = layout.layer(layer)
+        biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
+        for name in kind.operations:
+            put(layer, name, f"layers.{layer}.{name}")
+        for name in kind.vectors:
             values = weights[f"layers.{layer}.{name}"].float()
-            values = ordered(plan, matrices[name], values) if name in matrices else values
-            start = plan.layer_vector_values * layer + buffer.offset // 4
+            if name in biased:
+                values = ordered(plan.shape, biased[name], values)
+            start = layout.vector_offset(layer, name)
             vectors[start : start + values.numel()] = values
-    head = weights["embedding" if plan.share.tied_head else "head"]
-    place(plan, plan.head, 0, pack(plan, plan.head, head.to(dtype)), image)
+    put(0, "head", "embedding" if plan.share.tied_head else "head")
     return image, torch.cat([vectors, weights["final_norm"].float()])
 
 
@@ -206,8 +218,8 @@ class Bench:
         pools = [
             PagePool(
                 config.num_layers,
-                plan.pool_kv_heads,
-                plan.head_dim,
+                plan.shape.pool_kv_heads,
+                plan.shape.head_dim,
                 pages,
                 stored,
                 torch.device("cpu"),

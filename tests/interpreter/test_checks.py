@@ -1,6 +1,5 @@
 """The interpreter notices what a wrong plan, packing or exchange would do."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,14 @@ import torch
 from torch import Tensor
 
 from interpreter.models import Bench, configured, load, prompt, reference_logits
+from plan.shapes import operation
 from soloist.megakernel import interpreter as module
 from soloist.megakernel.launch import _fresh_workspace, _load_image
-from soloist.megakernel.partition import SLOT_VALUES, STEP_COLUMNS, Matrix
-from soloist.megakernel.plan import MAX_COLUMNS, TURNS, Plan
+from soloist.megakernel.limits import MAX_COLUMNS, TURNS
+from soloist.megakernel.partition import Matrix
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import HALF_TILE_VALUES, STEP_COLUMNS
 from soloist.model.config import ModelConfig
-from soloist.model.dtype import Dtype
 from unit.prefill.models import random_weights
 
 CPU = torch.device("cpu")
@@ -31,21 +32,21 @@ def bench(case: tuple[ModelConfig, Plan]) -> Bench:
 def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> None:
     config, plan = case
     weights = random_weights(config)
-    exact = replace(plan, dtype=Dtype.FP32)
-    decoders = _load_image(exact, weights, CPU, keep_rows=True)[:2]
-    own = load(exact, weights, torch.float32)[:2]
-    for seen, wanted in zip(decoders, own, strict=True):
+    image, vectors, _ = _load_image(plan, weights, CPU, keep_rows=True)
+    own_image, own_vectors, _ = load(plan, weights, torch.bfloat16)
+    images = [x.view(torch.bfloat16) for x in (image, own_image)]
+    for seen, wanted in (images, (vectors, own_vectors)):
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
 
 
 def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
     fresh = _fresh_workspace(plan, MAX_COLUMNS)
-    for name, op in (("hidden_in", plan.qkv), ("gated", plan.down)):
-        buffer = plan.workspace[name]
+    for name in ("hidden_in", "gated"):
+        buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
         assert seen.unique().tolist() == [-1, 0]
-        absent = module.Operand(plan, name, op).values.isnan()
+        absent = module.Operand(plan, name).values.isnan()
         assert torch.equal(seen.view(absent.shape) == -1, absent)
 
 
@@ -53,8 +54,8 @@ def test_of_one_column_they_lie_without_room_for_more(case: tuple[ModelConfig, P
     plan = case[1]
     fresh, all_columns = _fresh_workspace(plan, 1), _fresh_workspace(plan, MAX_COLUMNS)
     assert len(fresh) == len(all_columns)
-    for name, op in (("hidden_in", plan.qkv), ("gated", plan.down)):
-        buffer = plan.workspace[name]
+    for name, op in (("hidden_in", operation(plan, "qkv")), ("gated", operation(plan, "down"))):
+        buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
         padded = op.matrix.steps * STEP_COLUMNS
         one = seen.view(TURNS, MAX_COLUMNS, padded)[:, 0]
@@ -65,8 +66,8 @@ def test_of_one_column_they_lie_without_room_for_more(case: tuple[ModelConfig, P
 def test_a_swapped_tile_shows(case: tuple[ModelConfig, Plan]) -> None:
     config = case[0]
     made, ids = bench(case), prompt(config, 2)
-    part = made.memory.image[0, : 2 * SLOT_VALUES]
-    part.copy_(part.view(2, SLOT_VALUES).flip(0).flatten())
+    part = made.memory.image[0, : 2 * HALF_TILE_VALUES]
+    part.copy_(part.view(2, HALF_TILE_VALUES).flip(0).flatten())
     wanted = reference_logits(config, random_weights(config), ids)
     assert (made.feed(ids) - wanted).abs().max() > 0.01
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from interpreter.lane_models import CASES, EIGHT, configured
 from interpreter.models import Bench, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.sharding import shard
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -41,7 +43,7 @@ def test_lanes_give_the_references_logits(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight columns over two pages, near and far, then one; lanes go on in a random order."""
-    monkeypatch.setattr(Plan, "near_positions", property(lambda _: 64))
+    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
     config, plan, weights = configured("mean of lanes", tmp_path, ranks)
     ids = prompt(config, 74)
     wanted = reference_logits(config, weights, ids)
@@ -101,7 +103,9 @@ def test_fewer_turns_would_be_too_few(
     ids = prompt(config, 3)
     wanted = reference_logits(config, weights, ids)
     require_logits(Bench(config, plan, weights).launch(Hasty(0)), ids, 0, 1, wanted)
-    monkeypatch.setattr(Plan, "lane_turns", property(lambda p: 2 * p.model.lanes.delay_layers - 1))
+    monkeypatch.setattr(
+        ModelShape, "lane_turns", property(lambda p: 2 * p.model.lanes.delay_layers - 1)
+    )
     fewer = Plan(plan.model, plan.dtype, plan.gpu, plan.blocks, plan.ranks)
     with pytest.raises(AssertionError, match=r"told_.*: overwritten"):
         require_logits(Bench(config, fewer, weights).launch(Hasty(0)), ids, 0, 1, wanted)

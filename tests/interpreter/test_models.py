@@ -14,6 +14,8 @@ from interpreter.models import (
     prompt,
     reference_logits,
 )
+from plan.shapes import operation
+from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
@@ -40,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to which position one block of a KV head serves a column: a page, or everywhere."""
     if request.param is not None:
-        monkeypatch.setattr(Plan, "near_positions", property(lambda _: request.param))
+        monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: request.param))
 
 
 def require_close(seen: Tensor, wanted: Tensor, atol: float = ATOL) -> None:
@@ -114,12 +116,12 @@ def test_few_registers_and_little_shared_memory(name: str, tmp_path: Path) -> No
     weights, ids = random_weights(config), prompt(config, 70)
     wanted = reference_logits(config, weights, ids)
     require_close(Bench(config, plan, weights).feed(ids, 8), wanted)
-    assert plan.ring_slots <= 4
+    assert plan.shared.ring_slots <= 4
 
 
 def test_groups_of_tiles_that_blocks_do_not_fill(tmp_path: Path) -> None:
     plan = configured("llama-one-kv-head-128", tmp_path, like="sm_86")[1]
-    matrix, group = plan.gate_up.matrix, plan.gate_up.group_tiles
+    matrix, group = operation(plan, "gate_up").matrix, operation(plan, "gate_up").group_tiles
     counts = {matrix.first_unit(b + 1) - matrix.first_unit(b) for b in range(plan.blocks)}
     assert len({count % group for count in counts} - {0}) == 2, "as tested above"
 

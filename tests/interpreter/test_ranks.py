@@ -9,7 +9,8 @@ import torch
 
 from interpreter.models import CASES, Bench, configured, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.attention_plan import AttentionPlan
+from soloist.megakernel.plan import make_plan
 from soloist.megakernel.sharding import shard, shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import Attention, ModelConfig
@@ -34,7 +35,7 @@ def test_ranks_give_the_references_logits(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight columns, near and far, then one."""
-    monkeypatch.setattr(Plan, "near_positions", property(lambda _: 64))
+    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
     config, plan = configured(name, tmp_path, ranks=ranks)
     weights, ids = random_weights(config), prompt(config, 74)
     wanted = reference_logits(config, weights, ids)

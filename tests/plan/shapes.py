@@ -8,8 +8,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
-from soloist.megakernel.partition import TILE_ROWS
+from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import TILE_ROWS
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.families import read_config
 from soloist.model.folder import find_model
@@ -82,6 +83,11 @@ def gpus() -> st.SearchStrategy[Gpu]:
     return st.sampled_from(sorted(TYPICAL.values(), key=lambda gpu: gpu.num_sms))
 
 
-def all_operations(plan: Plan) -> list[Any]:
+def all_operations(plan: Plan) -> list[Operation]:
     """Those of a layer, and the head."""
-    return [*plan.layer_operations, plan.head]
+    return list(plan.operations)
+
+
+def operation(plan: Plan, name: str) -> Operation:
+    """Of the first layer."""
+    return plan.image.operation(0, name)

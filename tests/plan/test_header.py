@@ -10,14 +10,9 @@ import pytest
 from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build, header
-from soloist.megakernel.plan import (
-    MAX_COLUMNS,
-    SLOT_BYTES,
-    THREADS,
-    TURNS,
-    Plan,
-    make_plan,
-)
+from soloist.megakernel.limits import MAX_COLUMNS, THREADS, TURNS
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.trace import num_words
 from soloist.model.dtype import Dtype
 
@@ -64,28 +59,28 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kMaxColumns": MAX_COLUMNS,
         "kTurns": TURNS,
         "kSlotBytes": SLOT_BYTES,
-        "kRingSlots": plan.ring_slots,
+        "kRingSlots": plan.shared.ring_slots,
         "kLayers": plan.model.num_layers,
         "kHidden": plan.model.hidden_size,
         "kVocab": plan.model.vocab_size,
         "kVocabRows": plan.head.matrix.units * 8,
-        "kQueryHeads": plan.query_heads,
-        "kKvHeads": plan.kv_heads,
-        "kGroup": plan.group,
-        "kHeadDim": plan.head_dim,
+        "kQueryHeads": plan.shape.query_heads,
+        "kKvHeads": plan.shape.kv_heads,
+        "kGroup": plan.shape.group,
+        "kHeadDim": plan.shape.head_dim,
         "kTiedHead": plan.model.tied_head,
         "kQkNorm": attention.qk_norm,
-        "kSplits": plan.splits,
-        "kSoftmaxLanes": plan.softmax_lanes,
-        "kPageSlot": plan.page_slot,
-        "kGranuleBytes": plan.granule_bytes,
-        "kBlockStride": plan.block_stride,
-        "kLayerBytes": plan.layer_bytes,
-        "kLayerVectors": plan.layer_vector_values,
+        "kSplits": plan.attention.splits,
+        "kSoftmaxLanes": plan.attention.softmax_lanes,
+        "kPageSlot": plan.attention.page_slot,
+        "kGranuleBytes": plan.attention.granule_bytes,
+        "kBlockStride": plan.image.block_stride,
+        "kLayerBytes": plan.image.kinds[0].num_bytes,
+        "kLayerVectors": plan.image.kinds[0].vector_values,
         "kTraceWords": num_words(plan),
     }
     assert {name: seen.get(name) for name in wanted} == wanted
-    assert seen["kScoreScale"] == pytest.approx(plan.head_dim**-0.5 / math.log(2), rel=1e-6)
+    assert seen["kScoreScale"] == pytest.approx(plan.shape.head_dim**-0.5 / math.log(2), rel=1e-6)
     assert seen["kEpsilon"] == pytest.approx(plan.model.norm_epsilon, rel=1e-6)
 
 
@@ -95,15 +90,15 @@ def camel(name: str) -> str:
 
 def test_offsets_are_the_plans(plan: Plan) -> None:
     seen, _ = parsed(plan)
-    for name, buffer in plan.workspace.items():
+    for name, buffer in plan.exchanges.workspace.items():
         assert seen[f"kWs{camel(name)}"] == buffer.offset
         assert seen[f"kWs{camel(name)}Bytes"] == buffer.num_bytes
         if name != "best":  # the kernel divides by the number of turns
             assert buffer.num_bytes == math.prod(buffer.shape), "no rounding between turns"
             assert buffer.num_bytes % (16 * TURNS) == 0, "turns are aligned"
-    for name, buffer in plan.shared.items():
+    for name, buffer in plan.shared.buffers.items():
         assert seen[f"kSh{camel(name)}"] == buffer.offset
-    for name, buffer in plan.vectors.items():
+    for name, buffer in plan.image.kinds[0].vectors.items():
         assert seen[f"kVec{camel(name)}"] * 4 == buffer.offset
 
 
@@ -113,7 +108,7 @@ def test_operations_are_the_plans(plan: Plan) -> None:
         m, seen = op.matrix, structs[camel(op.matrix.name)]
         assert (seen["kUnits"], seen["kMaxUnits"]) == (m.units, m.max_units)
         assert (seen["kSteps"], seen["kTiles"]) == (m.steps, op.group_tiles)
-        assert (seen["kDepth"], seen["kOffset"]) == (op.depth, plan.matrix_offset(op))
+        assert (seen["kDepth"], seen["kOffset"]) == (op.depth, plan.image.matrix_offset(0, m.name))
         assert seen["kUnitHalves"] * 8 == m.unit_rows
         counts = {m.first_unit(b + 1) - m.first_unit(b) for b in range(plan.blocks)}
         assert seen["kEven"] == (len(counts) == 1)
@@ -154,7 +149,7 @@ def test_a_build_for_one_column_keeps_the_order_of_sums(plan: Plan) -> None:
     # As many warps share a granule of positions, for fewer tiles of rows.
     assert single["kWarpTiles"] == 1
     sharing = {build["kRowTiles"] / build["kWarpTiles"] for build in (single, several)}
-    assert sharing == {plan.row_tiles // plan.warp_tiles}
+    assert sharing == {plan.attention.row_tiles // plan.attention.warp_tiles}
     changed = {name for name in single if single[name] != several[name]}
     memory = {name for name in changed if name.startswith("kSh")}
     memory |= {"kRingSlots", "kEarlySlots", "kReduceBytes", "kWideReduceBytes"}

@@ -5,11 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.shapes import SMALL, all_operations, models
+from plan.shapes import SMALL, all_operations, models, operation
 from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packing import ordered, pack, place, unordered, unpack
-from soloist.megakernel.partition import SLOT_VALUES, Matrix, RowOrder
-from soloist.megakernel.plan import Operation, Plan, make_plan
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.tile import HALF_TILE_VALUES
+from soloist.megakernel.weight_format import BF16
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -29,11 +32,11 @@ def test_round_trips(model: ModelConfig, num_sms: int) -> None:
     plan = small_plan(model, num_sms)
     for op in all_operations(plan):
         values = numbered(op.matrix.rows, op.matrix.columns)
-        packed = pack(plan, op, values)
+        packed = pack(plan, op, {"": values})
         assert packed.numel() * 2 == op.matrix.num_bytes
         kept = packed[packed != 0]
         assert kept.numel() == values.numel() == kept.unique().numel()
-        assert torch.equal(unpack(plan, op, packed), values)
+        assert torch.equal(unpack(plan, op, packed)[""], values)
 
 
 @settings(max_examples=10, deadline=None)
@@ -41,18 +44,18 @@ def test_round_trips(model: ModelConfig, num_sms: int) -> None:
 def test_places_in_the_image(model: ModelConfig, num_sms: int) -> None:
     """Layers and matrices side by side, in no one's gap, each block's part in its row."""
     plan = small_plan(model, num_sms)
-    image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=torch.int16)
+    image = torch.zeros(plan.blocks, plan.image.block_stride // 2, dtype=torch.int16)
     owned = torch.zeros_like(image, dtype=torch.bool)
     filled = 0
     for layer in range(model.num_layers):
-        for op in plan.layer_operations if layer else all_operations(plan):
+        for op in all_operations(plan)[: -1 if layer else None]:
             filled += 1
             matrix = op.matrix
             packed = torch.full((matrix.num_bytes // 2,), filled, dtype=torch.int16)
             packed[::97] = torch.arange(packed[::97].numel(), dtype=torch.int32).to(torch.int16)
             before = image.clone()
             place(plan, op, layer, packed, image)
-            start = (plan.layer_bytes * layer + plan.matrix_offset(op)) // 2
+            start = plan.image.matrix_offset(layer, matrix.name) // 2
             at = 0
             for block in range(plan.blocks):
                 part = slice(start, start + matrix.block_bytes(block) // 2)
@@ -72,45 +75,47 @@ def test_odd_vocabularies(vocab: int) -> None:
         ModelConfig(**{**{f: getattr(SMALL, f) for f in SMALL.__slots__}, "vocab_size": vocab}), 7
     )
     values = numbered(vocab, 64)
-    packed = pack(plan, plan.head, values)
-    assert torch.equal(unpack(plan, plan.head, packed), values)
+    packed = pack(plan, plan.head, {"": values})
+    assert torch.equal(unpack(plan, plan.head, packed)[""], values)
 
 
 def test_orders_and_their_inverses() -> None:
     plan = small_plan(SMALL, 7)
     rows = torch.arange(SMALL.layers[0].attention.qkv_rows)
-    by_head = ordered(plan, plan.qkv.matrix, rows)
+    by_head = ordered(plan.shape, operation(plan, "qkv").matrix, rows)
     # Two query heads, a key head and a value head of the first KV head, 32 rows each.
     assert by_head[::32].tolist() == [0, 32, 128, 192, 64, 96, 160, 224]
-    pairs = ordered(plan, plan.gate_up.matrix, torch.arange(192))
+    pairs = ordered(plan.shape, operation(plan, "gate_up").matrix, torch.arange(192))
     assert pairs[::8].tolist()[:4] == [0, 96, 8, 104]
-    for op, values in ((plan.qkv, by_head), (plan.gate_up, pairs)):
-        assert torch.equal(unordered(plan, op.matrix, values), values.sort().values)
-    assert plan.down.matrix.order is RowOrder.NATURAL
+    for op, values in ((operation(plan, "qkv"), by_head), (operation(plan, "gate_up"), pairs)):
+        assert torch.equal(unordered(plan.shape, op.matrix, values), values.sort().values)
+    assert operation(plan, "down").matrix.order is RowOrder.NATURAL
 
 
 def test_fragments_of_a_tile() -> None:
     """What the first warp's lanes read: rows g and g + 8, columns 8q … 8q + 7."""
     plan = Plan(SMALL, Dtype.BF16, Gpu("sm_90a", 2, 227 * 1024), 2)
     row, column = torch.arange(64)[:, None] * 1000, torch.arange(64)
-    packed = pack(plan, plan.down, torch.nn.functional.pad(row + column, (0, 32)))
-    slot = packed[: 2 * SLOT_VALUES]
+    packed = pack(
+        plan, operation(plan, "down"), {"": torch.nn.functional.pad(row + column, (0, 32))}
+    )
+    slot = packed[:2].flatten()
     lane = 5  # g = 1, q = 1
     assert slot[lane * 8 : lane * 8 + 8].tolist() == [
         1008, 1009, 9008, 9009, 1010, 1011, 9010, 9011,
     ]  # fmt: skip
     assert slot[256 + lane * 8] == 1012  # the second multiply
-    assert slot[SLOT_VALUES + lane * 8] == 1040  # the second half of the warp's columns
+    assert slot[HALF_TILE_VALUES + lane * 8] == 1040  # the second half of the warp's columns
 
 
 def test_two_steps_share_the_slot_of_8_rows_left_over() -> None:
     """Three times 8 rows of three steps: 16 rows, 16 rows, 8 of each step; then 16 rows, 8 rows."""
     plan = small_plan(SMALL, 7)
-    matrix = Matrix("any", 24, 3 * 512, RowOrder.NATURAL, blocks=1)
-    op = Operation(matrix, group_tiles=2, spare_registers=True)
+    matrix = Matrix("any", 24, 3 * 512, RowOrder.NATURAL, blocks=1, format=BF16)
+    op = Operation(matrix, 2, plan.gpu)
     unit, step = torch.arange(24)[:, None] // 8, torch.arange(3 * 512) // 512
     place_of = 10 * unit + step
-    packed = pack(plan, op, place_of)
-    held = [half.unique().tolist() for half in packed.view(-1, SLOT_VALUES)]
+    packed = pack(plan, op, {"": place_of})
+    held = [half.unique().tolist() for half in packed]
     assert held == [[0, 10], [0, 10], [1, 11], [1, 11], [20], [21], [2, 12], [2, 12], [22]]
-    assert torch.equal(unpack(plan, op, packed), place_of)
+    assert torch.equal(unpack(plan, op, packed)[""], place_of)

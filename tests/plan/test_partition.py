@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soloist.megakernel.partition import SLOT_VALUES, Matrix, RowOrder
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.weight_format import BF16, INT8_SCALED
 
 
 @st.composite
@@ -15,7 +16,9 @@ def matrices(draw: st.DrawFn) -> Matrix:
     padded = None
     if order is RowOrder.NATURAL and draw(st.booleans()):
         padded = (-(-rows // 8) // blocks + draw(st.integers(1, 9))) * blocks
-    return Matrix("any", rows, columns, order, blocks, padded)
+    return Matrix(
+        "any", rows, columns, order, blocks, draw(st.sampled_from([BF16, INT8_SCALED])), padded
+    )
 
 
 @given(matrices())
@@ -40,22 +43,25 @@ def test_the_blocks_bytes_make_up_the_matrix(matrix: Matrix) -> None:
     own = [matrix.block_bytes(block) for block in range(matrix.blocks)]
     assert sum(own) == matrix.num_bytes
     assert max(own) == matrix.max_block_bytes
-    assert matrix.num_bytes >= 2 * matrix.rows * matrix.columns
-    assert matrix.num_bytes % (2 * SLOT_VALUES) == 0
+    values = matrix.rows * matrix.columns
+    assert matrix.num_bytes >= values * matrix.format.value_bits // 8
+    assert matrix.num_bytes % matrix.format.half_tile_bytes == 0
 
 
 @given(matrices())
 def test_tiles_hold_all_units(matrix: Matrix) -> None:
-    halves = matrix.max_units * matrix.unit_slots
+    halves = matrix.max_units * matrix.unit_half_tiles
     assert 2 * matrix.max_tiles - 1 <= halves <= 2 * matrix.max_tiles
 
 
 @given(matrices())
 def test_steps_share_slots_where_a_block_has_8_rows_left_over(matrix: Matrix) -> None:
-    first = [matrix.first_unit(block) * matrix.unit_slots for block in range(matrix.blocks + 1)]
+    first = [
+        matrix.first_unit(block) * matrix.unit_half_tiles for block in range(matrix.blocks + 1)
+    ]
     assert matrix.shares_slots == any((end - start) % 2 for start, end in pairwise(first))
 
 
 def test_padding_units_belong_to_the_last_blocks() -> None:
-    matrix = Matrix("head", 203, 64, RowOrder.NATURAL, 7, 28)
+    matrix = Matrix("head", 203, 64, RowOrder.NATURAL, 7, BF16, 28)
     assert (matrix.units, matrix.max_units, matrix.owner(27)) == (28, 4, 6)

@@ -24,55 +24,53 @@ from soloist.errors import GpuUnsupported, ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
 from soloist.megakernel.header import header
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
-from soloist.megakernel.partition import TILE_ROWS
-from soloist.megakernel.plan import (
+from soloist.megakernel.limits import (
     CONSUMER_WARPS,
     LEAST_RING_SLOTS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
-    REDUCE_BYTES,
-    SLOT_BYTES,
     THREADS,
-    Plan,
-    make_plan,
 )
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 
 
 def require_sound(plan: Plan) -> None:
+    (kind,) = plan.image.kinds
     require_partition(plan)
     require_head_groups_full(plan)
     for columns in (1, MAX_COLUMNS):
         for samples in (False, True):
             require_shared_memory(plan.with_room_for(columns, samples=samples))
-    require_disjoint(list(plan.workspace.values()), plan.workspace_bytes)
-    require_disjoint(list(plan.vectors.values()), plan.layer_vector_values * 4)
+    require_disjoint(list(plan.exchanges.workspace.values()), plan.exchanges.num_bytes)
+    require_disjoint(list(kind.vectors.values()), kind.vector_values * 4)
     require_attention(plan)
 
 
 def require_partition(plan: Plan) -> None:
-    assert plan.kv_heads <= plan.blocks <= plan.gpu.num_sms
+    assert plan.shape.kv_heads <= plan.blocks <= plan.gpu.num_sms
     for op in all_operations(plan):
         assert op.matrix.blocks == plan.blocks
         assert op.matrix.units >= plan.blocks, "every block has rows of every matrix"
         assert 1 <= op.depth <= op.matrix.steps
+    (kind,) = plan.image.kinds
     # Residual rows stay with their block.
-    own = [[op.matrix.first_unit(b) for b in range(plan.blocks + 1)]
-           for op in (plan.attention_output, plan.down)]  # fmt: skip
+    own = [[kind.operations[name].matrix.first_unit(b) for b in range(plan.blocks + 1)]
+           for name in ("attention_output", "down")]  # fmt: skip
     assert own[0] == own[1]
-    offsets = [plan.matrix_offset(op) for op in plan.layer_operations]
-    sizes = [op.matrix.max_block_bytes for op in plan.layer_operations]
-    assert all(
-        a + s == b for (a, b), s in zip(pairwise([*offsets, plan.layer_bytes]), sizes, strict=True)
-    )
-    used = plan.matrix_offset(plan.head) + plan.head.matrix.max_block_bytes
-    assert used <= plan.block_stride
-    assert plan.block_stride // SLOT_BYTES % 2 == 1
-    per_layer = sum(op.matrix.num_bytes for op in plan.layer_operations)
-    assert plan.streamed_bytes == per_layer * plan.model.num_layers + plan.head.matrix.num_bytes
-    assert plan.streamed_bytes <= plan.image_bytes
+    offsets = [kind.matrix_offset(name) for name in kind.operations]
+    sizes = [op.matrix.max_block_bytes for op in kind.operations.values()]
+    ends = pairwise([*offsets, kind.num_bytes])
+    assert all(a + s == b for (a, b), s in zip(ends, sizes, strict=True))
+    image = plan.image
+    assert image.head_offset + plan.head.matrix.max_block_bytes <= image.block_stride
+    assert image.block_stride // SLOT_BYTES % 2 == 1
+    per_layer = sum(op.matrix.num_bytes for op in kind.operations.values())
+    assert image.streamed_bytes == per_layer * plan.model.num_layers + plan.head.matrix.num_bytes
+    assert image.streamed_bytes <= image.num_bytes
 
 
 def require_head_groups_full(plan: Plan) -> None:
@@ -84,15 +82,18 @@ def require_head_groups_full(plan: Plan) -> None:
 
 
 def require_shared_memory(plan: Plan) -> None:
-    assert plan.ring_slots >= LEAST_RING_SLOTS
+    assert plan.shared.ring_slots >= LEAST_RING_SLOTS
     # 1 KB is left for the barriers and what else the kernel declares.
-    assert plan.shared_bytes <= plan.gpu.shared_bytes - 1024
-    assert plan.shared_bytes + SLOT_BYTES > plan.gpu.shared_bytes - 1024, "the ring takes the rest"
-    require_disjoint(list(plan.shared.values()), plan.shared_bytes - plan.ring_slots * SLOT_BYTES)
+    assert plan.shared.num_bytes <= plan.gpu.shared_bytes - 1024
+    assert plan.shared.num_bytes + SLOT_BYTES > plan.gpu.shared_bytes - 1024, (
+        "the ring takes the rest"
+    )
+    fixed = plan.shared.num_bytes - plan.shared.ring_slots * SLOT_BYTES
+    require_disjoint(list(plan.shared.buffers.values()), fixed)
     several = plan.columns > 1 or plan.samples
-    assert not several or plan.shared["reduce"].num_bytes == REDUCE_BYTES
+    assert plan.shared.buffers["reduce"].num_bytes == plan.shared.reduce_bytes
     # The smallest piece in which all columns' rows meet must hold one tile.
-    assert REDUCE_BYTES // 4 // CONSUMER_WARPS // MAX_COLUMNS - 4 >= 16
+    assert not several or plan.shared.reduce_bytes // 4 // CONSUMER_WARPS // MAX_COLUMNS - 4 >= 16
 
 
 def require_disjoint(buffers: list[Buffer], total_bytes: int) -> None:
@@ -105,13 +106,17 @@ def require_disjoint(buffers: list[Buffer], total_bytes: int) -> None:
 
 
 def require_attention(plan: Plan) -> None:
-    assert plan.splits.bit_count() == 1, "a power of 2"
-    assert plan.splits * plan.kv_heads <= plan.blocks
-    assert plan.row_tiles * 16 >= MAX_COLUMNS * plan.group
-    assert plan.softmax_lanes * plan.row_tiles == CONSUMER_WARPS * plan.warp_tiles
-    assert plan.near_positions % PAGE_POSITIONS == 0
-    pieces = 4 if plan.page_slot else 2
-    assert pieces * plan.granule_bytes <= SLOT_BYTES
+    attention = plan.attention
+    assert attention.splits.bit_count() == 1, "a power of 2"
+    assert plan.attention.splits * plan.shape.kv_heads <= plan.blocks
+    assert plan.attention.row_tiles * 16 >= MAX_COLUMNS * plan.shape.group
+    assert (
+        plan.attention.softmax_lanes * plan.attention.row_tiles
+        == CONSUMER_WARPS * plan.attention.warp_tiles
+    )
+    assert plan.attention.near_positions % PAGE_POSITIONS == 0
+    pieces = 4 if plan.attention.page_slot else 2
+    assert pieces * plan.attention.granule_bytes <= SLOT_BYTES
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,12 +137,14 @@ def test_small_models_on_every_gpu(model: ModelConfig, gpu: Gpu) -> None:
 def test_public_models_on_every_gpu(name: str, gpu: Gpu) -> None:
     plan = make_plan(everything()[name], Dtype.BF16, gpu)
     require_sound(plan)
-    busiest = max(plan.block_bytes(b) for b in range(plan.blocks)) * plan.blocks
-    assert busiest <= (1.12 if name in PUBLIC else 1.5) * plan.streamed_bytes
-    values = sum(op.matrix.rows * op.matrix.columns for op in plan.layer_operations)
+    busiest = max(plan.image.block_bytes(b) for b in range(plan.blocks)) * plan.blocks
+    assert busiest <= (1.12 if name in PUBLIC else 1.5) * plan.image.streamed_bytes
+    values = sum(
+        op.matrix.rows * op.matrix.columns for op in plan.image.kinds[0].operations.values()
+    )
     values = values * plan.model.num_layers + plan.model.vocab_size * plan.model.hidden_size
     if name in PUBLIC:
-        assert plan.streamed_bytes < 1.03 * 2 * values, "padding is no burden"
+        assert plan.image.streamed_bytes < 1.03 * 2 * values, "padding is no burden"
 
 
 def test_blocks_are_chosen_to_waste_least() -> None:
@@ -147,7 +154,7 @@ def test_blocks_are_chosen_to_waste_least() -> None:
 
     def cost(blocks: int) -> int:
         other = Plan(model, Dtype.BF16, gpu, blocks)
-        return blocks * max(map(other.block_bytes, range(blocks)))
+        return blocks * other.image.max_block_bytes
 
     assert cost(plan.blocks) == min(map(cost, range(119, 133)))
 
@@ -162,16 +169,18 @@ def test_few_sms(num_sms: int) -> None:
 def test_sums_fit_the_registers(name: str, gpu: Gpu) -> None:
     model = read_config(SHAPES[name]) if name in SHAPES else PUBLIC[name]
     plan = make_plan(model, Dtype.BF16, gpu)
-    for op in plan.layer_operations:
-        assert op.group_tiles <= plan.most_tiles
-        if op is not plan.gate_up:
+    (kind,) = plan.image.kinds
+    most, gate_up = kind.spread.most_tiles, kind.operations["gate_up"]
+    for op in kind.operations.values():
+        assert op.group_tiles <= most
+        if op is not gate_up:
             assert op.group_tiles == op.matrix.max_tiles, "one group"
-    groups = -(-plan.gate_up.matrix.max_tiles // plan.gate_up.group_tiles)
-    assert (groups - 1) * plan.most_tiles < plan.gate_up.matrix.max_tiles, "no group too many"
+    groups = -(-gate_up.matrix.max_tiles // gate_up.group_tiles)
+    assert (groups - 1) * most < gate_up.matrix.max_tiles, "no group too many"
 
 
 def test_registers_are_moved_where_they_can_be() -> None:
-    movable, plain = TYPICAL["sm_90a"], TYPICAL["sm_80"]
+    movable, plain = (TYPICAL[arch].architecture for arch in ("sm_90a", "sm_80"))
     assert movable.moves_registers
     assert not plain.moves_registers
     for gpu in (movable, plain):
@@ -184,9 +193,9 @@ def test_registers_are_moved_where_they_can_be() -> None:
 
 def test_the_smallest_ring() -> None:
     plan = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_86"])
-    rest = plan.shared_bytes - plan.ring_slots * SLOT_BYTES + 1024
+    rest = plan.shared.num_bytes - plan.shared.ring_slots * SLOT_BYTES + 1024
     least = replace(plan.gpu, shared_bytes=rest + LEAST_RING_SLOTS * SLOT_BYTES)
-    assert make_plan(SMALL, Dtype.BF16, least).ring_slots == LEAST_RING_SLOTS
+    assert make_plan(SMALL, Dtype.BF16, least).shared.ring_slots == LEAST_RING_SLOTS
     short = replace(least, shared_bytes=least.shared_bytes - 1)
     with pytest.raises(ShapeUnsupported) as refused:
         make_plan(SMALL, Dtype.BF16, short)
@@ -228,18 +237,19 @@ REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
     "hidden": (shaped((60, 96, 1, 4, 2, 32, 99)), Dtype.BF16, "hidden_size 60", "multiple of 8"),
     "ffn": (shaped((64, 92, 1, 4, 2, 32, 99)), Dtype.BF16, "intermediate_size 92", "multiple of 8"),
     "kv heads": (shaped((64, 96, 1, 9, 9, 32, 99)), Dtype.BF16, "9 KV heads", "at most 8"),
-    "mlp": (
-        replace(SMALL, layers=(SMALL.layers[0], replace(SMALL.layers[0], mlp=Mlp(104)))),
-        Dtype.BF16, "layers of different shapes", "differ in window and rope only",
+    "mlp of lanes": (
+        replace(
+            SMALL, lanes=LANES, layers=(SMALL.layers[0], replace(SMALL.layers[0], mlp=Mlp(104)))
+        ),
+        Dtype.BF16, "layers of different shapes in a model with lanes", "window and rope only",
     ),
     **{
         f"layers differ in {field}": (
             mixed(SMALL, {field: value}), Dtype.BF16,
-            "layers of different shapes", "differ in window and rope only",
+            "layers with other heads than the first", "biases, norms of queries and keys, MLP",
         )
         for field, value in (
-            ("num_query_heads", 2), ("num_kv_heads", 4), ("head_dim", 64), ("qk_norm", True),
-            ("qkv_bias", True), ("output_bias", True),
+            ("num_query_heads", 2), ("num_kv_heads", 4), ("head_dim", 64),
         )
     },
 }  # fmt: skip
@@ -257,7 +267,7 @@ def test_what_is_refused_is_named(name: str) -> None:
 
 def test_layers_may_differ_in_window_and_rope() -> None:
     model = mixed(SMALL, {"window": 16, "rope": False})
-    assert make_plan(model, Dtype.BF16, TYPICAL["sm_90a"]).model is model
+    assert len(make_plan(model, Dtype.BF16, TYPICAL["sm_90a"]).image.kinds) == 1
 
 
 def test_the_description_names_what_matters() -> None:
@@ -265,9 +275,10 @@ def test_the_description_names_what_matters() -> None:
     text = plan.describe()
     assert text.splitlines()[0].startswith("qwen3")
     for fact in (
-        "sm_90a", f"{plan.blocks} of 132 SMs", f"ring {plan.ring_slots} x 16 KB",
-        f"{plan.shared_bytes:,} bytes", f"up to {plan.splits} splits",
-        f"{plan.softmax_lanes} softmax lanes", f"{plan.streamed_bytes / 1e9:.3f} GB",
+        "sm_90a", f"{plan.blocks} of 132 SMs", f"ring {plan.shared.ring_slots} x 16 KB",
+        f"{plan.shared.num_bytes:,} bytes", f"up to {plan.attention.splits} splits",
+        f"{plan.attention.softmax_lanes} softmax lanes",
+        f"{plan.image.streamed_bytes / 1e9:.3f} GB",
     ):  # fmt: skip
         assert fact in text
     for op, line in zip(all_operations(plan), text.splitlines()[2:], strict=True):
@@ -336,14 +347,19 @@ def test_only_gpus_that_can_bring_weights_to_the_l2_are_asked_to() -> None:
     assert make_plan(model, Dtype.BF16, TYPICAL["sm_89"], 4).fetch_slots == 0
 
 
+def slots(plan: Plan) -> int:
+    return plan.shared.ring_slots
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_one_greedy_column_leaves_the_ring_more_room(name: str, ranks: int) -> None:
     plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
     single = plan.with_room_for(1, samples=False)
-    assert single.ring_slots >= plan.with_room_for(1, samples=True).ring_slots >= plan.ring_slots
-    assert ranks == 1 or single.ring_slots == 13
+    assert slots(single) >= slots(plan.with_room_for(1, samples=True)) >= slots(plan)
+    assert ranks == 1 or slots(single) == 13
     # Two reductions side by side, of all rows of a group, and the softmax lanes' results.
-    rows = max(op.group_tiles for op in (*plan.layer_operations, plan.head)) * TILE_ROWS
-    assert single.reduce_bytes // 2 >= CONSUMER_WARPS * rows * 4
-    assert single.reduce_bytes >= plan.softmax_lanes * plan.group * plan.head_dim * 4
+    rows = max(op.group_tiles for op in plan.operations) * TILE_ROWS
+    assert single.shared.reduce_bytes // 2 >= CONSUMER_WARPS * rows * 4
+    values = plan.attention.softmax_lanes * plan.shape.group * plan.shape.head_dim
+    assert single.shared.reduce_bytes >= values * 4

@@ -27,7 +27,7 @@ from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import BitsDiffer, SettingError, UserError
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.ranks import Launcher
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig

@@ -36,7 +36,7 @@ from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors

@@ -28,7 +28,7 @@ from soloist.errors import BadLogits
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.prompts import CHUNK_TOKENS, TokenIds
 from soloist.prefill.widths import BLOCK_TOKENS

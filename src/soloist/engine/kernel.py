@@ -14,8 +14,10 @@ from soloist.engine.rooms import Host, num_pages_of
 from soloist.engine.shards import failures_of
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
-from soloist.megakernel.packing import gather, unpack
-from soloist.megakernel.plan import PAGE_POSITIONS, Plan
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.packing import gather, numbers, unpack
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
@@ -69,10 +71,15 @@ class _Part:
     ) -> None:
         config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
         self.pool = PagePool(
-            config.num_layers, plan.pool_kv_heads, plan.head_dim, sizes.num_pages, dtype, device
+            config.num_layers,
+            plan.shape.pool_kv_heads,
+            plan.shape.head_dim,
+            sizes.num_pages,
+            dtype,
+            device,
         )
         positions = len(sizes.page_tables[0]) * PAGE_POSITIONS
-        rope = rope_table(config.rope, plan.head_dim, positions, device)
+        rope = rope_table(config.rope, plan.shape.head_dim, positions, device)
         vectors = {
             name: values.to(device, torch.float32)
             for name, values in weights.items()
@@ -238,7 +245,7 @@ class KernelModel(KernelExecutor):
     @property
     def streamed_bytes(self) -> int:
         """Weights that a round streams from all GPUs, the kernel's padding included."""
-        return self.plan.streamed_bytes * self.plan.ranks
+        return self.plan.image.streamed_bytes * self.plan.ranks
 
 
 class Unpacked:
@@ -248,24 +255,31 @@ class Unpacked:
 
     Args:
         plan: how the image is laid out.
-        image: packed weights [blocks, values].
+        image: packed weights [blocks, bytes], or values in place of bytes.
         table: the embedding where the head is not tied to it.
     """
 
     def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
         self._plan, self._image, self._table = plan, image, table
-        self._operations = {op.matrix.name: op for op in plan.layer_operations}
 
     def __call__(self, name: str) -> Tensor:
         """[out, in] or [L, out, in], contiguous."""
         if name == "embedding" and self._table is not None:
             return self._table
-        layer, operation = 0, self._plan.head
+        layer, short = 0, "head"
         if name not in ("embedding", "head"):
             _, number, short = name.split(".")
-            layer, operation = int(number), self._operations[short]
+            layer = int(number)
+        operation = self._plan.image.operation(layer, short)
         parts = [
-            unpack(self._plan, operation, gather(self._plan, operation, layer, image))
+            self._row_major(operation, gather(self._plan, operation, layer, image))
             for image in torch.split(self._image, self._plan.blocks)
         ]
         return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)
+
+    def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
+        dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
+        if stored.is_plain:
+            values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
+            return unpack(self._plan, operation, values)[""]
+        return numbers(stored, unpack(self._plan, operation, packed)).to(dtype)

@@ -8,7 +8,8 @@ from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import BUILT_FOR
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, Plan, make_plan
+from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -36,13 +37,13 @@ class Support:
             return None
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
-        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.sampled_rows * 4
+        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.exchanges.sampled_rows * 4
         # The workspace, and one that stays fresh for each build.
-        exchange_bytes = (1 + len(BUILT_FOR)) * plan.workspace_bytes
+        exchange_bytes = (1 + len(BUILT_FOR)) * plan.exchanges.num_bytes
         scratch_bytes = sample_workspace_bytes(plan.grid_blocks)
         # Counted for each rank, and so is everything here.
         return KernelMemory(
-            image_bytes=plan.image_bytes,
+            image_bytes=plan.image.num_bytes,
             workspace_bytes=exchange_bytes + scratch_bytes + logits_bytes,
             page_tokens=PAGE_POSITIONS,
             chunk_tokens=CHUNK_TOKENS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sampling_header import (
     PARAMS_DTYPE,
     SEEN_IN_PROMPT,

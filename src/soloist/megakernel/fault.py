@@ -3,20 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-# What consumers do, in the order of `Phase` in cuda/sync/wait.cuh, and what each waits for.
-PHASES = {
-    "embed": "no other block",
-    "qkv": "the residual stream of all blocks, from down of the layer before or from embed",
-    "attention": "q, k and v from the blocks that own rows of its KV head, and at long context "
-    "for partial results of the head's other splits",
-    "attention_output": "attention of all heads, from the blocks that finish it",
-    "gate_up": "the residual stream of all blocks, from attention_output",
-    "down": "silu(gate) · up of all blocks",
-    "head": "the residual stream of all blocks, from down of the last layer",
-    "choose": "the best token of every block",
-    "conclude": "its own cleaner warp and, in block 0, the host to take the last round's tokens",
-    "mask": "the host to say which tokens the grammar allows next",
-}
+from soloist.megakernel.program import PHASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +43,13 @@ class Fault:
         """Block, SM, round, layer and phase."""
         return (
             f"block {self.block} on SM {self.sm} in round {self.at_round}, layer {self.layer}, "
-            f"phase {list(PHASES)[self.phase]}"
+            f"phase {PHASES[self.phase].name}"
         )
 
     @property
     def needs(self) -> str:
         """What the phase waits for."""
-        return list(PHASES.values())[self.phase]
+        return PHASES[self.phase].needs
 
     @property
     def seen(self) -> str:

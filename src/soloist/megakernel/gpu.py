@@ -3,14 +3,40 @@
 from dataclasses import dataclass
 
 from soloist.errors import GpuUnsupported
+from soloist.megakernel.tuning import HOPPER, NEWER, OLDER, Tuning
 
 LEAST_CAPABILITY = (8, 0)
 
-# Registers of a thread when a block of 9 to 12 warps starts: a quarter of the SM has 512 for every
-# lane, which three warps share in eights.
-_START_REGISTERS = 168
-# After two groups of four warps took some from the third: 2 · 216 + 72 = 3 · 168.
-_MOVED_CONSUMER_REGISTERS, _MOVED_HELPER_REGISTERS = 216, 72
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A generation of GPUs: what its code may do, and what was weighed on it.
+
+    Attributes:
+        moves_registers: warps may pass registers to others of their block (`setmaxnreg`).
+        consumer_registers: of each thread that multiplies.
+        helper_registers: of each thread that does not.
+        tuning: figures for the planner.
+    """
+
+    moves_registers: bool
+    consumer_registers: int
+    helper_registers: int
+    tuning: Tuning
+
+
+# When a block of 9 to 12 warps starts, a quarter of the SM has 512 registers for every lane, which
+# three warps share in eights: 168. Two groups of four warps may then take some from the third:
+# 2 · 216 + 72 = 3 · 168.
+_OLDER = Architecture(False, 168, 168, OLDER)
+_NEWER = Architecture(True, 216, 72, NEWER)
+_HOPPER = Architecture(True, 216, 72, HOPPER)
+# By what the compiler calls them. The letter a: code for this architecture alone, which may move
+# registers. Any other is taken for an older one.
+ARCHITECTURES = {
+    "sm_90a": _HOPPER,
+    **dict.fromkeys(("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"), _NEWER),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +44,7 @@ class Gpu:
     """One GPU, or a typical one of its architecture.
 
     Attributes:
-        arch: what the compiler calls it, such as 'sm_90a'. The letter a: code for this architecture
-            alone, which may move registers between warps (`setmaxnreg`).
+        arch: what the compiler calls it, such as 'sm_90a'.
         num_sms: streaming multiprocessors.
         shared_bytes: shared memory that one block may take.
     """
@@ -29,24 +54,9 @@ class Gpu:
     shared_bytes: int
 
     @property
-    def moves_registers(self) -> bool:
-        """Warps may pass registers to others of their block."""
-        return self.arch.endswith("a")
-
-    @property
-    def is_tuned(self) -> bool:
-        """Kernels were weighed on it. Elsewhere they were only compiled, with fewer registers."""
-        return self.arch == "sm_90a"
-
-    @property
-    def consumer_registers(self) -> int:
-        """Of each thread that multiplies."""
-        return _MOVED_CONSUMER_REGISTERS if self.moves_registers else _START_REGISTERS
-
-    @property
-    def helper_registers(self) -> int:
-        """Of each thread that does not."""
-        return _MOVED_HELPER_REGISTERS if self.moves_registers else _START_REGISTERS
+    def architecture(self) -> Architecture:
+        """What its code may do, and what was weighed on it."""
+        return ARCHITECTURES.get(self.arch, _OLDER)
 
 
 # One typical chip for each architecture that the kernel is compiled for: A100, RTX 3090, RTX 4090,

@@ -5,25 +5,22 @@ import struct
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from soloist.megakernel.plan import (
-    CHUNK_PAGES,
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.limits import (
     CONSUMER_WARPS,
-    COPIES_IN_FLIGHT,
-    FETCH_CYCLES,
     GRANULE_POSITIONS,
     MAX_COLUMNS,
     PAGE_POSITIONS,
-    SLOT_BYTES,
     THREADS,
     TURNS,
-    Operation,
-    Plan,
 )
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.sampling_header import (
     sample_structs,
     sample_workspace_bytes,
     sampling_constants,
 )
+from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.model.dtype import Dtype
 from soloist.sampling.constraint import num_words
@@ -83,9 +80,12 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 def header(plan: Plan, build: Build = Build()) -> str:
     """The text of spec.cuh."""
     plan = plan.with_room_for(build.columns, samples=build.samples)
-    model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
+    model, kind = plan.model, plan.image.kinds[0]
+    attention, mlp = kind.layer.attention, kind.layer.mlp
+    shape, attending, exchanges, shared = plan.shape, plan.attention, plan.exchanges, plan.shared
+    tuning = plan.gpu.architecture.tuning
     # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
-    warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
+    warp_tiles = 1 if build.columns == 1 else attending.warp_tiles
     constants: dict[str, Value] = {
         "kBf16": plan.dtype is Dtype.BF16,
         "kNumBlocks": plan.grid_blocks,
@@ -93,9 +93,9 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
-        "kMovesRegisters": plan.gpu.moves_registers,
-        "kConsumerRegisters": plan.gpu.consumer_registers,
-        "kHelperRegisters": plan.gpu.helper_registers,
+        "kMovesRegisters": plan.gpu.architecture.moves_registers,
+        "kConsumerRegisters": plan.gpu.architecture.consumer_registers,
+        "kHelperRegisters": plan.gpu.architecture.helper_registers,
         "kMaxColumns": MAX_COLUMNS,
         "kMostColumns": build.columns,
         "kSamples": build.samples,
@@ -111,74 +111,72 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kHidden": model.hidden_size,
         "kTurns": TURNS,
         "kVocab": model.vocab_size,
-        "kVocabRows": plan.logit_rows,
-        "kSampledRows": plan.sampled_rows,
+        "kVocabRows": exchanges.logit_rows,
+        "kSampledRows": exchanges.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
         "kRanks": 1 if model.lanes else plan.ranks,
         "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
-        "kQueryHeads": plan.query_heads,
-        "kKvHeads": plan.kv_heads,
-        "kPoolKvHeads": plan.pool_kv_heads,
-        "kGroup": plan.group,
-        "kHeadDim": plan.head_dim,
+        "kQueryHeads": shape.query_heads,
+        "kKvHeads": shape.kv_heads,
+        "kPoolKvHeads": shape.pool_kv_heads,
+        "kGroup": shape.group,
+        "kHeadDim": shape.head_dim,
         "kTiedHead": plan.share.tied_head,
         "kQkNorm": attention.qk_norm,
         "kQkvBias": attention.qkv_bias,
         "kOutputBias": attention.output_bias,
         "kMlpBias": mlp.bias,
         "kEpsilon": float(model.norm_epsilon),
-        "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
-        "kRingSlots": plan.ring_slots,
+        "kScoreScale": shape.head_dim**-0.5 * math.log2(math.e),
+        "kRingSlots": shared.ring_slots,
         "kSlotBytes": SLOT_BYTES,
         "kCopies": plan.copies_in_flight[0],
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
         "kHeadCopies": plan.head_copies_in_flight,
-        "kPageCopies": COPIES_IN_FLIGHT,
+        "kPageCopies": tuning.page_copies_in_flight,
         "kFetchSlots": plan.fetch_slots,
-        "kFetchCycles": FETCH_CYCLES,
+        "kFetchCycles": tuning.fetch_cycles,
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
         "kTraceWords": num_trace_words(plan),
-        "kReduceBytes": plan.reduce_bytes,
-        "kWideReduceBytes": plan.wide_reduce_bytes,
-        "kSplits": plan.splits,
-        "kSplitBits": plan.splits.bit_length() - 1,
-        "kNearPositions": plan.near_positions,
-        "kSplitPositions": plan.split_positions,
-        "kTurnLayers": plan.turn_layers,
-        "kChunkPages": CHUNK_PAGES,
+        "kReduceBytes": shared.reduce_bytes,
+        "kWideReduceBytes": shared.wide_reduce_bytes,
+        "kSplits": attending.splits,
+        "kSplitBits": attending.splits.bit_length() - 1,
+        "kNearPositions": attending.near_positions,
+        "kSplitPositions": attending.split_positions,
+        "kTurnLayers": attending.turn_layers,
+        "kChunkPages": attending.chunk_pages,
         "kEarlySlots": plan.early_slots,
-        "kMostChains": plan.most_chains,
-        "kBatch": plan.batch_slots,
-        "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,
+        "kMostChains": tuning.max_chains,
+        "kBatch": tuning.batch_slots,
+        "kRowTiles": attending.row_tiles // attending.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
-        "kSoftmaxLanes": plan.softmax_lanes,
-        "kGranuleBytes": plan.granule_bytes,
-        "kPageSlot": plan.page_slot,
+        "kSoftmaxLanes": attending.softmax_lanes,
+        "kGranuleBytes": attending.granule_bytes,
+        "kPageSlot": attending.page_slot,
         "kGranulePositions": GRANULE_POSITIONS,
         "kPagePositions": PAGE_POSITIONS,
-        "kBlockStride": plan.block_stride,
-        "kLayerBytes": plan.layer_bytes,
-        "kLayerVectors": plan.layer_vector_values,
+        "kBlockStride": plan.image.block_stride,
+        "kLayerBytes": kind.num_bytes,
+        "kLayerVectors": kind.vector_values,
     }
     constants |= _lanes(plan)
     for name in _VECTORS:
-        buffer = plan.vectors.get(name)
+        buffer = kind.vectors.get(name)
         constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
-    for name, buffer in plan.workspace.items():
+    for name, buffer in exchanges.workspace.items():
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
-    for name, buffer in plan.told.items():  # behind the lanes' workspaces
-        constants[f"kWs{_pascal(name)}"] = (
-            plan.lane_workspace_bytes * plan.lanes_here + buffer.offset
-        )
-    for name, buffer in plan.shared.items():
+    for name, buffer in exchanges.told.items():  # behind the lanes' workspaces
+        constants[f"kWs{_pascal(name)}"] = exchanges.lane_bytes * shape.lanes_here + buffer.offset
+    for name, buffer in shared.buffers.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
     constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.grid_blocks)
@@ -189,7 +187,8 @@ def header(plan: Plan, build: Build = Build()) -> str:
             "// Generated from the plan; see header.py.",
             "#pragma once",
             *(_constant(name, value) for name, value in constants.items()),
-            *(_operation(plan, op) for op in (*plan.layer_operations, plan.head)),
+            *(_operation(op, kind.matrix_offset(name)) for name, op in kind.operations.items()),
+            _operation(plan.head, plan.image.head_offset),
             f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
             f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
             sampling_constants(),
@@ -208,11 +207,11 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     """Constants of lanes; an ordinary model has one, which hears nobody."""
     constants: dict[str, Value] = {
         "kHasLanes": plan.model.lanes is not None,
-        "kLanes": plan.lanes,
-        "kLanesHere": plan.lanes_here,
-        "kLaneWorkspaceBytes": plan.lane_workspace_bytes,
-        "kLaneVectors": plan.lane_vector_values if plan.vector_lanes > 1 else 0,
-        "kMeets": plan.meets,
+        "kLanes": plan.shape.lanes,
+        "kLanesHere": plan.shape.lanes_here,
+        "kLaneWorkspaceBytes": plan.exchanges.lane_bytes,
+        "kLaneVectors": plan.image.vector_values if plan.shape.vector_lanes > 1 else 0,
+        "kMeets": plan.shape.meets,
         "kWsToldMid": 0, "kWsToldIn": 0, "kWsToldOut": 0,
     }  # fmt: skip
     if plan.model.lanes is None:
@@ -223,7 +222,7 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     lanes = plan.model.lanes
     return constants | {
         "kDelayLayers": lanes.delay_layers,
-        "kLaneTurns": plan.lane_turns,
+        "kLaneTurns": plan.shape.lane_turns,
         "kEarlySum": lanes.early_sum,
         "kAttentionTalks": lanes.attention_comm,
         "kMlpTalks": lanes.mlp_comm,
@@ -232,7 +231,7 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     }
 
 
-def _operation(plan: Plan, op: Operation) -> str:
+def _operation(op: Operation, offset: int) -> str:
     matrix = op.matrix
     values = {
         "kUnits": matrix.units,
@@ -240,9 +239,9 @@ def _operation(plan: Plan, op: Operation) -> str:
         "kSteps": matrix.steps,
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
-        "kUnitHalves": matrix.unit_rows // 8,
+        "kUnitHalves": matrix.unit_half_tiles,
         "kDepth": op.depth,
-        "kOffset": plan.matrix_offset(op),
+        "kOffset": offset,
     }
     inside = " ".join(f"static {_constant(name, value)}" for name, value in values.items())
     return f"struct {_pascal(matrix.name)} {{ {inside} }};"

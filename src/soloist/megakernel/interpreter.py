@@ -10,20 +10,18 @@ show is anything about time: waits, the ring, memory order.
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS
-from soloist.megakernel.plan import (
-    CHUNK_PAGES,
-    GRANULE_POSITIONS,
-    MAX_COLUMNS,
-    PAGE_POSITIONS,
-    TURNS,
-    Operation,
-    Plan,
-)
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.limits import GRANULE_POSITIONS, MAX_COLUMNS, PAGE_POSITIONS, TURNS
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import LAYER
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.weights import TORCH_DTYPES
 
 _PIECE = 8
 # Partial results: as many lanes merge those of a column, as many at once.
@@ -36,7 +34,7 @@ class Memory:
     """What the kernel finds in the GPU's memory. Any dtype: fp32 shows the layout without rounding.
 
     Attributes:
-        image: packed weights [blocks, values].
+        image: packed weights [blocks, bytes], or values in place of bytes.
         vectors: fp32 norm weights and biases.
         embedding: [V, H], or None where the head is tied.
         rope: [positions, D / 2, 2] cosine and sine, fp32.
@@ -57,7 +55,7 @@ class Exchange:
 
     def __init__(self, plan: Plan, name: str, value_bytes: int) -> None:
         self._name = name
-        *shape, row_bytes = plan.workspace[name].shape
+        *shape, row_bytes = plan.exchanges.workspace[name].shape
         self.values = torch.full((*shape, row_bytes // value_bytes), torch.nan)
 
     def write(self, epoch: int, where: tuple[object, ...], values: Tensor) -> None:
@@ -81,10 +79,10 @@ class Exchange:
 class Operand(Exchange):
     """Activations [k / 32][column][k % 32]; columns of padding are zeros for good."""
 
-    def __init__(self, plan: Plan, name: str, operation: Operation) -> None:
+    def __init__(self, plan: Plan, name: str) -> None:
         super().__init__(plan, name, 2)
         k = torch.arange(self.values.shape[1] * 32).view(-1, 1, 32)
-        self._padding = k >= operation.matrix.columns
+        self._padding = k >= plan.exchanges.operands[name].matrix.columns
         self.values.masked_fill_(self._padding, 0)
 
     def clear(self, epoch: int) -> None:
@@ -96,10 +94,11 @@ class Operand(Exchange):
         """Values [columns, k]."""
         self.write(epoch, (k // 32, torch.tensor(columns)[:, None], k % 32), values)
 
-    def all_of(self, epoch: int, columns: int) -> Tensor:
-        """[k, 8], zeros for columns that are not in use."""
-        out = self.values.new_zeros(self.values.shape[1] * 32, MAX_COLUMNS)
-        part = self.read(epoch, (slice(None), slice(columns)))
+    def read_for(self, op: Operation, epoch: int, columns: int) -> Tensor:
+        """[k, 8] for a matrix, zeros for columns that are not in use."""
+        chunks = op.matrix.steps * STEP_COLUMNS // 32
+        out = self.values.new_zeros(chunks * 32, MAX_COLUMNS)
+        part = self.read(epoch, (slice(chunks), slice(columns)))
         out[:, :columns] = part.transpose(1, 2).flatten(0, 1)
         return out
 
@@ -153,48 +152,70 @@ class Interpreter:
         self._vocabulary = plan.part_of(rank).vocabulary
         self.peers: Sequence[Interpreter] = [self]  # of all ranks
         self._first_head = 0  # in the pool
+        self._half = TORCH_DTYPES[plan.dtype] if dtype is None else dtype
         self._sums = {
-            name: Exchange(plan, name, 4) for name in plan.workspace if name.startswith("sums")
+            name: Exchange(plan, name, 4)
+            for name in plan.exchanges.workspace
+            if name.startswith("sums")
         }
         self._matrices: dict[tuple[str, int, int], Tensor] = {}
-        self._in = Stream(Operand(plan, "hidden_in", plan.qkv), Exchange(plan, "squares_in", 4))
-        self._mid = Stream(
-            Operand(plan, "hidden_mid", plan.gate_up), Exchange(plan, "squares_mid", 4)
-        )
-        self._attended = Operand(plan, "attended", plan.attention_output)
-        self._gated = Operand(plan, "gated", plan.down)
+        self._in = Stream(Operand(plan, "hidden_in"), Exchange(plan, "squares_in", 4))
+        self._mid = Stream(Operand(plan, "hidden_mid"), Exchange(plan, "squares_mid", 4))
+        self._attended = Operand(plan, "attended")
+        names = {plan.exchanges.gated(kind) for kind in plan.image.kinds}
+        self._gated = {name: Operand(plan, name) for name in names}
         self._projected = Exchange(plan, "projected", 4)
         self._partial = Exchange(plan, "partial", 4)
         self._stats = Exchange(plan, "partial_stats", 4)
         self._best = no_records(plan)
         # Of all ranks, for kernels that sample.
-        self._logits = torch.full((MAX_COLUMNS, plan.sampled_rows), torch.nan)
-        rows = plan.shared["residual"].shape[1]
+        self._logits = torch.full((MAX_COLUMNS, plan.exchanges.sampled_rows), torch.nan)
+        rows = plan.shared.hidden_rows
         self._residual = torch.full((plan.blocks, MAX_COLUMNS, rows), torch.nan)
         self._scale = torch.zeros(plan.blocks, MAX_COLUMNS)
         self._qkv_factor = torch.zeros(plan.blocks, MAX_COLUMNS)
         assert plan.share.tied_head == (memory.embedding is None), "ranks have a table"
-        tied = memory.image[:, plan.matrix_offset(plan.head) // 2 :]
-        table = tied if memory.embedding is None else memory.embedding
-        self._embedding_scale = float(table.float().square().nanmean()) ** -0.5
-        self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
-        self._tiles = {1: _half_tile_places(), 2: _tile_places()}
-        self._keys = _key_places(plan.head_dim)
         self._check_owners()
+        self._embedding_scale = self._measure_embedding()
+        self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
+        self._keys = _key_places(plan.shape.head_dim)
+
+    def _measure_embedding(self) -> float:
+        """1 / rms of the table, or of the packed head where it is tied."""
+        if self.memory.embedding is not None:
+            table = self.memory.embedding
+        else:
+            vocab = range(self.plan.model.vocab_size)
+            rows = [self._embedding_values(t, range(self.plan.model.hidden_size)) for t in vocab]
+            table = torch.stack(rows)
+        return float(table.float().square().mean().rsqrt())
 
     def _check_owners(self) -> None:
-        image = torch.zeros(self.plan.blocks, self.plan.block_stride // 2, dtype=torch.bool)
-        for op in (*self.plan.layer_operations, self.plan.head):
-            m = op.matrix
-            owned = [u for b in range(self.plan.blocks) for u in self._units(op, b)]
+        layout = self.plan.image
+        image = torch.zeros(self.plan.blocks, layout.block_stride, dtype=torch.bool)
+        products = [
+            (layer, name)
+            for layer in range(self.plan.model.num_layers)
+            for name in layout.layer(layer).operations
+        ]
+        for layer, name in (*products, (0, "head")):
+            m = self._op(layer, name).matrix
+            owned = [u for b in self._blocks() for u in self._units(self._op(layer, name), b)]
             assert owned == list(range(m.units)), f"{m.name}: units owned are {owned}"
-            for layer in range(self.plan.model.num_layers if op is not self.plan.head else 1):
-                start = (self.plan.layer_bytes * layer + self.plan.matrix_offset(op)) // 2
-                for b in range(self.plan.blocks):
-                    part = image[b, start : start + m.block_bytes(b) // 2]
-                    assert part.numel() * 2 == m.block_bytes(b), f"{m.name} ends beyond the image"
-                    assert not part.any(), f"{m.name} lies where another matrix does"
-                    part[:] = True
+            start = layout.matrix_offset(layer, name)
+            for b in self._blocks():
+                part = image[b, start : start + m.block_bytes(b)]
+                assert part.numel() == m.block_bytes(b), f"{m.name} ends beyond the image"
+                assert not part.any(), f"{m.name} lies where another matrix does"
+                part[:] = True
+
+    def _op(self, layer: int, name: str) -> Operation:
+        return self.plan.image.operation(layer, name)
+
+    @property
+    def _hidden(self) -> Operation:
+        """An operation whose rows are those of the residual stream, as in every layer."""
+        return self._op(0, "down")
 
     def _units(self, op: Operation, block: int) -> range:
         return range(op.matrix.first_unit(block), op.matrix.first_unit(block + 1))
@@ -212,28 +233,33 @@ class Interpreter:
         if key not in self._matrices:
             rows, steps = len(self._rows(op, block)), op.matrix.steps
             out = torch.full((rows, steps * STEP_COLUMNS), torch.nan)
-            start = at = (self.plan.layer_bytes * layer + self.plan.matrix_offset(op)) // 2
-            halves, most = rows // SLOT_ROWS, 2 * op.group_tiles
+            image, stored = self.memory.image[block], op.matrix.format
+            # An image without rounding has values for bytes.
+            each = 1 if image.dtype is torch.uint8 else 2
+            start = at = self.plan.image.matrix_offset(layer, op.matrix.name)
+            halves, most = rows // HALF_TILE_ROWS, 2 * op.group_tiles
             for group in range(0, halves, most):
                 end = min(group + most, halves)
                 for step, half in _slot_order(steps, range(group, end)):
                     count = min(2, end - half)
-                    slot = self.memory.image[block, at : at + count * SLOT_VALUES].float()
-                    row, column = half * SLOT_ROWS, step * STEP_COLUMNS
-                    tile = slot[self._tiles[count]]
+                    size = count * stored.half_tile_bytes
+                    tile = _tile(image[at // each : (at + size) // each], stored, count, self._half)
+                    row, column = half * HALF_TILE_ROWS, step * STEP_COLUMNS
                     out[row : row + len(tile), column : column + STEP_COLUMNS] = tile
-                    at += slot.numel()
-            assert (at - start) * 2 == op.matrix.block_bytes(block), f"{op.matrix.name}: slots"
+                    at += size
+            assert at - start == op.matrix.block_bytes(block), f"{op.matrix.name}: slots"
             self._matrices[key] = out
         return self._matrices[key]
 
     def _vector(self, layer: int, name: str, rows: range) -> Tensor:
         """Norm weights or biases of some rows; a bias that the model has not is zero."""
-        start = self.plan.layer_vector_values * layer
-        if name != "final_norm":
-            if name not in self.plan.vectors:
-                return torch.zeros(len(rows))
-            start += self.plan.vectors[name].offset // 4
+        layout = self.plan.image
+        if name == "final_norm":
+            start = layout.final_norm_offset
+        elif name in layout.layer(layer).vectors:
+            start = layout.vector_offset(layer, name)
+        else:
+            return torch.zeros(len(rows))
         return self.memory.vectors[start + rows.start : start + rows.stop]
 
     # The residual stream -------------------------------------------------------------------------
@@ -242,14 +268,14 @@ class Interpreter:
         if self.memory.embedding is not None:
             return self.memory.embedding[token, rows.start : rows.stop].float()
         head = self.plan.head
-        owner = head.matrix.owner(token // SLOT_ROWS)
+        owner = head.matrix.owner(token // HALF_TILE_ROWS)
         local = token - self._rows(head, owner).start
         return self._weights(head, 0, owner)[local, rows.start : rows.stop]
 
     def _publish(
         self, stream: Stream, epoch: int, block: int, columns: int, layer: int, norm: str
     ) -> None:
-        rows = self._rows(self.plan.down, block)
+        rows = self._rows(self._hidden, block)
         x, scale = self._residual[block, :columns, : len(rows)], self._scale[block, :columns]
         scaled = self._to_half(x * self._vector(layer, norm, rows) * scale[:, None])
         stream.operand.publish(epoch, range(columns), _places(rows), scaled)
@@ -267,7 +293,7 @@ class Interpreter:
 
     def _add(self, op: Operation, product: Tensor, layer: int, block: int, columns: int) -> None:
         rows = self._rows(op, block)
-        assert rows == self._rows(self.plan.down, block), "the residual's rows stay where they are"
+        assert rows == self._rows(self._hidden, block), "the residual's rows stay where they are"
         bias = self._vector(layer, f"{op.matrix.name}_bias", rows)
         self._residual[block, :columns, : len(rows)] += (product[:, :columns] + bias[:, None]).T
 
@@ -291,7 +317,7 @@ class Interpreter:
         assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
         self._hidden_in += 1
         for block in self._blocks():
-            rows = self._rows(self.plan.down, block)
+            rows = self._rows(self._hidden, block)
             for c, token in enumerate(tokens):
                 self._residual[block, c, : len(rows)] = self._embedding_values(token, rows)
             self._scale[block, :columns] = self._embedding_scale
@@ -316,24 +342,66 @@ class Interpreter:
     def _layer(
         self, layer: int, sequences: Sequence[int], positions: Sequence[int]
     ) -> Iterator[None]:
-        plan, columns = self.plan, len(positions)
+        columns = len(positions)
+        run: dict[str, Callable[[], Iterator[None]]] = {
+            "qkv": lambda: self._qkv(layer, columns),
+            "attention": lambda: self._attention(layer, sequences, positions),
+            "attention_output": lambda: self._attention_output(layer, columns),
+            "gate_up": lambda: self._gate_up(layer, columns),
+            "down": lambda: self._down(layer, columns),
+        }
         self._layers_done += 1
-        done = self._layers_done
+        for phase in LAYER:
+            yield from run[phase.name]()
+
+    def _qkv(self, layer: int, columns: int) -> Iterator[None]:
+        op = self._op(layer, "qkv")
         for block in self._blocks():
-            rows = self._rows(plan.qkv, block)
-            x = self._in.operand.all_of(self._hidden_in, columns)
-            y = (self._weights(plan.qkv, layer, block) @ x)[:, :columns]
-            self._projected.write(done, (slice(columns), slice(rows.start, rows.stop), 0), y.T)
+            rows = self._rows(op, block)
+            x = self._in.operand.read_for(op, self._hidden_in, columns)
+            y = (self._weights(op, layer, block) @ x)[:, :columns]
+            where = (slice(columns), slice(rows.start, rows.stop), 0)
+            self._projected.write(self._layers_done, where, y.T)
             factor = self._factor(self._in, self._hidden_in, block, columns)
             self._qkv_factor[block, :columns] = factor
-        self._attention(layer, sequences, positions)
+        yield from ()
+
+    def _attention_output(self, layer: int, columns: int) -> Iterator[None]:
+        op = self._op(layer, "attention_output")
         self._hidden_mid += 1
-        yield from self._join(plan.attention_output, self._attended, "sums_mid", layer, columns)
+        yield from self._join(op, self._attended, "sums_mid", layer, columns)
         for block in self._blocks():
             self._publish(self._mid, self._hidden_mid, block, columns, layer, "mlp_norm")
         yield from self._listen("in", layer, columns)
+
+    def _gate_up(self, layer: int, columns: int) -> Iterator[None]:
         self._clean_layer()
-        yield from self._mlp(layer, columns)
+        op = self._op(layer, "gate_up")
+        for block in self._blocks():
+            rows = self._rows(op, block)
+            x = self._mid.operand.read_for(op, self._hidden_mid, columns)
+            y = (self._weights(op, layer, block) @ x)[:, :columns]
+            y = y * self._factor(self._mid, self._hidden_mid, block, columns)
+            y = y + self._vector(layer, "gate_up_bias", rows)[:, None]
+            y = y.unflatten(0, (-1, 2, op.matrix.unit_neurons))
+            gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
+            gated = self._to_half(torch.nn.functional.silu(gate) * up)
+            neurons = _places(range(rows.start // 2, rows.stop // 2))
+            self._gated_in(layer).publish(self._layers_done, range(columns), neurons, gated.T)
+        yield from ()
+
+    def _down(self, layer: int, columns: int) -> Iterator[None]:
+        op = self._op(layer, "down")
+        self._hidden_in += 1
+        yield from self._join(op, self._gated_in(layer), "sums_in", layer, columns)
+        last = layer + 1 == self.plan.model.num_layers
+        for block in self._blocks():
+            norm = "final_norm" if last else "attention_norm"
+            self._publish(self._in, self._hidden_in, block, columns, layer + 1, norm)
+        yield from self._listen("mid", layer + 1, columns)
+
+    def _gated_in(self, layer: int) -> Operand:
+        return self._gated[self.plan.exchanges.gated(self.plan.image.layer(layer))]
 
     def _join(
         self, op: Operation, operand: Operand, sums: str, layer: int, columns: int
@@ -341,7 +409,7 @@ class Interpreter:
         """The product of attention_output or down joins the residual, ranks summed in order."""
         done = self._layers_done
         for block in self._blocks():
-            y = self._weights(op, layer, block) @ operand.all_of(done, columns)
+            y = self._weights(op, layer, block) @ operand.read_for(op, done, columns)
             if self.plan.ranks == 1:
                 self._add(op, y, layer, block, columns)
                 continue
@@ -379,31 +447,10 @@ class Interpreter:
             kept.clear(self._hidden_in + 2)
         for kept in (self._mid.operand, self._mid.squares):
             kept.clear(self._hidden_mid + 2)
-        for kept in (self._projected, self._partial, self._stats, self._attended, self._gated):
+        for kept in (self._projected, self._partial, self._stats, self._attended):
             kept.clear(done + 2)
-        for kept in self._sums.values():
+        for kept in (*self._gated.values(), *self._sums.values()):
             kept.clear(done + 2)
-
-    def _mlp(self, layer: int, columns: int) -> Iterator[None]:
-        plan = self.plan
-        for block in self._blocks():
-            rows = self._rows(plan.gate_up, block)
-            x = self._mid.operand.all_of(self._hidden_mid, columns)
-            y = (self._weights(plan.gate_up, layer, block) @ x)[:, :columns]
-            y = y * self._factor(self._mid, self._hidden_mid, block, columns)
-            y = y + self._vector(layer, "gate_up_bias", rows)[:, None]
-            y = y.unflatten(0, (-1, 2, plan.gate_up.matrix.unit_neurons))
-            gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
-            gated = self._to_half(torch.nn.functional.silu(gate) * up)
-            neurons = _places(range(rows.start // 2, rows.stop // 2))
-            self._gated.publish(self._layers_done, range(columns), neurons, gated.T)
-        self._hidden_in += 1
-        last = layer + 1 == plan.model.num_layers
-        yield from self._join(plan.down, self._gated, "sums_in", layer, columns)
-        for block in self._blocks():
-            norm = "final_norm" if last else "attention_norm"
-            self._publish(self._in, self._hidden_in, block, columns, layer + 1, norm)
-        yield from self._listen("mid", layer + 1, columns)
 
     def _listen(self, name: str, layer: int, columns: int) -> Iterator[None]:  # noqa: ARG002
         """What other lanes told joins the residual before a module adds to it."""
@@ -419,7 +466,7 @@ class Interpreter:
 
     def _head_input(self, block: int, columns: int) -> tuple[Tensor, Tensor]:
         """Activations [k, 8], and [columns] what products are multiplied by."""
-        x = self._in.operand.all_of(self._hidden_in, columns)
+        x = self._in.operand.read_for(self.plan.head, self._hidden_in, columns)
         return x, self._factor(self._in, self._hidden_in, block, columns)
 
     def _record(self, column: int, block: int, record: Tensor) -> None:
@@ -464,9 +511,12 @@ class Interpreter:
     def _splits_of(self, layer: int, position: int) -> int:
         """Blocks of a KV head that share the cache of a column: a power of 2 up to all of them."""
         seen = position - self._window_start(layer, position)
-        if seen < self.plan.near_positions:
+        if seen < self.plan.attention.near_positions:
             return 1
-        return min(self.plan.splits, 1 << (seen // self.plan.split_positions).bit_length())
+        return min(
+            self.plan.attention.splits,
+            1 << (seen // self.plan.attention.split_positions).bit_length(),
+        )
 
     def _groups(
         self, layer: int, sequences: Sequence[int], positions: Sequence[int]
@@ -479,14 +529,14 @@ class Interpreter:
         for end in range(1, columns + 1):
             # No more columns in a group than it takes to give each block of the head a split.
             power = 1 << (columns - 1).bit_length()
-            most = max(1, power * splits[begin] // self.plan.splits)
+            most = max(1, power * splits[begin] // self.plan.attention.splits)
             if end < columns and kinds[end] == kinds[begin] and end - begin < most:
                 continue
             own, of_sequence = range(begin, end), range(fresh, end)
             ours, others = (tuple(positions[c] for c in r) for r in (own, of_sequence))
             yield Group(
-                own, sequences[begin], ours, splits[begin], dealt % self.plan.splits, of_sequence,
-                others,
+                own, sequences[begin], ours, splits[begin], dealt % self.plan.attention.splits,
+                of_sequence, others,
             )  # fmt: skip
             dealt += splits[begin]
             begin = end
@@ -495,51 +545,63 @@ class Interpreter:
 
     def _splits(self, layer: int, position: int) -> list[int]:
         """The splits that hold something that a position sees, in the order of merging."""
-        chunk_positions, splits = CHUNK_PAGES * PAGE_POSITIONS, self._splits_of(layer, position)
+        chunk_positions, splits = (
+            self.plan.attention.chunk_pages * PAGE_POSITIONS,
+            self._splits_of(layer, position),
+        )
         first = self._window_start(layer, position) // chunk_positions
         count = min(splits, position // chunk_positions - first + 1)
         return [(first + i) % splits for i in range(count)]
 
-    def _attention(self, layer: int, sequences: Sequence[int], positions: Sequence[int]) -> None:
+    def _attention(
+        self, layer: int, sequences: Sequence[int], positions: Sequence[int]
+    ) -> Iterator[None]:
         plan = self.plan
-        seen = torch.zeros(plan.kv_heads, len(positions), max(positions) + 1, dtype=torch.int32)
+        seen = torch.zeros(
+            plan.shape.kv_heads, len(positions), max(positions) + 1, dtype=torch.int32
+        )
         for block in self._blocks():
-            head, place = divmod(block, plan.splits)
-            if head >= plan.kv_heads:
+            head, place = divmod(block, plan.attention.splits)
+            if head >= plan.shape.kv_heads:
                 continue
             for group in self._groups(layer, sequences, positions):
-                split = (place - group.first_place) % plan.splits
+                split = (place - group.first_place) % plan.attention.splits
                 if split < group.splits:
                     self._attend(layer, head, split, group, seen[head])
         for c, position in enumerate(positions):
             first = self._window_start(layer, position)
             assert not seen[:, c, :first].any(), "positions before the window"
             assert (seen[:, c, first : position + 1] == 1).all(), "a position counts once"
-        pieces = plan.group * plan.head_dim // _PIECE
+        pieces = plan.shape.group * plan.shape.head_dim // _PIECE
         for block in self._blocks():
-            head, place = divmod(block, plan.splits)
-            if head >= plan.kv_heads:
+            head, place = divmod(block, plan.attention.splits)
+            if head >= plan.shape.kv_heads:
                 continue
-            heads = range(head * plan.group, (head + 1) * plan.group)
+            heads = range(head * plan.shape.group, (head + 1) * plan.shape.group)
             for c, position in enumerate(positions):
                 if self._splits_of(layer, position) == 1:
                     continue
                 splits = self._splits(layer, position)
                 merged = self._merged(c, splits, heads).view(pieces, _PIECE)
                 own = torch.arange(pieces)
-                own = own[(c * pieces + own) % plan.splits == place]
-                k = (heads.start * plan.head_dim + own[:, None] * _PIECE) + torch.arange(_PIECE)
+                own = own[(c * pieces + own) % plan.attention.splits == place]
+                k = (heads.start * plan.shape.head_dim + own[:, None] * _PIECE) + torch.arange(
+                    _PIECE
+                )
                 self._attended.publish(
                     self._layers_done, range(c, c + 1), k.flatten(), merged[own].view(1, -1)
                 )
+        yield from ()
 
     def _prepared(self, layer: int, head: int, column: int, position: int) -> Tensor:
         """[group + 2, D]: queries, key and value of one KV head, normed, rotated and rounded."""
-        plan, d = self.plan, self.plan.head_dim
+        plan, d = self.plan, self.plan.shape.head_dim
         attention = plan.model.layers[layer].attention
-        start = head * (plan.group + 2) * d
-        where = (column, slice(start, start + (plan.group + 2) * d), 0)
-        block = head * plan.splits  # one of those that may need them; all know the same factor
+        start = head * (plan.shape.group + 2) * d
+        where = (column, slice(start, start + (plan.shape.group + 2) * d), 0)
+        block = (
+            head * plan.attention.splits
+        )  # one of those that may need them; all know the same factor
         members = self._projected.read(self._layers_done, where) * self._qkv_factor[block, column]
         members += self._vector(layer, "qkv_bias", range(where[1].start, where[1].stop))
         members = members.view(-1, d)
@@ -548,7 +610,7 @@ class Interpreter:
             q, k = (self._vector(layer, f"{x}_norm", range(d)) for x in "qk")
             mean = rotating.square().mean(1, keepdim=True)
             rotating *= (mean + plan.model.norm_epsilon).rsqrt()
-            rotating *= torch.stack([*[q] * plan.group, k])
+            rotating *= torch.stack([*[q] * plan.shape.group, k])
         if attention.rope:
             cos, sin = self.memory.rope[position].unbind(1)
             low, high = rotating[:, : d // 2].clone(), rotating[:, d // 2 :].clone()
@@ -557,25 +619,25 @@ class Interpreter:
 
     def _granule(self, layer: int, head: int, page: int, granule: int) -> Tensor:
         """[2, 32 · D], a view of the pool: keys and values of 32 positions."""
-        size = self.plan.granule_bytes // 2
+        size = self.plan.attention.granule_bytes // 2
         head += self._first_head
-        start = ((layer * self.plan.pool_kv_heads + head) * 2 + granule) * 2 * size
+        start = ((layer * self.plan.shape.pool_kv_heads + head) * 2 + granule) * 2 * size
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
     def _pages(self, split: int, splits: int, first_seen: int, last_seen: int) -> list[int]:
         """The pages of one group that a split owns."""
         pages = range(first_seen // PAGE_POSITIONS, last_seen // PAGE_POSITIONS + 1)
-        return [page for page in pages if page // CHUNK_PAGES % splits == split]
+        return [page for page in pages if page // self.plan.attention.chunk_pages % splits == split]
 
-    @staticmethod
-    def _ordinal(page: int, splits: int) -> int:
+    def _ordinal(self, page: int, splits: int) -> int:
         """Which of its split's pages of the whole sequence a page is."""
-        chunk, in_chunk = divmod(page, CHUNK_PAGES)
-        return chunk // splits * CHUNK_PAGES + in_chunk
+        chunk_pages = self.plan.attention.chunk_pages
+        chunk, in_chunk = divmod(page, chunk_pages)
+        return chunk // splits * chunk_pages + in_chunk
 
     def _attend(self, layer: int, head: int, split: int, group: Group, seen: Tensor) -> None:
         """One group's queries against the pages of one split, into its partial results."""
-        plan, d = self.plan, self.plan.head_dim
+        plan, d = self.plan, self.plan.shape.head_dim
         first_seen = self._window_start(layer, group.positions[0])
         last_seen = group.positions[-1]
         pages = self._pages(split, group.splits, first_seen, last_seen)
@@ -586,10 +648,10 @@ class Interpreter:
             for c, p in zip(group.fresh, group.fresh_positions, strict=True)
         ]
         heads = [x for x, _ in fresh[-len(group.columns) :]]
-        queries = torch.cat([x[: plan.group] for x in heads])
-        last = torch.tensor(group.positions).repeat_interleave(plan.group)[:, None]
+        queries = torch.cat([x[: plan.shape.group] for x in heads])
+        last = torch.tensor(group.positions).repeat_interleave(plan.shape.group)[:, None]
         window = plan.model.layers[layer].attention.window or last_seen + 1
-        lanes = [_Softmax(len(queries), d) for _ in range(plan.softmax_lanes)]
+        lanes = [_Softmax(len(queries), d) for _ in range(plan.attention.softmax_lanes)]
         for page in pages:
             for half in range(2):
                 start = page * PAGE_POSITIONS + half * GRANULE_POSITIONS
@@ -607,8 +669,10 @@ class Interpreter:
                 visible = (at <= last) & (at > last - window)
                 count = min(GRANULE_POSITIONS, seen.shape[1] - start)
                 own_seen = seen[group.columns.start : group.columns.stop, start : start + count]
-                own_seen += visible[:: plan.group, :count]
-                lane = lanes[(self._ordinal(page, group.splits) * 2 + half) % plan.softmax_lanes]
+                own_seen += visible[:: plan.shape.group, :count]
+                lane = lanes[
+                    (self._ordinal(page, group.splits) * 2 + half) % plan.attention.softmax_lanes
+                ]
                 scores = scores.masked_fill(~visible, -math.inf)
                 lane.add(scores, by_position.float(), self._to_half)
         self._publish_attention(head, split, group, _merge_lanes(lanes))
@@ -621,12 +685,12 @@ class Interpreter:
         top, total, out = merged
         if group.splits == 1:
             finished = self._to_half(out / total[:, None]).view(len(group.columns), -1)
-            k = _places(range(finished.shape[1])) + head * plan.group * plan.head_dim
+            k = _places(range(finished.shape[1])) + head * plan.shape.group * plan.shape.head_dim
             self._attended.publish(self._layers_done, group.columns, k, finished)
             return
-        of_head = slice(head * plan.group, (head + 1) * plan.group)
+        of_head = slice(head * plan.shape.group, (head + 1) * plan.shape.group)
         where = (slice(group.columns.start, group.columns.stop), of_head, split)
-        by_column = (len(group.columns), plan.group, -1)
+        by_column = (len(group.columns), plan.shape.group, -1)
         stats = torch.stack([top, total], dim=1)
         self._partial.write(self._layers_done, (*where, slice(None), 0), out.view(by_column))
         self._stats.write(self._layers_done, where, stats.view(by_column))
@@ -635,7 +699,7 @@ class Interpreter:
         """[heads, D] of a column: partial results of its splits merged and rounded."""
         own, parts = slice(heads.start, heads.stop), []
         for q in range(_MERGE_LANES):
-            total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.head_dim)
+            total, sums = torch.zeros(len(heads)), torch.zeros(len(heads), self.plan.shape.head_dim)
             top = torch.full((len(heads),), -math.inf)
             for i in range(q * _MERGE_BATCH, len(splits), _MERGE_LANES * _MERGE_BATCH):
                 part = splits[i : i + _MERGE_BATCH]
@@ -654,7 +718,8 @@ class Interpreter:
 
 def no_records(plan: Plan) -> Tensor:
     """[2, columns, blocks of all, 4]: value, token, what the host wants, round."""
-    best = (plan.told if plan.model.lanes else plan.workspace)["best"]
+    exchanges = plan.exchanges
+    best = (exchanges.told if plan.model.lanes else exchanges.workspace)["best"]
     return torch.zeros(*best.shape[:-1], 4, dtype=torch.float64)
 
 
@@ -739,20 +804,64 @@ def _slot_order(steps: int, halves: range) -> Iterator[tuple[int, int]]:
             yield from ((step, halves[-1]) for step in pair)
 
 
-def _tile_places() -> Tensor:
-    """[16, 512]: where a slot holds a tile. Lane (g, q) of a warp reads 16 bytes for each multiply.
+def _tile(slot: Tensor, stored: WeightFormat, half_tiles: int, half: torch.dtype) -> Tensor:
+    """The numbers [8 or 16, 512] of one or two halves of a slot.
 
-    These are registers 0 … 3 of m16n8k16's first operand: rows g and g + 8 in turn, times the two
-    activations of the lane that come with the first pair, then the second.
+    Args:
+        slot: bytes, or values of an image without rounding.
+        stored: the matrix's format.
+        half_tiles: 1 for a half tile, 2 for a tile.
+        half: what 16-bit values are.
     """
-    row, k = torch.arange(2 * SLOT_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+    if slot.dtype is not torch.uint8:
+        return slot.float()[_places_16(half_tiles)]
+    if stored.is_plain:
+        return slot.view(half)[_places_16(half_tiles)].float()
+    halves = slot.view(half_tiles, stored.half_tile_bytes)
+    values = halves[:, : stored.half_tile_values_bytes].flatten().view(torch.int8)
+    scales = halves[:, stored.half_tile_values_bytes :].flatten()
+    numbers = values[_places_8(half_tiles)].float()
+    return numbers * (scales[_scale_places(half_tiles)].float() - 127).exp2()
+
+
+def _coordinates(half_tiles: int) -> tuple[Tensor, Tensor]:
+    """[rows, 1] and [512]: rows and columns of one or two half tiles."""
+    return torch.arange(half_tiles * HALF_TILE_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+
+
+@cache
+def _places_16(half_tiles: int) -> Tensor:
+    """[8 or 16, 512]: which of a slot's 16-bit values is which of a tile's.
+
+    Lane (g, q) of a warp reads 16 bytes for each multiply. Of a tile these are registers 0 … 3 of
+    m16n8k16's first operand: rows g and g + 8 in turn, times the two activations of the lane that
+    come with the first pair, then the second. Of a half tile they are consecutive columns.
+    """
+    row, k = _coordinates(half_tiles)
     warp, half, quad, multiply = k // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4
+    if half_tiles == 1:
+        return warp * 512 + half * 256 + (row * 4 + quad) * 8 + k % 8
     lane, register = row % 8 * 4 + quad, k % 4 // 2 * 2 + row // 8
-    return half * SLOT_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
+    return half * HALF_TILE_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
 
 
-def _half_tile_places() -> Tensor:
-    """[8, 512]: the same of a half slot, where a lane's 16 bytes are consecutive columns."""
-    row, k = torch.arange(SLOT_ROWS)[:, None], torch.arange(STEP_COLUMNS)
-    lane = row * 4 + k % 32 // 8
-    return k // 64 * 512 + k % 64 // 32 * 256 + lane * 8 + k % 8
+@cache
+def _places_8(half_tiles: int) -> Tensor:
+    """The same of 8-bit values: a lane's 16 bytes are those of both multiplies or halves."""
+    row, k = _coordinates(half_tiles)
+    warp, half, quad, multiply = k // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4
+    lane = row % 8 * 4 + quad
+    if half_tiles == 1:
+        return warp * 512 + lane * 16 + half * 8 + k % 8
+    register = k % 4 // 2 * 2 + row // 8
+    return half * HALF_TILE_VALUES + warp * 512 + lane * 16 + multiply * 8 + register * 2 + k % 2
+
+
+@cache
+def _scale_places(half_tiles: int) -> Tensor:
+    """The same of scales, one for 32 columns of a row: by warp and lane's row, two to a lane."""
+    row, k = _coordinates(half_tiles)
+    warp, half = k // 64, k % 64 // 32
+    if half_tiles == 1:
+        return warp * 16 + row * 2 + half
+    return half * 128 + warp * 16 + row % 8 * 2 + row // 8

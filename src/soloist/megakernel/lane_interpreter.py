@@ -16,7 +16,8 @@ from torch import Tensor
 from soloist.megakernel.interpreter import Exchange as Values
 from soloist.megakernel.interpreter import Interpreter, Memory, Operand, Stream, no_records
 from soloist.megakernel.lanes import modules_of, rules_of, vocabulary_of
-from soloist.megakernel.plan import Operation, Plan
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.plan import Plan
 
 
 class Told:
@@ -32,7 +33,7 @@ class Told:
         self._modules = dict(zip(("told_mid", "told_in"), modules_of(plan.model), strict=True))
         self._values: dict[str, Tensor] = {}
         self._turns: dict[str, Tensor] = {}
-        for name, buffer in plan.told.items():
+        for name, buffer in plan.exchanges.told.items():
             if name != "best":
                 *shape, _ = buffer.shape
                 shape = shape if name in self._modules else [1, *shape]
@@ -71,7 +72,7 @@ class Told:
             later = layer + module.lanes.delay_layers
             heard_later = later < self._plan.model.num_layers and module.hears(later)
             times = int(module.sums(layer)) + int(heard_later)
-        return self._heard[name, turn, block] == times * self._plan.lanes_here
+        return self._heard[name, turn, block] == times * self._plan.shape.lanes_here
 
 
 class LaneInterpreter(Interpreter):
@@ -94,9 +95,9 @@ class LaneInterpreter(Interpreter):
         lane: int,
     ) -> None:
         self._lane = lane
-        rank, place = divmod(lane, plan.lanes_here)
-        blocks, values = plan.blocks, plan.lane_vector_values
-        first = place * values if plan.vector_lanes > 1 else 0
+        rank, place = divmod(lane, plan.shape.lanes_here)
+        blocks, values = plan.blocks, plan.image.vector_values
+        first = place * values if plan.shape.vector_lanes > 1 else 0
         own = replace(
             memory,
             image=memory.image[place * blocks : (place + 1) * blocks],
@@ -104,18 +105,16 @@ class LaneInterpreter(Interpreter):
         )
         super().__init__(plan, own, dtype, rank)
         self._vocabulary = vocabulary_of(plan.model, lane)
-        self._first_head = place * plan.kv_heads
+        self._first_head = place * plan.shape.kv_heads
         self._told, self._told_here = told, told[rank]
         self._best = self._told_here.best
         self._rules = rules_of(plan.model)
         self._modules = dict(zip(("mid", "in"), modules_of(plan.model), strict=True))
-        if plan.meets:
-            self._out = Stream(
-                Operand(plan, "hidden_out", plan.head), Values(plan, "squares_out", 4)
-            )
+        if plan.shape.meets:
+            self._out = Stream(Operand(plan, "hidden_out"), Values(plan, "squares_out", 4))
 
     def _tell(self, name: str, turn: int, block: int, values: Tensor) -> None:
-        rows = self._rows(self.plan.down, block)
+        rows = self._rows(self._hidden, block)
         for rank in self._told:
             rank.tell(name, turn, self._lane, block, rows, values)
 
@@ -125,7 +124,7 @@ class LaneInterpreter(Interpreter):
 
     def _hear(self, name: str, turn: int, block: int, columns: int) -> list[Tensor]:
         """[columns, rows] of every lane."""
-        rows = self._rows(self.plan.down, block)
+        rows = self._rows(self._hidden, block)
         return list(self._told_here.hear(name, turn, block, rows, columns))
 
     def _join(
@@ -135,7 +134,7 @@ class LaneInterpreter(Interpreter):
         kind = sums.removeprefix("sums_")
         module, name, turn = self._modules[kind], f"told_{kind}", self._layers_done
         partials = [
-            self._weights(op, layer, block) @ operand.all_of(turn, columns)
+            self._weights(op, layer, block) @ operand.read_for(op, turn, columns)
             for block in self._blocks()
         ]
         if module.tells(layer):
@@ -161,16 +160,16 @@ class LaneInterpreter(Interpreter):
         for block in self._blocks():
             told = self._hear(f"told_{name}", turn, block, columns)
             others = [x for lane, x in enumerate(told) if lane != self._lane]
-            rows = len(self._rows(self.plan.down, block))
+            rows = len(self._rows(self._hidden, block))
             self._residual[block, :columns, :rows] += sum(others, torch.zeros(columns, rows))
 
     def _meet(self, columns: int) -> Iterator[None]:
         """See Interpreter: the mean of normalised streams, or the norm of their sum."""
         plan, turn = self.plan, self._round + 1
-        if not plan.meets:
+        if not plan.shape.meets:
             return
         for block in self._blocks():
-            rows = self._rows(plan.down, block)
+            rows = self._rows(self._hidden, block)
             x = self._residual[block, :columns, : len(rows)]
             if not self._rules.sum_before_norm:
                 self._factor(self._in, self._hidden_in, block, columns)
@@ -179,7 +178,7 @@ class LaneInterpreter(Interpreter):
             self._tell("told_out", turn, block, x)
         yield from self._until_told("told_out", turn, columns)
         for block in self._blocks():
-            rows = self._rows(plan.down, block)
+            rows = self._rows(self._hidden, block)
             first, *others = self._hear("told_out", turn, block, columns)
             total = sum(others, first)
             if self._rules.sum_before_norm:
@@ -192,10 +191,10 @@ class LaneInterpreter(Interpreter):
 
     def _head_input(self, block: int, columns: int) -> tuple[Tensor, Tensor]:
         """See Interpreter."""
-        if not self.plan.meets:
+        if not self.plan.shape.meets:
             return super()._head_input(block, columns)
         turn = self._round + 1
-        x = self._out.operand.all_of(turn, columns)
+        x = self._out.operand.read_for(self.plan.head, turn, columns)
         if self._rules.sum_before_norm:
             return x, self._factor(self._out, turn, block, columns)
         return x, torch.ones(columns)
@@ -217,7 +216,7 @@ class LaneInterpreter(Interpreter):
         """See Interpreter."""
         while not (self._best[self._round % 2, :columns, :, 3] == self._round + 1).all():
             yield
-        if self.plan.meets:
+        if self.plan.shape.meets:
             self._out.operand.clear(self._round + 3)
             self._out.squares.clear(self._round + 3)
 
@@ -228,8 +227,8 @@ def lanes_of_plan(
     """All lanes of a launch, over the memories of all ranks."""
     told = [Told(plan) for _ in range(plan.ranks)]
     return [
-        LaneInterpreter(plan, memories[lane // plan.lanes_here], told, dtype, lane)
-        for lane in range(plan.lanes)
+        LaneInterpreter(plan, memories[lane // plan.shape.lanes_here], told, dtype, lane)
+        for lane in range(plan.shape.lanes)
     ]
 
 

@@ -23,8 +23,11 @@ from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import BUILT_FOR, MASK_TURN_WORDS, MAX_STOPS, Build, header
 from soloist.megakernel.layout import Buffer, end_of
+from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS
 from soloist.megakernel.packing import ordered, pack, place
-from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS, Operation, Plan
+from soloist.megakernel.partition import Matrix
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import PRODUCTS
 from soloist.megakernel.sampling_header import (
     MASK_END,
     PARAMS_DTYPE,
@@ -140,7 +143,7 @@ class _Sampler:
     """The kernels that sample, and their buffers in GPU memory."""
 
     def __init__(self, plan: Plan, modules: _Modules, device: torch.device) -> None:
-        rows = plan.sampled_rows
+        rows = plan.exchanges.sampled_rows
         self.modules = modules
         self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
         self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
@@ -248,7 +251,9 @@ class Decoder:
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
         self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(MAX_COLUMNS, plan.logit_rows, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(
+            MAX_COLUMNS, plan.exchanges.logit_rows, dtype=torch.float32, device=device
+        )
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
 
@@ -288,7 +293,7 @@ class Decoder:
     def _shared_bytes(self) -> int:
         """Dynamic shared memory of a block: what the build that takes more of it needs."""
         return max(
-            self.plan.with_room_for(columns, samples=samples).shared_bytes
+            self.plan.with_room_for(columns, samples=samples).shared.num_bytes
             for columns in BUILT_FOR
             for samples in (False, True)
         )
@@ -315,7 +320,8 @@ class Decoder:
     def _measure_embedding(self) -> float:
         table = self._embedding
         if table is None:
-            table = self.image[:, self.plan.matrix_offset(self.plan.head) // 2 :]
+            head = self.image[: self.plan.blocks, self.plan.image.head_offset :]
+            table = head.view(TORCH_DTYPES[self.plan.dtype])
         chunks = torch.split(table, max(1, (1 << 26) // table.shape[1]))
         # Multiplied: the library's kernel for powers is large, and is loaded when first used.
         squares = math.fsum((x * x).sum().item() for x in map(Tensor.float, chunks))
@@ -534,15 +540,10 @@ def _fresh_workspace(plan: Plan, columns: int) -> Tensor:
         plan: of the kernel.
         columns: that a build has room for.
     """
-    fresh = torch.full((plan.lane_workspace_bytes,), 0xFF, dtype=torch.uint8)
-    operands = {
-        "hidden_in": plan.qkv, "hidden_mid": plan.gate_up,
-        "attended": plan.attention_output, "gated": plan.down,
-    }  # fmt: skip
-    if plan.meets:
-        operands["hidden_out"] = plan.head
-    for name, op in operands.items():
-        buffer = plan.workspace[name]
+    fresh = torch.full((plan.exchanges.lane_bytes,), 0xFF, dtype=torch.uint8)
+    exchanges = plan.exchanges
+    for name, op in exchanges.operands.items():
+        buffer = exchanges.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
         of_turns = values.view(TURNS, -1, 32)
         chunks = of_turns.shape[1] // MAX_COLUMNS  # [chunk][column][32], for fewer columns in front
@@ -550,10 +551,10 @@ def _fresh_workspace(plan: Plan, columns: int) -> Tensor:
         is_padding = torch.arange(32) >= padding[:, None]
         of_turns[:, : chunks * columns].masked_fill_(is_padding, 0)
     if plan.model.lanes is not None:
-        told = torch.full((end_of(plan.told),), 0xFF, dtype=torch.uint8)
-        _clear(told, plan.told["best"])
-        return torch.cat([*[fresh] * plan.lanes_here, told])
-    _clear(fresh, plan.workspace["best"])
+        told = torch.full((end_of(exchanges.told),), 0xFF, dtype=torch.uint8)
+        _clear(told, exchanges.told["best"])
+        return torch.cat([*[fresh] * plan.shape.lanes_here, told])
+    _clear(fresh, exchanges.workspace["best"])
     return fresh
 
 
@@ -566,34 +567,41 @@ def _load_image(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
     take = weights.__getitem__ if keep_rows else weights.pop
-    dtype = TORCH_DTYPES[plan.dtype]
-    image = torch.zeros(plan.grid_blocks, plan.block_stride // 2, dtype=dtype, device=device)
+    dtype, layout, shape = TORCH_DTYPES[plan.dtype], plan.image, plan.shape
+    image = torch.zeros(plan.grid_blocks, layout.block_stride, dtype=torch.uint8, device=device)
     vectors = torch.zeros(
-        plan.vector_lanes, plan.lane_vector_values, dtype=torch.float32, device=device
+        shape.vector_lanes, layout.vector_values, dtype=torch.float32, device=device
     )
-    biases = {f"{op.matrix.name}_bias": op.matrix for op in plan.layer_operations}
 
-    def put_matrix(op: Operation, layer: int, values: Tensor) -> None:
-        for i, part in enumerate(image.split(plan.blocks)):
-            own = values if plan.model.lanes is None else values[i]
-            place(plan, op, layer, pack(plan, op, own.to(device, dtype)), part)
+    def put_matrix(layer: int, name: str, tensor: str) -> None:
+        op = layout.operation(layer, name)
+        parts = {part: take(tensor + part) for part in op.matrix.format.parts}
+        for i, own_image in enumerate(image.split(plan.blocks)):
+            own = {
+                part: (values if plan.model.lanes is None else values[i]).to(device)
+                for part, values in parts.items()
+            }
+            if op.matrix.format.is_plain:
+                own[""] = own[""].to(dtype)
+            place(plan, op, layer, pack(plan, op, own), own_image)
 
-    def put_vector(start: int, name: str, values: Tensor) -> None:
+    def put_vector(start: int, values: Tensor, matrix: Matrix | None = None) -> None:
         for i, part in enumerate(vectors):
             own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
-            if name in biases:
-                own = ordered(plan, biases[name], own)
+            own = own if matrix is None else ordered(shape, matrix, own)
             part[start : start + own.numel()] = own
 
-    for layer in range(plan.model.num_layers):
-        for op in plan.layer_operations:
-            put_matrix(op, layer, take(f"layers.{layer}.{op.matrix.name}"))
-        for name, buffer in plan.vectors.items():
-            start = plan.layer_vector_values * layer + buffer.offset // 4
-            put_vector(start, name, take(f"layers.{layer}.{name}"))
-    put_vector(plan.layer_vector_values * plan.model.num_layers, "final_norm", take("final_norm"))
-    tied = plan.share.tied_head
-    embedding = take("embedding")
-    put_matrix(plan.head, 0, embedding if tied else take("head"))
-    table = None if tied else embedding.to(device, dtype).contiguous()
-    return image, vectors.flatten(), table
+    for layer in range(shape.num_layers):
+        kind = layout.layer(layer)
+        biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
+        for phase in PRODUCTS:
+            put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
+        for name in kind.vectors:
+            values = take(f"layers.{layer}.{name}")
+            put_vector(layout.vector_offset(layer, name), values, biased.get(name))
+    put_vector(layout.final_norm_offset, take("final_norm"))
+    if plan.share.tied_head:
+        put_matrix(0, "head", "embedding")
+        return image, vectors.flatten(), None
+    put_matrix(0, "head", "head")
+    return image, vectors.flatten(), take("embedding").to(device, dtype).contiguous()

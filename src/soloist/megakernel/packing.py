@@ -1,11 +1,13 @@
 """Row-major weights → the order in which the kernel streams them, and back. Torch, any device.
 
 `partition.py` says which rows a block owns; here a block's rows become tiles in which every lane
-of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A tile of 16 rows and 512 columns is
-a slot of 16 KB: two halves of 32 columns for each of the 8 warps. A tile of 8 rows is half a slot:
-64 columns for each warp. Those of two steps make a slot, so that the ring has no half empty ones.
+of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A tile of one step is a slot: two
+halves of 32 columns for each of the 8 warps. A half tile is half a slot: 64 columns for each warp.
+Half tiles of two steps make a slot, so that the ring has no half empty ones. Each half of a slot
+has all parts of a format: its values, then their scales.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -14,8 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from soloist.megakernel.partition import SLOT_ROWS, SLOT_VALUES, STEP_COLUMNS, Matrix, RowOrder
-from soloist.megakernel.plan import Operation, Plan
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.shape import ModelShape
+from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS
+from soloist.megakernel.weight_format import WeightFormat
 
 # Columns of a step, from the slowest to the fastest: warp, half of its 64 columns, quarter of a
 # quad's 32, multiply, register, element.
@@ -25,12 +31,12 @@ _MATRICES = 64
 _PAIRED = (RowOrder.PAIRED, RowOrder.FINELY_PAIRED)
 
 
-def ordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
+def ordered(shape: ModelShape, matrix: Matrix, values: Tensor) -> Tensor:
     """Rows [R, …] of a matrix or bias in the kernel's order."""
     if matrix.order is RowOrder.HEADS:
-        heads = values.unflatten(0, (-1, plan.head_dim))
-        q, k, v = heads.split([plan.query_heads, plan.kv_heads, plan.kv_heads])
-        q = q.unflatten(0, (plan.kv_heads, plan.group))
+        heads = values.unflatten(0, (-1, shape.head_dim))
+        q, k, v = heads.split([shape.query_heads, shape.kv_heads, shape.kv_heads])
+        q = q.unflatten(0, (shape.kv_heads, shape.group))
         return torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
     if matrix.order in _PAIRED:
         gate, up = values.unflatten(0, (2, -1, matrix.unit_neurons))
@@ -38,11 +44,11 @@ def ordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
     return values
 
 
-def unordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
+def unordered(shape: ModelShape, matrix: Matrix, values: Tensor) -> Tensor:
     """The inverse of `ordered`."""
     if matrix.order is RowOrder.HEADS:
-        heads = values.unflatten(0, (plan.kv_heads, plan.group + 2, plan.head_dim))
-        q, k, v = heads.split([plan.group, 1, 1], dim=1)
+        heads = values.unflatten(0, (shape.kv_heads, shape.group + 2, shape.head_dim))
+        q, k, v = heads.split([shape.group, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in (q, k, v)])
     if matrix.order in _PAIRED:
         pairs = values.unflatten(0, (-1, 2, matrix.unit_neurons))
@@ -50,50 +56,76 @@ def unordered(plan: Plan, matrix: Matrix, values: Tensor) -> Tensor:
     return values
 
 
-def pack(plan: Plan, operation: Operation, values: Tensor) -> Tensor:
-    """[rows, columns] in the checkpoint's order → all slots of the matrix, one after the other."""
+def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tensor:
+    """A matrix's tensors in the checkpoint's order → all its half slots [half slots, bytes].
+
+    Args:
+        plan: of the kernel.
+        operation: which matrix.
+        parts: by part of its format, [rows, columns or groups of columns]. A matrix whose values
+            stand for themselves may have values of any size; then the result has them too, in
+            place of bytes.
+    """
     matrix = operation.matrix
-    rows = matrix.units * matrix.unit_rows
-    values = ordered(plan, matrix, values)
-    columns = matrix.steps * STEP_COLUMNS
-    values = pad(values, (0, columns - values.shape[1], 0, rows - values.shape[0]))
-    by_row = values.view(rows // SLOT_ROWS, SLOT_ROWS, matrix.steps, *_COLUMNS)
-    packed = torch.empty(
-        rows // SLOT_ROWS, matrix.steps * SLOT_VALUES, dtype=values.dtype, device=values.device
-    )
-    for part in _parts(operation):
-        units = by_row[part.rows.to(values.device)]  # [blocks, units, row, step, …]
-        packed[part.rows.to(values.device)] = _to_slots(units).view(
-            *part.rows.shape, matrix.steps * SLOT_VALUES
-        )
-    return packed.flatten()
+    packed = [
+        _packed(plan.shape, operation, parts[part], layout)
+        for part, layout in _layouts(matrix.format).items()
+    ]
+    if matrix.format.is_plain:
+        return packed[0]
+    return torch.cat([part.view(torch.uint8) for part in packed], dim=1)
+
+
+def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack`; the values of a scaled format are int8, its scales uint8."""
+    stored = operation.matrix.format
+    if stored.is_plain:
+        return {"": _unpacked(plan.shape, operation, packed, _BY_BITS[stored.value_bits])}
+    sizes = (stored.half_tile_values_bytes, stored.half_tile_scales_bytes)
+    values, scales = (part.contiguous() for part in packed.split(sizes, dim=1))
+    return {
+        "": _unpacked(plan.shape, operation, values.view(torch.int8), _BY_BITS[stored.value_bits]),
+        ".scales": _unpacked(plan.shape, operation, scales, _SCALES),
+    }
+
+
+def numbers(stored: WeightFormat, parts: Mapping[str, Tensor]) -> Tensor:
+    """The fp32 numbers [rows, columns] that a matrix's tensors stand for."""
+    values = parts[""].float()
+    if stored.is_plain:
+        return values
+    # A power of two, biased by 127 as in a float's exponent.
+    scales = (parts[".scales"].float() - 127).exp2().repeat_interleave(stored.group, dim=1)
+    return values * scales[:, : values.shape[1]]
 
 
 def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: Tensor) -> None:
-    """Copy a packed matrix into every block's part of the image [blocks, values]."""
-    start = _start(plan, operation, layer)
-    by_unit = packed.view(operation.matrix.units, -1)
+    """Copy a packed matrix into every block's part of the image [blocks, bytes or values]."""
+    start, unit = _place(plan, operation, layer, image)
+    by_unit = packed.view(image.dtype).view(operation.matrix.units, unit)
     for blocks, units in _shares(operation.matrix):
         part = by_unit[units.to(packed.device)].flatten(1)
         image[blocks.to(image.device), start : start + part.shape[1]] = part
 
 
 def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
-    """The inverse of `place`: a packed matrix, copied out of the image [blocks, values]."""
+    """The inverse of `place`: a packed matrix [half slots, bytes or values] out of the image."""
     matrix = operation.matrix
-    start = _start(plan, operation, layer)
-    unit_values = matrix.unit_slots * matrix.steps * SLOT_VALUES
-    packed = torch.empty(matrix.units, unit_values, dtype=image.dtype, device=image.device)
+    start, unit = _place(plan, operation, layer, image)
+    packed = torch.empty(matrix.units, unit, dtype=image.dtype, device=image.device)
     for blocks, units in _shares(matrix):
-        stop = start + units.shape[1] * unit_values
+        stop = start + units.shape[1] * unit
         part = image[blocks.to(image.device), start:stop]
-        packed[units.to(image.device)] = part.unflatten(1, (-1, unit_values))
-    return packed.flatten()
+        packed[units.to(image.device)] = part.unflatten(1, (-1, unit))
+    return packed.view(matrix.units * matrix.unit_half_tiles * matrix.steps, -1)
 
 
-def _start(plan: Plan, operation: Operation, layer: int) -> int:
-    """Values from the start of a block's part of the image to its part of a matrix."""
-    return (plan.layer_bytes * layer + plan.matrix_offset(operation)) // 2
+def _place(plan: Plan, operation: Operation, layer: int, image: Tensor) -> tuple[int, int]:
+    """Where a block's part of the image has a matrix, and how much a unit is: bytes or values."""
+    matrix = operation.matrix
+    bytes_each = 1 if image.dtype is torch.uint8 else matrix.format.value_bits // 8
+    start = plan.image.matrix_offset(layer, matrix.name)
+    return start // bytes_each, matrix.unit_bytes // bytes_each
 
 
 @lru_cache(_MATRICES)
@@ -110,33 +142,17 @@ def _shares(matrix: Matrix) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(shares)
 
 
-def unpack(plan: Plan, operation: Operation, packed: Tensor) -> Tensor:
-    """The inverse of `pack`."""
-    matrix = operation.matrix
-    rows = matrix.units * matrix.unit_rows
-    slots = packed.view(rows // SLOT_ROWS, matrix.steps * SLOT_VALUES)
-    by_row = torch.empty(
-        rows // SLOT_ROWS, SLOT_ROWS, matrix.steps, *_COLUMNS,
-        dtype=packed.dtype, device=packed.device,
-    )  # fmt: skip
-    for part in _parts(operation):
-        index = part.rows.to(packed.device)
-        by_row[index] = _from_slots(slots[index], matrix.steps)
-    values = by_row.view(rows, matrix.steps * STEP_COLUMNS)
-    return unordered(plan, matrix, values[: matrix.rows])[:, : matrix.columns]
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks with equally many units of 8 rows, and one of their groups of tiles."""
+    """Blocks with equally many half tiles to a step, and one of their groups of tiles."""
 
-    rows: Tensor  # [blocks, units]: which units of 8 rows
+    rows: Tensor  # [blocks, half tiles]: which of the matrix's
 
 
 @lru_cache(_MATRICES)
 def _parts(operation: Operation) -> tuple[_Part, ...]:
     matrix = operation.matrix
-    first = [matrix.first_unit(b) * matrix.unit_slots for b in range(matrix.blocks + 1)]
+    first = [matrix.first_unit(b) * matrix.unit_half_tiles for b in range(matrix.blocks + 1)]
     most = 2 * operation.group_tiles
     by_count: dict[int, list[int]] = {}
     for start, end in pairwise(first):
@@ -148,39 +164,112 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
     )
 
 
-def _to_slots(units: Tensor) -> Tensor:
-    """[blocks, units, row, step, *columns] → [blocks, slots · values].
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """In which order a part of a format lies in the halves of a slot.
 
-    Two steps at a time: tiles of the first, tiles of the second, what both have of 8 rows.
+    Letters of dimensions: b block, t tile, h half of its rows, g row, s step, w warp, p half of its
+    64 columns, q quad, m multiply, r register, e element.
+
+    Attributes:
+        columns: sizes of the dimensions of one step of columns, w first.
+        tile: the order of a full tile's dimensions [b t h g s w p …], with b s t p first.
+        half_tile: the same of half tiles [b t g s w p …], with b s t first.
     """
-    blocks, count, _, steps = units.shape[:4]
-    full = count // 2 * 2
-    # b blocks, t tile, h half of its rows, g row, s step, w warp, p part, q quad, m multiply,
-    # r register, e element
-    tiles = units[:, :full].unflatten(1, (-1, 2))  # b t h g s w p q m r e
-    tiles = tiles.permute(0, 4, 1, 6, 5, 8, 3, 7, 9, 2, 10)  # b s t p w m g q r h e
-    halves = units[:, full:].permute(0, 3, 1, 4, 5, 2, 6, 7, 8, 9)  # b s . w p g q m r e
-    both = tiles.reshape(blocks, steps, -1), halves.reshape(blocks, steps, -1)
-    return torch.cat(
-        [part[:, at : at + 2].flatten(1) for at in range(0, steps, 2) for part in both], dim=1
+
+    columns: tuple[int, ...]
+    tile: tuple[int, ...]
+    half_tile: tuple[int, ...]
+
+
+def _layout(columns: str, tile: str, half_tile: str) -> _Layout:
+    sizes = tuple(size for name, size in zip("wpqmre", _COLUMNS, strict=True) if name in columns)
+    return _Layout(
+        sizes,
+        tuple(("bthgs" + columns).index(c) for c in "bstp" + tile),
+        tuple(("btgs" + columns).index(c) for c in "bst" + half_tile),
     )
 
 
-def _from_slots(slots: Tensor, steps: int) -> Tensor:
-    """The inverse of `_to_slots`, of [blocks, units, steps · values]."""
-    blocks, count = slots.shape[:2]
+# A lane's 16 bytes are one multiply's values of 16 bits, or both multiplies' of 8.
+_BY_BITS = {
+    16: _layout("wpqmre", "wmgqrhe", "wpgqmre"),
+    8: _layout("wpqmre", "wgqmrhe", "wgqpmre"),
+}
+_SCALES = _layout("wp", "wgh", "wgp")
+
+
+def _layouts(stored: WeightFormat) -> dict[str, _Layout]:
+    """By part. Values of test images without rounding lie as those of 16 bits."""
+    layouts = {"": _BY_BITS[stored.value_bits]}
+    return layouts if stored.is_plain else {**layouts, ".scales": _SCALES}
+
+
+def _packed(shape: ModelShape, operation: Operation, values: Tensor, layout: _Layout) -> Tensor:
+    """[rows, columns] of one part → [half slots, values]."""
+    matrix = operation.matrix
+    rows = matrix.units * matrix.unit_rows
+    values = ordered(shape, matrix, values)
+    per_step = torch.Size(layout.columns).numel()
+    width = matrix.steps * per_step
+    values = pad(values, (0, width - values.shape[1], 0, rows - values.shape[0]))
+    half_tiles, each = rows // HALF_TILE_ROWS, HALF_TILE_ROWS * per_step
+    by_row = values.view(half_tiles, HALF_TILE_ROWS, matrix.steps, *layout.columns)
+    packed = values.new_empty(half_tiles, matrix.steps, each)
+    for part in _parts(operation):
+        index = part.rows.to(values.device)
+        slots = _to_slots(by_row[index], layout)  # of [blocks, half tiles, row, step, …]
+        packed[index] = slots.view(*part.rows.shape, matrix.steps, each)
+    return packed.flatten(0, 1)
+
+
+def _unpacked(shape: ModelShape, operation: Operation, packed: Tensor, layout: _Layout) -> Tensor:
+    """The inverse of `_packed`."""
+    matrix = operation.matrix
+    rows = matrix.units * matrix.unit_rows
+    half_tiles = rows // HALF_TILE_ROWS
+    slots = packed.view(half_tiles, matrix.steps, -1)
+    by_row = packed.new_empty(half_tiles, HALF_TILE_ROWS, matrix.steps, *layout.columns)
+    for part in _parts(operation):
+        index = part.rows.to(packed.device)
+        by_row[index] = _from_slots(slots[index], layout)
+    values = by_row.view(rows, -1)
+    per_step = torch.Size(layout.columns).numel()
+    columns = -(-matrix.columns * per_step // STEP_COLUMNS)
+    return unordered(shape, matrix, values[: matrix.rows])[:, :columns]
+
+
+def _to_slots(units: Tensor, layout: _Layout) -> Tensor:
+    """[blocks, half tiles, row, step, *columns] → [blocks, half slots, values].
+
+    Two steps at a time: tiles of the first, tiles of the second, the half tiles that both have.
+    """
+    blocks, count, _, steps = units.shape[:4]
+    full, each = count // 2 * 2, HALF_TILE_ROWS * torch.Size(layout.columns).numel()
+    tiles = units[:, :full].unflatten(1, (-1, 2)).permute(layout.tile)
+    halves = units[:, full:].permute(layout.half_tile)
+    both = [part.reshape(blocks, steps, -1, each) for part in (tiles, halves) if part.numel()]
+    return torch.cat(
+        [part[:, at : at + 2].flatten(1, 2) for at in range(0, steps, 2) for part in both], dim=1
+    )
+
+
+def _from_slots(slots: Tensor, layout: _Layout) -> Tensor:
+    """The inverse of `_to_slots`, of [blocks, half tiles, steps, values]."""
+    blocks, count, steps, each = slots.shape
     full = count // 2 * 2
     sizes = [
-        part * min(2, steps - at) * SLOT_VALUES
-        for at in range(0, steps, 2)
-        for part in (full, count - full)
+        part * min(2, steps - at) for at in range(0, steps, 2) for part in (full, count - full)
     ]
-    parts = slots.reshape(blocks, -1).split(sizes, dim=1)
-    w, p, q, m, r, e = _COLUMNS
-    tiles = torch.cat(parts[::2], dim=1)
-    tiles = tiles.reshape(blocks, steps, full // 2, p, w, m, SLOT_ROWS, q, r, 2, e)
-    tiles = tiles.permute(0, 2, 9, 6, 1, 4, 3, 7, 5, 8, 10).flatten(1, 2)
-    halves = torch.cat(parts[1::2], dim=1)
-    halves = halves.reshape(blocks, steps, count - full, w, p, SLOT_ROWS, q, m, r, e)
-    halves = halves.permute(0, 2, 5, 1, 3, 4, 6, 7, 8, 9)
-    return torch.cat([tiles, halves], dim=1)
+    parts = slots.reshape(blocks, -1, each).split(sizes, dim=1)
+    tile_sizes = (blocks, full // 2, 2, HALF_TILE_ROWS, steps, *layout.columns)
+    half_sizes = (blocks, count - full, HALF_TILE_ROWS, steps, *layout.columns)
+    tiles = _restored(torch.cat(parts[::2], dim=1), layout.tile, tile_sizes)
+    halves = _restored(torch.cat(parts[1::2], dim=1), layout.half_tile, half_sizes)
+    return torch.cat([tiles.flatten(1, 2), halves], dim=1)
+
+
+def _restored(values: Tensor, order: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Values that were permuted to `order` from dimensions of these sizes."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return values.reshape([sizes[i] for i in order]).permute(back)

@@ -1,19 +1,17 @@
 """How one matrix is cut into tiles and spread over the blocks of the grid. Pure integers.
 
-A matrix [rows, columns] is cut along its rows into *units*, 8 rows each (16 for most gate_up, where
+A matrix [rows, columns] is cut along its rows into *units*: 8 rows each (16 for most gate_up, where
 a unit is 8 gate rows and the 8 up rows that belong to them), and along its columns into *steps* of
-512. A block owns consecutive units. Two units of 8 rows make a full tile for the m16n8k16 multiply;
-an odd one is a half tile. A full tile of one step fills a *slot* of the shared-memory ring, 16 KB;
-so do the half tiles of two steps.
+512. A block owns consecutive units. Two units of 8 rows make a tile for the m16n8k16 multiply; an
+odd one is a half tile. A tile of one step fills a slot of the shared-memory ring; so do the half
+tiles of two steps.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-STEP_COLUMNS = 512
-SLOT_ROWS = 8
-TILE_ROWS = 16
-SLOT_VALUES = SLOT_ROWS * STEP_COLUMNS
+from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS, TILE_ROWS
+from soloist.megakernel.weight_format import WeightFormat
 
 
 class RowOrder(StrEnum):
@@ -35,6 +33,7 @@ class Matrix:
         columns: as in the checkpoint.
         order: of the rows in the kernel.
         blocks: over how many blocks it is spread.
+        format: how its values are stored.
         padded_units: units with padding, so that all blocks have as many; None: as rows say.
     """
 
@@ -43,12 +42,13 @@ class Matrix:
     columns: int
     order: RowOrder
     blocks: int
+    format: WeightFormat
     padded_units: int | None = None
 
     @property
     def unit_rows(self) -> int:
         """Rows in a unit."""
-        return TILE_ROWS if self.order is RowOrder.PAIRED else SLOT_ROWS
+        return TILE_ROWS if self.order is RowOrder.PAIRED else HALF_TILE_ROWS
 
     @property
     def unit_neurons(self) -> int:
@@ -66,14 +66,20 @@ class Matrix:
         return -(-self.columns // STEP_COLUMNS)
 
     @property
-    def unit_slots(self) -> int:
-        """Slots of one unit and step."""
-        return self.unit_rows // SLOT_ROWS
+    def unit_half_tiles(self) -> int:
+        """Half tiles of one unit and step."""
+        return self.unit_rows // HALF_TILE_ROWS
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit, over all steps."""
+        return self.unit_half_tiles * self.steps * self.format.half_tile_bytes
 
     @property
     def shares_slots(self) -> bool:
-        """Some block has an odd number of 8 rows, of which those of two steps share a slot."""
-        return self.unit_slots == 1 and (self.units % self.blocks > 0 or self.max_units % 2 == 1)
+        """Some block has an odd number of half tiles, of which those of two steps share a slot."""
+        odd = self.units % self.blocks > 0 or self.max_units % 2 == 1
+        return self.unit_half_tiles == 1 and odd
 
     def first_unit(self, block: int) -> int:
         """Where a block's units begin; `first_unit(blocks)` is the end."""
@@ -85,13 +91,12 @@ class Matrix:
 
     def block_bytes(self, block: int) -> int:
         """Bytes that a block streams for this matrix."""
-        units = self.first_unit(block + 1) - self.first_unit(block)
-        return units * self.unit_slots * self.steps * SLOT_VALUES * 2
+        return (self.first_unit(block + 1) - self.first_unit(block)) * self.unit_bytes
 
     @property
     def max_block_bytes(self) -> int:
         """Bytes that the busiest block streams for this matrix."""
-        return self.max_units * self.unit_slots * self.steps * SLOT_VALUES * 2
+        return self.max_units * self.unit_bytes
 
     @property
     def max_units(self) -> int:
@@ -100,10 +105,10 @@ class Matrix:
 
     @property
     def max_tiles(self) -> int:
-        """Tiles of 16 rows of the busiest block."""
-        return -(-self.max_units * self.unit_slots // 2)
+        """Tiles of the busiest block; the last may be half a tile."""
+        return -(-self.max_units * self.unit_half_tiles // 2)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole matrix."""
-        return self.units * self.unit_slots * self.steps * SLOT_VALUES * 2
+        return self.units * self.unit_bytes

@@ -11,7 +11,7 @@ from soloist.jit.peers import allow_access
 from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.
@@ -57,7 +57,9 @@ class Ranks:
     @property
     def logits(self) -> Tensor:
         """[8, at least V] of the last round, fetched from all ranks to the first one's GPU."""
-        out = torch.empty(MAX_COLUMNS, self.plan.sampled_rows, device=self.decoders[0].pool.device)
+        out = torch.empty(
+            MAX_COLUMNS, self.plan.exchanges.sampled_rows, device=self.decoders[0].pool.device
+        )
         self._gather([d.logits for d in self.decoders], out)
         return out
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soloist.megakernel.layout import ALIGNMENT
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.sampling import constants
 from soloist.sampling.filters import fraction_steps
 from soloist.sampling.params import SamplingParams

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import EMBED, LAST, LAYER, Phase
 
 Activity = Literal["waiting", "multiplying", "finishing"]
 
-# In the order of the kernel's `mark` calls; each names the stretch of time that ends with it, as a
-# phase and, in a phase of several, what is done in it.
-_FIRST = ("start", "embed")
-_LAYER = (
-    "qkv wait", "qkv multiply", "qkv finish",
-    "attention wait", "attention pages", "attention store", "attention merge",
-    "output wait", "output multiply", "output finish",
-    "gate_up wait", "gate_up multiply", "gate_up finish",
-    "down wait", "down multiply", "down finish",
-)  # fmt: skip
-_LAST = ("head wait", "head multiply", "choose wait", "choose", "conclude")
+# The first mark of a round, which ends nothing.
+_START = "start"
 
 # Merging partial results is waiting for them, but for a little work; so is attention's wait, in
 # which queries are normed and rotated.
@@ -67,16 +59,16 @@ class BlockTimes:
 
 def mark_names(plan: Plan) -> list[str]:
     """The stretches of a round, in order, after the mark that starts them."""
-    return [*_FIRST, *(_LAYER * plan.model.num_layers), *_LAST]
+    return [_START, *(f"{x.phase} {x.name}" for x in stretches(plan))]
 
 
 def stretches(plan: Plan) -> list[Stretch]:
-    """What lies between each two marks."""
+    """What lies between each two marks, in the order of the kernel's `mark` calls."""
     layers = range(plan.model.num_layers)
     return [
-        *(_stretch(None, name) for name in _FIRST[1:]),
-        *(_stretch(layer, name) for layer in layers for name in _LAYER),
-        *(_stretch(None, name) for name in _LAST),
+        *_marked(None, EMBED),
+        *(x for layer in layers for phase in LAYER for x in _marked(layer, phase)),
+        *(x for phase in LAST for x in _marked(None, phase)),
     ]
 
 
@@ -100,7 +92,6 @@ def block_times(words: Sequence[int]) -> BlockTimes:
     )
 
 
-def _stretch(layer: int | None, words: str) -> Stretch:
-    phase, *rest = words.split()
-    name = rest[0] if rest else phase
-    return Stretch(layer, phase, name, _ACTIVITIES[name])
+def _marked(layer: int | None, phase: Phase) -> list[Stretch]:
+    label = phase.label or phase.name
+    return [Stretch(layer, label, name, _ACTIVITIES[name]) for name in phase.marks]

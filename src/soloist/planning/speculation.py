@@ -13,7 +13,7 @@ Drafts looked up in the text so far cost nothing; a draft model makes them one a
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.planning.bounds import step_cost
 from soloist.planning.expectation import Expectation, expect
 from soloist.planning.hardware import Hardware

@@ -2,7 +2,7 @@
 
 import struct
 
-from soloist.megakernel.plan import GRANULE_POSITIONS, PAGE_POSITIONS
+from soloist.megakernel.limits import GRANULE_POSITIONS, PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.widths import BLOCK_TOKENS

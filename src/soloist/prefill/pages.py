@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.plan import GRANULE_POSITIONS, PAGE_POSITIONS
+from soloist.megakernel.limits import GRANULE_POSITIONS, PAGE_POSITIONS
 
 CHUNK_VALUES = 8
 _GRANULES = PAGE_POSITIONS // GRANULE_POSITIONS

@@ -315,7 +315,7 @@ def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
     assert found.plan is not None
     assert not found.refusal
     assert found.memory is not None
-    assert found.memory.image_bytes == found.plan.image_bytes
+    assert found.memory.image_bytes == found.plan.image.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_lanes_are_supported() -> None:
     found = support_on(*H200, config, Dtype.FP16)
     assert found.plan is not None
     assert found.memory is not None
-    assert found.plan.lanes_here == 8
+    assert found.plan.shape.lanes_here == 8
     assert found.memory.image_bytes > 2 * 2_222_000_000
     asked = EngineConfig(context_tokens=None)
     available = resolve(
@@ -406,13 +406,12 @@ def test_rows_come_back_from_the_image(tied: bool) -> None:
     config = replace(DENSE, tied_head=tied)
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
     weights = random_weights(decoder_tensors(config), Dtype.BF16, torch.device("cpu"))
-    image = torch.zeros(plan.blocks, plan.block_stride // 2, dtype=torch.bfloat16)
+    image = torch.zeros(plan.blocks, plan.image.block_stride // 2, dtype=torch.bfloat16)
     for layer in range(config.num_layers):
-        for op in plan.layer_operations:
-            place(
-                plan, op, layer, pack(plan, op, weights[f"layers.{layer}.{op.matrix.name}"]), image
-            )
-    packed_head = pack(plan, plan.head, weights["embedding" if tied else "head"])
+        for op in plan.image.kinds[0].operations.values():
+            values = weights[f"layers.{layer}.{op.matrix.name}"]
+            place(plan, op, layer, pack(plan, op, {"": values}), image)
+    packed_head = pack(plan, plan.head, {"": weights["embedding" if tied else "head"]})
     place(plan, plan.head, 0, packed_head, image)
     assert torch.equal(gather(plan, plan.head, 0, image), packed_head)
     rows = Unpacked(plan, image, None if tied else weights["embedding"])

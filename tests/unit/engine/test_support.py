@@ -16,9 +16,9 @@ def test_a_workspace_and_a_fresh_one_for_each_build_are_counted() -> None:
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], ranks=4)
     memory = Support(plan).memory
     assert memory is not None
-    logits_bytes = 25 * 4 * plan.sampled_rows
-    rest = memory.workspace_bytes - logits_bytes - 3 * plan.workspace_bytes
-    assert 0 < rest < plan.workspace_bytes, "scratch of kernels that sample"
+    logits_bytes = 25 * 4 * plan.exchanges.sampled_rows
+    rest = memory.workspace_bytes - logits_bytes - 3 * plan.exchanges.num_bytes
+    assert 0 < rest < plan.exchanges.num_bytes, "scratch of kernels that sample"
 
 
 def test_where_there_is_no_plan_nothing_is_counted() -> None:

@@ -22,7 +22,8 @@ from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
 from soloist.megakernel.launch import _Column, _Launch
-from soloist.megakernel.plan import MAX_COLUMNS, Plan, make_plan
+from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
@@ -298,7 +299,7 @@ def launched(
     ends: by column, the round in which it ends the launch instead of getting a mask.
     """
     rounds, columns = logits.shape[:2]
-    ranks, size = library.plan.ranks, library.plan.sampled_rows
+    ranks, size = library.plan.ranks, library.plan.exchanges.sampled_rows
     given = given or [[0]] * columns
     strides = strides or [1] * columns
     launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * size)

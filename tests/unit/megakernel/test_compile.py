@@ -22,13 +22,14 @@ import pytest
 
 from interpreter import lane_models
 from interpreter.models import CASES
-from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude
+from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude, operation
 from soloist.engine.bandwidth import header as read_header
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
-from soloist.megakernel.plan import MAX_COLUMNS, THREADS, Plan, make_plan
+from soloist.megakernel.limits import MAX_COLUMNS, THREADS
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config
@@ -76,7 +77,7 @@ def require_sound(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def require(plan: Plan, build: Build = RUNNING) -> None:
         cubin = compiled(plan, build)
-        resources = require_clean(cubin, "decode", plan.shared_bytes, plan.gpu.shared_bytes)
+        resources = require_clean(cubin, "decode", plan.shared.num_bytes, plan.gpu.shared_bytes)
         assert resources.registers * THREADS <= REGISTERS
         if plan.gpu.arch == "sm_90a":
             found = CodeSize.of(cubin, "decode")
@@ -154,7 +155,7 @@ def test_fp16_compiles_cleanly(arch: str, require_sound) -> None:
 def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_sound) -> None:
     config = configured("llama-one-kv-head-128", tmp_path)
     plan = make_plan(config, Dtype.BF16, replace(GPUS[arch], num_sms=8))
-    assert plan.gate_up.matrix.max_tiles > plan.gate_up.group_tiles
+    assert operation(plan, "gate_up").matrix.max_tiles > operation(plan, "gate_up").group_tiles
     require_sound(plan)
 
 

@@ -77,8 +77,7 @@ def test_phases_and_fields_are_those_of_the_kernel() -> None:
     names = re.search(r"enum class Phase : u32 \{(.*?)\}", text)
     assert names is not None
     kernel = [n.strip().removeprefix("k").lower() for n in names[1].split(",")]
-    short = {"attention_output": "output"}
-    assert kernel == [short.get(p, p).replace("_", "") for p in PHASES]
+    assert kernel == [(p.label or p.name).replace("_", "") for p in PHASES]
     host = Fault.__slots__
     structs = dict(re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL))
 

@@ -94,7 +94,7 @@ def test_logits_come_together_by_token_id(made: Made) -> None:
         own = Share(SMALL, RANKS, rank).vocabulary
         decoder.logits += torch.arange(own.start, own.start + ROWS)
     assert torch.equal(made.ranks.logits[3, :VOCAB], torch.arange(VOCAB).float())
-    kept = torch.zeros(2, 1, PLAN.sampled_rows)
+    kept = torch.zeros(2, 1, PLAN.exchanges.sampled_rows)
     made.ranks.run([Column(0, 0, [1])], 2, logits=kept)
     assert torch.equal(kept[1, 0, :VOCAB], torch.arange(VOCAB).float())
 

@@ -1,0 +1,89 @@
+"""How attention is spread over the blocks of a KV head, and over the warps of a block. Pure."""
+
+from dataclasses import dataclass
+
+from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.limits import (
+    CONSUMER_WARPS,
+    GRANULE_POSITIONS,
+    MAX_COLUMNS,
+    PAGE_POSITIONS,
+)
+from soloist.megakernel.shape import ModelShape
+from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Attention of every layer: they all have the same heads.
+
+    Attributes:
+        shape: the heads.
+        blocks: of each rank, or of each of its lanes.
+        gpu: each rank's.
+        value_bytes: of a key's or value's number in the cache.
+    """
+
+    shape: ModelShape
+    blocks: int
+    gpu: Gpu
+    value_bytes: int = 2
+
+    @property
+    def splits(self) -> int:
+        """Blocks of one KV head, a power of 2: block = head · splits + place."""
+        most = self.gpu.architecture.tuning.max_splits
+        return 1 << (min(most, self.blocks // self.shape.kv_heads).bit_length() - 1)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows (column, query head) that 8 columns need; a power of 2."""
+        tiles = -(-MAX_COLUMNS * self.shape.group // TILE_ROWS)
+        return 1 << (tiles - 1).bit_length()
+
+    @property
+    def warp_tiles(self) -> int:
+        """Tiles of rows that one warp takes: as many as its registers hold."""
+        paired = self.gpu.architecture.tuning.paired_warp_tiles
+        return min(self.row_tiles, paired if self.shape.head_dim <= 64 else 1)
+
+    @property
+    def softmax_lanes(self) -> int:
+        """Independent running softmaxes in a block; fixed, so that a column's bits are."""
+        return CONSUMER_WARPS * self.warp_tiles // self.row_tiles
+
+    @property
+    def near_positions(self) -> int:
+        """Seen positions below which a column's cache is one split."""
+        page_bytes = 2 * self.value_bytes * self.shape.head_dim * PAGE_POSITIONS
+        return self.gpu.architecture.tuning.unsplit_bytes // page_bytes * PAGE_POSITIONS
+
+    @property
+    def split_positions(self) -> int:
+        """From there on, so many seen positions make 2 splits, twice as many 4, and so on.
+
+        On one GPU a step of 8 long sequences would merge too many splits, were they smaller.
+        """
+        near, tuning = self.near_positions, self.gpu.architecture.tuning
+        return near if self.shape.ranks == 1 else min(near, tuning.ranks_split_positions)
+
+    @property
+    def turn_layers(self) -> int:
+        """Layers after which the blocks of a KV head take turns at its splits."""
+        tuning = self.gpu.architecture.tuning
+        return tuning.turn_layers if self.shape.ranks == 1 else tuning.ranks_turn_layers
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages that go to the same split."""
+        return self.gpu.architecture.tuning.chunk_pages
+
+    @property
+    def granule_bytes(self) -> int:
+        """K or V of 32 positions of one head."""
+        return GRANULE_POSITIONS * self.shape.head_dim * self.value_bytes
+
+    @property
+    def page_slot(self) -> bool:
+        """A ring slot takes both granules of a page, not one."""
+        return 4 * self.granule_bytes <= SLOT_BYTES

@@ -1,0 +1,228 @@
+"""The kernel's buffers: what blocks exchange in global memory, what a block has in shared. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from soloist.megakernel.attention_plan import AttentionPlan
+from soloist.megakernel.lanes import modules_of
+from soloist.megakernel.layer_kind import LayerKind, Operation
+from soloist.megakernel.layout import Buffer, end_of, stack
+from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, STATIC_SHARED_BYTES, TURNS
+from soloist.megakernel.shape import ModelShape
+from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
+
+_REDUCE_BYTES = 16 * 1024
+# 16-bit activations lie in chunks of so many columns of the matrix, one after the other.
+OPERAND_COLUMNS = 32
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Buffers in global memory through which the blocks of all ranks tell each other results.
+
+    Attributes:
+        shape: sizes.
+        blocks: of each rank, or of each of its lanes.
+        kinds: of the model's layers.
+        head: the LM head.
+        attention: how the cache is split.
+    """
+
+    shape: ModelShape
+    blocks: int
+    kinds: tuple[LayerKind, ...]
+    head: Operation
+    attention: AttentionPlan
+
+    @cached_property
+    def operands(self) -> dict[str, Operation]:
+        """Buffers of 16-bit activations, and a matrix that each is multiplied with."""
+        first = self.kinds[0].operations
+        operands = {
+            "hidden_in": first["qkv"],
+            "hidden_mid": first["gate_up"],
+            "attended": first["attention_output"],
+            **{self.gated(kind): kind.operations["down"] for kind in self.kinds},
+        }
+        return operands | ({"hidden_out": self.head} if self.shape.meets else {})
+
+    def gated(self, kind: LayerKind) -> str:
+        """The buffer between gate_up and down: one for each size of MLP.
+
+        Padding columns of a matrix have to be zeros for good, and others are written.
+        """
+        sizes = list(dict.fromkeys(k.operations["down"].matrix.columns for k in self.kinds))
+        place = sizes.index(kind.operations["down"].matrix.columns)
+        return f"gated_{place}" if place else "gated"
+
+    @cached_property
+    def workspace(self) -> dict[str, Buffer]:
+        """Buffers of one rank (or lane), in copies that take turns."""
+        shape, columns, blocks = self.shape, MAX_COLUMNS, self.blocks
+
+        def operand(op: Operation) -> tuple[int, ...]:
+            # [32 columns of the matrix][column of the round][32] 16-bit values
+            chunks = op.matrix.steps * STEP_COLUMNS // OPERAND_COLUMNS
+            return (TURNS, chunks, columns, OPERAND_COLUMNS * 2)
+
+        partial = (TURNS, columns, shape.query_heads, self.attention.splits)
+        buffers = {
+            **{name: operand(op) for name, op in self.operands.items() if name != "hidden_out"},
+            "squares_in": (TURNS, columns, blocks, 2 * 4),
+            "squares_mid": (TURNS, columns, blocks, 2 * 4),
+            "projected": (TURNS, columns, self._rows("qkv"), 4),
+            "partial": (*partial, shape.head_dim, 4),
+            "partial_stats": (*partial, 2 * 4),
+        }
+        if shape.meets:
+            buffers["hidden_out"] = operand(self.head)
+            buffers["squares_out"] = (TURNS, columns, blocks, 2 * 4)
+        if shape.model.lanes is None:
+            buffers["best"] = (2, columns, shape.ranks * blocks, 16)
+        if shape.model.lanes is None and shape.ranks > 1:
+            # Partial sums of the rows that a block owns, from every rank.
+            sums = (TURNS, shape.ranks, columns, self.hidden_rows, 4)
+            buffers |= {"sums_mid": sums, "sums_in": sums}
+            # For kernels that sample: which blocks' logits are here, and all of them.
+            buffers |= self._sampled(blocks)
+        return stack(buffers, value_bytes=1)
+
+    @property
+    def hidden_rows(self) -> int:
+        """Rows of the residual stream, in whole units."""
+        return self._rows("down")
+
+    def _rows(self, name: str) -> int:
+        """Of a matrix that has as many in all layers, in whole units."""
+        return self.kinds[0].operations[name].matrix.units * HALF_TILE_ROWS
+
+    @cached_property
+    def told(self) -> dict[str, Buffer]:
+        """What lanes tell each other, once in each rank, behind its lanes' workspaces.
+
+        Values are pairs of 32 bits: a number and the turn that it is of.
+        """
+        model = self.shape.model
+        if model.lanes is None:
+            return {}
+        lanes, columns, rows = self.shape.lanes, MAX_COLUMNS, self.hidden_rows
+        buffers: dict[str, tuple[int, ...]] = {"best": (2, columns, lanes * self.blocks, 16)}
+        for name, module in zip(("told_mid", "told_in"), modules_of(model), strict=True):
+            if any(module.tells(layer) for layer in range(model.num_layers)):
+                buffers[name] = (self.shape.lane_turns, lanes, columns, rows, 8)
+        if self.shape.meets:
+            buffers["told_out"] = (lanes, columns, rows, 8)
+        if self.shape.ranks > 1:
+            buffers |= self._sampled(self.blocks * self.shape.lanes_here)
+        return stack(buffers, value_bytes=1)
+
+    @property
+    def lane_bytes(self) -> int:
+        """All exchange buffers of one rank's only lane, or of one of its lanes."""
+        return end_of(self.workspace)
+
+    @property
+    def num_bytes(self) -> int:
+        """All exchange buffers of a rank."""
+        return self.lane_bytes * self.shape.lanes_here + end_of(self.told)
+
+    @property
+    def logit_rows(self) -> int:
+        """A column's logits that a rank makes, in the order of the vocabulary, and padding."""
+        if self.shape.model.lanes is None:
+            return self.head.matrix.units * HALF_TILE_ROWS
+        return _padded(self.shape.share.vocab_size * self.shape.lanes_here)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Logits from one column to the next where tokens are sampled: on ranks, all of them."""
+        if self.shape.ranks == 1:
+            return self.logit_rows
+        return _padded(self.shape.model.vocab_size)
+
+    def _sampled(self, blocks: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "arrivals": (self.shape.ranks, blocks, 4),
+            "logits": (MAX_COLUMNS, self.sampled_rows, 4),
+        }
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // HALF_TILE_ROWS) * HALF_TILE_ROWS
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """A block's dynamic shared memory: the ring, then buffers.
+
+    Attributes:
+        shape: sizes.
+        attention: how a block attends.
+        operations: all multiplies.
+        hidden_rows: of the residual stream, in the block that has the most.
+        room: bytes that a block may take.
+        columns: of a launch, at most.
+        samples: there is also room for choosing tokens otherwise than by the largest logit.
+    """
+
+    shape: ModelShape
+    attention: AttentionPlan
+    operations: Sequence[Operation]
+    hidden_rows: int
+    room: int
+    columns: int
+    samples: bool
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """What lies behind the ring, in bytes from its end."""
+        columns, head_dim = self.columns, self.shape.head_dim
+        rows = TILE_ROWS if columns == 1 else TILE_ROWS * self.attention.row_tiles
+        return stack(
+            {
+                "reduce": (self.reduce_bytes,),
+                "queries": (rows, head_dim, 2),
+                "new_kv": (columns, 2, head_dim, 2),
+                "residual": (columns, self.hidden_rows, 4),
+                "stats": (self.attention.softmax_lanes, rows, 2, 4),
+                "rope": (columns, head_dim // 2, 2, 4),
+                "sampling": (768,),
+                "control": (384,),
+            },
+            value_bytes=1,
+        )
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Room in which warps add up their sums, and softmax lanes their results.
+
+        One column needs room for the rows of the largest multiply, twice, so that a reduction may
+        start while the last one is still read. What samples has its scratch there, too.
+        """
+        if self.columns > 1 or self.samples:
+            return _REDUCE_BYTES
+        tiles = max(op.group_tiles for op in self.operations)
+        rows = -(-tiles * TILE_ROWS // 32) * 32
+        attended = self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
+        return max(2 * CONSUMER_WARPS * rows * 4, attended)
+
+    @property
+    def wide_reduce_bytes(self) -> int:
+        """What reductions may use outside of attention: the buffer and what lies behind it."""
+        return self.buffers["residual"].offset
+
+    @cached_property
+    def ring_slots(self) -> int:
+        """Slots of the ring: all the shared memory that is left."""
+        used = end_of(self.buffers) + STATIC_SHARED_BYTES
+        return max(0, self.room - used) // SLOT_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.ring_slots * SLOT_BYTES + end_of(self.buffers)
+
+    def bytes_with(self, ring_slots: int) -> int:
+        """What a block takes with a ring of so many slots, static variables included."""
+        return end_of(self.buffers) + STATIC_SHARED_BYTES + ring_slots * SLOT_BYTES

@@ -1,0 +1,160 @@
+"""Layers of one kind run the same code: their multiplies, how loops are unrolled, their vectors."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.gpu import Gpu
+from soloist.megakernel.layout import Buffer, stack
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape, vector_sizes
+from soloist.megakernel.tile import TILE_ROWS
+from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.config import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One multiply of the round and how its loop is unrolled.
+
+    Attributes:
+        matrix: what is multiplied.
+        group_tiles: tiles whose sums a warp keeps at once. A block's further tiles come after them.
+        gpu: where.
+    """
+
+    matrix: Matrix
+    group_tiles: int
+    gpu: Gpu
+
+    @property
+    def depth(self) -> int:
+        """Steps of activations in flight; a divisor of all steps where one is near enough.
+
+        Even, if not all steps, where two steps share a slot.
+        """
+        tuning, steps = self.gpu.architecture.tuning, self.matrix.steps
+        unrolled = max(2, tuning.unrolled_tile_steps // self.group_tiles)
+        most = min(steps, tuning.max_depth, unrolled)
+        # With registers to spare some of the unrolled steps may be left out at the end.
+        near = most // 2 if self.gpu.architecture.moves_registers else 1
+        pairs = self.matrix.shares_slots
+        fit = [d for d in range(1, most + 1) if not pairs or d % 2 == 0 or d == steps]
+        return next((d for d in reversed(fit) if d > near and steps % d == 0), fit[-1])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over what the rows of a model's matrices are spread.
+
+    Attributes:
+        blocks: of each rank, or of each of its lanes.
+        gpu: each rank's.
+        is_shared: other ranks or lanes have rows of the same layer.
+    """
+
+    blocks: int
+    gpu: Gpu
+    is_shared: bool
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles whose sums fit the registers of a thread."""
+        tuning = self.gpu.architecture.tuning
+        registers = self.gpu.architecture.consumer_registers - tuning.multiply_registers
+        return registers // tuning.tile_registers
+
+    def in_groups(self, matrix: Matrix, tiles: int) -> Operation:
+        """A multiply with the sums of so many tiles at once."""
+        return Operation(matrix, tiles, self.gpu)
+
+    def head(self, vocab_size: int, hidden_size: int, stored: WeightFormat) -> Operation:
+        """The LM head, in groups of tiles since its accumulators do not fit registers at once."""
+        matrix = Matrix("head", vocab_size, hidden_size, RowOrder.NATURAL, self.blocks, stored)
+        least, most = matrix.max_units, self.gpu.architecture.tuning.head_group_tiles
+        # All groups full in all blocks, few rows of padding, and large groups: they read
+        # activations less often.
+        tiles, units = min(
+            ((t, -(-least // (2 * t)) * 2 * t) for t in range(1, most + 1)),
+            key=lambda choice: choice[1] * (1 + 0.01 * most / choice[0]),
+        )
+        return self.in_groups(replace(matrix, padded_units=units * self.blocks), tiles)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """All layers with the same sizes, biases, norms and formats.
+
+    Attributes:
+        layer: sizes of a rank's (or lane's) share; window and rope are those of the first of them.
+        hidden_size: H.
+        formats: of the four matrices, by name.
+        spread: over which blocks.
+    """
+
+    layer: Layer
+    hidden_size: int
+    formats: tuple[tuple[str, WeightFormat], ...]
+    spread: Spread
+
+    @cached_property
+    def operations(self) -> dict[str, Operation]:
+        """The multiplies of a layer by name, in order."""
+        return {phase.name: self._operation(phase) for phase in PRODUCTS}
+
+    def _operation(self, phase: Phase) -> Operation:
+        assert phase.product is not None, "of the phases that multiply"
+        rows, columns = matrix_shape(phase, self.layer, self.hidden_size)
+        stored = dict(self.formats)[phase.name]
+        matrix = Matrix(phase.name, rows, columns, phase.product.order, self.spread.blocks, stored)
+        if matrix.order is not RowOrder.PAIRED:
+            return self.spread.in_groups(matrix, matrix.max_tiles)
+        # In as few groups of tiles as registers allow.
+        groups = -(-matrix.max_tiles // self.spread.most_tiles)
+        if groups == 1 and self.spread.is_shared:
+            # A share has few rows for each block: smaller units part them more evenly.
+            finer = replace(matrix, order=RowOrder.FINELY_PAIRED)
+            matrix = min(matrix, finer, key=lambda m: m.max_block_bytes)
+        return self.spread.in_groups(matrix, -(-matrix.max_tiles // groups))
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Packed weights of one layer that one block streams, one matrix after the other."""
+        return sum(op.matrix.max_block_bytes for op in self.operations.values())
+
+    def matrix_offset(self, name: str) -> int:
+        """Bytes from the start of a block's layer to a matrix."""
+        offset = 0
+        for op in self.operations.values():
+            if op.matrix.name == name:
+                return offset
+            offset += op.matrix.max_block_bytes
+        raise KeyError(name)
+
+    def block_bytes(self, block: int) -> int:
+        """Weights of one layer that a block streams."""
+        return sum(op.matrix.block_bytes(block) for op in self.operations.values())
+
+    @cached_property
+    def vectors(self) -> dict[str, Buffer]:
+        """fp32 norm weights and biases of one layer, in bytes from the layer's start."""
+        sizes = vector_sizes(self.layer, self.hidden_size)
+        return stack({name: (size,) for name, size in sizes.items()}, value_bytes=4)
+
+    @cached_property
+    def vector_values(self) -> int:
+        """fp32 values of one layer's vectors."""
+        return sum(buffer.num_bytes for buffer in self.vectors.values()) // 4
+
+    def require_fits(self) -> None:
+        """Registers hold the sums of every multiply.
+
+        Raises:
+            ShapeUnsupported: they do not.
+        """
+        most = self.spread.most_tiles * TILE_ROWS
+        for op in self.operations.values():
+            rows = op.group_tiles * TILE_ROWS
+            if rows > most:
+                given = f"{rows} rows of {op.matrix.name} in one of {self.spread.blocks} blocks"
+                raise ShapeUnsupported(given, f"at most {most}")

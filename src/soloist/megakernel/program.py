@@ -1,0 +1,130 @@
+"""What a round and its layers are made of: phases in order, their matrices, what they exchange.
+
+Header, producer and consumers of the kernel, the interpreter, the trace, the watchdog's report, the
+exchange buffers and the planner all walk these tables. Pure data.
+"""
+
+from dataclasses import dataclass
+
+from soloist.megakernel.partition import RowOrder
+from soloist.model.config import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A phase's matrix.
+
+    Attributes:
+        order: of its rows in the kernel; PAIRED may become FINELY_PAIRED where that is more even.
+        partial: on several ranks, products are partial sums, which ranks add before anyone reads.
+    """
+
+    order: RowOrder = RowOrder.NATURAL
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One step of a block's consumers, from what it waits for to what it publishes.
+
+    Attributes:
+        name: of the phase, of its CUDA function and of its matrix.
+        needs: what it waits for, in words, as the watchdog reports it.
+        marks: what lies between the phase's time stamps, in order.
+        product: its matrix, or None.
+        reads: the exchange buffer that its matrix is multiplied with; '' without one.
+        publishes: exchange buffers that it writes for other blocks.
+        streams: what the producer brings for it.
+        label: what traces and result files call it.
+    """
+
+    name: str
+    needs: str
+    marks: tuple[str, ...]
+    product: Product | None = None
+    reads: str = ""
+    publishes: tuple[str, ...] = ()
+    streams: str = ""
+    label: str = ""
+
+
+_MULTIPLY = ("wait", "multiply", "finish")
+
+# A layer of attention and a gated MLP, both behind a norm.
+LAYER = (
+    Phase(
+        "qkv",
+        "the residual stream of all blocks, from down of the layer before or from embed",
+        _MULTIPLY, Product(RowOrder.HEADS), "hidden_in", ("projected",), "weights",
+    ),
+    Phase(
+        "attention",
+        "q, k and v from the blocks that own rows of its KV head, and at long context for partial "
+        "results of the head's other splits",
+        ("wait", "pages", "store", "merge"), None, "projected",
+        ("partial", "partial_stats", "attended"), "pages",
+    ),
+    Phase(
+        "attention_output",
+        "attention of all heads, from the blocks that finish it",
+        _MULTIPLY, Product(partial=True), "attended", ("hidden_mid", "squares_mid"), "weights",
+        label="output",
+    ),
+    Phase(
+        "gate_up",
+        "the residual stream of all blocks, from attention_output",
+        _MULTIPLY, Product(RowOrder.PAIRED), "hidden_mid", ("gated",), "weights",
+    ),
+    Phase(
+        "down",
+        "silu(gate) · up of all blocks",
+        _MULTIPLY, Product(partial=True), "gated", ("hidden_in", "squares_in"), "weights",
+    ),
+)  # fmt: skip
+EMBED = Phase("embed", "no other block", ("embed",), publishes=("hidden_in", "squares_in"))
+HEAD = Phase(
+    "head",
+    "the residual stream of all blocks, from down of the last layer",
+    ("wait", "multiply"), Product(), "hidden_in", ("best",), "weights",
+)  # fmt: skip
+LAST = (
+    HEAD,
+    Phase("choose", "the best token of every block", ("wait", "choose"), reads="best"),
+    Phase(
+        "conclude",
+        "its own cleaner warp and, in block 0, the host to take the last round's tokens",
+        ("conclude",),
+    ),
+)
+# Inside of choose, for columns whose tokens a grammar allows or not.
+MASK = Phase("mask", "the host to say which tokens the grammar allows next", ())
+# All that a block's consumers may be at, in the order of `Phase` in CUDA.
+PHASES = (EMBED, *LAYER, *LAST, MASK)
+PRODUCTS = tuple(phase for phase in LAYER if phase.product is not None)
+
+
+def matrix_shape(phase: Phase, layer: Layer, hidden_size: int) -> tuple[int, int]:
+    """(rows, columns) of a phase's matrix in a layer of these sizes."""
+    attention, neurons = layer.attention, layer.mlp.intermediate_size
+    attended = attention.num_query_heads * attention.head_dim
+    return {
+        "qkv": (attention.qkv_rows, hidden_size),
+        "attention_output": (hidden_size, attended),
+        "gate_up": (2 * neurons, hidden_size),
+        "down": (hidden_size, neurons),
+    }[phase.name]
+
+
+def vector_sizes(layer: Layer, hidden_size: int) -> dict[str, int]:
+    """fp32 values of a layer's norm weights and biases, in the order in which they lie."""
+    attention, mlp = layer.attention, layer.mlp
+    sizes = {"attention_norm": hidden_size, "mlp_norm": hidden_size}
+    if attention.qk_norm:
+        sizes |= {"q_norm": attention.head_dim, "k_norm": attention.head_dim}
+    if attention.qkv_bias:
+        sizes["qkv_bias"] = attention.qkv_rows
+    if attention.output_bias:
+        sizes["attention_output_bias"] = hidden_size
+    if mlp.bias:
+        sizes |= {"gate_up_bias": 2 * mlp.intermediate_size, "down_bias": hidden_size}
+    return sizes

@@ -1,0 +1,85 @@
+"""What was weighed on GPUs: figures that the planner takes as they stand, by architecture. Pure.
+
+The experiments behind the figures are in docs/experiments/ (stream, attention, machine code).
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Choices that change speed, and some of them rounding, but never what is computed.
+
+    Attributes:
+        copies_in_flight: of 16 KB, that a block has asked for. 32 KB reach 93 % of the bandwidth
+            and leave the L2 as fast as if it had nothing to do, 48 KB 98 % and twice the time; more
+            only wait, and what blocks exchange waits with them.
+        few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
+            for each other most of the time, and gain more by quick exchanges.
+        few_layer_bytes: see above.
+        ranks_copies_in_flight: ranks wait for each other, too, and then hurry: copies while a third
+            of the ring is free at most, while two thirds are, and beyond.
+        few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
+            which do not wait for sums.
+        few_ranks_layer_bytes: see above.
+        page_copies_in_flight: of KV pages where a block serves several groups of columns.
+        fetch_slots: slots behind those of a full ring that come to the L2 meanwhile, where blocks
+            of several GPUs stream at most `fetch_layer_bytes` of a layer: they wait for each other
+            with a full ring, and the stream disturbs them less, the more evenly it comes.
+        fetch_cycles: from one such slot to the next, which is the memory's pace.
+        fetch_layer_bytes: see above.
+        unrolled_tile_steps: tiles · steps of a multiply that are unrolled together: enough to have
+            activations in flight, few enough for the instruction cache.
+        max_depth: steps of activations in flight, at most.
+        head_group_tiles: tiles of the head whose sums a warp keeps at once, at most.
+        multiply_registers: of a consumer thread, for all but a multiply's sums.
+        tile_registers: for the sums of one tile.
+        max_chains: sums of a tile that a warp adds to side by side.
+        batch_slots: slots that a consumer warp takes before it gives one back.
+        early_slots: slots whose weights wait in registers while activations are on their way.
+        unsplit_bytes: keys and values up to which one block serves a column of one KV head: it
+            saves merging partial results, and they stream while the block waits for others anyway.
+        ranks_split_positions: that a split has at least on several GPUs, whose blocks stream little
+            else.
+        turn_layers: consecutive layers in which a split has the same block. On one GPU what a block
+            streams for it has to go round at once.
+        ranks_turn_layers: the same on several, which wait for it more than they stream: code that
+            is at hand is quicker.
+        chunk_pages: pages that go to the same split: fewer partial results to merge.
+        max_splits: blocks that share the cache of one KV head, at most.
+        paired_warp_tiles: of attention's rows, that a warp takes where heads have up to 64 values.
+    """
+
+    copies_in_flight: int = 3
+    few_copies_in_flight: int = 2
+    few_layer_bytes: int = 512 * 1024
+    ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
+    few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
+    few_ranks_layer_bytes: int = 1024 * 1024
+    page_copies_in_flight: int = 3
+    fetch_slots: int = 8
+    fetch_cycles: int = 800
+    fetch_layer_bytes: int = 256 * 1024
+    unrolled_tile_steps: int = 16
+    max_depth: int = 8
+    head_group_tiles: int = 8
+    multiply_registers: int = 120
+    tile_registers: int = 4
+    max_chains: int = 4
+    batch_slots: int = 2
+    early_slots: int = 4
+    unsplit_bytes: int = 192 * 1024
+    ranks_split_positions: int = 128
+    turn_layers: int = 1
+    ranks_turn_layers: int = 4
+    chunk_pages: int = 2
+    max_splits: int = 64
+    paired_warp_tiles: int = 2
+
+
+HOPPER = Tuning()
+# Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
+# registers.
+NEWER = replace(HOPPER, max_chains=2, batch_slots=1)
+# And a warp cannot pass registers on.
+OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
