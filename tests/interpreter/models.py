@@ -13,12 +13,14 @@ from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
 from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
 from soloist.megakernel.limits import PAGE_POSITIONS
-from soloist.megakernel.packing import ordered, pack, place
+from soloist.megakernel.packing import numbers, ordered, pack, place
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sharding import shard_all
-from soloist.model.config import ModelConfig
+from soloist.megakernel.weight_format import INT8_SCALED
+from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.model.rope import Rope
 from soloist.model.weights import Weights
 from soloist.prefill.pages import PagePool
 from soloist.reference import build_reference
@@ -104,6 +106,42 @@ def configured(
     return config, make_plan(config, Dtype.BF16, gpu(num_sms, like), ranks)
 
 
+def mixed_model() -> ModelConfig:
+    """Layers that differ: biases in every third, two sizes of MLP, a window in every second."""
+    plain = Attention(4, 2, 32)
+    layers = [
+        Layer(
+            replace(
+                plain, window=(None, 20)[i % 2], qkv_bias=i % 3 == 0, output_bias=i % 3 == 1,
+                qk_norm=i == 4, rope=i != 3,
+            ),
+            Mlp((160, 1056)[i % 2], bias=i % 3 == 2),
+        )
+        for i in range(6)
+    ]  # fmt: skip
+    return ModelConfig(
+        family="llama", hidden_size=96, vocab_size=203, context_tokens=CONTEXT, norm_epsilon=1e-5,
+        layers=tuple(layers), rope=Rope(10_000.0), tied_head=False,
+    )  # fmt: skip
+
+
+def quantised(weights: Weights, names: Sequence[str]) -> tuple[Weights, Weights]:
+    """(tensors of the kernel, the numbers that they stand for): these matrices in 8 bits.
+
+    Scales of 32 columns are powers of two, biased by 127.
+    """
+    parts, meant = dict(weights), dict(weights)
+    for name in names:
+        rows, columns = weights[name].shape
+        groups = torch.nn.functional.pad(weights[name], (0, -columns % 32)).view(rows, -1, 32)
+        exponents = (groups.abs().amax(2) / 127).clamp(min=2.0**-100).log2().ceil()
+        values = (groups / exponents.exp2()[:, :, None]).round().to(torch.int8)
+        parts[name] = values.flatten(1)[:, :columns].contiguous()
+        parts[f"{name}.scales"] = (exponents + 127).to(torch.uint8)
+        meant[name] = numbers(INT8_SCALED, {"": parts[name], ".scales": parts[f"{name}.scales"]})
+    return parts, meant
+
+
 def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -147,8 +185,11 @@ def _load_lane(
         else values[place_here]
         for name, values in parts.items()
     }
-    # In bytes all ones are NaN; without rounding the image has values in their place.
-    rounds = dtype is not torch.float32
+    # In bytes all ones are NaN; without rounding the image has values in their place, if any
+    # matrix's values stand for themselves.
+    rounds = dtype is not torch.float32 or not any(
+        op.matrix.format.is_plain for op in plan.operations
+    )
     image = torch.full((plan.blocks, layout.block_stride // (1 if rounds else 2)), torch.nan)
     image = torch.full_like(image, 255, dtype=torch.uint8) if rounds else image
     vectors = torch.full((layout.final_norm_offset,), torch.nan)

@@ -109,7 +109,7 @@ def test_every_head_neuron_and_row_is_somebodys(queries: int, kv_heads: int, ran
         for i, head in enumerate(share.query_heads):
             assert head is None or head // group == share.kv_heads[i // own]
     for name, count in (("neurons", 200), ("vocabulary", 203)):
-        parts = [getattr(s, name) for s in shares]
+        parts = [(s.neurons(0) if name == "neurons" else s.vocabulary) for s in shares]
         assert [i for part in parts for i in part] == list(range(count))
     assert sizes.layers[0].mlp.intermediate_size * ranks < 200 + 8 * ranks
 

@@ -1,5 +1,7 @@
 """Packing loses nothing, invents only zeros, and every block finds its part."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from soloist.megakernel.packing import ordered, pack, place, unordered, unpack
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import HALF_TILE_VALUES
-from soloist.megakernel.weight_format import BF16
+from soloist.megakernel.weight_format import BF16, INT8_SCALED
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 
@@ -37,6 +39,28 @@ def test_round_trips(model: ModelConfig, num_sms: int) -> None:
         kept = packed[packed != 0]
         assert kept.numel() == values.numel() == kept.unique().numel()
         assert torch.equal(unpack(plan, op, packed)[""], values)
+
+
+@settings(max_examples=25, deadline=None)
+@given(models(most=20, num_sms=6), st.integers(6, 13))
+def test_round_trips_of_values_and_scales(model: ModelConfig, num_sms: int) -> None:
+    """Every byte of both parts comes back, and none lies in another's place."""
+    plan = small_plan(model, num_sms)
+    for op in all_operations(plan):
+        stored = replace(op, matrix=replace(op.matrix, format=INT8_SCALED))
+        matrix, generator = stored.matrix, torch.Generator().manual_seed(1)
+        groups = -(-matrix.columns // 32)
+        parts = {
+            "": torch.randint(-127, 128, (matrix.rows, matrix.columns), generator=generator),
+            ".scales": torch.randint(0, 256, (matrix.rows, groups), generator=generator),
+        }
+        given_ = {"": parts[""].to(torch.int8), ".scales": parts[".scales"].to(torch.uint8)}
+        packed = pack(plan, stored, given_)
+        assert packed.numel() == matrix.num_bytes
+        assert packed.shape[1] == INT8_SCALED.half_tile_bytes
+        again = unpack(plan, stored, packed)
+        assert again.keys() == given_.keys()
+        assert all(torch.equal(again[name], given_[name]) for name in given_)
 
 
 @settings(max_examples=10, deadline=None)

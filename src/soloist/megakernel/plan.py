@@ -18,7 +18,7 @@ from soloist.megakernel.image import Image
 from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_COLUMNS
-from soloist.megakernel.program import PRODUCTS
+from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.share import Share
 from soloist.megakernel.tile import SLOT_BYTES
@@ -276,9 +276,22 @@ def _require_formats(plan: Plan) -> None:
             # Tokens are looked up in the packed head.
             given = f"a tied embedding in {stored.name}"
             raise ShapeUnsupported(given, "one whose values stand for themselves")
+        columns = _columns_of_share(plan, name)
+        if stored.group and columns % stored.group:
+            given = f"{name} in {stored.name} with {columns} columns on each of {plan.ranks} ranks"
+            raise ShapeUnsupported(given, f"multiples of {stored.group}")
         if 2 * stored.half_tile_bytes > SLOT_BYTES:
             given = f"{name} in {stored.name}: {2 * stored.half_tile_bytes:,} bytes a tile"
             raise ShapeUnsupported(given, f"at most {SLOT_BYTES:,}")
+
+
+def _columns_of_share(plan: Plan, name: str) -> int:
+    """Columns of what a rank has of a matrix."""
+    if not name.startswith("layers."):
+        return plan.shape.hidden_size
+    _, layer, short = name.split(".")
+    phase = next(phase for phase in PRODUCTS if phase.name == short)
+    return matrix_shape(phase, plan.share.layers[int(layer)], plan.shape.hidden_size)[1]
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:

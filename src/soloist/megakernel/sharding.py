@@ -22,30 +22,46 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         return _of_lanes(share, name, values)
     if share.ranks == 1:
         return values
-    short = name.rpartition(".")[2]
-    sizes = share_of(share.whole, share.ranks)
-    attention, neurons = share.whole.layers[0].attention, sizes.layers[0].mlp.intermediate_size
+    layer, short = _place(name)
+    sizes, attention = share.sizes(layer), share.whole.layers[layer].attention
     if short in ("qkv", "qkv_bias"):
         counts = (attention.num_query_heads, attention.num_kv_heads, attention.num_kv_heads)
         q, k, v = values.unflatten(0, (-1, attention.head_dim)).split(counts)
         own = ((q, share.query_heads), (k, share.kv_heads), (v, share.kv_heads))
         return torch.cat([_taken(x, heads) for x, heads in own]).flatten(0, 1)
     if short == "attention_output":
-        heads = values.unflatten(1, (-1, attention.head_dim))
+        # Columns of a head, or the groups of them that share a scale.
+        heads = values.unflatten(1, (attention.num_query_heads, -1))
         return _taken(heads, share.query_heads, 1).flatten(1)
-    if short in ("gate_up", "gate_up_bias"):
-        places = padded(share.neurons, neurons)
-        return torch.cat([_taken(half, places) for half in values.chunk(2)])
-    if short == "down":
-        return _taken(values, padded(share.neurons, neurons), 1)
+    if short in ("gate_up", "gate_up_bias", "down"):
+        places = padded(share.neurons(layer), sizes.mlp.intermediate_size)
+        if short != "down":
+            return torch.cat([_taken(half, places) for half in values.chunk(2)])
+        group = share.whole.layers[layer].mlp.intermediate_size // values.shape[1]
+        return _taken(values, _groups(places, group), 1)
     if short == "head":
-        return _taken(values, padded(share.vocabulary, sizes.vocab_size))
+        rows = share_of(share.whole, share.ranks).vocab_size
+        return _taken(values, padded(share.vocabulary, rows))
     return values
+
+
+def _place(name: str) -> tuple[int, str]:
+    """(layer, name in it) of a tensor; of one outside the layers 0 and its whole name."""
+    if not name.startswith("layers."):
+        return 0, name.split(".", maxsplit=1)[0]
+    _, layer, short, *_ = name.split(".")
+    return int(layer), short
+
+
+def _groups(places: Sequence[int | None], group: int) -> list[int | None]:
+    """Of columns, the groups of so many that they fill."""
+    return [None if first is None else first // group for first in places[::group]]
 
 
 def _of_lanes(share: LaneShare, name: str, values: Tensor) -> Tensor:
     """[lanes of the rank, ...]: a slice, since lanes come first; of a head of all, their rows."""
-    short, lanes, sizes = name.rpartition(".")[2], rules_of(share.whole), lane_of(share.whole)
+    lanes, sizes = rules_of(share.whole), lane_of(share.whole)
+    _, short = _place(name)
     own = slice(share.lanes.start, share.lanes.stop)
     if short == "qkv":
         return rope_in_halves(sizes.layers[0].attention, values[own])

@@ -32,9 +32,9 @@ class Share:
     ranks: int
     rank: int
 
-    @property
-    def _sizes(self) -> Layer:
-        return share_of(self.whole, self.ranks).layers[0]
+    def sizes(self, layer: int = 0) -> Layer:
+        """What every rank has of a layer. Heads are the same in all layers."""
+        return share_of(self.whole, self.ranks).layers[layer]
 
     @property
     def kv_heads(self) -> list[int | None]:
@@ -44,7 +44,7 @@ class Share:
         """
         attention = self.whole.layers[0].attention
         sharing = _ranks_to_a_head(attention.num_kv_heads, self.ranks)
-        count = self._sizes.attention.num_kv_heads
+        count = self.sizes().attention.num_kv_heads
         first = self.rank // sharing * count
         return [h if h < attention.num_kv_heads else None for h in range(first, first + count)]
 
@@ -52,7 +52,7 @@ class Share:
     def query_heads(self) -> list[int | None]:
         """Which query heads the rank's are, by KV head; None for one of zeros."""
         attention = self.whole.layers[0].attention
-        group, own = attention.queries_per_kv_head, self._sizes.attention.queries_per_kv_head
+        group, own = attention.queries_per_kv_head, self.sizes().attention.queries_per_kv_head
         sharing = _ranks_to_a_head(attention.num_kv_heads, self.ranks)
         members = range(self.rank % sharing * own, (self.rank % sharing + 1) * own)
         return [
@@ -61,11 +61,10 @@ class Share:
             for i in members
         ]
 
-    @property
-    def neurons(self) -> range:
-        """Which neurons of the MLP are the rank's; the share may have room for more."""
-        mlp = self.whole.layers[0].mlp
-        return _part(mlp.intermediate_size, self._sizes.mlp.intermediate_size, self.rank)
+    def neurons(self, layer: int) -> range:
+        """Which neurons of a layer's MLP are the rank's; the share may have room for more."""
+        mlp = self.whole.layers[layer].mlp
+        return _part(mlp.intermediate_size, self.sizes(layer).mlp.intermediate_size, self.rank)
 
     @property
     def vocabulary(self) -> range:
