@@ -20,8 +20,8 @@ from soloist.bench.subject import shape_dtype
 from soloist.engine.support import find_support
 from soloist.megakernel import launch
 from soloist.megakernel.header import Build, header
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import PAGE_POSITIONS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.trace import block_times, stretches

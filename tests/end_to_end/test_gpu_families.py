@@ -19,8 +19,9 @@ from soloist.jit.source import Source
 from soloist.megakernel import launch
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table

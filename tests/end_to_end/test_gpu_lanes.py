@@ -12,8 +12,9 @@ from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all

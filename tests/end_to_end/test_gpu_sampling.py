@@ -10,8 +10,8 @@ import torch
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
 from soloist.engine.kernel import KernelModel
 from soloist.engine.support import find_support
+from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
 from soloist.megakernel.sampling_header import bad_score
 from soloist.model.checkpoint import open_checkpoint

@@ -73,7 +73,7 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kSplits": plan.attention.splits,
         "kSoftmaxLanes": plan.attention.softmax_lanes,
         "kPageSlot": plan.attention.page_slot,
-        "kGranuleBytes": plan.attention.granule_bytes,
+        "kGranuleBytes": plan.kv_layout.granule_bytes,
         "kBlockStride": plan.image.block_stride,
         "kLayerBytes": plan.image.kinds[0].num_bytes,
         "kLayerVectors": plan.image.kinds[0].vector_values,

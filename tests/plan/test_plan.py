@@ -23,14 +23,9 @@ from plan.shapes import (
 from soloist.errors import GpuUnsupported, ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
 from soloist.megakernel.header import header
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
-from soloist.megakernel.limits import (
-    CONSUMER_WARPS,
-    LEAST_RING_SLOTS,
-    MAX_COLUMNS,
-    PAGE_POSITIONS,
-    THREADS,
-)
+from soloist.megakernel.limits import CONSUMER_WARPS, LEAST_RING_SLOTS, MAX_COLUMNS, THREADS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
@@ -116,7 +111,7 @@ def require_attention(plan: Plan) -> None:
     )
     assert plan.attention.near_positions % PAGE_POSITIONS == 0
     pieces = 4 if plan.attention.page_slot else 2
-    assert pieces * plan.attention.granule_bytes <= SLOT_BYTES
+    assert pieces * plan.kv_layout.granule_bytes <= SLOT_BYTES
 
 
 @settings(max_examples=60, deadline=None)

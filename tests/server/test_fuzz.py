@@ -13,7 +13,7 @@ from server.running import Scripted, etude, scripted, with_tools
 from server.values import LIKELY, junk
 from soloist.engine import Engine, Ticket
 from soloist.engine.columns import KernelExecutor
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.server.fields import (
     ChatRequest,
     CompletionRequest,

@@ -21,7 +21,7 @@ from soloist.engine.reference import ReferenceModel
 from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.gpu import LEAST_CAPABILITY
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors

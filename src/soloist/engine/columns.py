@@ -25,8 +25,8 @@ from soloist.engine.executor import (
 from soloist.engine.grid import Grid, growing_grid
 from soloist.engine.rooms import Host, Room, Rooms
 from soloist.errors import BadLogits
+from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
-from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import (

@@ -12,10 +12,10 @@ from torch import Tensor
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.rooms import Host, num_pages_of
 from soloist.engine.shards import failures_of
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import PAGE_POSITIONS
 from soloist.megakernel.packing import gather, numbers, unpack
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks

@@ -22,7 +22,7 @@ from soloist.engine.executor import (
 )
 from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.memory import PASS_TOKENS
 from soloist.model.weights import Weights

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from soloist.engine.grid import Grid
 from soloist.engine.prefix import Divergence, Node, PrefixTree
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.prefill.page_list import PageList
 
 # So many positions beyond what a sequence needs now are taken if nobody else needs the pages.

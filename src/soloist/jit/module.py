@@ -14,8 +14,10 @@ from soloist.jit.bindings import driver
 from soloist.jit.compiler import Cubin
 
 if TYPE_CHECKING:
-    # A ctypes value of the parameter's type: c_void_p for a pointer, c_int32, c_float, a struct.
-    Argument: TypeAlias = ctypes._SimpleCData[Any] | ctypes.Structure  # noqa: SLF001 - its only name
+    # A ctypes value of the parameter's type: c_void_p for a pointer, c_int32, c_float, a struct or
+    # its bytes.
+    _Simple: TypeAlias = ctypes._SimpleCData[Any]  # noqa: SLF001 - its only name
+    Argument: TypeAlias = _Simple | ctypes.Structure | ctypes.Array[ctypes.c_uint8]
 
 # Larger clusters work on some chips only, and have to be asked for.
 _PORTABLE_CLUSTER = 8

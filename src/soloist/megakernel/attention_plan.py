@@ -3,12 +3,8 @@
 from dataclasses import dataclass
 
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.limits import (
-    CONSUMER_WARPS,
-    GRANULE_POSITIONS,
-    MAX_COLUMNS,
-    PAGE_POSITIONS,
-)
+from soloist.megakernel.kv_layout import PAGE_GRANULES, PAGE_POSITIONS, KvLayout
+from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 
@@ -21,13 +17,13 @@ class AttentionPlan:
         shape: the heads.
         blocks: of each rank, or of each of its lanes.
         gpu: each rank's.
-        value_bytes: of a key's or value's number in the cache.
+        kv: where keys and values lie.
     """
 
     shape: ModelShape
     blocks: int
     gpu: Gpu
-    value_bytes: int = 2
+    kv: KvLayout
 
     @property
     def splits(self) -> int:
@@ -55,7 +51,7 @@ class AttentionPlan:
     @property
     def near_positions(self) -> int:
         """Seen positions below which a column's cache is one split."""
-        page_bytes = 2 * self.value_bytes * self.shape.head_dim * PAGE_POSITIONS
+        page_bytes = self.kv.format.num_bytes(2 * self.shape.head_dim * PAGE_POSITIONS)
         return self.gpu.architecture.tuning.unsplit_bytes // page_bytes * PAGE_POSITIONS
 
     @property
@@ -79,11 +75,6 @@ class AttentionPlan:
         return self.gpu.architecture.tuning.chunk_pages
 
     @property
-    def granule_bytes(self) -> int:
-        """K or V of 32 positions of one head."""
-        return GRANULE_POSITIONS * self.shape.head_dim * self.value_bytes
-
-    @property
     def page_slot(self) -> bool:
         """A ring slot takes both granules of a page, not one."""
-        return 4 * self.granule_bytes <= SLOT_BYTES
+        return 2 * PAGE_GRANULES * self.kv.granule_bytes <= SLOT_BYTES

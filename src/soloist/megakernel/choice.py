@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from soloist.megakernel.abi import SAMPLE_PARAMS, SAMPLE_STEP
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sampling_header import (
-    PARAMS_DTYPE,
     SEEN_IN_PROMPT,
-    STEP_DTYPE,
     ListSpan,
     packed_params,
     packed_step,
@@ -44,8 +43,8 @@ class PackedChoices:
     """Choices as the kernel reads them.
 
     Attributes:
-        params: [MAX_COLUMNS] of `PARAMS_DTYPE`.
-        steps: [MAX_COLUMNS] of `STEP_DTYPE`, for the first round.
+        params: [MAX_COLUMNS] of `SAMPLE_PARAMS`.
+        steps: [MAX_COLUMNS] of `SAMPLE_STEP`, for the first round.
         list_ids: token ids of all bans and biases.
         list_values: biases at the same places, zeros beside bans.
         seen: by column that has penalties, [V]: times in the output, and `SEEN_IN_PROMPT`.
@@ -70,7 +69,7 @@ def pack_choices(
         positions: of the columns' first input tokens; the first choice is for the next position.
         vocab_size: V.
     """
-    params, steps = np.zeros(MAX_COLUMNS, PARAMS_DTYPE), np.zeros(MAX_COLUMNS, STEP_DTYPE)
+    params, steps = (np.zeros(MAX_COLUMNS, s.dtype) for s in (SAMPLE_PARAMS, SAMPLE_STEP))
     ids: list[int] = []
     values: list[float] = []
     seen: dict[int, NDArray[np.uint32]] = {}

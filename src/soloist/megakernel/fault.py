@@ -1,18 +1,21 @@
 """What the watchdog reports of a stuck block, in words. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+import numpy as np
+
+from soloist.megakernel.abi import FAULT, WHERE
 from soloist.megakernel.program import PHASES
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A block's report, in the order of `Fault` and `Where` in cuda/sync/wait.cuh.
+    """A block's report: `FAULT` and `WHERE` of abi.py.
 
     Attributes:
         block, sm: which block, and on which SM it runs.
-        at_round, layer, phase: where its consumers are; `phase` counts `PHASES`.
+        round, layer, phase: where its consumers are; `phase` counts `PHASES`.
         producer_round, producer_layer: where its producer is.
         copies: slots of the ring that the producer has asked memory for, in this launch.
         landed: of them, those that memory has delivered.
@@ -22,7 +25,7 @@ class Fault:
 
     block: int
     sm: int
-    at_round: int
+    round: int
     layer: int
     phase: int
     producer_round: int
@@ -35,14 +38,18 @@ class Fault:
     @classmethod
     def of_words(cls, words: Sequence[int]) -> "Fault | None":
         """From the host's copy of the report; None where no block has reported."""
-        code, *values = (word & 0xFFFFFFFF for word in words)
-        return cls(*values[: len(fields(cls))]) if code else None
+        values = np.array([word & 0xFFFFFFFF for word in words], np.uint32)
+        report = values[: FAULT.num_bytes // 4].view(FAULT.dtype)[0]
+        if not report["code"]:
+            return None
+        own = {name: int(report[name]) for name in FAULT.offsets if name not in {"code", "where"}}
+        return cls(**own, **{name: int(report["where"][name]) for name in WHERE.offsets})
 
     @property
     def where(self) -> str:
         """Block, SM, round, layer and phase."""
         return (
-            f"block {self.block} on SM {self.sm} in round {self.at_round}, layer {self.layer}, "
+            f"block {self.block} on SM {self.sm} in round {self.round}, layer {self.layer}, "
             f"phase {PHASES[self.phase].name}"
         )
 

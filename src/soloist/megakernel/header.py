@@ -5,20 +5,15 @@ import struct
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import (
-    CONSUMER_WARPS,
-    GRANULE_POSITIONS,
-    MAX_COLUMNS,
-    PAGE_POSITIONS,
-    THREADS,
-    TURNS,
-)
+from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, THREADS, TURNS
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import PHASES
 from soloist.megakernel.sampling_header import (
-    sample_structs,
     sample_workspace_bytes,
     sampling_constants,
+    sampling_words,
 )
 from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.trace import num_words as num_trace_words
@@ -29,7 +24,6 @@ Value: TypeAlias = bool | int | float
 
 # Columns that a launch may have, of each of the two builds that serve requests.
 BUILT_FOR = (1, MAX_COLUMNS)
-MAX_STOPS = 16
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
 # The same where it waits for the host to say which tokens are allowed: that may take a while on a
@@ -119,7 +113,6 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": shape.query_heads,
         "kKvHeads": shape.kv_heads,
-        "kPoolKvHeads": shape.pool_kv_heads,
         "kGroup": shape.group,
         "kHeadDim": shape.head_dim,
         "kTiedHead": plan.share.tied_head,
@@ -156,10 +149,7 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kRowTiles": attending.row_tiles // attending.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": attending.softmax_lanes,
-        "kGranuleBytes": attending.granule_bytes,
         "kPageSlot": attending.page_slot,
-        "kGranulePositions": GRANULE_POSITIONS,
-        "kPagePositions": PAGE_POSITIONS,
         "kBlockStride": plan.image.block_stride,
         "kLayerBytes": kind.num_bytes,
         "kLayerVectors": kind.vector_values,
@@ -186,13 +176,18 @@ def header(plan: Plan, build: Build = Build()) -> str:
         [
             "// Generated from the plan; see header.py.",
             "#pragma once",
+            '#include "ptx/types.cuh"',
             *(_constant(name, value) for name, value in constants.items()),
+            plan.kv_layout.cuda,
             *(_operation(op, kind.matrix_offset(name)) for name, op in kind.operations.items()),
             _operation(plan.head, plan.image.head_offset),
             f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
             f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
             sampling_constants(),
-            sample_structs(),
+            sampling_words(),
+            enumeration("Phase", (phase.name for phase in PHASES)),
+            *(struct.cuda for struct in structs(plan.ranks)),
+            "",
         ]
     )
 

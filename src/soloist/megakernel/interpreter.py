@@ -15,8 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from soloist.megakernel.kv_layout import GRANULE_POSITIONS, PAGE_POSITIONS
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import GRANULE_POSITIONS, MAX_COLUMNS, PAGE_POSITIONS, TURNS
+from soloist.megakernel.limits import MAX_COLUMNS, TURNS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
@@ -178,7 +179,8 @@ class Interpreter:
         self._check_owners()
         self._embedding_scale = self._measure_embedding()
         self._hidden_in = self._hidden_mid = self._layers_done = self._round = 0
-        self._keys = _key_places(plan.shape.head_dim)
+        self._key_places = torch.from_numpy(plan.kv_layout.key_places())
+        self._value_places = torch.from_numpy(plan.kv_layout.value_places())
 
     def _measure_embedding(self) -> float:
         """1 / rms of the table, or of the packed head where it is tied."""
@@ -619,9 +621,9 @@ class Interpreter:
 
     def _granule(self, layer: int, head: int, page: int, granule: int) -> Tensor:
         """[2, 32 · D], a view of the pool: keys and values of 32 positions."""
-        size = self.plan.attention.granule_bytes // 2
-        head += self._first_head
-        start = ((layer * self.plan.shape.pool_kv_heads + head) * 2 + granule) * 2 * size
+        layout = self.plan.kv_layout
+        size = layout.granule_values
+        start = layout.granule_place(layer, self._first_head + head, granule)
         return self.memory.pool[page].view(-1)[start : start + 2 * size].view(2, size)
 
     def _pages(self, split: int, splits: int, first_seen: int, last_seen: int) -> list[int]:
@@ -659,12 +661,12 @@ class Interpreter:
                     continue
                 page_id = int(self.memory.page_tables[group.sequence, page])
                 keys, values = self._granule(layer, head, page_id, half)
-                by_position = values.view(d, GRANULE_POSITIONS).T
                 for x, position in fresh:
                     if start <= position < start + GRANULE_POSITIONS:
-                        keys[self._keys[position - start]] = x[-2].to(keys.dtype)
-                        by_position[position - start] = x[-1].to(keys.dtype)
-                scores = queries @ keys.float()[self._keys].T * (d**-0.5 * math.log2(math.e))
+                        row = position - start
+                        keys[self._key_places[row]] = x[-2].to(keys.dtype)
+                        values[self._value_places[row]] = x[-1].to(keys.dtype)
+                scores = queries @ keys.float()[self._key_places].T * (d**-0.5 * math.log2(math.e))
                 at = start + torch.arange(GRANULE_POSITIONS)
                 visible = (at <= last) & (at > last - window)
                 count = min(GRANULE_POSITIONS, seen.shape[1] - start)
@@ -674,7 +676,7 @@ class Interpreter:
                     (self._ordinal(page, group.splits) * 2 + half) % plan.attention.softmax_lanes
                 ]
                 scores = scores.masked_fill(~visible, -math.inf)
-                lane.add(scores, by_position.float(), self._to_half)
+                lane.add(scores, values.float()[self._value_places], self._to_half)
         self._publish_attention(head, split, group, _merge_lanes(lanes))
 
     def _publish_attention(
@@ -786,13 +788,6 @@ def _merge_lanes(lanes: list[_Softmax]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _places(rows: range) -> Tensor:
     return torch.arange(rows.start, rows.stop)
-
-
-def _key_places(head_dim: int) -> Tensor:
-    """[32, D]: where a granule holds the keys' values; odd rows swap halves of 128 bytes."""
-    row, d = torch.arange(GRANULE_POSITIONS)[:, None], torch.arange(head_dim)
-    swapped = (row & 1) << 2 if head_dim % 64 == 0 else torch.zeros_like(row)
-    return row * head_dim + (d // _PIECE ^ swapped) * _PIECE + d % _PIECE
 
 
 def _slot_order(steps: int, halves: range) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,75 +19,25 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
+from soloist.megakernel.abi import COLUMN_START, LAUNCH, MASKS, MAX_STOPS, SAMPLE_BUFFERS, params
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
-from soloist.megakernel.header import BUILT_FOR, MASK_TURN_WORDS, MAX_STOPS, Build, header
+from soloist.megakernel.header import BUILT_FOR, MASK_TURN_WORDS, Build, header
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import Buffer, end_of
-from soloist.megakernel.limits import MAX_COLUMNS, PAGE_POSITIONS, THREADS, TURNS
+from soloist.megakernel.limits import MAX_COLUMNS, THREADS, TURNS
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import PRODUCTS
-from soloist.megakernel.sampling_header import (
-    MASK_END,
-    PARAMS_DTYPE,
-    STEP_DTYPE,
-    sample_workspace_bytes,
-)
+from soloist.megakernel.sampling_header import MASK_END, sample_workspace_bytes
 from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.sampling.constraint import Words, num_words
 
-
-class _Column(ctypes.Structure):
-    _fields_ = (
-        ("sequence", ctypes.c_int32),
-        ("position", ctypes.c_int32),
-        ("stride", ctypes.c_int32),
-        ("forced", ctypes.c_int32),
-        ("num_stops", ctypes.c_int32),
-        ("keep", ctypes.c_int32),
-        ("stops", ctypes.c_uint32 * MAX_STOPS),
-    )
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        ("columns", ctypes.c_uint32),
-        ("rounds", ctypes.c_uint32),
-        ("logits_round_stride", ctypes.c_uint64),
-        ("column", _Column * MAX_COLUMNS),
-        ("sampling", ctypes.c_uint8 * (MAX_COLUMNS * PARAMS_DTYPE.itemsize)),
-        ("step", ctypes.c_uint8 * (MAX_COLUMNS * STEP_DTYPE.itemsize)),
-    )
-
-
-_LAUNCH_WORDS = -(-ctypes.sizeof(_Launch) // 64) * 16
-_STRIDE_AT = _Launch.logits_round_stride.offset // 4
-
-_POINTERS = (
-    "image", "vectors", "embedding", "pool", "page_tables", "rope", "workspace", "logits",
-    "forced", "launch", "emitted", "progress", "stop", "fault", "trace",
-)  # fmt: skip
-_SAMPLE_POINTERS = ("seen", "adjusted", "sample_workspace", "list_ids", "list_values")
-
-
-@cache
-def _params_type(ranks: int) -> type[ctypes.Structure]:
-    class Params(ctypes.Structure):
-        _fields_ = (
-            *((name, ctypes.c_void_p) for name in _POINTERS),
-            ("page_values", ctypes.c_uint64),
-            ("page_table_stride", ctypes.c_uint32),
-            ("embedding_scale", ctypes.c_float),
-            *((name, ctypes.c_void_p) for name in _SAMPLE_POINTERS),
-            ("rank", ctypes.c_uint32),
-            ("peers", ctypes.c_void_p * ranks),
-            ("mask_words", ctypes.c_void_p),
-            ("mask_turns", ctypes.c_void_p),
-        )
-
-    return Params
+# Input tokens begin in a cache line of their own.
+_LAUNCH_WORDS = -(-LAUNCH.num_bytes // 64) * 16
+_STRIDE_AT = LAUNCH.offsets["logits_round_stride"] // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +69,7 @@ class Given:
     """What a launch is given, ready to be copied: the same for all ranks.
 
     Attributes:
-        words: a `_Launch`, then input tokens [column][round].
+        words: a `LAUNCH`, then input tokens [column][round].
         num_columns: 1 … 8.
         num_given: by column, rounds whose input tokens are given.
         choices: None where every column takes its largest logit.
@@ -190,8 +140,8 @@ class _Sampler:
         for column in list(self._told):
             self.allow(column, None)
 
-    def upload(self, packed: PackedChoices) -> tuple[int, ...]:
-        """Make the buffers ready for a launch; return where they are, as `_SAMPLE_POINTERS`."""
+    def upload(self, packed: PackedChoices) -> NDArray[np.void]:
+        """Make the buffers ready for a launch; return where they are, as `SAMPLE_BUFFERS`."""
         device = self._seen.device
         self._workspace.zero_()
         for column, words in packed.seen.items():
@@ -201,8 +151,19 @@ class _Sampler:
             torch.from_numpy(packed.list_ids.view(np.int32)).to(device),
             torch.from_numpy(packed.list_values).to(device),
         )
-        buffers = (self._seen, self._adjusted, self._workspace, *self._lists)
-        return tuple(b.data_ptr() for b in buffers)
+        list_ids, list_values = self._lists
+        return SAMPLE_BUFFERS.record(
+            seen=self._seen.data_ptr(),
+            adjusted=self._adjusted.data_ptr(),
+            workspace=self._workspace.data_ptr(),
+            list_ids=list_ids.data_ptr(),
+            list_values=list_values.data_ptr(),
+        )
+
+    @property
+    def where_masks_are(self) -> NDArray[np.void]:
+        """As `MASKS`."""
+        return MASKS.record(words=self.masks.data_ptr(), turns=self.turns.data_ptr())
 
 
 class Decoder:
@@ -260,12 +221,12 @@ class Decoder:
         def pinned(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-        # What a launch is given: a _Launch, then input tokens [column][round].
+        # What a launch is given: a `LAUNCH`, then input tokens [column][round].
         self._given_on_host = pinned(_LAUNCH_WORDS + MAX_COLUMNS * max_rounds)
         self._given = torch.zeros_like(self._given_on_host, device=device)
 
         self._emitted, self._signals = pinned(max_rounds * MAX_COLUMNS), pinned(64)
-        self._progress, self._stop, self._fault = (
+        self._progress, self._yield_requested, self._fault = (
             self._signals[0:1], self._signals[16:17], self._signals[32:48]
         )  # fmt: skip
         self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_COLUMNS)
@@ -349,23 +310,29 @@ class Decoder:
         """What a launch is given; arguments as of `start`."""
         assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
-        launch = _Launch(columns=len(columns), rounds=rounds)
+        launch = np.zeros((), LAUNCH.dtype)
+        launch["columns"], launch["rounds"] = len(columns), rounds
         packed = self._packed_choices(columns)
         if packed is not None:
-            launch.sampling[:] = packed.params.tobytes()
-            launch.step[:] = packed.steps.tobytes()
+            launch["sampling"], launch["step"] = packed.params, packed.steps
         forced = np.zeros((len(columns), rounds), np.int32)
         for i, c in enumerate(columns):
             given = list(c.tokens)[:rounds]
             forced[i, : len(given)] = given
-            launch.column[i] = _Column(
-                c.sequence, c.position, c.stride, len(given), len(c.stops), c.keep,
-                (ctypes.c_uint32 * MAX_STOPS)(*c.stops),
-            )  # fmt: skip
+            launch["column"][i] = COLUMN_START.record(
+                sequence=c.sequence,
+                position=c.position,
+                stride=c.stride,
+                forced=len(given),
+                num_stops=len(c.stops),
+                keep=c.keep,
+                stops=[*c.stops, *[0] * (MAX_STOPS - len(c.stops))],
+            )
         words = np.zeros(_LAUNCH_WORDS + forced.size, np.int32)
-        words[: ctypes.sizeof(launch) // 4] = np.frombuffer(bytes(launch), np.int32)
+        words[: LAUNCH.num_bytes // 4] = np.frombuffer(launch.tobytes(), np.int32)
         words[_LAUNCH_WORDS:] = forced.ravel()
-        return Given(words, len(columns), [x.forced for x in launch.column[: len(columns)]], packed)
+        num_given = launch["column"]["forced"][: len(columns)].tolist()
+        return Given(words, len(columns), num_given, packed)
 
     def prepare(self, given: Given, logits: Tensor | None = None) -> None:
         """Queue the copies of what a launch reads; `logits` as of `start`.
@@ -386,28 +353,40 @@ class Decoder:
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
             built_for = 1 if given.num_columns == 1 else MAX_COLUMNS
             self._workspace.copy_(self._fresh_workspaces[built_for])
-            modules, sample_pointers = self._modules, (0,) * len(_SAMPLE_POINTERS)
-            masks = (0, 0)
+            modules = self._modules
+            sample, masks = np.zeros((), SAMPLE_BUFFERS.dtype), np.zeros((), MASKS.dtype)
             if given.choices is not None:
                 sampler, first = self._sampler, self.peers[0]._sampler  # noqa: SLF001 - same class
-                modules, sample_pointers = sampler.modules, sampler.upload(given.choices)
+                modules, sample = sampler.modules, sampler.upload(given.choices)
                 if sampler is first:
                     sampler.begin(given.choices.masks, given.num_given)
-                masks = (first.masks.data_ptr(), first.turns.data_ptr())
+                masks = first.where_masks_are
             out = self.logits if logits is None else logits
-            page_values = self.pool.stride(0)
-            peers = [peer.workspace_address for peer in self.peers]
-            self._params = _params_type(self.plan.ranks)(
-                self.image.data_ptr(), self.vectors.data_ptr(),
-                0 if self._embedding is None else self._embedding.data_ptr(),
-                self.pool.data_ptr(), self.page_tables.data_ptr(), self.rope.data_ptr(),
-                self._workspace.data_ptr(), out.data_ptr(),
-                self._given[_LAUNCH_WORDS:].data_ptr(), self._given.data_ptr(),
-                self._emitted.data_ptr(), self._progress.data_ptr(),
-                self._stop.data_ptr(), self._fault.data_ptr(), self.trace.data_ptr(),
-                page_values, self.page_tables.shape[1], self._embedding_scale, *sample_pointers,
-                self.rank, (ctypes.c_void_p * self.plan.ranks)(*peers), *masks,
-            )  # fmt: skip
+            record = params(self.plan.ranks).record(
+                image=self.image.data_ptr(),
+                vectors=self.vectors.data_ptr(),
+                embedding=0 if self._embedding is None else self._embedding.data_ptr(),
+                pool=self.pool.data_ptr(),
+                page_tables=self.page_tables.data_ptr(),
+                rope=self.rope.data_ptr(),
+                workspace=self.workspace_address,
+                logits=out.data_ptr(),
+                forced=self._given[_LAUNCH_WORDS:].data_ptr(),
+                launch=self._given.data_ptr(),
+                emitted=self._emitted.data_ptr(),
+                progress=self._progress.data_ptr(),
+                yield_requested=self._yield_requested.data_ptr(),
+                fault=self._fault.data_ptr(),
+                trace=self.trace.data_ptr(),
+                page_values=self.pool.stride(0),
+                page_table_stride=self.page_tables.shape[1],
+                embedding_scale=self._embedding_scale,
+                sample=sample,
+                rank=self.rank,
+                peers=[peer.workspace_address for peer in self.peers],
+                masks=masks,
+            )
+            self._params = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
             if self.plan.ranks > 1:
                 self._ready.record(stream)
         self._launched = modules.single if given.num_columns == 1 else modules.several

@@ -8,7 +8,5 @@ MAX_COLUMNS = 8
 # Copies of each exchange buffer.
 TURNS = 4
 LEAST_RING_SLOTS = 2
-GRANULE_POSITIONS = 32
-PAGE_POSITIONS = 64
 # Shared memory that the compiler gives to static variables, at most.
 STATIC_SHARED_BYTES = 1024

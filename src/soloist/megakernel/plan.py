@@ -15,6 +15,7 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.buffers import Exchanges, SharedMemory
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.image import Image
+from soloist.megakernel.kv_layout import KvLayout
 from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_COLUMNS
@@ -25,6 +26,7 @@ from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import PAGE_FORMATS
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,13 @@ class Plan:
     @cached_property
     def attention(self) -> AttentionPlan:
         """How attention is spread."""
-        return AttentionPlan(self.shape, self.blocks, self.gpu)
+        return AttentionPlan(self.shape, self.blocks, self.gpu, self.kv_layout)
+
+    @cached_property
+    def kv_layout(self) -> KvLayout:
+        """Where keys and values lie in the pages of a rank's pool."""
+        shape, stored = self.shape, PAGE_FORMATS[self.dtype]
+        return KvLayout(shape.num_layers, shape.pool_kv_heads, shape.head_dim, stored)
 
     @cached_property
     def exchanges(self) -> Exchanges:

@@ -1,7 +1,7 @@
-"""What the kernel's sampler and the host share: constants, layout of parameters, their packing.
+"""What the kernel's sampler and the host share: constants, and how parameters are packed.
 
-CUDA text is generated from soloist.sampling.constants and from the tables below, so that nothing is
-typed twice. Pure: no torch, no device.
+CUDA text is generated from soloist.sampling.constants and from what stands below, so that nothing
+is typed twice; abi.py has the structures. Pure: no torch, no device.
 """
 
 import math
@@ -11,47 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from soloist.megakernel.abi import SAMPLE_PARAMS, SAMPLE_STEP
 from soloist.megakernel.layout import ALIGNMENT
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.sampling import constants
 from soloist.sampling.filters import fraction_steps
 from soloist.sampling.params import SamplingParams
 
-_CTYPES = {"float": np.float32, "unsigned int": np.uint32}
-
 # Bits of SampleParams.flags.
 FLAGS = {"GREEDY": 1, "PENALTIES": 2, "MASKED": 4}
-
-# Fields of the CUDA struct SampleParams, in order, each 4 bytes. A limit of 0 is off.
-SAMPLE_PARAMS = (
-    ("temperature", "float"),
-    ("flags", "unsigned int"),
-    ("top_k", "unsigned int"),
-    ("top_p_steps", "unsigned int"),  # of 2^-24
-    ("min_p_steps", "unsigned int"),  # of 2^-24
-    ("repetition_penalty", "float"),
-    ("frequency_penalty", "float"),
-    ("presence_penalty", "float"),
-    ("seed_low", "unsigned int"),
-    ("seed_high", "unsigned int"),
-    ("min_tokens", "unsigned int"),
-    ("ban_begin", "unsigned int"),  # ids that end generation: part of SampleArgs.list_ids
-    ("ban_count", "unsigned int"),
-    ("bias_begin", "unsigned int"),  # part of SampleArgs.list_ids and list_values
-    ("bias_count", "unsigned int"),
-    ("history", "unsigned int"),  # row of SampleArgs.seen
-)
-
-# What changes with every token: fields of the CUDA struct SampleStep.
-SAMPLE_STEP = (
-    ("position_low", "unsigned int"),
-    ("position_high", "unsigned int"),
-    ("num_output", "unsigned int"),
-    ("unused", "unsigned int"),
-)
-
-PARAMS_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_PARAMS])
-STEP_DTYPE = np.dtype([(name, _CTYPES[ctype]) for name, ctype in SAMPLE_STEP])
 
 # Words that stand for a token where the best score is not finite, with that score. No id is one.
 NO_TOKEN = {
@@ -84,8 +52,8 @@ def sampling_constants() -> str:
     return "\n".join(["namespace sampling {", *lines, "}  // namespace sampling", ""])
 
 
-def sample_structs() -> str:
-    """CUDA text of SampleParams, SampleStep and the bits that they use."""
+def sampling_words() -> str:
+    """CUDA text of the bits and words that SampleParams and the sampler's buffers hold."""
     flags = [_constant(f"SAMPLE_{name}", bit) for name, bit in FLAGS.items()]
     words = [_constant(f"NO_TOKEN_{name}", word) for name, (word, _) in NO_TOKEN.items()]
     return "\n".join(
@@ -94,8 +62,6 @@ def sample_structs() -> str:
             *words,
             _constant("SEEN_IN_PROMPT", SEEN_IN_PROMPT),
             _constant("MASK_END", MASK_END),
-            _struct("SampleParams", SAMPLE_PARAMS),
-            _struct("SampleStep", SAMPLE_STEP),
             "",
         ]
     )
@@ -118,7 +84,7 @@ def packed_params(
     *,
     is_masked: bool = False,
 ) -> NDArray[np.void]:
-    """SampleParams of one column, as a scalar array of `PARAMS_DTYPE`.
+    """SampleParams of one column, as a record of `SAMPLE_PARAMS`.
 
     Args:
         params: with a seed, unless greedy.
@@ -132,25 +98,24 @@ def packed_params(
     top_k = params.top_k if params.top_k is not None and params.top_k < vocab_size else 0
     flags = FLAGS["GREEDY"] * params.is_greedy | FLAGS["PENALTIES"] * params.has_penalties
     flags |= FLAGS["MASKED"] * is_masked
-    fields = {
-        "temperature": params.temperature,
-        "flags": flags,
-        "top_k": top_k,
-        "top_p_steps": fraction_steps(params.top_p) if params.top_p < 1 else 0,
-        "min_p_steps": fraction_steps(params.min_p) if params.min_p > 0 else 0,
-        "repetition_penalty": params.repetition_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
-        "seed_low": seed & constants.WORD_MASK,
-        "seed_high": seed >> 32,
-        "min_tokens": params.min_tokens,
-        "ban_begin": ban.begin,
-        "ban_count": ban.count,
-        "bias_begin": bias.begin,
-        "bias_count": bias.count,
-        "history": history,
-    }
-    return np.array(tuple(fields[name] for name, _ in SAMPLE_PARAMS), PARAMS_DTYPE)
+    return SAMPLE_PARAMS.record(
+        temperature=params.temperature,
+        flags=flags,
+        top_k=top_k,
+        top_p_steps=fraction_steps(params.top_p) if params.top_p < 1 else 0,
+        min_p_steps=fraction_steps(params.min_p) if params.min_p > 0 else 0,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        seed_low=seed & constants.WORD_MASK,
+        seed_high=seed >> 32,
+        min_tokens=params.min_tokens,
+        ban_begin=ban.begin,
+        ban_count=ban.count,
+        bias_begin=bias.begin,
+        bias_count=bias.count,
+        history=history,
+    )
 
 
 def bad_score(word: int) -> float:
@@ -159,9 +124,9 @@ def bad_score(word: int) -> float:
 
 
 def packed_step(position: int, num_output: int) -> NDArray[np.void]:
-    """SampleStep of one column, as a scalar array of `STEP_DTYPE`."""
-    words = (position & constants.WORD_MASK, position >> 32, num_output, 0)
-    return np.array(words, STEP_DTYPE)
+    """SampleStep of one column, as a record of `SAMPLE_STEP`."""
+    low, high = position & constants.WORD_MASK, position >> 32
+    return SAMPLE_STEP.record(position_low=low, position_high=high, num_output=num_output, unused=0)
 
 
 def _constant(name: str, value: object) -> str:
@@ -184,8 +149,3 @@ def _literal(value: object) -> str:
     assert isinstance(value, int), f"{value!r} is neither float nor int"
     assert 0 <= value < 1 << 32, f"{value} is no 32-bit word"
     return f"{value:#x}u"
-
-
-def _struct(name: str, table: tuple[tuple[str, str], ...]) -> str:
-    fields = "".join(f"  {ctype} {field};\n" for field, ctype in table)
-    return f"struct {name} {{\n{fields}}};"

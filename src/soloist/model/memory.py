@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.model.config import Lanes, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import plain
 from soloist.model.tensors import TensorSpec, parameters
 
 # What a process needs besides the model: interpreter, torch, tokenizer, allocator slack.
@@ -66,7 +67,7 @@ class MemoryEstimate:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
     """What one more token of context costs."""
-    return config.kv_values_per_token * dtype.num_bytes
+    return plain(dtype).num_bytes(config.kv_values_per_token)
 
 
 def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
@@ -76,7 +77,7 @@ def kv_bytes_seen(config: ModelConfig, dtype: Dtype, position: int) -> int:
         a = layer.attention
         seen = position if a.window is None else min(position, a.window)
         values += 2 * a.num_kv_heads * a.head_dim * seen
-    return values * dtype.num_bytes
+    return plain(dtype).num_bytes(values)
 
 
 def estimate(

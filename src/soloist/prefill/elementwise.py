@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope

@@ -13,7 +13,7 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
-from soloist.megakernel.limits import GRANULE_POSITIONS
+from soloist.megakernel.kv_layout import GRANULE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.prefill.elementwise import (
     DTYPES,

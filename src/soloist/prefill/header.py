@@ -2,9 +2,10 @@
 
 import struct
 
-from soloist.megakernel.limits import GRANULE_POSITIONS, PAGE_POSITIONS
+from soloist.megakernel.kv_layout import KvLayout
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import PAGE_FORMATS
 from soloist.prefill.widths import BLOCK_TOKENS
 
 THREADS = 256
@@ -32,6 +33,9 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0) ->
     """
     attention, mlp = config.layers[0].attention, config.layers[0].mlp
     sides, is_wide = max(1, lanes), wide_products(dtype) and not lanes
+    pages = KvLayout(
+        config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]
+    )
     counts = {
         "kThreads": THREADS,
         "kLayers": config.num_layers,
@@ -41,8 +45,6 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0) ->
         "kKvHeads": attention.num_kv_heads // sides,
         "kHeadDim": attention.head_dim,
         "kIntermediate": mlp.intermediate_size // sides,
-        "kPagePositions": PAGE_POSITIONS,
-        "kGranulePositions": GRANULE_POSITIONS,
         "kBlockPositions": BLOCK_TOKENS,
         "kRanks": ranks,
     }
@@ -51,11 +53,13 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0) ->
         [
             "// Generated from the model's configuration; see prefill/header.py.",
             "#pragma once",
+            '#include "ptx/types.cuh"',
             f"constexpr bool kBf16 = {str(dtype is Dtype.BF16).lower()};",
             f"constexpr bool kWideProducts = {str(is_wide).lower()};",
             *(f"constexpr unsigned {name} = {value}u;" for name, value in counts.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
             f"constexpr float kEpsilon = {epsilon.hex()}f;",
+            pages.cuda,
             "",
         ]
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.limits import PAGE_POSITIONS
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.prefill.agreement import attention_agrees, product_behaviours
 from soloist.prefill.attention import attend, attend_one, attend_packed, attend_whole

@@ -1,5 +1,6 @@
 // Generated from the plan; see header.py.
 #pragma once
+#include "ptx/types.cuh"
 constexpr bool kBf16 = true;
 constexpr unsigned kNumBlocks = 40u;
 constexpr unsigned kLaneBlocks = 40u;
@@ -32,7 +33,6 @@ constexpr unsigned kPeers = 1u;
 constexpr unsigned kShareVocab = 8192u;
 constexpr unsigned kQueryHeads = 8u;
 constexpr unsigned kKvHeads = 2u;
-constexpr unsigned kPoolKvHeads = 2u;
 constexpr unsigned kGroup = 4u;
 constexpr unsigned kHeadDim = 64u;
 constexpr bool kTiedHead = true;
@@ -69,10 +69,7 @@ constexpr unsigned kBatch = 2u;
 constexpr unsigned kRowTiles = 2u;
 constexpr unsigned kWarpTiles = 2u;
 constexpr unsigned kSoftmaxLanes = 8u;
-constexpr unsigned kGranuleBytes = 4096u;
 constexpr bool kPageSlot = true;
-constexpr unsigned kGranulePositions = 32u;
-constexpr unsigned kPagePositions = 64u;
 constexpr unsigned kBlockStride = 999424u;
 constexpr unsigned kLayerBytes = 98304u;
 constexpr unsigned kLayerVectors = 768u;
@@ -149,6 +146,27 @@ constexpr unsigned kShSamplingBytes = 768u;
 constexpr unsigned kShControl = 27648u;
 constexpr unsigned kShControlBytes = 384u;
 constexpr unsigned kSampleWorkspaceBytes = 667008u;
+// The layout of KV pages; see kv_layout.py.
+constexpr unsigned kPagePositions = 64u;
+constexpr unsigned kGranulePositions = 32u;
+constexpr unsigned kPoolKvHeads = 2u;
+constexpr unsigned kGranuleBytes = 4096u;
+enum : unsigned {
+  kPageGranules = 2u,
+  kKvParts = 2u,
+  kGranuleValues = 2048u,
+  kKeyRowBytes = 128u,
+  kValueRowBytes = 64u,
+  kSwappedKeyBytes = 64u,
+};
+// From the start of the pool to a granule's keys; its values follow them.
+__device__ __forceinline__ u64 granule_place(u64 page_values, i32 page, u32 layer, u32 head, u32 granule) { return page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * kPageGranules + granule) * (kKvParts * kGranuleValues); }
+// Which chunk of its row a chunk of a key takes.
+__device__ __forceinline__ u32 key_chunk(u32 row, u32 chunk) { return chunk ^ (row & 1) << 2; }
+// Which number of its row a number of a key takes.
+__device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
+// From a granule's values to one number.
+__device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kGranulePositions + row; }
 struct Qkv { static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 0u; };
 struct AttentionOutput { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 24576u; };
 struct GateUp { static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 32768u; };
@@ -184,27 +202,191 @@ constexpr unsigned int kNoTokenInfinite = 0xfffffffeu;
 constexpr unsigned int kNoTokenNegativeInfinite = 0xfffffffdu;
 constexpr unsigned int kSeenInPrompt = 0x80000000u;
 constexpr unsigned int kMaskEnd = 0xffffffffu;
+
+enum class Phase : u32 { kEmbed, kQkv, kAttention, kAttentionOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask };
+// How one column samples. A limit of 0 is off.
 struct SampleParams {
   float temperature;
-  unsigned int flags;
-  unsigned int top_k;
-  unsigned int top_p_steps;
-  unsigned int min_p_steps;
+  u32 flags;  // bits kSample…
+  u32 top_k;
+  u32 top_p_steps;  // of 2^-24
+  u32 min_p_steps;  // of 2^-24
   float repetition_penalty;
   float frequency_penalty;
   float presence_penalty;
-  unsigned int seed_low;
-  unsigned int seed_high;
-  unsigned int min_tokens;
-  unsigned int ban_begin;
-  unsigned int ban_count;
-  unsigned int bias_begin;
-  unsigned int bias_count;
-  unsigned int history;
+  u32 seed_low;
+  u32 seed_high;
+  u32 min_tokens;
+  u32 ban_begin;  // ids that end generation: part of list_ids
+  u32 ban_count;
+  u32 bias_begin;  // part of list_ids and list_values
+  u32 bias_count;
+  u32 history;  // row of seen
 };
+static_assert(sizeof(SampleParams) == 64, "SampleParams");
+static_assert(OFFSET_OF(SampleParams, temperature) == 0, "temperature");
+static_assert(OFFSET_OF(SampleParams, flags) == 4, "flags");
+static_assert(OFFSET_OF(SampleParams, top_k) == 8, "top_k");
+static_assert(OFFSET_OF(SampleParams, top_p_steps) == 12, "top_p_steps");
+static_assert(OFFSET_OF(SampleParams, min_p_steps) == 16, "min_p_steps");
+static_assert(OFFSET_OF(SampleParams, repetition_penalty) == 20, "repetition_penalty");
+static_assert(OFFSET_OF(SampleParams, frequency_penalty) == 24, "frequency_penalty");
+static_assert(OFFSET_OF(SampleParams, presence_penalty) == 28, "presence_penalty");
+static_assert(OFFSET_OF(SampleParams, seed_low) == 32, "seed_low");
+static_assert(OFFSET_OF(SampleParams, seed_high) == 36, "seed_high");
+static_assert(OFFSET_OF(SampleParams, min_tokens) == 40, "min_tokens");
+static_assert(OFFSET_OF(SampleParams, ban_begin) == 44, "ban_begin");
+static_assert(OFFSET_OF(SampleParams, ban_count) == 48, "ban_count");
+static_assert(OFFSET_OF(SampleParams, bias_begin) == 52, "bias_begin");
+static_assert(OFFSET_OF(SampleParams, bias_count) == 56, "bias_count");
+static_assert(OFFSET_OF(SampleParams, history) == 60, "history");
+// What changes with every token that a column samples.
 struct SampleStep {
-  unsigned int position_low;
-  unsigned int position_high;
-  unsigned int num_output;
-  unsigned int unused;
+  u32 position_low;
+  u32 position_high;
+  u32 num_output;  // tokens so far
+  u32 unused;
 };
+static_assert(sizeof(SampleStep) == 16, "SampleStep");
+static_assert(OFFSET_OF(SampleStep, position_low) == 0, "position_low");
+static_assert(OFFSET_OF(SampleStep, position_high) == 4, "position_high");
+static_assert(OFFSET_OF(SampleStep, num_output) == 8, "num_output");
+static_assert(OFFSET_OF(SampleStep, unused) == 12, "unused");
+// One column of a launch.
+struct ColumnStart {
+  i32 sequence;  // row of the page tables
+  i32 position;  // of the first round
+  i32 stride;  // positions from one round to the next
+  i32 forced;  // rounds whose input token the host gives
+  i32 num_stops;
+  i32 keep;  // rounds before a stop token counts
+  u32 stops[kMaxStops];  // token ids
+};
+static_assert(sizeof(ColumnStart) == 88, "ColumnStart");
+static_assert(OFFSET_OF(ColumnStart, sequence) == 0, "sequence");
+static_assert(OFFSET_OF(ColumnStart, position) == 4, "position");
+static_assert(OFFSET_OF(ColumnStart, stride) == 8, "stride");
+static_assert(OFFSET_OF(ColumnStart, forced) == 12, "forced");
+static_assert(OFFSET_OF(ColumnStart, num_stops) == 16, "num_stops");
+static_assert(OFFSET_OF(ColumnStart, keep) == 20, "keep");
+static_assert(OFFSET_OF(ColumnStart, stops) == 24, "stops");
+// Written by the host for each launch.
+struct Launch {
+  u32 columns;
+  u32 rounds;
+  u64 logits_round_stride;  // values; 0 overwrites the logits in every round
+  ColumnStart column[kMaxColumns];
+  SampleParams sampling[kMaxColumns];  // this and step: for kernels that sample
+  SampleStep step[kMaxColumns];  // of the first round
+};
+static_assert(sizeof(Launch) == 1360, "Launch");
+static_assert(OFFSET_OF(Launch, columns) == 0, "columns");
+static_assert(OFFSET_OF(Launch, rounds) == 4, "rounds");
+static_assert(OFFSET_OF(Launch, logits_round_stride) == 8, "logits_round_stride");
+static_assert(OFFSET_OF(Launch, column) == 16, "column");
+static_assert(OFFSET_OF(Launch, sampling) == 720, "sampling");
+static_assert(OFFSET_OF(Launch, step) == 1232, "step");
+// What kernels that sample need beside the workspace.
+struct SampleBuffers {
+  u32* seen;  // [column][kSampledRows]
+  float* adjusted;  // [column][kSampledRows]
+  u8* workspace;  // zeroed for each launch
+  const u32* list_ids;  // of all bans and biases
+  const float* list_values;  // biases, at the same places
+};
+static_assert(sizeof(SampleBuffers) == 40, "SampleBuffers");
+static_assert(OFFSET_OF(SampleBuffers, seen) == 0, "seen");
+static_assert(OFFSET_OF(SampleBuffers, adjusted) == 8, "adjusted");
+static_assert(OFFSET_OF(SampleBuffers, workspace) == 16, "workspace");
+static_assert(OFFSET_OF(SampleBuffers, list_ids) == 24, "list_ids");
+static_assert(OFFSET_OF(SampleBuffers, list_values) == 32, "list_values");
+// Host memory: what masked columns may choose. See `wait_for_masks` in ops/choose.cuh.
+struct Masks {
+  const u32* words;  // [column][kVocabWords], a bit a token
+  const u32* turns;  // [column][kMaskTurnWords]: rounds whose masks are there, or kMaskEnd
+};
+static_assert(sizeof(Masks) == 16, "Masks");
+static_assert(OFFSET_OF(Masks, words) == 0, "words");
+static_assert(OFFSET_OF(Masks, turns) == 8, "turns");
+// Where a block is: consumers and producer write it, the watchdog reads it.
+struct Where {
+  u32 round;  // of the consumers
+  u32 layer;  // of the consumers
+  u32 phase;  // of the consumers, a Phase
+  u32 producer_round;
+  u32 producer_layer;
+  u32 copies;  // slots that the producer asked memory for
+};
+static_assert(sizeof(Where) == 24, "Where");
+static_assert(OFFSET_OF(Where, round) == 0, "round");
+static_assert(OFFSET_OF(Where, layer) == 4, "layer");
+static_assert(OFFSET_OF(Where, phase) == 8, "phase");
+static_assert(OFFSET_OF(Where, producer_round) == 12, "producer_round");
+static_assert(OFFSET_OF(Where, producer_layer) == 16, "producer_layer");
+static_assert(OFFSET_OF(Where, copies) == 20, "copies");
+// Host memory: what a stuck block was doing.
+struct Fault {
+  u32 code;  // 1 once the rest is there
+  u32 block;
+  u32 sm;
+  Where where;
+  u32 landed;  // copies of the producer that memory has delivered
+  u32 released;  // of them, those that all consumers have read
+  u32 missing;  // of several ranks, bits of those whose data is missing
+};
+static_assert(sizeof(Fault) == 48, "Fault");
+static_assert(OFFSET_OF(Fault, code) == 0, "code");
+static_assert(OFFSET_OF(Fault, block) == 4, "block");
+static_assert(OFFSET_OF(Fault, sm) == 8, "sm");
+static_assert(OFFSET_OF(Fault, where) == 12, "where");
+static_assert(OFFSET_OF(Fault, landed) == 36, "landed");
+static_assert(OFFSET_OF(Fault, released) == 40, "released");
+static_assert(OFFSET_OF(Fault, missing) == 44, "missing");
+// The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.
+struct Params {
+  const u8* image;  // packed weights
+  const float* vectors;  // norm weights and biases
+  const u16* embedding;  // [V][H] row-major, or null where the head is tied
+  u16* pool;  // KV pages
+  const i32* page_tables;  // [sequence][page]
+  const float2* rope;  // [position][D / 2] cosine, sine
+  u8* workspace;  // exchange buffers
+  float* logits;  // [column][kVocabRows], of all lanes here
+  const u32* forced;  // [column][rounds] input tokens
+  const Launch* launch;
+  u32* emitted;  // host: [round][column]
+  u32* progress;  // host: rounds emitted
+  const u32* yield_requested;  // host: wish to stop at the next round
+  Fault* fault;  // host
+  u64* trace;  // [block][kTraceWords] of the traced round; trace.py knows their order
+  u64 page_values;  // of one page over all layers
+  u32 page_table_stride;  // pages
+  float embedding_scale;  // 1 / root mean square of the embedding
+  SampleBuffers sample;
+  u32 rank;
+  u8* peers[kPeers];  // every rank's workspace, this one's included
+  Masks masks;  // for kernels that sample
+};
+static_assert(sizeof(Params) == 208, "Params");
+static_assert(OFFSET_OF(Params, image) == 0, "image");
+static_assert(OFFSET_OF(Params, vectors) == 8, "vectors");
+static_assert(OFFSET_OF(Params, embedding) == 16, "embedding");
+static_assert(OFFSET_OF(Params, pool) == 24, "pool");
+static_assert(OFFSET_OF(Params, page_tables) == 32, "page_tables");
+static_assert(OFFSET_OF(Params, rope) == 40, "rope");
+static_assert(OFFSET_OF(Params, workspace) == 48, "workspace");
+static_assert(OFFSET_OF(Params, logits) == 56, "logits");
+static_assert(OFFSET_OF(Params, forced) == 64, "forced");
+static_assert(OFFSET_OF(Params, launch) == 72, "launch");
+static_assert(OFFSET_OF(Params, emitted) == 80, "emitted");
+static_assert(OFFSET_OF(Params, progress) == 88, "progress");
+static_assert(OFFSET_OF(Params, yield_requested) == 96, "yield_requested");
+static_assert(OFFSET_OF(Params, fault) == 104, "fault");
+static_assert(OFFSET_OF(Params, trace) == 112, "trace");
+static_assert(OFFSET_OF(Params, page_values) == 120, "page_values");
+static_assert(OFFSET_OF(Params, page_table_stride) == 128, "page_table_stride");
+static_assert(OFFSET_OF(Params, embedding_scale) == 132, "embedding_scale");
+static_assert(OFFSET_OF(Params, sample) == 136, "sample");
+static_assert(OFFSET_OF(Params, rank) == 176, "rank");
+static_assert(OFFSET_OF(Params, peers) == 184, "peers");
+static_assert(OFFSET_OF(Params, masks) == 192, "masks");

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import pack_choices
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Column
-from soloist.megakernel.limits import PAGE_POSITIONS
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words

@@ -18,10 +18,10 @@ import torch
 
 from plan.shapes import SMALL
 from soloist.errors import BadLogits
+from soloist.megakernel.abi import LAUNCH
 from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
-from soloist.megakernel.launch import _Column, _Launch
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
@@ -55,8 +55,6 @@ u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-struct Fault;
-struct float2 { float x, y; };
 template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
 inline float* all_logits(u8* workspace, u32 column);
 """
@@ -150,7 +148,10 @@ static void body() {
   }
   sync_consumers();
   for (u32 round = 0;; ++round) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) control.yield = params.yield && *params.yield == round;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      const u32* wish = params.yield_requested;
+      control.yield = wish && *wish == round;
+    }
     if (kRanks > 1) {
       // The sums over ranks on the way to the head: all blocks have come to this round.
       begun[rank * kNumBlocks + blockIdx.x] = round + 1;
@@ -193,7 +194,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
     params.launch = launch;
     params.logits = const_cast<float*>(logits);
     params.forced = forced;
-    if (r == 0) params.yield = yield;  // the others are told
+    if (r == 0) params.yield_requested = yield;  // the others are told
     u8* own = workspace + r * kSampleWorkspaceBytes;
     params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
     params.masks = {words, turns};
@@ -259,10 +260,8 @@ def library(request, tmp_path_factory):
     for name in ("ptx", "ops"):
         (folder / name).mkdir()
     context = (CUDA / "tile" / "context.cuh").read_text()
-    structs = context[context.index("struct ColumnStart") : context.index("extern __shared__")]
-    wait = (CUDA / "sync" / "wait.cuh").read_text()
-    structs += wait[wait.index("enum class Phase") : wait.index("// Host memory: 1")]
-    macros = "#define __constant__\n"
+    structs = context[context.index("// Of the launch.") : context.index("extern __shared__")]
+    macros = "#define __constant__\nstruct float2 { float x, y; };\n"
     ranks = request.param
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
@@ -302,10 +301,13 @@ def launched(
     ranks, size = library.plan.ranks, library.plan.exchanges.sampled_rows
     given = given or [[0]] * columns
     strides = strides or [1] * columns
-    launch = _Launch(columns=columns, rounds=rounds, logits_round_stride=columns * size)
+    launch = np.zeros((), LAUNCH.dtype)
+    launch["columns"], launch["rounds"] = columns, rounds
+    launch["logits_round_stride"] = columns * size
     forced = np.zeros((columns, rounds), np.uint32)
     for c in range(columns):
-        launch.column[c] = _Column(0, 70 + c, strides[c], len(given[c]), 0, 0)
+        start = launch["column"][c]
+        start["position"], start["stride"], start["forced"] = 70 + c, strides[c], len(given[c])
         forced[c, : len(given[c])] = given[c]
     choices = [
         None
@@ -319,8 +321,7 @@ def launched(
         for c, s in enumerate(samplers)
     ]
     packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
-    launch.sampling[:] = packed.params.tobytes()
-    launch.step[:] = packed.steps.tobytes()
+    launch["sampling"], launch["step"] = packed.params, packed.steps
     seen = np.full((ranks, MAX_COLUMNS, size), 77, np.uint32)
     for c, words in packed.seen.items():
         seen[:, c, :VOCAB] = words
@@ -336,7 +337,7 @@ def launched(
     turns = np.zeros((MAX_COLUMNS, MASK_TURN_WORDS), np.uint32)
     end_rounds = None if ends is None else np.array(ends, np.uint32)
     done = library.code.run(
-        ctypes.byref(launch),
+        address(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
         None if yield_word is None else address(yield_word), address(tokens),

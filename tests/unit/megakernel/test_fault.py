@@ -1,15 +1,11 @@
 """A stuck block's report in words."""
 
-import re
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-import soloist
 from soloist.errors import KernelStuck
-from soloist.megakernel.fault import PHASES, Fault, RanksFault
-
-CUDA = Path(soloist.__file__).parent / "cuda"
+from soloist.megakernel.abi import FAULT, WHERE
+from soloist.megakernel.fault import Fault, RanksFault
 
 
 def fault(*, copies: int, landed: int, released: int, phase: int = 2, missing: int = 0) -> Fault:
@@ -72,21 +68,15 @@ def test_a_rank_that_lacks_its_own_sums_waits_for_its_own_blocks() -> None:
     assert "rank 1 on GPU 1 waited for rank 0" in found.seen
 
 
-def test_phases_and_fields_are_those_of_the_kernel() -> None:
-    text = (CUDA / "sync/wait.cuh").read_text()
-    names = re.search(r"enum class Phase : u32 \{(.*?)\}", text)
-    assert names is not None
-    kernel = [n.strip().removeprefix("k").lower() for n in names[1].split(",")]
-    assert kernel == [(p.label or p.name).replace("_", "") for p in PHASES]
-    host = Fault.__slots__
-    structs = dict(re.findall(r"struct (\w+) \{(.*?)\n\};", text, re.DOTALL))
+def test_every_field_is_the_kernels() -> None:
+    words = range(1, FAULT.num_bytes // 4 + 1)
+    report = np.array(words, np.uint32).view(FAULT.dtype)[0]
+    found = Fault.of_words(words)
+    assert found is not None
+    assert (found.block, found.sm, found.missing) == (2, 3, report["missing"])
+    for name in WHERE.offsets:
+        assert getattr(found, name) == report["where"][name]
 
-    def fields(struct: str) -> list[str]:
-        lines = re.sub(r"//.*", "", structs[struct])
-        return [
-            field
-            for kind, names in re.findall(r"(\w+) ([\w, ]+);", lines)
-            for field in (fields("Where") if kind == "Where" else names.split(", "))
-        ]
 
-    assert fields("Fault")[1:] == [{"at_round": "round"}.get(name, name) for name in host]
+def test_the_report_fits_the_words_that_the_host_keeps() -> None:
+    assert FAULT.num_bytes <= 16 * 4

@@ -18,15 +18,14 @@ import torch
 
 import soloist
 from soloist.errors import BadLogits
+from soloist.megakernel.abi import SAMPLE_PARAMS, SAMPLE_STEP
 from soloist.megakernel.sampling_header import (
-    PARAMS_DTYPE,
     SEEN_IN_PROMPT,
-    STEP_DTYPE,
     ListSpan,
     packed_params,
     packed_step,
-    sample_structs,
     sampling_constants,
+    sampling_words,
 )
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import num_words
@@ -202,7 +201,8 @@ def build(folder: Path, blocks: int, threads: int) -> ctypes.CDLL:
     (folder / "spec.cuh").write_text(
         "\n".join(["#pragma once", '#include "ptx/memory.cuh"', *lines, ""])
         + sampling_constants()
-        + sample_structs()
+        + sampling_words()
+        + f"{SAMPLE_PARAMS.cuda}\n{SAMPLE_STEP.cuda}\n"
     )
     (folder / "harness.cc").write_text(HARNESS)
     library = folder / "sampler.so"
@@ -254,7 +254,7 @@ class Round:
             packed.append(packed_params(sampler.params, vocab, ban, bias, COLUMNS - 1 - c))
         self.ids = np.array([*ids, 0], np.uint32)
         self.values = np.array([*values, 0], np.float32)
-        self.params = np.array(packed, PARAMS_DTYPE)
+        self.params = np.array(packed, SAMPLE_PARAMS.dtype)
 
     def choose(self, logits, position):
         """One token of every column, checked; returns the barriers over the grid."""
@@ -263,7 +263,7 @@ class Round:
         padded[:, : self.vocab] = logits
         adjusted = np.full_like(padded, np.nan)
         steps = np.array(
-            [packed_step(position, len(s.output_ids)) for s in self.samplers], STEP_DTYPE
+            [packed_step(position, len(s.output_ids)) for s in self.samplers], SAMPLE_STEP.dtype
         )
         results = np.zeros(columns, RESULT)
         masks, masked = np.zeros((COLUMNS, num_words(self.vocab) + 2), np.uint32), 0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from soloist.megakernel.abi import FAULT, WHERE, enumeration
+from soloist.megakernel.program import PHASES
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 SPEC = r"""
@@ -68,7 +70,8 @@ int main(int, char** given) {
 }
 """
 
-CHOOSE, MASK = 7, 9  # values of `Phase`
+NAMES = [phase.name for phase in PHASES]
+CHOOSE, MASK = NAMES.index("choose"), NAMES.index("mask")
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +83,9 @@ def watched(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("watch")
     source = (CUDA / "sync/wait.cuh").read_text(encoding="utf-8")
     assert 'asm volatile("trap;")' in source
+    shared = "\n".join([enumeration("Phase", NAMES), WHERE.cuda, FAULT.cuda, ""])
     files = {
-        "spec.cuh": SPEC,
+        "spec.cuh": SPEC + shared,
         "sync/wait.cuh": source.replace('asm volatile("trap;")', "trap()"),
         "ptx/memory.cuh": MEMORY + REST,
         "ptx/mbarrier.cuh": "#pragma once\n",

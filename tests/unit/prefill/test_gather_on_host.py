@@ -47,8 +47,6 @@ static thread_local Index threadIdx, blockIdx;
 static Index gridDim;
 static std::barrier<> block_barrier(kThreads);
 static void __syncthreads() { block_barrier.arrive_and_wait(); }
-inline constexpr u32 kGranuleValues = kGranulePositions * kHeadDim;
-inline constexpr u32 kPageGranules = kPagePositions / kGranulePositions;
 """
 
 HARNESS = r"""
@@ -82,8 +80,7 @@ def built(request, tmp_path_factory):
     text = (CUDA / "kernels" / "prefill.cu").read_text()
     part = ""
     for start, end in (
-        ("inline constexpr u32 kPoolHeads", "\n"),
-        ("__device__ __forceinline__ u32 key_column(", "\n"),
+        ("inline constexpr u64 kPageValues", "\n"),
         ("struct Place {", "};"),
         ('extern "C" __global__ void __launch_bounds__(kThreads, 4)\n    gather(', "\n}\n"),
     ):

@@ -286,7 +286,7 @@ def run(request, tmp_path_factory):
         pytest.skip("needs g++ on Linux to compile CUDA sources for the host")
     folder = tmp_path_factory.mktemp("ranks")
     text = (CUDA / "kernels" / "prefill.cu").read_text()
-    part = text[text.index("struct Peers") : text.index("// Chunk c of a key's row")]
+    part = text[text.index("struct Peers") : text.index("// Lanes that share a row")]
     meeting = (CUDA / "sync" / "meeting.cuh").read_text()
     part = re.sub(r"^#.*$", "", meeting, flags=re.MULTILINE) + part
     part = part.replace('asm volatile("trap;");', "std::abort();")

@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume(Context& cx, const Barriers& barriers) {
       qkv(cx);
       cx.begin(Phase::kAttention);
       attention(cx, layer);
-      cx.begin(Phase::kOutput);
+      cx.begin(Phase::kAttentionOutput);
       attention_output(cx, layer);
       cx.begin(Phase::kGateUp);
       gate_up(cx, layer);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
     const bool stop = c->stop;
     store_host_release(params.progress, round + 1);
     if (stop) return;
-    c->yield = load_host(params.yield);
+    c->yield = load_host(params.yield_requested);
     mbarrier_arrive(barriers.reported);
   }
 }

@@ -8,9 +8,7 @@
 
 inline constexpr u32 kHalfDim = kHeadDim / 2;
 inline constexpr u32 kHeads = kQueryHeads + 2 * kKvHeads;  // of a lane, where there are any
-inline constexpr u32 kPoolHeads = kLanes * kKvHeads;
-inline constexpr u32 kGranuleValues = kGranulePositions * kHeadDim;  // keys or values of one granule
-inline constexpr u32 kPageGranules = kPagePositions / kGranulePositions;
+inline constexpr u64 kPageValues = static_cast<u64>(kLayers) * kPoolKvHeads * kPageGranules * kKvParts * kGranuleValues;
 
 static_assert(kHidden % 8 == 0 && kIntermediate % 8 == 0 && kHeadDim % 8 == 0, "16-byte accesses");
 
@@ -130,9 +128,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   tell_when_all_are_done(peers.ranks, gridDim.x);
 }
 
-// Chunk c of a key's row lies at c ^ 4 in odd rows, where rows are multiples of 128 bytes.
-__device__ __forceinline__ u32 key_column(u32 row, u32 d) { return kHeadDim % 64 == 0 ? d ^ ((row & 1) << 5) : d; }
-
 // Lanes that share a row, four neighbours of each half of the head each; rows of a warp at once, and passes.
 constexpr u32 row_lanes() {
   u32 lanes = 1;
@@ -180,9 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   const float* norm = is_query ? q_norm : is_key ? k_norm : nullptr;
   u16* pool_part = nullptr;
   if (!is_query && first < place.tokens) {
-    const u64 page = page_table[granule / kPageGranules];
-    const u64 index = ((page * kLayers + layer) * kPoolHeads + kv_head) * kPageGranules + granule % kPageGranules;
-    pool_part = pool + (index * 2 + is_value) * kGranuleValues;
+    const i32 page = page_table[granule / kPageGranules];
+    pool_part = pool + granule_place(kPageValues, page, layer, kv_head, granule % kPageGranules) + is_value * kGranuleValues;
   }
 
   // All loads of a thread are on their way at once: four neighbours d and their partners d + D/2 of each of its rows.
@@ -229,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     }
     if (r >= kGranulePositions || t < 0 || t >= rows) continue;
     u16* out = is_query ? queries + (static_cast<u64>(t) * (kLanes * kQueryHeads) + query_head) * kHeadDim
-                        : (is_key ? keys : values) + (static_cast<u64>(t) * kPoolHeads + kv_head) * kHeadDim;
+                        : (is_key ? keys : values) + (static_cast<u64>(t) * kPoolKvHeads + kv_head) * kHeadDim;
     u16* pool_row = is_key && pool_part && t < place.tokens ? pool_part + r * kHeadDim : nullptr;
 #pragma unroll
     for (u32 j = 0; j < kFours; ++j) {
@@ -265,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   const i32 t = first + static_cast<i32>(lane);
   if (t < 0 || t >= place.tokens) return;
-  for (u32 d = warp; d < kHeadDim; d += kWarps) pool_part[d * kGranulePositions + lane] = turned[lane * kStride + d];
+  for (u32 d = warp; d < kHeadDim; d += kWarps) pool_part[value_place(lane, d)] = turned[lane * kStride + d];
 }
 
 // The opposite for one layer: keys and values [S, K, D] of the positions up to the chunk's end, from the pool. With a
@@ -284,13 +278,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   begin -= begin % static_cast<i32>(kBlockPositions);
   const u32 first = static_cast<u32>(begin) / kGranulePositions;
   const u32 end = (static_cast<u32>(stop) + kGranulePositions - 1) / kGranulePositions;
-  for (u32 unit = first * kPoolHeads + blockIdx.x; unit < end * kPoolHeads; unit += gridDim.x) {
-    const u32 granule = unit / kPoolHeads, head = unit % kPoolHeads;
-    const u64 page = page_table[granule / kPageGranules];
-    const u64 index = ((page * kLayers + layer) * kPoolHeads + head) * kPageGranules + granule % kPageGranules;
-    const uint4* source = reinterpret_cast<const uint4*>(pool + index * 2 * kGranuleValues);
+  for (u32 unit = first * kPoolKvHeads + blockIdx.x; unit < end * kPoolKvHeads; unit += gridDim.x) {
+    const u32 granule = unit / kPoolKvHeads, head = unit % kPoolKvHeads;
+    const i32 page = page_table[granule / kPageGranules];
+    const u64 place_in_pool = granule_place(kPageValues, page, layer, head, granule % kPageGranules);
+    const uint4* source = reinterpret_cast<const uint4*>(pool + place_in_pool);
     const u32 rows = min(kGranulePositions, static_cast<u32>(stop) - granule * kGranulePositions);
-    const u64 target = (static_cast<u64>(granule) * kGranulePositions * kPoolHeads + head) * kChunks;
+    const u64 target = (static_cast<u64>(granule) * kGranulePositions * kPoolKvHeads + head) * kChunks;
     // Values lie [D][32]: chunk c of dimension d has its positions 8 c to 8 c + 7.
     for (u32 i = threadIdx.x; i < kHeadDim * kPasses; i += kThreads) {
       const u32 d = i % kHeadDim, c = i / kHeadDim;
@@ -305,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     __syncthreads();  // `turned` is whole
     for (u32 i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const u32 r = i / kChunks, c = i % kChunks;
-      const u64 to = target + static_cast<u64>(r) * kPoolHeads * kChunks + c;
-      keys[to] = source[r * kChunks + key_column(r, 8 * c) / 8];
+      const u64 to = target + static_cast<u64>(r) * kPoolKvHeads * kChunks + c;
+      keys[to] = source[r * kChunks + key_chunk(r, c)];
       values[to] = *reinterpret_cast<const uint4*>(turned + r * kStride + 8 * c);
     }
     __syncthreads();  // `turned` was read

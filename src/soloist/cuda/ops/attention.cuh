@@ -155,12 +155,7 @@ struct PageWalk {
 };
 
 __device__ __forceinline__ u64 granule_offset(u64 page_values, i32 page_id, u32 layer, u32 head, u32 granule) {
-  const u32 in_pool = lane_here() * kKvHeads + head;
-  return page_id * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + in_pool) * 2 + granule) * (kGranuleBytes);
-}
-// 16-byte chunk of a key row; odd rows swap halves of 128 bytes so that two rows never share banks.
-__device__ __forceinline__ u32 key_chunk(u32 row, u32 chunk) {
-  return kHeadDim % 64 == 0 ? chunk ^ ((row & 1) << 2) : chunk;
+  return granule_place(page_values, page_id, layer, lane_here() * kKvHeads + head, granule);
 }
 
 __device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 column) {
@@ -393,10 +388,10 @@ __device__ __forceinline__ void append(const Context& cx, u32 begin, u32 end, i3
       const i32 row = cx.shared.control().position[min(c + i, end - 1)] - start;
       if (c + i >= end || row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
       if (cx.lane < kHeadDim / 8)
-        reinterpret_cast<uint4*>(keys + row * (kHeadDim * 2))[key_chunk(row, cx.lane)] = key[i];
+        reinterpret_cast<uint4*>(keys + row * kKeyRowBytes)[key_chunk(row, cx.lane)] = key[i];
 #pragma unroll
       for (u32 d = 0; d < kValues; ++d)
-        reinterpret_cast<u16*>(values)[(d * 32 + cx.lane) * kGranulePositions + row] = value[i][d];
+        reinterpret_cast<u16*>(values)[value_place(row, d * 32 + cx.lane)] = value[i][d];
     }
   }
 }
@@ -430,20 +425,20 @@ struct Softmax {
   template <u32 kTiles, u32 kHalves>
   __device__ __forceinline__ void add(u32 queries, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[kWarpTiles][kRowHalves], i32 window, bool partly, u32 lane) {
-    const u32 g = lane / 4, q = lane % 4, swapped = kHeadDim % 64 == 0 ? g & 1 : 0;
+    const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * kSwappedKeyBytes;
     float score[kTiles][4][4];
 #pragma unroll
     for (u32 m = 0; m < kTiles; ++m)
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
     // Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; see key_chunk for the swap.
-    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * (kHeadDim * 2) + q * 16;
-    const u32 even = row + swapped * 64, odd = row - swapped * 64;
+    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * kKeyRowBytes + q * 16;
+    const u32 even = row + swapped, odd = row - swapped;
 #pragma unroll(kHeadDim % 64 == 0 ? 2 : 3)
     for (u32 k = 0; k < kHeadDim / 32; ++k) {
       uint4 x[4];
 #pragma unroll
-      for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * (kHeadDim * 2));
+      for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * kKeyRowBytes);
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
         const u32 at = queries + (m * (kHeadDim / 32) + k) * 1024;
@@ -514,7 +509,7 @@ struct Softmax {
       uint4 v[4];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i)
-        v[i] = load_shared(values + (8 * (n + i) + g) * (kGranulePositions * 2) + q * 16);
+        v[i] = load_shared(values + (8 * (n + i) + g) * kValueRowBytes + q * 16);
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -772,7 +767,7 @@ __device__ __forceinline__ void attend_group(Context& cx, u32& layer, u32& own, 
         appended = true;
         __syncwarp();
       }
-      const u32 values = keys + kGranuleBytes + value_set(cx) * kSetDim * (kGranulePositions * 2);
+      const u32 values = keys + kGranuleBytes + value_set(cx) * kSetDim * kValueRowBytes;
       const bool partly = window || behind > g.first_position;
       if (kKnowsFewRows && rows.few)
         softmax.add<1, 1>(queries, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);

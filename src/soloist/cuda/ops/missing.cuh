@@ -33,7 +33,7 @@ __device__ __forceinline__ bool lacks_lane(const Params& params, u32 lane, u32 e
 __device__ __forceinline__ bool lacks_lane(const Params& params, u32 lane, Phase phase, u32 layer, u32 round, u32 first,
                                            u32 rows) {
   const u32 done = round * kLayers + layer + 1;
-  if (phase == Phase::kOutput) {
+  if (phase == Phase::kAttentionOutput) {
     if (sums<MidStream>(layer)) return lacks_lane<MidStream>(params, lane, done, first, rows);
     return hears<InStream>(layer) && lacks_lane<InStream>(params, lane, done - kDelayLayers, first, rows);
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatil
 #pragma unroll 1
     for (u32 rank = 0; rank < kRanks; ++rank) {
       bool any = false;
-      if (phase == Phase::kOutput)
+      if (phase == Phase::kAttentionOutput)
         any = lacks_sums(rank_sums<MidStream>(params.workspace, layers_done, rank, 0) + first, rows);
       else if (phase == Phase::kDown)
         any = lacks_sums(rank_sums<InStream>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);

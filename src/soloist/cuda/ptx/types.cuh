@@ -9,3 +9,10 @@ using i64 = long long;
 
 // No literal is infinite; one too large is rounded there with a warning.
 #define kInfinity __int_as_float(0x7f800000)
+
+// Bytes from a structure's start to a field. NVRTC has no offsetof of its own, but what it is made of.
+#ifdef __CUDACC_RTC__
+#define OFFSET_OF(type, field) __INTADDR__(&static_cast<type*>(nullptr)->field)
+#else
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
+#endif

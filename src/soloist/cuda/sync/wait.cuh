@@ -11,24 +11,6 @@ constexpr u32 kNoWaits = 1, kNoStream = 2, kNoMultiply = 3;
 // A build for tests, in which block kSilentBlock never publishes its activations.
 constexpr u32 kNoBlock = 0xffffffffu;
 
-// What the consumers of a block do; the order is that of `PHASES` in fault.py.
-enum class Phase : u32 { kEmbed, kQkv, kAttention, kOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask };
-
-// Where a block is: consumers and producer write it, the watchdog reads it.
-struct Where {
-  u32 round, layer, phase;                      // consumers
-  u32 producer_round, producer_layer, copies;   // producer
-};
-
-// Host memory: 1, what a stuck block was doing, and how many of the copies that its producer issued have
-// landed and were read by all consumers; of several ranks, bits of those whose data is missing. Fields as in `Fault`
-// of fault.py.
-struct Fault {
-  u32 code, block, sm;
-  Where where;
-  u32 landed, released;
-  u32 missing;
-};
 // The first block to report; the others keep quiet, or the host would see a mixture.
 __device__ u32 reporters;
 

@@ -2,66 +2,6 @@
 #pragma once
 #include "tile/multiply.cuh"
 
-// Written by the host for each launch; fields as in `LAUNCH_FIELDS` of launch.py.
-struct ColumnStart {
-  i32 sequence;  // row of the page tables
-  i32 position;  // of the first round
-  i32 stride;    // positions from one round to the next
-  i32 forced;    // rounds whose input token the host gives
-  i32 num_stops;
-  i32 keep;      // rounds before a stop token counts
-  u32 stops[kMaxStops];
-};
-
-struct Launch {
-  u32 columns;
-  u32 rounds;
-  u64 logits_round_stride;  // values; 0 overwrites the logits in every round
-  ColumnStart column[kMaxColumns];
-  SampleParams sampling[kMaxColumns];  // these two for kernels that sample
-  SampleStep step[kMaxColumns];        // of the first round
-};
-
-// What kernels that sample need beside the workspace.
-struct SampleBuffers {
-  u32* seen;               // [column][kSampledRows]
-  float* adjusted;         // [column][kSampledRows]
-  u8* workspace;           // zeroed for each launch
-  const u32* list_ids;     // of all bans and biases
-  const float* list_values;
-};
-
-// Host memory: what masked columns may choose. See `wait_for_masks` in ops/choose.cuh.
-struct Masks {
-  const u32* words;  // [column][kVocabWords], a bit a token
-  const u32* turns;  // [column][kMaskTurnWords]: rounds whose masks are there, or kMaskEnd
-};
-
-struct Params {
-  const u8* image;        // packed weights
-  const float* vectors;   // norm weights and biases, fp32
-  const u16* embedding;   // [V][H] row-major, or null where the head is tied
-  u16* pool;              // KV pages
-  const i32* page_tables; // [sequence][page]
-  const float2* rope;     // [position][D / 2] cosine, sine
-  u8* workspace;
-  float* logits;          // [column][kVocabRows], of all lanes here
-  const u32* forced;      // [column][rounds] input tokens
-  const Launch* launch;
-  u32* emitted;           // host: [round][column]
-  u32* progress;          // host: rounds emitted
-  const u32* yield;       // host: wish to stop at the next round
-  Fault* fault;           // host
-  u64* trace;             // [block][kTraceWords] of the traced round; trace.py knows their order
-  u64 page_values;        // of one page over all layers
-  u32 page_table_stride;
-  float embedding_scale;  // 1 / root mean square of the embedding
-  SampleBuffers sample;
-  u32 rank;
-  u8* peers[kPeers];      // every rank's workspace, this one's included
-  Masks masks;            // for kernels that sample
-};
-
 // Of the launch. A build for one column knows so, and has no code for others.
 struct Columns {
   u32 given;
