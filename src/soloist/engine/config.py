@@ -9,8 +9,8 @@ from soloist.megakernel.plan import MAX_COLUMNS, PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import (
-    CHUNK_TOKENS,
     HEADROOM_BYTES,
+    REFERENCE_CHUNK_TOKENS,
     KernelMemory,
     MemoryEstimate,
     fitting_context,
@@ -135,7 +135,9 @@ def resolve(
         )
 
     def longest(dtype: Dtype) -> int:
-        return fitting_context(model, specs, dtype, available_bytes, CHUNK_TOKENS, kernel(dtype))
+        return fitting_context(
+            model, specs, dtype, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
+        )
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
@@ -145,7 +147,7 @@ def resolve(
         dtype = stored
     context = wanted or max(1, longest(dtype))
     memory = require_memory(
-        model, specs, dtype, context, available_bytes, CHUNK_TOKENS, kernel(dtype)
+        model, specs, dtype, context, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
     )
     kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
     token_bytes = kv_bytes_per_token(model, dtype)

@@ -24,7 +24,7 @@ from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
 from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import CHUNK_TOKENS, PromptRunner
+from soloist.prefill.prompts import MOST_PASS_TOKENS, PromptRunner
 from soloist.prefill.ranks import RankPart, RankPrefill, RanksPrefill
 from soloist.prefill.runner import Matrices, Prefill
 
@@ -99,7 +99,7 @@ class _Part:
             FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
             ranks=plan.ranks,
         )  # fmt: skip
-        most = min(CHUNK_TOKENS, sizes.context_tokens)
+        most = min(MOST_PASS_TOKENS, sizes.context_tokens)
         part = plan.part_of(rank)
         self.prefill: Prefill
         if isinstance(part, LaneShare):
@@ -149,7 +149,7 @@ class KernelModel(KernelExecutor):
         keep_rows: bool,
         sequences: int = 1,
         kv_tokens: int | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int = MOST_PASS_TOKENS,
         keeps_prefixes: bool = False,
         host_bytes: int = 0,
     ) -> None:

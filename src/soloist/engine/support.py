@@ -13,7 +13,7 @@ from soloist.megakernel.sampling_header import sample_workspace_bytes
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import KernelMemory
-from soloist.prefill.prompts import CHUNK_TOKENS
+from soloist.prefill.prompts import MOST_PASS_TOKENS
 from soloist.prefill.runner import require_prefill
 
 
@@ -45,7 +45,7 @@ class Support:
             image_bytes=plan.image_bytes,
             workspace_bytes=exchange_bytes + scratch_bytes + logits_bytes,
             page_tokens=PAGE_POSITIONS,
-            chunk_tokens=CHUNK_TOKENS,
+            chunk_tokens=MOST_PASS_TOKENS,
         )
 
 

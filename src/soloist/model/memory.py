@@ -18,13 +18,13 @@ HEADROOM_BYTES = 300 * 10**6
 
 # Prompt tokens a pass of the reference: enough for full matrix speed. Where prompts are kept, what
 # lies behind the last whole pass is read again, so more would cost more.
-PASS_TOKENS = 128
+REFERENCE_PASS_TOKENS = 128
 
 # Threads of the reference that may have a pass each, beside other processes.
 MOST_READERS = 4
 
 # Prompt tokens whose intermediate results are in memory at once.
-CHUNK_TOKENS = MOST_READERS * PASS_TOKENS
+REFERENCE_CHUNK_TOKENS = MOST_READERS * REFERENCE_PASS_TOKENS
 
 # Attention scores held at once, by all readers together: long prompts against long contexts go
 # through in tiles of tokens.

@@ -26,7 +26,7 @@ from soloist.model.memory import modules_under_way
 from soloist.prefill.elementwise import Chunk, Heads, Reach, Vectors
 from soloist.prefill.lane_elementwise import Due, LaneElementwise, News, TorchLanes
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import CHUNK_TOKENS
+from soloist.prefill.prompts import MOST_PASS_TOKENS
 from soloist.prefill.ranks import RankPart
 from soloist.prefill.runner import Buffers, MakeElementwise, Matrices
 
@@ -80,7 +80,7 @@ class LanePrefill(RankPart):
         vectors: Vectors,
         pool: PagePool,
         elementwise: MakeElementwise = TorchLanes,
-        most_tokens: int = CHUNK_TOKENS,
+        most_tokens: int = MOST_PASS_TOKENS,
     ) -> None:
         self.share, self._rules = share, rules_of(share.whole)
         self._modules = modules_of(share.whole)

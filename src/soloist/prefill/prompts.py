@@ -10,7 +10,7 @@ from torch import Tensor
 TokenIds = Tensor | Sequence[int] | NDArray[np.int64]
 
 # Most tokens of a pass: more of them make library products hardly faster.
-CHUNK_TOKENS = 2048
+MOST_PASS_TOKENS = 2048
 
 
 class PromptRunner(ABC):

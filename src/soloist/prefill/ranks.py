@@ -21,7 +21,7 @@ from soloist.model.config import ModelConfig
 from soloist.prefill.elementwise import Chunk, Heads, OwnRows, Reach, TorchElementwise, Vectors
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import CHUNK_TOKENS, PromptRunner, TokenIds
+from soloist.prefill.prompts import MOST_PASS_TOKENS, PromptRunner, TokenIds
 from soloist.prefill.runner import MakeElementwise, Matrices, Prefill, combined
 from soloist.prefill.widths import agreeing_widths
 
@@ -103,7 +103,7 @@ class RankPrefill(RankPart):
         vectors: Vectors,
         pool: PagePool,
         elementwise: MakeElementwise = TorchElementwise,
-        most_tokens: int = CHUNK_TOKENS,
+        most_tokens: int = MOST_PASS_TOKENS,
     ) -> None:
         config = share_of(share.whole, share.ranks)
         super().__init__(config, matrices, vectors, pool, elementwise, most_tokens)

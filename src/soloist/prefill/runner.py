@@ -30,7 +30,7 @@ from soloist.prefill.elementwise import (
 )
 from soloist.prefill.header import wide_products
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import CHUNK_TOKENS, PromptRunner, TokenIds
+from soloist.prefill.prompts import MOST_PASS_TOKENS, PromptRunner, TokenIds
 from soloist.prefill.upload import Upload
 from soloist.prefill.widths import (
     BLOCK_TOKENS,
@@ -105,7 +105,7 @@ class Prefill(PromptRunner):
         vectors: Vectors,
         pool: PagePool,
         elementwise: MakeElementwise = TorchElementwise,
-        most_tokens: int = CHUNK_TOKENS,
+        most_tokens: int = MOST_PASS_TOKENS,
     ) -> None:
         require_prefill(config)
         self.config, self.pool, self.most_tokens = config, pool, most_tokens
