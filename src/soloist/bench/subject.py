@@ -33,7 +33,7 @@ from soloist.model.memory import (
 )
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import Weights, random_weights
-from soloist.prefill.prompts import MOST_PASS_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
 
 

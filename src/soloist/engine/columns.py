@@ -30,8 +30,8 @@ from soloist.megakernel.header import MAX_STOPS
 from soloist.megakernel.launch import Column
 from soloist.megakernel.plan import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score
-from soloist.prefill.prompts import MOST_PASS_TOKENS, TokenIds
-from soloist.prefill.widths import BLOCK_TOKENS
+from soloist.prefill.upload import TokenIds
+from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS
 from soloist.sampling import Sampler
 from soloist.sampling.constraint import Words
 

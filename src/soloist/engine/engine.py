@@ -36,7 +36,7 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import LoadProgress, Weights, read_tensors
-from soloist.prefill.prompts import MOST_PASS_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer

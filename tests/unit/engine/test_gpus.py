@@ -23,7 +23,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.memory import estimate
-from soloist.prefill.prompts import MOST_PASS_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from unit.prefill.models import MODELS, model, random_weights
 
 CPU = torch.device("cpu")
