@@ -219,11 +219,11 @@ def spread(
             config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], device
         )
         given = held.__getitem__, vectors(held), pool
-        made = {"arch": arch(), "cache_root": cache_root}
         lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
-        fused = partial(FusedElementwise, **made, ranks=ranks, lanes=lanes)
-        of_lanes = partial(FusedLanes, **made)
-        parts.append(Part(share, *given, fused, lane_operations=of_lanes))
+        fused = partial(
+            FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks, lanes=lanes
+        )
+        parts.append(Part(share, *given, fused, lane_operations=FusedLanes))
     return Prefill(parts)
 
 

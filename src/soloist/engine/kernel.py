@@ -96,17 +96,13 @@ class _Part:
             weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
         )
         share = plan.part_of(rank)
-        arch = plan.gpu.arch
         lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
-        self.prefill = Part(
-            share, matrices, vectors, self.pool,
-            partial(
-                FusedElementwise, arch=arch, cache_root=cache_root, rope=rope, ranks=plan.ranks,
-                lanes=lanes,
-            ),
-            min(MOST_PASS_TOKENS, sizes.context_tokens),
-            partial(FusedLanes, arch=arch, cache_root=cache_root),
+        operations = partial(
+            FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
+            ranks=plan.ranks, lanes=lanes,
         )  # fmt: skip
+        most = min(MOST_PASS_TOKENS, sizes.context_tokens)
+        self.prefill = Part(share, matrices, vectors, self.pool, operations, most, FusedLanes)
         torch.cuda.synchronize(device)
 
 

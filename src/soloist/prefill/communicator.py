@@ -1,9 +1,10 @@
 """How what modules give joins the residual stream, alone or with other ranks and lanes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,115 +68,113 @@ class Narrowing(Enum):
     MLP = auto()
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """The residual stream of a rank, and whoever adds to it.
 
     A module is an attention (2 · layer) or an MLP (2 · layer + 1).
+
+    Args:
+        work: what the rank computes with.
+
+    Attributes:
+        narrowing: where `last_row` is asked for.
     """
 
-    @property
-    def narrowing(self) -> Narrowing:
-        """Where `last_row` is asked for."""
+    narrowing: Narrowing
+
+    def __init__(self, work: Workspace) -> None:
+        self._work, self._operations = work, work.operations
 
     @property
     def num_bytes(self) -> int:
         """Memory beside the workspace."""
+        return 0
 
-    def connect(self, ranks: Sequence["Communicator"]) -> None:
+    def connect(self, ranks: Sequence["Communicator"]) -> None:  # noqa: B027 - one that is alone
         """Before the first pass: those of all ranks in order, whose memory this one can reach."""
 
-    def is_cut(self, layers: int) -> bool:
+    def is_cut(self, layers: int) -> bool:  # noqa: ARG002 - most are not
         """Whether a recorded pass is cut in two behind so many layers.
 
         Launching a graph takes the host a microsecond a kernel, and the device waits for it: so it
         gets a short one first.
         """
+        return False
 
+    @abstractmethod
     def begin(self, rows: Rows, chunk: Chunk) -> None:
         """Tokens' rows of the embedding become the residual stream."""
 
+    @abstractmethod
     def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
         """`normed` of all that came before an attention."""
 
-    def before_output(self, layer: int) -> Stages:
+    def before_output(self, layer: int) -> Stages:  # noqa: ARG002 - most have nothing to wait for
         """What has to be before an attention gives anything."""
+        yield from ()
 
+    @abstractmethod
     def output(self, module: int, rows: Rows) -> Tensor:
         """Where the product goes that a module gives."""
 
+    @abstractmethod
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
         """`normed` of all that came before an MLP, the attention's output included."""
 
-    def after_layer(self, layer: int, rows: Rows) -> Stages:
+    def after_layer(self, layer: int, rows: Rows) -> Stages:  # noqa: ARG002 - the same
         """What has to be once an MLP has given its output."""
+        yield from ()
 
+    @abstractmethod
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
         """The last token's, with a copy of what is needed from here on."""
 
+    @abstractmethod
     def head(self, rows: Rows, chunk: Chunk) -> Stages:
         """Logits of the last token."""
 
 
-class Nobody:
-    """A rank that is alone: sums and norms are one operation.
-
-    Args:
-        work: what it computes with.
-    """
+class Nobody(Communicator):
+    """Of a rank that is alone: sums and norms are one operation."""
 
     narrowing = Narrowing.QUERIES
-    num_bytes = 0
-
-    def __init__(self, work: Workspace) -> None:
-        self._work, self._operations = work, work.operations
-
-    def connect(self, ranks: Sequence[Communicator]) -> None:
-        """See `Communicator`."""
 
     def is_cut(self, layers: int) -> bool:
-        """See `Communicator`."""
+        """See the base class."""
         return layers == 1
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
-        """See `Communicator`."""
+        """See the base class."""
         table = self._work.products.matrix("embedding")
         self._operations.embed(table, chunk, rows.buffers.residual)
 
     def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
+        """See the base class."""
         norm = self._operations.layers[layer].attention_norm
         deltas = self._deltas(layer - 1, rows.buffers) if layer else []
         self._operations.add_norm(rows.buffers.residual, deltas, norm, rows.buffers.normed)
         yield from ()
 
-    def before_output(self, layer: int) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
-        yield from ()
-
     def output(self, module: int, rows: Rows) -> Tensor:
-        """See `Communicator`."""
+        """See the base class."""
         return rows.buffers.mlp_delta if module % 2 else rows.buffers.delta
 
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
-        """See `Communicator`; the next norm adds the same again."""
+        """See the base class; the next norm adds the same again."""
         b, norm = rows.buffers, self._operations.layers[layer].mlp_norm
         deltas = self._deltas(layer, b)[:1]
         self._operations.add_norm(b.residual, deltas, norm, b.normed, keeps=False)
         yield from ()
 
-    def after_layer(self, layer: int, rows: Rows) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
-        yield from ()
-
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
-        """See `Communicator`."""
+        """See the base class."""
         last = self._work.last_row()
         torch.index_select(rows.buffers.residual, 0, chunk.last, out=last.buffers.residual)
         torch.index_select(rows.buffers.normed, 0, chunk.last, out=last.buffers.normed)
         return last
 
     def head(self, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
+        """See the base class."""
         b, config = rows.buffers, self._work.config
         deltas = self._deltas(config.num_layers - 1, b)
         self._operations.add_norm(b.residual, deltas, self._operations.final_norm, b.normed)

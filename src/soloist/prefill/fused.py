@@ -47,30 +47,17 @@ KernelArgs = tuple[ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes
 
 
 class Kernels:
-    """Kernels of one file, compiled and loaded.
-
-    Args:
-        kernel: the file.
-        spec: as of `header`.
-        entries: which of its kernels.
-        arch: architecture of the device, such as 'sm_90a'.
-        cache_root: where compiled kernels are kept; None keeps none on disk.
-        device: where they run.
-
-    Raises:
-        DeviceError: they cannot be compiled or loaded.
-    """
+    """Kernels of one file, compiled and loaded; arguments as of `FusedElementwise.load`."""
 
     def __init__(
         self,
-        kernel: str,
-        spec: str,
+        source: Source,
         entries: Sequence[str],
         arch: str,
         cache_root: Path | None,
         device: torch.device,
     ) -> None:
-        cubin = load_or_build(Source(kernel, spec), arch, cache_root)
+        cubin = load_or_build(source, arch, cache_root)
         self._modules: dict[str, Module] = {}
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
@@ -122,7 +109,6 @@ class FusedElementwise(Elementwise):
 
     Attributes:
         stream: handle of that in which a pass runs.
-        spec: as of `header`.
 
     Raises:
         ShapeUnsupported: a size that 16-byte accesses do not divide.
@@ -151,13 +137,14 @@ class FusedElementwise(Elementwise):
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
         assert pool.dtype in DTYPES, "a 16-bit pool"
-        self.ranks, self.spec = ranks, header(config, DTYPES[pool.dtype], ranks, lanes)
+        self.ranks, self._spec = ranks, header(config, DTYPES[pool.dtype], ranks, lanes)
+        self._arch, self._cache_root = arch, cache_root
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
-        self._kernels = Kernels(_KERNEL, self.spec, entries, arch, cache_root, pool.device)
+        self._kernels = self.load(_KERNEL, entries)
         self._gate_up = None
         if not lanes and has_gate_up(arch, config.hidden_size, ffn):
             with torch.cuda.device(pool.device):
-                self._gate_up = GateUp(self.spec, cache_root)
+                self._gate_up = GateUp(self._spec, cache_root)
         self._attention = None
         if has_first_attention(arch, attention.head_dim):
             with torch.cuda.device(pool.device):
@@ -169,6 +156,11 @@ class FusedElementwise(Elementwise):
         words = _MEETING_WORDS + ranks
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+
+    def load(self, kernel: str, entries: Sequence[str]) -> Kernels:
+        """More kernels of the same model: `entries` of a file. Raises DeviceError."""
+        source = Source(kernel, self._spec)
+        return Kernels(source, entries, self._arch, self._cache_root, self.pool.device)
 
     def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:
         """Before the first pass of several ranks: which one this is, and all of them in order."""

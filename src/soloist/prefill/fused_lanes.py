@@ -1,12 +1,11 @@
 """The same operations as CUDA kernels of our own (`cuda/kernels/lane_prefill.cu`)."""
 
 import ctypes
-from pathlib import Path
 
 from torch import Tensor
 
 from soloist.prefill.elementwise import Chunk, Elementwise, Reach
-from soloist.prefill.fused import FusedElementwise, KernelArgs, Kernels, pointer
+from soloist.prefill.fused import FusedElementwise, KernelArgs, pointer
 from soloist.prefill.lane_elementwise import Due, LaneOperations, News
 
 _KERNEL = "kernels/lane_prefill.cu"
@@ -63,18 +62,16 @@ class FusedLanes(LaneOperations):
 
     Args:
         base: operations of any model, compiled for these lanes.
-        arch: as of `base`.
-        cache_root: as of `base`.
 
     Raises:
         DeviceError: the kernels cannot be compiled or loaded.
     """
 
-    def __init__(self, base: Elementwise, arch: str, cache_root: Path | None) -> None:
+    def __init__(self, base: Elementwise) -> None:
         assert isinstance(base, FusedElementwise), "these share its stream and its peers"
         self._base = base
         entries = (*_ENTRIES, *(_OF_RANKS if base.ranks > 1 else ()))
-        self._kernels = Kernels(_KERNEL, base.spec, entries, arch, cache_root, base.pool.device)
+        self._kernels = base.load(_KERNEL, entries)
 
     def embed_lanes(self, table: Tensor, chunk: Chunk, streams: Tensor) -> None:
         """See the base class."""

@@ -46,3 +46,9 @@ class Graphs:
         for graph in self.by_rows[rows]:
             graph.replay()
             yield
+
+    def replay_all(self) -> None:
+        """Queue every recorded pass."""
+        for graphs in self.by_rows.values():
+            for graph in graphs:
+                graph.replay()

@@ -41,7 +41,7 @@ class _Ring(NamedTuple):
     sums: Tensor  # [modules, T, H] fp32; none on one rank, which sums while it adds
 
 
-class LaneCommunicator:
+class LaneCommunicator(Communicator):
     """The streams of one rank's lanes: what they publish, and what they hear.
 
     Args:
@@ -57,8 +57,9 @@ class LaneCommunicator:
     narrowing = Narrowing.OUTPUT
 
     def __init__(self, share: LaneShare, work: Workspace, operations: LaneOperations) -> None:
+        super().__init__(work)
         self._share, self._rules = share, rules_of(share.whole)
-        self._work, self._operations, self._lanes = work, work.operations, operations
+        self._lanes = operations
         self._is_alone = share.ranks == 1
         self._modules = modules_of(share.whole)
         talks = any(module.communicates for module in self._modules)
@@ -73,7 +74,7 @@ class LaneCommunicator:
         self._head_reach = Reach([], [])
 
     def connect(self, ranks: Sequence[Communicator]) -> None:
-        """See `Communicator`."""
+        """See the base class."""
         lanes = [rank for rank in ranks if isinstance(rank, LaneCommunicator)]
         self._reaches = _reaches([rank.ring for rank in lanes])
         self._last_reaches = _reaches([rank.last_ring for rank in lanes])
@@ -86,50 +87,50 @@ class LaneCommunicator:
 
     @property
     def num_bytes(self) -> int:
-        """See `Communicator`."""
+        """See the base class."""
         return num_bytes(*self.ring, *self.last_ring, self._norms)
 
     def is_cut(self, layers: int) -> bool:
-        """See `Communicator`.
+        """See the base class.
 
         Several ranks have graphs of 1, 1, 2, 4 and so on layers: one host starts them all in turn.
         """
         return layers == 1 or (not self._is_alone and layers.bit_count() == 1)
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
-        """See `Communicator`."""
+        """See the base class."""
         table = self._work.products.matrix("embedding")
         self._lanes.embed_lanes(table, chunk, rows.buffers.residual)
         if not self._is_alone:
             self._operations.tell(self._reaches[0])  # the pass before is over
 
     def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         weight = self._operations.layers[layer].attention_norm
         yield from self._hear(rows, chunk, 2 * layer - 1, weight)
 
     def before_output(self, layer: int) -> Stages:
-        """See `Communicator`: nobody is in the pass before."""
+        """See the base class: nobody is in the pass before."""
         if layer == 0 and not self._is_alone:
             yield
             self._operations.meet(self._reaches[0])
 
     def output(self, module: int, rows: Rows) -> Tensor:
-        """See `Communicator`: [l, T, H]."""
+        """See the base class: [l, T, H]."""
         parts = (self.last_ring if rows.is_last else self.ring).parts
         return self._by_lane(parts[module % len(parts)][: rows.num_rows])
 
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         yield from self._exchange(rows, 2 * layer)
         yield from self._hear(rows, chunk, 2 * layer, self._operations.layers[layer].mlp_norm)
 
     def after_layer(self, layer: int, rows: Rows) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         yield from self._exchange(rows, 2 * layer + 1)
 
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
-        """See `Communicator`; its streams are copied."""
+        """See the base class; its streams are copied."""
         last = self._work.last_row()
         torch.index_select(rows.buffers.residual, 1, chunk.last, out=last.buffers.residual)
         return last
@@ -198,7 +199,7 @@ class LaneCommunicator:
         return replace(heard, own=given)
 
     def head(self, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`: where the lanes meet."""
+        """See the base class: where the lanes meet."""
         work, final_norm = self._work, self._operations.final_norm
         last = 2 * work.config.num_layers - 1
         matrix = work.products.matrix("head")  # [l, V / L, H], the last lanes' filled up

@@ -97,6 +97,11 @@ class Part:
         operations = self.work.operations
         return operations if isinstance(operations, FusedElementwise) else None
 
+    def wait_for_nobody(self, *, alone: bool) -> None:
+        """Whether its kernels go on at once, though other ranks do not run."""
+        if self.fused is not None:
+            self.fused.wait_for_nobody(alone=alone)
+
     @property
     def logits(self) -> Tensor:
         """[rows] fp32, of the rank's part of the vocabulary, of the last pass that had them."""
@@ -162,18 +167,13 @@ class Part:
         """Whether a pass over the chunk was recorded."""
         return self._attention.fits_graph(chunk) and chunk.num_rows in self.graphs.by_rows
 
-    def replay(self, chunk: Chunk) -> Iterator[None]:
-        """Queue the recorded pass as `Graphs` does; logits are computed, too."""
-        return self.graphs.replay(chunk.num_rows)
-
     def begin_capture(self, size: int) -> Chunk:
         """A chunk of so many rows and no token: the pool stays as it is."""
         assert self.work.operations.capturable, "kernels read the place from the device"
         assert 0 < size <= self.most_tokens, "buffers are large enough"
         is_whole = size == self.most_tokens and not self.widths
-        buffers = self.work.buffers
-        attention = self._attention
-        attention.attends_whole = is_whole and attention.can_attend_whole(buffers)
+        can = self._attention.can_attend_whole
+        self._attention.attends_whole = is_whole and can(self.work.buffers)
         nothing = torch.zeros(0, dtype=torch.int32)
         return self._upload.chunk(nothing, 0, nothing, size)
 

@@ -17,7 +17,7 @@ from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, 
 from soloist.prefill.elementwise import Chunk, OwnRows, Reach
 
 
-class RankCommunicator:
+class RankCommunicator(Communicator):
     """Partial sums of one rank.
 
     Args:
@@ -30,26 +30,22 @@ class RankCommunicator:
     """
 
     narrowing = Narrowing.MLP
-    num_bytes = 0
 
     def __init__(self, share: Share, work: Workspace) -> None:
-        self._share, self._work, self._operations = share, work, work.operations
+        super().__init__(work)
+        self._share = share
         self.reach = self.last_reach = Reach([], [])
 
     def connect(self, ranks: Sequence[Communicator]) -> None:
-        """See `Communicator`."""
+        """See the base class."""
         works = [rank._work for rank in ranks if isinstance(rank, RankCommunicator)]  # noqa: SLF001 - same class
         self.reach, self.last_reach = (
             Reach([b.delta for b in of_all], [b.normed for b in of_all])
             for of_all in ([work.buffers for work in works], [work.last for work in works])
         )
 
-    def is_cut(self, layers: int) -> bool:  # noqa: ARG002
-        """See `Communicator`; a rank that waits for others waits for no host."""
-        return False
-
     def begin(self, rows: Rows, chunk: Chunk) -> None:  # noqa: ARG002
-        """See `Communicator`: of its own rows."""
+        """See the base class: of its own rows."""
         own = self._own(chunk)
         if own.rows:
             ids = chunk.ids[own.rows.start : own.rows.stop]
@@ -57,37 +53,29 @@ class RankCommunicator:
             self._operations.embed(table, replace(chunk, ids=ids), own.residual)
 
     def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         layers = self._operations.layers
         bias = layers[layer - 1].down_bias if layer else None
         norm = layers[layer].attention_norm
         yield from self._join(rows, chunk, bias, norm, has_parts=layer > 0)
 
-    def before_output(self, layer: int) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
-        yield from ()
-
     def output(self, module: int, rows: Rows) -> Tensor:  # noqa: ARG002
-        """See `Communicator`."""
+        """See the base class."""
         return rows.buffers.delta
 
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         own = self._operations.layers[layer]
         yield from self._join(rows, chunk, own.attention_output_bias, own.mlp_norm)
 
-    def after_layer(self, layer: int, rows: Rows) -> Stages:  # noqa: ARG002
-        """See `Communicator`."""
-        yield from ()
-
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
-        """See `Communicator`; its residual stream stays where it is."""
+        """See the base class; its residual stream stays where it is."""
         last = self._work.last_row()
         torch.index_select(rows.buffers.normed, 0, chunk.last, out=last.buffers.normed)
         return last
 
     def head(self, rows: Rows, chunk: Chunk) -> Stages:
-        """See `Communicator`."""
+        """See the base class."""
         bias = self._operations.layers[-1].down_bias
         yield from self._join(rows, chunk, bias, self._operations.final_norm)
         self._work.products.multiply(rows.buffers.normed, "head", self._work.logits)

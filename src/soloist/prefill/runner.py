@@ -82,7 +82,7 @@ class Prefill:
                 for part in self.parts
             ]
             if all(part.has_graph(chunk) for part, chunk in self._each(chunks)):
-                _in_turn(part.replay(chunk) for part, chunk in self._each(chunks))
+                _in_turn(part.graphs.replay(chunk.num_rows) for part, chunk in self._each(chunks))
             else:
                 self._advance(chunks, want_logits=want_logits)
             return self._logits() if want_logits else None
@@ -146,10 +146,15 @@ class Prefill:
 
         A graph's first start may wait for its whole GPU, and so must not find anybody waiting.
         """
-        for step in (_part_from_others, _replay_all, _unite):
+
+        def everywhere(step: Callable[[Part], None]) -> None:
             for part in self.parts:
                 step(part)
                 torch.cuda.synchronize(part.pool.device)
+
+        everywhere(lambda part: part.wait_for_nobody(alone=True))
+        everywhere(lambda part: part.graphs.replay_all())
+        everywhere(lambda part: part.wait_for_nobody(alone=False))
 
     def _each(self, chunks: Sequence[Chunk]) -> Iterable[tuple[Part, Chunk]]:
         return zip(self.parts, chunks, strict=True)
@@ -171,18 +176,3 @@ class Prefill:
 def _in_turn(passes: Iterable[Iterable[None]]) -> None:
     for _ in zip_longest(*passes):
         pass
-
-
-def _part_from_others(part: Part) -> None:
-    if part.fused is not None:
-        part.fused.wait_for_nobody(alone=True)
-
-
-def _replay_all(part: Part) -> None:
-    for rows in part.graphs.by_rows:
-        _in_turn([part.graphs.replay(rows)])
-
-
-def _unite(part: Part) -> None:
-    if part.fused is not None:
-        part.fused.wait_for_nobody(alone=False)

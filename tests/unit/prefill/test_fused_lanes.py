@@ -32,7 +32,7 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.header import header
-from soloist.prefill.lane_elementwise import Due, LaneOperations, MakeLanes, News, TorchLanes
+from soloist.prefill.lane_elementwise import Due, LaneOperations, News, TorchLanes
 from soloist.prefill.lanes import without_lanes
 from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
@@ -82,10 +82,6 @@ def fused(folder: Path, ranks: int) -> MakeElementwise:
     return partial(FusedElementwise, arch=arch(), cache_root=folder, ranks=ranks, lanes=8 // ranks)
 
 
-def fused_lanes(folder: Path) -> MakeLanes:
-    return partial(FusedLanes, arch=arch(), cache_root=folder)
-
-
 def spread_fused(
     config: ModelConfig,
     ranks: int,
@@ -94,7 +90,7 @@ def spread_fused(
     devices: list[torch.device],
 ) -> list[Part]:
     operations = fused(folder, ranks)
-    return spread(config, ranks, fused_lanes(folder), dtype, devices, operations=operations)
+    return spread(config, ranks, FusedLanes, dtype, devices, operations=operations)
 
 
 def pair(
@@ -108,7 +104,7 @@ def pair(
     a = one.layers[0].attention
     made = []
     for make, of_lanes in (
-        (fused(folder, ranks), fused_lanes(folder)),
+        (fused(folder, ranks), FusedLanes),
         (TorchElementwise, TorchLanes),
     ):
         pool = PagePool(one.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, torch.device("cuda"))
