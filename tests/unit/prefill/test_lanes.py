@@ -79,7 +79,7 @@ def spread(
         vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
         pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 3, dtype, device)
         part = Part(share, held.__getitem__, vectors, pool, operations, most, of_lanes)
-        part.work.products.__class__ = multiply
+        part.work.products.__class__ = multiply  # of the same matrices
         parts.append(part)
     return parts
 
