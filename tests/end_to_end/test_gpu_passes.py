@@ -18,18 +18,18 @@ from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.share import part_of, share_of
+from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.weights import TORCH_DTYPES, random_weights
-from soloist.prefill import runner
+from soloist.prefill import chunk_attention
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
-from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
-from soloist.prefill.ranks import RankPart, RankPrefill, RanksPrefill
+from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
+from soloist.prefill.settling import behaviours
 from unit.prefill.models import vectors
 from unit.prefill.test_fused import arch
 
@@ -57,7 +57,8 @@ def prefill(config: ModelConfig, dtype: Dtype, cache_root: Path) -> Prefill:
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], GPU)
     fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root)
-    return Prefill(config, weights.__getitem__, vectors(weights), pool, fused)
+    part = Part(Share(config, 1, 0), weights.__getitem__, vectors(weights), pool, fused)
+    return Prefill([part])
 
 
 @pytest.fixture(
@@ -97,16 +98,16 @@ def scattered(seed: int = 0) -> list[int]:
 
 
 def read(
-    run: Prefill | RanksPrefill, ids: Tensor, cuts: list[int], *, by_graph: bool = True
+    run: Prefill, ids: Tensor, cuts: list[int], *, by_graph: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits, and what lies in the pages of every rank, from pools that held something else."""
-    parts = [run] if isinstance(run, Prefill) else run.ranks
-    graphs = [part._graphs for part in parts]
+    parts = run.parts
+    graphs = [part.graphs.by_rows for part in parts]
     pages = scattered()
     try:
         for part in parts:
             part.pool.tensor.normal_()
-            part._graphs = part._graphs if by_graph else {}
+            part.graphs.by_rows = part.graphs.by_rows if by_graph else {}
         logits = None
         for start, stop in pairwise(cuts):
             logits = run.run(ids[start:stop], start, pages, want_logits=stop == len(ids))
@@ -116,7 +117,7 @@ def read(
         return logits.clone(), held
     finally:
         for part, own in zip(parts, graphs, strict=True):
-            part._graphs = own
+            part.graphs.by_rows = own
 
 
 def cut(count: int, first: int, most: int) -> list[int]:
@@ -153,9 +154,10 @@ def test_a_graph_does_what_the_launches_do(settled: Prefill) -> None:
 @pytest.mark.gpu
 def test_recording_and_padding_store_nothing(settled: Prefill) -> None:
     pages = scattered()
-    settled.pool.tensor.zero_()
+    pool = settled.parts[0].pool
+    pool.tensor.zero_()
     settled.run(random_ids(settled.config, 300), 512, pages)
-    written = settled.pool.tensor.flatten(1).any(1).nonzero().flatten().tolist()
+    written = pool.tensor.flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(pages[8:13])
 
 
@@ -166,7 +168,7 @@ def test_beyond_the_reach_of_graphs_bits_stay(
     config, results = cut_shape("windows"), []
     ids = random_ids(config, 4000)
     for reach in (1024, CONTEXT):
-        monkeypatch.setattr(runner, "REACH_TOKENS", reach)
+        monkeypatch.setattr(chunk_attention, "REACH_TOKENS", reach)
         run = prefill(config, Dtype.BF16, tmp_path)
         run.settle_widths()
         if not run.widths:
@@ -182,31 +184,32 @@ def test_widths_whose_products_split_their_sums_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: int
 ) -> None:
     run = prefill(cut_shape("laneformer-2b-as-llama"), Dtype.BF16, tmp_path)
-    before = run.behaviours()
-    multiply = run._multiply
+    part = run.parts[0]
+    before, products = behaviours(part), part.work.products
+    multiply = products.multiply
 
     def splitting(x: Tensor, name: str, out: Tensor, first: int = 0) -> None:
         multiply(x, name, out, first)
         if name.endswith("down") and len(x) in (split, 2 * split):
-            matrix, half = run._matrices(name).mT, x.shape[1] // 2
+            matrix, half = products.matrix(name).mT, x.shape[1] // 2
             out.copy_((x[:, half:] @ matrix[half:]).float() + (x[:, :half] @ matrix[:half]).float())
 
-    monkeypatch.setattr(run, "_multiply", splitting)
-    seen = run.behaviours()
+    monkeypatch.setattr(products, "multiply", splitting)
+    seen = behaviours(part)
     others = [w for w in before if w not in (split, 2 * split)]
     assert all(seen[split]["down"] != seen[w]["down"] for w in others)
     assert all((seen[a] == seen[b]) == (before[a] == before[b]) for a in others for b in others)
     run.settle_widths()
-    unpadded = {w for w in run.widths if ("down", w) not in run._product_rows}
+    unpadded = {w for w in run.widths if ("down", w) not in products.padded_rows}
     assert not unpadded & {split, 2 * split} or not unpadded & set(others)
 
 
 def spread(
     config: ModelConfig, dtype: Dtype, devices: list[torch.device], cache_root: Path
-) -> RanksPrefill | LanePrefill:
+) -> Prefill:
     """A rank on each of these devices, which may be the same; of lanes also one alone."""
     ranks, whole = len(devices), random_weights(tensors(config), dtype, GPU)
-    parts: list[RankPart] = []
+    parts: list[Part] = []
     for rank, device in enumerate(devices):
         share = part_of(config, ranks, rank)
         held = {name: part.to(device) for name, part in shard_all(share, whole).items()}
@@ -216,17 +219,15 @@ def spread(
             config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], device
         )
         given = held.__getitem__, vectors(held), pool
-        made = {"arch": arch(), "cache_root": cache_root, "ranks": ranks}
-        if isinstance(share, LaneShare):
-            fused = partial(FusedLanes, **made, lanes=len(share.lanes))
-            parts.append(LanePrefill(share, *given, fused))
-        else:
-            parts.append(RankPrefill(share, *given, partial(FusedElementwise, **made)))
-    alone = parts[0]
-    return alone if isinstance(alone, LanePrefill) and ranks == 1 else RanksPrefill(parts)
+        lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
+        fused = partial(
+            FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks, lanes=lanes
+        )
+        parts.append(Part(share, *given, fused, lane_operations=FusedLanes))
+    return Prefill(parts)
 
 
-def ranks_agree(run: RanksPrefill | LanePrefill) -> None:
+def ranks_agree(run: Prefill) -> None:
     run.settle_widths()
     if not run.widths:
         pytest.skip("no widths agree here")

@@ -10,8 +10,9 @@ from interpreter.models import Bench, prompt, reference_logits
 from soloist.engine.kernel import Unpacked
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.sharding import shard_all
-from soloist.prefill.lanes import LanePrefill
-from soloist.prefill.runner import Matrices
+from soloist.prefill.part import Part
+from soloist.prefill.products import Matrices
+from soloist.prefill.runner import Prefill
 
 ATOL = 1e-4
 CASES = [
@@ -35,7 +36,8 @@ def test_the_kernel_goes_on_where_a_prompt_ends(
     matrices: Matrices = Unpacked(plan, bench.memory.image, weights["embedding"])
     if kept:
         matrices = shard_all(plan.part_of(0), weights).__getitem__
-    prefill = LanePrefill(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
+    part = Part(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
+    prefill = Prefill([part])
     table = bench.memory.page_tables[0]
     for start, stop in ((0, 5), (5, end), (end, end + 1)):
         logits = prefill.run(ids[start:stop], start, table)
@@ -52,7 +54,8 @@ def test_a_prompt_in_silent_chunks_can_be_cancelled(tmp_path: Path) -> None:
     bench = Bench(config, plan, weights)
     vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
     matrices = Unpacked(plan, bench.memory.image, weights["embedding"])
-    prefill = LanePrefill(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
+    part = Part(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
+    prefill = Prefill([part])
     table = bench.memory.page_tables[1].tolist()
     wanted = reference_logits(config, weights, ids)[-1]
     logits = prefill.run_prompt(ids, table, 30, lambda: False)

@@ -16,7 +16,8 @@ from soloist.megakernel.share import Share, share_of
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
-from soloist.prefill.ranks import RankPrefill, RanksPrefill
+from soloist.prefill.part import Part
+from soloist.prefill.runner import Prefill
 from unit.prefill.models import matrices, model, random_weights, vectors
 
 ATOL = 1e-4
@@ -63,8 +64,8 @@ def test_rounds_go_on_where_prefill_ended(name: str, ranks: int, tmp_path: Path)
         share = Share(config, ranks, rank)
         own = shard_all(share, weights)
         held = matrices(own, torch.float32)
-        parts.append(RankPrefill(share, held.__getitem__, vectors(own), bench.pools[rank]))
-    read = RanksPrefill(parts)
+        parts.append(Part(share, held.__getitem__, vectors(own), bench.pools[rank]))
+    read = Prefill(parts)
     for start, stop in ((0, 33), (33, 70)):
         logits = read.run(ids[start:stop], start, bench.memory.page_tables[0])
         assert logits is not None

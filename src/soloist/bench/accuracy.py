@@ -34,7 +34,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import CHUNK_TOKENS
+from soloist.model.memory import REFERENCE_CHUNK_TOKENS
 from soloist.model.weights import load_weights
 from soloist.reference import Reference, build_reference
 from soloist.settings import read_settings
@@ -238,8 +238,8 @@ def _reference_logits(reference: Reference, ids: list[int]) -> Tensor:
     """[T, V] in fp32."""
     cache = reference.new_cache(len(ids))
     chunks = []
-    for start in range(0, len(ids), CHUNK_TOKENS):
-        chunk = torch.tensor(ids[start : start + CHUNK_TOKENS], device=reference.device)
+    for start in range(0, len(ids), REFERENCE_CHUNK_TOKENS):
+        chunk = torch.tensor(ids[start : start + REFERENCE_CHUNK_TOKENS], device=reference.device)
         logits = reference.forward(chunk, start, cache, "all")
         assert logits is not None, "logits were asked for"
         chunks.append(logits.clone())

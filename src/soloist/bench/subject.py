@@ -25,10 +25,15 @@ from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import CHUNK_TOKENS, HEADROOM_BYTES, kv_bytes_seen, require_memory
+from soloist.model.memory import (
+    HEADROOM_BYTES,
+    REFERENCE_CHUNK_TOKENS,
+    kv_bytes_seen,
+    require_memory,
+)
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import Weights, random_weights
-from soloist.prefill.prompts import CHUNK_TOKENS as PASS_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
 
 
@@ -146,7 +151,7 @@ def shape_on_gpu(
     placed: Placement,
     sequences: int = 1,
     *,
-    chunk_tokens: int = PASS_TOKENS,
+    chunk_tokens: int = MOST_PASS_TOKENS,
     keeps_prefixes: bool = False,
 ) -> KernelModel:
     """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
@@ -162,7 +167,7 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     needs = require_memory(
-        held, specs, dtype, pooled_tokens, free_bytes, CHUNK_TOKENS, support.memory
+        held, specs, dtype, pooled_tokens, free_bytes, REFERENCE_CHUNK_TOKENS, support.memory
     )
     # On the first GPU all weights lie before they are cut.
     row_bytes = parameters(tensors(config)) * dtype.num_bytes
@@ -203,7 +208,9 @@ def shape_on_cpu(
         OutOfMemory: they do not fit.
     """
     specs = tensors(config)
-    require_memory(config, specs, dtype, context_tokens, available_memory_bytes(), CHUNK_TOKENS)
+    require_memory(
+        config, specs, dtype, context_tokens, available_memory_bytes(), REFERENCE_CHUNK_TOKENS
+    )
     torch.set_num_threads(read_settings().threads or usable_cores())
     weights = random_weights(specs, dtype, torch.device("cpu"))
     return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)

@@ -11,7 +11,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import CHUNK_TOKENS, estimate, kv_bytes_per_token
+from soloist.model.memory import REFERENCE_CHUNK_TOKENS, estimate, kv_bytes_per_token
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.settings import read_settings
 
@@ -112,7 +112,7 @@ def _precision_facts(
     context_tokens: int,
     available: int,
 ) -> PrecisionFacts:
-    needs = estimate(config, specs, dtype, context_tokens, CHUNK_TOKENS)
+    needs = estimate(config, specs, dtype, context_tokens, REFERENCE_CHUNK_TOKENS)
     streamed = streamed_values(specs, tied_head=config.tied_head)
     return PrecisionFacts(
         weights_bytes=needs.weights_bytes,

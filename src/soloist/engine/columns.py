@@ -30,8 +30,8 @@ from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Column
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.sampling_header import bad_score
-from soloist.prefill.prompts import CHUNK_TOKENS, TokenIds
-from soloist.prefill.widths import BLOCK_TOKENS
+from soloist.prefill.upload import TokenIds
+from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS
 from soloist.sampling import Sampler
 from soloist.sampling.constraint import Words
 
@@ -160,7 +160,7 @@ class KernelExecutor(Executor):
         prefill: PromptPass,
         num_pages: int,
         vocab_size: int,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int = MOST_PASS_TOKENS,
         *,
         keeps_prefixes: bool = False,
         host: Host | None = None,

@@ -10,8 +10,8 @@ from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import (
-    CHUNK_TOKENS,
     HEADROOM_BYTES,
+    REFERENCE_CHUNK_TOKENS,
     KernelMemory,
     MemoryEstimate,
     fitting_context,
@@ -136,7 +136,9 @@ def resolve(
         )
 
     def longest(dtype: Dtype) -> int:
-        return fitting_context(model, specs, dtype, available_bytes, CHUNK_TOKENS, kernel(dtype))
+        return fitting_context(
+            model, specs, dtype, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
+        )
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
@@ -146,7 +148,7 @@ def resolve(
         dtype = stored
     context = wanted or max(1, longest(dtype))
     memory = require_memory(
-        model, specs, dtype, context, available_bytes, CHUNK_TOKENS, kernel(dtype)
+        model, specs, dtype, context, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
     )
     kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
     token_bytes = kv_bytes_per_token(model, dtype)

@@ -36,7 +36,7 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.weights import LoadProgress, Weights, read_tensors
-from soloist.prefill.prompts import CHUNK_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
@@ -358,7 +358,7 @@ def _executor(  # noqa: PLR0913 - all that loading has decided
     model = KernelModel(
         plan, weights, resolved.context_tokens, placed.devices, read_settings().cache,
         keep_rows=keep_rows, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
-        chunk_tokens=CHUNK_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
+        chunk_tokens=MOST_PASS_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
         keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
     )  # fmt: skip
     if asked.prepare:

@@ -24,11 +24,11 @@ from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
-from soloist.prefill.lanes import LanePrefill
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import CHUNK_TOKENS, PromptRunner
-from soloist.prefill.ranks import RankPart, RankPrefill, RanksPrefill
-from soloist.prefill.runner import Matrices, Prefill
+from soloist.prefill.part import Part
+from soloist.prefill.products import Matrices
+from soloist.prefill.runner import Prefill
+from soloist.prefill.widths import MOST_PASS_TOKENS
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -102,23 +102,14 @@ class _Part:
         matrices: Matrices = (
             weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
         )
-        elementwise = partial(
+        share = plan.part_of(rank)
+        lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
+        operations = partial(
             FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
-            ranks=plan.ranks,
+            ranks=plan.ranks, lanes=lanes,
         )  # fmt: skip
-        most = min(CHUNK_TOKENS, sizes.context_tokens)
-        part = plan.part_of(rank)
-        self.prefill: Prefill
-        if isinstance(part, LaneShare):
-            of_lanes = partial(
-                FusedLanes, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
-                ranks=plan.ranks, lanes=len(part.lanes),
-            )  # fmt: skip
-            self.prefill = LanePrefill(part, matrices, vectors, self.pool, of_lanes, most)
-        elif plan.ranks == 1:
-            self.prefill = Prefill(config, matrices, vectors, self.pool, elementwise, most)
-        else:
-            self.prefill = RankPrefill(part, matrices, vectors, self.pool, elementwise, most)
+        most = min(MOST_PASS_TOKENS, sizes.context_tokens)
+        self.prefill = Part(share, matrices, vectors, self.pool, operations, most, FusedLanes)
         torch.cuda.synchronize(device)
 
 
@@ -156,7 +147,7 @@ class KernelModel(KernelExecutor):
         keep_rows: bool,
         sequences: int = 1,
         kv_tokens: int | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int = MOST_PASS_TOKENS,
         keeps_prefixes: bool = False,
         host_bytes: int = 0,
     ) -> None:
@@ -192,8 +183,7 @@ class KernelModel(KernelExecutor):
         self.decoder: Launcher = parts[0].decoder
         if plan.ranks > 1:
             self.decoder = Ranks([p.decoder for p in parts])
-        ranks = [p.prefill for p in parts if isinstance(p.prefill, RankPart)]
-        self.prefill: PromptRunner = RanksPrefill(ranks) if plan.ranks > 1 else parts[0].prefill
+        self.prefill = Prefill([p.prefill for p in parts])
         if keeps_prefixes:
             with torch.cuda.device(self.device):
                 self.prefill.settle_widths()
@@ -237,7 +227,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._keeps_rows and isinstance(self.prefill, Prefill | RanksPrefill):
+            if self._keeps_rows:
                 sizes = self.prefill.widths or (self.grid.width(0),)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
         self.synchronize()

@@ -24,7 +24,7 @@ from soloist.engine.grid import Grid
 from soloist.engine.prefix import Match, Node, PrefixTree
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
-from soloist.model.memory import PASS_TOKENS
+from soloist.model.memory import REFERENCE_PASS_TOKENS
 from soloist.model.weights import Weights
 from soloist.reference import KVCache, build_reference
 from soloist.reference.passes import Pass
@@ -82,7 +82,7 @@ class ReferenceModel(Executor):
         weights: Weights,
         kv_tokens: int,
         num_columns: int = 1,
-        chunk_tokens: int = PASS_TOKENS,
+        chunk_tokens: int = REFERENCE_PASS_TOKENS,
         *,
         keeps_prefixes: bool = False,
     ) -> None:

@@ -12,11 +12,13 @@ from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.limits import MAX_COLUMNS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes
+from soloist.megakernel.share import share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import KernelMemory
-from soloist.prefill.prompts import CHUNK_TOKENS
-from soloist.prefill.runner import require_prefill
+from soloist.prefill.buffers import bytes_per_token
+from soloist.prefill.part import require_prefill
+from soloist.prefill.widths import MOST_PASS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,13 @@ class Support:
         exchange_bytes = (1 + len(BUILT_FOR)) * plan.exchanges.num_bytes
         scratch_bytes = sample_workspace_bytes(plan.grid_blocks)
         # Counted for each rank, and so is everything here.
+        share = share_of(plan.model, plan.ranks)
         return KernelMemory(
             image_bytes=plan.image.num_bytes,
             workspace_bytes=exchange_bytes + scratch_bytes + logits_bytes,
             page_tokens=PAGE_POSITIONS,
-            chunk_tokens=CHUNK_TOKENS,
+            prefill_tokens=MOST_PASS_TOKENS,
+            prefill_bytes_per_token=bytes_per_token(share, plan.dtype),
         )
 
 

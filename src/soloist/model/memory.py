@@ -19,13 +19,13 @@ HEADROOM_BYTES = 300 * 10**6
 
 # Prompt tokens a pass of the reference: enough for full matrix speed. Where prompts are kept, what
 # lies behind the last whole pass is read again, so more would cost more.
-PASS_TOKENS = 128
+REFERENCE_PASS_TOKENS = 128
 
 # Threads of the reference that may have a pass each, beside other processes.
 MOST_READERS = 4
 
 # Prompt tokens whose intermediate results are in memory at once.
-CHUNK_TOKENS = MOST_READERS * PASS_TOKENS
+REFERENCE_CHUNK_TOKENS = MOST_READERS * REFERENCE_PASS_TOKENS
 
 # Attention scores held at once, by all readers together: long prompts against long contexts go
 # through in tiles of tokens.
@@ -42,13 +42,15 @@ class KernelMemory:
         image_bytes: packed weights.
         workspace_bytes: exchange buffers, logits and the like.
         page_tokens: the KV cache grows by as many tokens.
-        chunk_tokens: most prompt tokens a pass.
+        prefill_tokens: most prompt tokens a pass of prefill.
+        prefill_bytes_per_token: of each of them, as prefill says.
     """
 
     image_bytes: int
     workspace_bytes: int
     page_tokens: int
-    chunk_tokens: int
+    prefill_tokens: int
+    prefill_bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +122,19 @@ def _kernel_estimate(
     table_bytes = 0 if config.tied_head and config.lanes is None else sizes["embedding"]
     cached_tokens = -(-context_tokens // kernel.page_tokens) * kernel.page_tokens
     kv_bytes = kv_bytes_per_token(config, dtype) * cached_tokens
-    tokens = min(kernel.chunk_tokens, cached_tokens)
+    tokens = min(kernel.prefill_tokens, cached_tokens)
     return MemoryEstimate(
         weights_bytes=kernel.image_bytes + table_bytes,
         kv_bytes=kv_bytes,
         scratch_bytes=(
             kernel.workspace_bytes
-            + _prefill_bytes_per_token(config, dtype) * tokens
+            + kernel.prefill_bytes_per_token * tokens
             # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
             + 3 * kv_bytes // config.num_layers
             + 3 * max(sizes.values())  # a matrix on its way from packed to rows
             + 2 * config.layers[0].attention.head_dim * cached_tokens * _FP32  # rope tables
         ),
     )
-
-
-def _prefill_bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
-    """Buffers of `prefill`: residual streams, sums and most products are fp32, the rest 16-bit."""
-    attention, ffn = config.layers[0].attention, config.layers[0].mlp.intermediate_size
-    both = dtype.num_bytes + _FP32
-    mixed = attention.num_query_heads * attention.head_dim * dtype.num_bytes
-    hidden, heads = (both + 2 * _FP32) * config.hidden_size, both * attention.qkv_rows
-    if config.lanes is not None:
-        modules, here = modules_under_way(config), config.lanes.num_lanes
-        streams = both + dtype.num_bytes * modules  # of one lane, with what it gives
-        hidden = (streams * here + _FP32 * modules) * config.hidden_size
-        heads = 2 * dtype.num_bytes * attention.qkv_rows
-    return hidden + heads + mixed + 3 * dtype.num_bytes * ffn
-
-
-def modules_under_way(config: ModelConfig) -> int:
-    """Attentions and MLPs whose partial results prefill needs at once, of a model with lanes."""
-    lanes = config.lanes
-    assert lanes is not None, "the caller asks for models with lanes only"
-    if not (lanes.attention_comm or lanes.mlp_comm):
-        return 1
-    return min(2 * lanes.delay_layers + 1, 2 * config.num_layers)
 
 
 def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:

@@ -1,4 +1,8 @@
-"""Prompts on one GPU: library matrix products and attention, and the paged KV pool they fill.
+"""Prompts on one GPU or several: library products and attention, and the paged KV pool they fill.
+
+`runner.Prefill` runs the parts of all ranks; a `part.Part` has one rank's pass over the layers
+(`passes`), and what the pass is given: buffers, products, operations between them (`elementwise`,
+`fused`), the attention of chunks, a communicator (`communicator`, `ranks`, `lanes`), and graphs.
 
 The pool is what the decode kernel reads. Must not know text, files or requests.
 """

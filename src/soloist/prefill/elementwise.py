@@ -5,7 +5,7 @@ Products come in whatever dtype the library multiplied into.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.model.config import ModelConfig
+from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope
 from soloist.prefill.attention import attend
@@ -114,7 +114,7 @@ class Reach:
     """What ranks read and write of each other, each list by rank.
 
     Attributes:
-        parts: [T, H] products, which are summed over ranks; of lanes see `LaneElementwise`.
+        parts: [T, H] products, which are summed over ranks; of lanes see `LaneOperations`.
         results: [T, H], what the next product reads.
     """
 
@@ -201,7 +201,10 @@ class Elementwise(ABC):
 
     @abstractmethod
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
-        """Bias, query and key norm, rope: `product` [T, (Q + 2 K) D] to `heads` and the pool."""
+        """Bias, query and key norm, rope: `product` [T, (Q + 2 K) D] to `heads` and the pool.
+
+        Of lanes `product` is [l, T, …], with Q / l and K / l heads of each.
+        """
 
     @abstractmethod
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
@@ -237,6 +240,9 @@ class Elementwise(ABC):
         Where it `attends`, a row's bits depend neither on T nor on what other rows hold.
         """
         return attend(heads.queries, heads.keys, heads.values, window)
+
+
+MakeElementwise = Callable[[ModelConfig, Vectors, PagePool], Elementwise]
 
 
 class TorchElementwise(Elementwise):
@@ -285,6 +291,8 @@ class TorchElementwise(Elementwise):
         """See the base class."""
         vectors, attention = self.layers[layer], self.config.layers[layer].attention
         q, k = attention.num_query_heads, attention.num_kv_heads
+        if product.ndim > 2:
+            product = _by_token(product, attention)
         exact = _biased(product, vectors.qkv_bias).view(chunk.num_rows, -1, attention.head_dim)
         queries, keys, values = exact[:, :q], exact[:, q : q + k], exact[:, q + k :]
         if vectors.q_norm is not None and vectors.k_norm is not None:
@@ -339,6 +347,14 @@ def _rotated(heads: Tensor, turns: Tensor) -> Tensor:
     first, second = heads.chunk(2, -1)
     cos, sin = turns[:, None, :, 0], turns[:, None, :, 1]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _by_token(product: Tensor, attention: Attention) -> Tensor:
+    """[l, T, …] of lanes with queries, keys and values each, as [T, (Q + 2 K) D] of all."""
+    kv_heads, lanes = attention.num_kv_heads, len(product)
+    counts = [n // lanes for n in (attention.num_query_heads, kv_heads, kv_heads)]
+    parts = torch.split(product.view(*product.shape[:2], -1, attention.head_dim), counts, 2)
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
 
 
 def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVectors:

@@ -43,6 +43,41 @@ _OF_RANKS = ("tell", "await", "sum_norm")
 _MEETING_WORDS, _OPEN_AT = 3, 2
 
 
+KernelArgs = tuple[ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...]
+
+
+class Kernels:
+    """Kernels of one file, compiled and loaded; arguments as of `FusedElementwise.load`."""
+
+    def __init__(
+        self,
+        source: Source,
+        entries: Sequence[str],
+        arch: str,
+        cache_root: Path | None,
+        device: torch.device,
+    ) -> None:
+        cubin = load_or_build(source, arch, cache_root)
+        self._modules: dict[str, Module] = {}
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            for entry in entries:
+                require_clean(cubin, entry, 0, _STATIC_SMEM_BYTES)
+                self._modules[entry] = Module(cubin, entry)
+                self._modules[entry].make_ready(0)
+
+    def launch(
+        self,
+        entry: str,
+        blocks: int,
+        args: KernelArgs,
+        stream: int,
+        threads: int = THREADS,
+    ) -> None:
+        """Queue one of them; `stream` is a handle."""
+        self._modules[entry].launch(blocks, threads, 0, args, stream, cooperative=False)
+
+
 @cache
 def peers_type(ranks: int) -> type[ctypes.Structure]:
     """The kernels' `Peers`, of so many ranks."""
@@ -70,7 +105,10 @@ class FusedElementwise(Elementwise):
         cache_root: where compiled kernels are kept; None keeps none on disk.
         rope: see the base class.
         ranks: over how many the model is spread whose share `config` is; see `connect`.
-        lanes: of the share, 0 where the model has none.
+        lanes: of the share, 0 where the model has none; all products of lanes are 16-bit.
+
+    Attributes:
+        stream: handle of that in which a pass runs.
 
     Raises:
         ShapeUnsupported: a size that 16-byte accesses do not divide.
@@ -99,10 +137,10 @@ class FusedElementwise(Elementwise):
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
         assert pool.dtype in DTYPES, "a 16-bit pool"
-        self._spec = header(config, DTYPES[pool.dtype], ranks, lanes)
-        self._modules: dict[str, Module] = {}
+        self.ranks, self._spec = ranks, header(config, DTYPES[pool.dtype], ranks, lanes)
+        self._arch, self._cache_root = arch, cache_root
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
-        self._load(_KERNEL, entries, arch, cache_root)
+        self._kernels = self.load(_KERNEL, entries)
         self._gate_up = None
         if not lanes and has_gate_up(arch, config.hidden_size, ffn):
             with torch.cuda.device(pool.device):
@@ -111,7 +149,7 @@ class FusedElementwise(Elementwise):
         if has_first_attention(arch, attention.head_dim):
             with torch.cuda.device(pool.device):
                 self._attention = FirstAttention(attention.head_dim, DTYPES[pool.dtype], cache_root)
-        self._stream = 0
+        self.stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
         self._reached: dict[int, tuple[Reach, ctypes.Structure]] = {}
@@ -119,16 +157,10 @@ class FusedElementwise(Elementwise):
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
 
-    def _load(
-        self, kernel: str, entries: Sequence[str], arch: str, cache_root: Path | None
-    ) -> None:
-        cubin = load_or_build(Source(kernel, self._spec), arch, cache_root)
-        with torch.cuda.device(self.pool.device):
-            torch.cuda.current_stream().synchronize()  # makes the device's context current
-            for entry in entries:
-                require_clean(cubin, entry, 0, _STATIC_SMEM_BYTES)
-                self._modules[entry] = Module(cubin, entry)
-                self._modules[entry].make_ready(0)
+    def load(self, kernel: str, entries: Sequence[str]) -> Kernels:
+        """More kernels of the same model: `entries` of a file. Raises DeviceError."""
+        source = Source(kernel, self._spec)
+        return Kernels(source, entries, self._arch, self._cache_root, self.pool.device)
 
     def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:
         """Before the first pass of several ranks: which one this is, and all of them in order."""
@@ -151,7 +183,7 @@ class FusedElementwise(Elementwise):
 
     def start(self) -> None:
         """See the base class."""
-        self._stream = torch.cuda.current_stream(self.pool.device).cuda_stream
+        self.stream = torch.cuda.current_stream(self.pool.device).cuda_stream
 
     def embed(self, table: Tensor, chunk: Chunk, residual: Tensor) -> None:
         """See the base class."""
@@ -177,24 +209,24 @@ class FusedElementwise(Elementwise):
 
     def tell(self, reach: Reach) -> None:
         """See the base class."""
-        self._launch("tell", 1, (self._reaching(reach),), threads=1)
+        self._launch("tell", 1, (self.reaching(reach),), threads=1)
 
     def meet(self, reach: Reach) -> None:
         """See the base class."""
-        self._launch("await", 1, (self._reaching(reach),), threads=1)
+        self._launch("await", 1, (self.reaching(reach),), threads=1)
 
     def sum_norm(
         self, reach: Reach, own: OwnRows, bias: Tensor | None, weight: Tensor, *, has_parts: bool
     ) -> None:
         """See the base class."""
         args = (
-            self._reaching(reach), pointer(own.residual), pointer(bias), pointer(weight),
+            self.reaching(reach), pointer(own.residual), pointer(bias), pointer(weight),
             pointer(own.last), ctypes.c_uint32(has_parts), ctypes.c_uint32(own.rows.start),
             ctypes.c_uint32(len(own.rows)),
         )  # fmt: skip
         self._launch("sum_norm", 1 if own.last is not None else max(1, len(own.rows)), args)
 
-    def _reaching(self, reach: Reach) -> ctypes.Structure:
+    def reaching(self, reach: Reach) -> ctypes.Structure:
         """The kernels' `Peers`."""
         if id(reach) not in self._reached:
             pointers = ctypes.c_void_p * len(self._peers)
@@ -261,7 +293,7 @@ class FusedElementwise(Elementwise):
             return False
         if not kernel.suits(x, matrix):
             return False
-        kernel.launch(x, matrix, out, self._stream)
+        kernel.launch(x, matrix, out, self.stream)
         return True
 
     @property
@@ -279,17 +311,11 @@ class FusedElementwise(Elementwise):
         if self._attention is None or not self._is_alone:
             return super().attend(heads, window)
         out = torch.empty_like(heads.queries)
-        self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self._stream)
+        self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self.stream)
         return out.flatten(1)
 
-    def _launch(
-        self,
-        entry: str,
-        blocks: int,
-        args: tuple[ctypes.Structure | ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int32, ...],
-        threads: int = THREADS,
-    ) -> None:
-        self._modules[entry].launch(blocks, threads, 0, args, self._stream, cooperative=False)
+    def _launch(self, entry: str, blocks: int, args: KernelArgs, threads: int = THREADS) -> None:
+        self._kernels.launch(entry, blocks, args, self.stream, threads)
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -1,15 +1,12 @@
 """The same operations as CUDA kernels of our own (`cuda/kernels/lane_prefill.cu`)."""
 
 import ctypes
-from pathlib import Path
 
 from torch import Tensor
 
-from soloist.model.config import ModelConfig
-from soloist.prefill.elementwise import Chunk, Reach, Vectors
-from soloist.prefill.fused import FusedElementwise, pointer
-from soloist.prefill.lane_elementwise import Due, LaneElementwise, News
-from soloist.prefill.pages import PagePool
+from soloist.prefill.elementwise import Chunk, Elementwise, Reach
+from soloist.prefill.fused import FusedElementwise, KernelArgs, pointer
+from soloist.prefill.lane_elementwise import Due, LaneOperations, News
 
 _KERNEL = "kernels/lane_prefill.cu"
 _ENTRIES = ("embed_lanes", "hear", "meet_at_head")
@@ -60,38 +57,21 @@ class KernelDue(ctypes.Structure):
     )
 
 
-class FusedLanes(FusedElementwise, LaneElementwise):
-    """On a CUDA device, for 16-bit pools; all products are 16-bit.
+class FusedLanes(LaneOperations):
+    """On a CUDA device, for 16-bit pools.
 
     Args:
-        config: of the rank's lanes together, as a model without lanes.
-        vectors: see the base class; norm weights may be each lane's.
-        pool: gains keys and values.
-        arch: see the base class.
-        cache_root: see the base class.
-        rope: see the base class.
-        ranks: over how many the lanes are spread.
-        lanes: of the rank.
+        base: operations of any model, compiled for these lanes.
 
     Raises:
-        ShapeUnsupported: a size that 16-byte accesses do not divide.
         DeviceError: the kernels cannot be compiled or loaded.
     """
 
-    def __init__(  # noqa: PLR0913 - what kernels are compiled for
-        self,
-        config: ModelConfig,
-        vectors: Vectors,
-        pool: PagePool,
-        arch: str,
-        cache_root: Path | None,
-        rope: Tensor | None = None,
-        ranks: int = 1,
-        lanes: int = 1,
-    ) -> None:
-        super().__init__(config, vectors, pool, arch, cache_root, rope, ranks, lanes)
-        entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
-        self._load(_KERNEL, entries, arch, cache_root)
+    def __init__(self, base: Elementwise) -> None:
+        assert isinstance(base, FusedElementwise), "these share its stream and its peers"
+        self._base = base
+        entries = (*_ENTRIES, *(_OF_RANKS if base.ranks > 1 else ()))
+        self._kernels = base.load(_KERNEL, entries)
 
     def embed_lanes(self, table: Tensor, chunk: Chunk, streams: Tensor) -> None:
         """See the base class."""
@@ -109,32 +89,30 @@ class FusedLanes(FusedElementwise, LaneElementwise):
     def sum_lanes(self, reach: Reach, due: Due) -> None:
         """See the base class."""
         blocks = max(1, len(due.own)) if due.has_parts else 1
-        self._launch("sum_lanes", blocks, (self._reaching(reach), _due(due)))
+        self._launch("sum_lanes", blocks, (self._base.reaching(reach), _due(due)))
 
     def hear_and_sum(
-        self,
-        streams: Tensor,
-        news: News,
-        weight: Tensor,
-        out: Tensor,
-        reach: Reach,
-        due: Due,
+        self, streams: Tensor, news: News, weight: Tensor, out: Tensor, reach: Reach, due: Due
     ) -> None:
         """See the base class."""
         hearing = hearing_of(streams, news, weight, out, None)
         blocks = min(max(1, len(due.own)), _SUM_BLOCKS) if due.has_parts else 1
-        args = (hearing, self._reaching(reach), _due(due), ctypes.c_uint32(blocks))
+        args = (hearing, self._base.reaching(reach), _due(due), ctypes.c_uint32(blocks))
         self._launch("hear_and_sum", blocks + _blocks(hearing, streams), args)
 
     def meet_at_head(self, reach: Reach, weight: Tensor | None, out: Tensor) -> None:
         """See the base class."""
-        self._launch("meet_at_head", 1, (self._reaching(reach), pointer(weight), pointer(out)))
+        args = (self._base.reaching(reach), pointer(weight), pointer(out))
+        self._launch("meet_at_head", 1, args)
+
+    def _launch(self, entry: str, blocks: int, args: KernelArgs) -> None:
+        self._kernels.launch(entry, blocks, args, self._base.stream)
 
 
 def hearing_of(
     streams: Tensor, news: News, weight: Tensor, out: Tensor, exact: Tensor | None
 ) -> KernelHearing:
-    """For `hear`; arguments as of `LaneElementwise`."""
+    """For `hear`; arguments as of `LaneOperations`."""
     told = (news.own, news.sums, news.summed, news.past)
     held = (streams, out, exact, *told)
     assert all(x is None or x.is_contiguous() for x in held), "lanes lie one after the other"

@@ -5,14 +5,13 @@ dtype, as in the reference. Sums over lanes go in the order of all lanes, in fp3
 the same bits for any number of ranks.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from soloist.prefill.elementwise import Chunk, Elementwise, Heads, Reach, TorchElementwise, rms_norm
+from soloist.prefill.elementwise import Chunk, Elementwise, Reach, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class Due:
     tokens: int
 
 
-class LaneElementwise(Elementwise):
-    """Of a rank's lanes; `qkv_rope_store` and `silu_mul` take products with lanes first.
+class LaneOperations(ABC):
+    """What lanes need beside the operations of any model.
 
     A `Reach` has partial results [l, T, H] and sums [T, H] of each rank, as parts and results.
     """
@@ -110,8 +109,18 @@ class LaneElementwise(Elementwise):
         """
 
 
-class TorchLanes(TorchElementwise, LaneElementwise):
-    """On any device."""
+MakeLanes = Callable[[Elementwise], LaneOperations]
+
+
+class TorchLanes(LaneOperations):
+    """On any device.
+
+    Args:
+        base: operations of any model.
+    """
+
+    def __init__(self, base: Elementwise) -> None:
+        self.base = base
 
     def embed_lanes(self, table: Tensor, chunk: Chunk, streams: Tensor) -> None:
         """See the base class."""
@@ -125,7 +134,7 @@ class TorchLanes(TorchElementwise, LaneElementwise):
         if change is not None:
             streams.add_(change)
         scales = weight if weight.ndim == 1 else weight[:, None]
-        norm = rms_norm(streams, scales, self.config.norm_epsilon)
+        norm = rms_norm(streams, scales, self.base.config.norm_epsilon)
         out.copy_(norm)
         if exact is not None:
             exact.copy_(norm)
@@ -139,7 +148,7 @@ class TorchLanes(TorchElementwise, LaneElementwise):
         total = _total(
             lane
             for part in reach.parts
-            for lane in part[: due.tokens].view(shape)[:, here].to(self.pool.device)
+            for lane in part[: due.tokens].view(shape)[:, here].to(self.base.pool.device)
         )
         for result in reach.results:
             result[here] = total
@@ -151,15 +160,7 @@ class TorchLanes(TorchElementwise, LaneElementwise):
         if weight is None:
             out.copy_(total / len(lanes))
         else:
-            out.copy_(rms_norm(total, weight, self.config.norm_epsilon))
-
-    def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
-        """See the base class."""
-        attention, lanes = self.config.layers[layer].attention, len(product)
-        counts = [n // lanes for n in (attention.num_query_heads, *[attention.num_kv_heads] * 2)]
-        parts = torch.split(product.view(*product.shape[:2], -1, attention.head_dim), counts, 2)
-        by_token = [part.transpose(0, 1).flatten(1) for part in parts]  # [T, l · heads · D]
-        super().qkv_rope_store(torch.cat(by_token, 1), layer, chunk, heads)
+            out.copy_(rms_norm(total, weight, self.base.config.norm_epsilon))
 
 
 def _change(news: News) -> Tensor | None:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from soloist.prefill.elementwise import Chunk
-from soloist.prefill.prompts import TokenIds
+
+TokenIds = Tensor | Sequence[int] | NDArray[np.int64]
 
 # Numbers before the page table, and where among them are `place`, `last`, `last_place`, `last_ends`
 # and `query_bounds` of a chunk.

@@ -10,6 +10,8 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
 BLOCK_TOKENS = 256
+# Most tokens of a pass: more of them make library products hardly faster.
+MOST_PASS_TOKENS = 2048
 # Padding is at most a third of a pass, but in the narrowest.
 _CANDIDATES = (256, 384, 512, 768, 1024, 1536, 2048)
 # What a prompt's last tokens may be padded to: a wider pass would cost more than wide ones save.

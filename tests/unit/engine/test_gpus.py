@@ -23,7 +23,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.memory import estimate
-from soloist.prefill.prompts import CHUNK_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from unit.prefill.models import MODELS, model, random_weights
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_each_gpu_holds_its_share_and_the_table(ranks: int) -> None:
     config = read_config(SHAPES["llama-3.1-8b"])
     one, several = (
         estimate(
-            held, decoder_tensors(held), Dtype.BF16, 4096, CHUNK_TOKENS,
+            held, decoder_tensors(held), Dtype.BF16, 4096, MOST_PASS_TOKENS,
             support_on(*H200, config, Dtype.BF16, placed.ranks).memory,
         )
         for placed in (Placement((CPU,)), Placement((CPU,) * ranks))

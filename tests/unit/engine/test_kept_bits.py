@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
+from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
 from soloist.prefill.host_pages import HostPages
 from soloist.prefill.pages import PagePool
+from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import Cache, FakeDecoder
@@ -47,7 +49,8 @@ class Parts:
             config.num_layers, a.num_kv_heads, a.head_dim, PAGES, dtype, torch.device("cpu")
         )
         held = matrices(weights, dtype)
-        self.told = Told(Prefill(config, held.__getitem__, vectors(weights), self.pool))
+        part = Part(Share(config, 1, 0), held.__getitem__, vectors(weights), self.pool)
+        self.told = Told(Prefill([part]))
         decoder = FakeDecoder(Cache())
         decoder.page_tables = torch.zeros(2, PAGES, dtype=torch.int32)
         self.host = HostPages(self.pool.tensor, 2**26 if has_host else 0)

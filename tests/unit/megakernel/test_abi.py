@@ -16,7 +16,7 @@ from soloist.megakernel.abi import (
     params,
     structs,
 )
-from soloist.megakernel.plan import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_COLUMNS
 
 RANKS = (1, 2, 8)
 _KINDS = {

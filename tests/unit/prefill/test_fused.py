@@ -15,7 +15,7 @@ from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.share import share_of
+from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -32,6 +32,7 @@ from soloist.prefill.gate_up import (
 )
 from soloist.prefill.header import header, wide_products
 from soloist.prefill.pages import PagePool
+from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.reference import build_reference
 from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
@@ -247,7 +248,9 @@ def cuda_prefill(
     weights = on_cuda(random_weights(config))
     held = matrices(weights, dtype)
     pool = cuda_pool(config, dtype)
-    return Prefill(config, held.__getitem__, vectors(weights), pool, fused(cache_root), most_tokens)
+    share, operations = Share(config, 1, 0), fused(cache_root)
+    part = Part(share, held.__getitem__, vectors(weights), pool, operations, most_tokens)
+    return Prefill([part])
 
 
 def near(logits: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -279,15 +282,15 @@ def test_captured_graphs_do_what_the_launches_do(
     launched = cuda_prefill(config, torch.bfloat16, tmp_path)
     captured = cuda_prefill(config, torch.bfloat16, tmp_path)
     captured.capture([32, 64, 128])
-    assert not captured.pool.tensor.any(), "capturing stores nothing"
+    assert not captured.parts[0].pool.tensor.any(), "capturing stores nothing"
     for stop in (128, 1, 33, 64, 100, 128, 200):
         near(captured.run(ids[:stop], 0, TABLE), wanted[stop - 1], torch.bfloat16)
-        captured.pool.tensor.zero_()
-        launched.pool.tensor.zero_()
+        captured.parts[0].pool.tensor.zero_()
+        launched.parts[0].pool.tensor.zero_()
         captured.run(ids[:stop], 0, TABLE)
         launched.run(ids[:stop], 0, TABLE)
-        stored = launched.pool.tensor != 0
-        assert torch.equal(captured.pool.tensor != 0, stored), "padding is not stored"
+        stored = launched.parts[0].pool.tensor != 0
+        assert torch.equal(captured.parts[0].pool.tensor != 0, stored), "padding is not stored"
     near(captured.run(ids[:100], 0, TABLE), wanted[99], torch.bfloat16)
     near(captured.run(ids[100:], 100, TABLE), wanted[199], torch.bfloat16)
 
@@ -300,7 +303,7 @@ def test_a_captured_full_chunk_does_what_the_launches_do(
     config, ids, wanted = prompt_case
     captured = cuda_prefill(config, torch.bfloat16, tmp_path, most_tokens=128)
     captured.capture([32, 128])
-    assert not captured.pool.tensor.any(), "capturing stores nothing"
+    assert not captured.parts[0].pool.tensor.any(), "capturing stores nothing"
     for cuts in ([0, 128, 200], [0, 100, 200], [0, 20, 148]):
         for start, stop in pairwise(cuts):
             near(captured.run(ids[start:stop], start, TABLE), wanted[stop - 1], torch.bfloat16)

@@ -22,17 +22,24 @@ from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
-from soloist.prefill.elementwise import Heads, Reach
+from soloist.prefill.elementwise import (
+    Elementwise,
+    Heads,
+    MakeElementwise,
+    Reach,
+    TorchElementwise,
+)
+from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.header import header
-from soloist.prefill.lane_elementwise import Due, LaneElementwise, News, TorchLanes
-from soloist.prefill.lanes import LanePrefill, without_lanes
+from soloist.prefill.lane_elementwise import Due, LaneOperations, News, TorchLanes
+from soloist.prefill.lanes import without_lanes
 from soloist.prefill.pages import PagePool
-from soloist.prefill.ranks import RanksPrefill
-from soloist.prefill.runner import MakeElementwise
+from soloist.prefill.part import Part
+from soloist.prefill.runner import Prefill
 from unit.model.configurations import written
 from unit.prefill.test_fused import DTYPES, a_chunk, arch, close, near
-from unit.prefill.test_lanes import CUTS, PAGES, logits_in_chunks, runner, spread
+from unit.prefill.test_lanes import CUTS, PAGES, logits_in_chunks, spread
 
 KERNELS = {
     "kernels/prefill.cu": ("qkv_rope_store", "silu_mul"),
@@ -72,12 +79,23 @@ def a_model(name: str, folder: Path) -> ModelConfig:
 
 
 def fused(folder: Path, ranks: int) -> MakeElementwise:
-    return partial(FusedLanes, arch=arch(), cache_root=folder, ranks=ranks, lanes=8 // ranks)
+    return partial(FusedElementwise, arch=arch(), cache_root=folder, ranks=ranks, lanes=8 // ranks)
+
+
+def spread_fused(
+    config: ModelConfig,
+    ranks: int,
+    folder: Path,
+    dtype: torch.dtype,
+    devices: list[torch.device],
+) -> list[Part]:
+    operations = fused(folder, ranks)
+    return spread(config, ranks, FusedLanes, dtype, devices, operations=operations)
 
 
 def pair(
     config: ModelConfig, ranks: int, dtype: torch.dtype, folder: Path
-) -> list[LaneElementwise]:
+) -> list[tuple[Elementwise, LaneOperations]]:
     """Of the last rank: kernels, and the definition."""
     share = LaneShare(config, ranks, ranks - 1)
     one = without_lanes(share)
@@ -85,9 +103,13 @@ def pair(
     vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
     a = one.layers[0].attention
     made = []
-    for make in (fused(folder, ranks), TorchLanes):
+    for make, of_lanes in (
+        (fused(folder, ranks), FusedLanes),
+        (TorchElementwise, TorchLanes),
+    ):
         pool = PagePool(one.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, torch.device("cuda"))
-        made.append(make(one, vectors, pool))
+        e = make(one, vectors, pool)
+        made.append((e, of_lanes(e)))
     return made
 
 
@@ -126,16 +148,16 @@ def test_operations(
     if ranks == 1:
         news |= {"late here": News(own=own, summed=past, past=past), "early here": News(summed=own)}
     results: list[dict[str, Tensor]] = []
-    for e in pair(config, ranks, dtype, tmp_path):
+    for e, of_lanes in pair(config, ranks, dtype, tmp_path):
         e.start()
         seen: dict[str, Tensor] = {}
         results.append(seen)
         seen["embedded"] = torch.empty(lanes, rows, hidden, device="cuda")
-        e.embed_lanes(table, chunk, seen["embedded"])
+        of_lanes.embed_lanes(table, chunk, seen["embedded"])
         for label, heard in news.items():
             streams = seen["embedded"].clone()
             out, exact = torch.empty_like(own), torch.empty_like(streams)
-            e.hear(streams, heard, e.layers[0].mlp_norm, out, exact)
+            of_lanes.hear(streams, heard, e.layers[0].mlp_norm, out, exact)
             seen |= {f"{label} streams": streams, f"{label} out": out, f"{label} exact": exact}
         for layer in range(2):
             heads = [
@@ -174,17 +196,18 @@ def _heard(
     """Streams of all lanes and their norms, once they have heard of sums that ranks made."""
     rows, hidden = given.shape[1:]
     here = [torch.device("cuda", torch.cuda.current_device())] * ranks
-    parts = spread(config, ranks, fused(folder, ranks), torch.bfloat16, here)
-    kernels = [part._elementwise for part in parts]
+    parts = spread_fused(config, ranks, folder, torch.bfloat16, here)
+    kernels = [part.work.operations for part in parts]
+    of_lanes = [part.communicator._lanes for part in parts]
     own = [x.contiguous() for x in given.chunk(ranks)]
     sums = [torch.zeros(rows, hidden, device="cuda") for _ in range(ranks)]
     reach, found = Reach(own, sums), [streams.clone(), torch.empty_like(given)]
     if ranks > 1:
-        RanksPrefill(parts)
+        Prefill(parts)
         for e in kernels:
             e.start()
             e.tell(reach)
-        for rank, e in enumerate(kernels):
+        for rank, e in enumerate(of_lanes):
             share = range(rows * rank // ranks, rows * (rank + 1) // ranks)
             e.sum_lanes(reach, Due(has_parts=True, own=share, tokens=rows))
         for e in kernels:
@@ -197,7 +220,7 @@ def _heard(
             own[rank], 1.0, None if is_alone else sums[rank], own[rank] if is_alone else None,
             own[rank],
         )  # fmt: skip
-        e.hear(stream, news, e.layers[0].mlp_norm, norm)
+        of_lanes[rank].hear(stream, news, e.layers[0].mlp_norm, norm)
     return found
 
 
@@ -219,14 +242,14 @@ def test_prompts_on_ranks_that_share_a_gpu(
     ids = prompt(config, CUTS[-1])
     wanted = reference_logits(config, random_weights(config), ids)
     here = [torch.device("cuda", torch.cuda.current_device())] * ranks
-    run = runner(spread(config, ranks, fused(tmp_path, ranks), dtype, here))
+    run = Prefill(spread_fused(config, ranks, tmp_path, dtype, here))
     for _ in range(2):
         for seen, stop in zip(logits_in_chunks(run, ids), CUTS[1::2], strict=True):
             near(seen, wanted[stop - 1], dtype)
 
 
-def stored(parts: list[LanePrefill]) -> Tensor:
-    return torch.cat([part.pool.tensor.cpu() for part in parts], 2)
+def stored(run: Prefill) -> Tensor:
+    return torch.cat([part.pool.tensor.cpu() for part in run.parts], 2)
 
 
 @pytest.mark.gpu
@@ -237,17 +260,17 @@ def test_captured_graphs_do_what_the_launches_do(name: str, tmp_path: Path) -> N
     wanted = reference_logits(config, random_weights(config), ids)
     here = [torch.device("cuda", torch.cuda.current_device())]
     launched, captured = (
-        spread(config, 1, fused(tmp_path, 1), torch.bfloat16, here) for _ in range(2)
+        Prefill(spread_fused(config, 1, tmp_path, torch.bfloat16, here)) for _ in range(2)
     )
-    captured[0].capture([16, 32, 64])
-    assert len(captured[0]._graphs) == 3
+    captured.capture([16, 32, 64])
+    assert len(captured.parts[0].graphs.by_rows) == 3
     assert not stored(captured).any(), "capturing stores nothing"
     for stop in (16, 1, 17, 32, 40, 50):
-        near(captured[0].run(ids[:stop], 0, PAGES), wanted[stop - 1], torch.bfloat16)
-        launched[0].run(ids[:stop], 0, PAGES)
+        near(captured.run(ids[:stop], 0, PAGES), wanted[stop - 1], torch.bfloat16)
+        launched.run(ids[:stop], 0, PAGES)
         assert torch.equal(stored(captured) != 0, stored(launched) != 0), "padding is not stored"
-    near(captured[0].run(ids[:20], 0, PAGES), wanted[19], torch.bfloat16)
-    near(captured[0].run(ids[20:], 20, PAGES), wanted[-1], torch.bfloat16)
+    near(captured.run(ids[:20], 0, PAGES), wanted[19], torch.bfloat16)
+    near(captured.run(ids[20:], 20, PAGES), wanted[-1], torch.bfloat16)
 
 
 @pytest.mark.gpus(2)
@@ -258,12 +281,12 @@ def test_prompts_on_two_gpus_and_their_graphs(name: str, tmp_path: Path) -> None
     wanted = reference_logits(config, random_weights(config), ids)
     allow_access([0, 1])
     devices = [torch.device("cuda", n) for n in range(2)]
-    parts = spread(config, 2, fused(tmp_path, 2), torch.bfloat16, devices)
-    run = RanksPrefill(parts)
+    parts = spread_fused(config, 2, tmp_path, torch.bfloat16, devices)
+    run = Prefill(parts)
     for captured in (False, True):
         if captured:
             run.capture([16, 32, 64])
-            assert all(len(part._graphs) == 3 for part in parts)
+            assert all(len(part.graphs.by_rows) == 3 for part in parts)
         for _ in range(5):
             for cuts in (CUTS, [0, 30, 50], [0, 50]):
                 for start, stop in pairwise(cuts):

@@ -18,7 +18,7 @@ from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
-from soloist.prefill.elementwise import Reach
+from soloist.prefill.elementwise import Reach, TorchElementwise
 from soloist.prefill.fused import peers_type
 from soloist.prefill.fused_lanes import KernelDue, KernelHearing, hearing_of
 from soloist.prefill.header import header
@@ -145,7 +145,7 @@ class Case:
         pool = PagePool(
             one.num_layers, a.num_kv_heads, a.head_dim, 1, torch.bfloat16, torch.device("cpu")
         )
-        self.torch = TorchLanes(one, self.vectors, pool)
+        self.torch = TorchLanes(TorchElementwise(one, self.vectors, pool))
         self.hidden = self.config.hidden_size
 
     def streams(self, seed: int) -> Tensor:

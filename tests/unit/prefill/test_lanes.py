@@ -17,15 +17,21 @@ from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import KernelMemory, estimate, modules_under_way
-from soloist.prefill import lanes
-from soloist.prefill.elementwise import Chunk, Reach, Vectors
-from soloist.prefill.lane_elementwise import Due, News, TorchLanes
-from soloist.prefill.lanes import LanePrefill
+from soloist.prefill import lanes, settling
+from soloist.prefill.buffers import bytes_per_token, modules_under_way
+from soloist.prefill.elementwise import (
+    Chunk,
+    Elementwise,
+    MakeElementwise,
+    Reach,
+    TorchElementwise,
+    Vectors,
+)
+from soloist.prefill.lane_elementwise import Due, MakeLanes, News, TorchLanes
 from soloist.prefill.pages import PagePool
-from soloist.prefill.prompts import PromptRunner
-from soloist.prefill.ranks import RanksPrefill
-from soloist.prefill.runner import MakeElementwise
+from soloist.prefill.part import Part
+from soloist.prefill.products import Products
+from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from unit.model.configurations import written
 
@@ -37,30 +43,32 @@ CUTS = [0, 1, 13, 45, 50]
 SILENT = {"silent but for the early sum", "silent"}
 
 
-class LaneByLane(LanePrefill):
+class LaneByLane(Products):
     """Multiplies so that libraries have no choice: they may take other ways for fewer lanes."""
 
-    def _multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
-        matrices = self._matrices(name)
-        for lane, own in enumerate(matrices):
-            given = x if x.ndim == 3 else self._by_lane(x)
-            made = out if out.ndim == 3 else self._by_lane(out)
-            torch.mm(given[lane], own.mT, out=made[lane])
+    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
+        for given, own, made in zip(lanes_of(x, out), self.matrix(name), out, strict=True):
+            torch.mm(given, own.mT, out=made)
 
-    @staticmethod
-    def _multiply_by(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         out[0] = (matrix.float() * x[0].float()).sum(-1)
+
+
+def lanes_of(x: Tensor, out: Tensor) -> Tensor:
+    """A factor with lanes first, as `out` has them."""
+    return x if x.ndim == 3 else x.view(len(x), len(out), -1).transpose(0, 1)
 
 
 def spread(
     config: ModelConfig,
     ranks: int,
-    elementwise: MakeElementwise | None = None,
+    of_lanes: MakeLanes = TorchLanes,
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (),
-    make: type[LanePrefill] = LanePrefill,
+    multiply: type[Products] = Products,
     most: int = MOST,
-) -> list[LanePrefill]:
+    operations: MakeElementwise = TorchElementwise,
+) -> list[Part]:
     """A part for each rank, not connected yet; on the CPU unless told otherwise."""
     a, parts = lanes_of_ranks(config, ranks).layers[0].attention, []
     whole = random_weights(config)
@@ -70,16 +78,13 @@ def spread(
         held = {k: v.to(dtype) for k, v in weights.items() if not k.endswith("norm")}
         vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
         pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 3, dtype, device)
-        made = {} if elementwise is None else {"elementwise": elementwise}
-        parts.append(make(share, held.__getitem__, vectors, pool, most_tokens=most, **made))
+        part = Part(share, held.__getitem__, vectors, pool, operations, most, of_lanes)
+        part.work.products.__class__ = multiply  # of the same matrices
+        parts.append(part)
     return parts
 
 
-def runner(parts: list[LanePrefill]) -> PromptRunner:
-    return parts[0] if len(parts) == 1 else RanksPrefill(parts)
-
-
-def logits_in_chunks(run: PromptRunner, ids: Sequence[int]) -> list[Tensor]:
+def logits_in_chunks(run: Prefill, ids: Sequence[int]) -> list[Tensor]:
     """Of the last token of each chunk; every other chunk's are not asked for."""
     found = []
     for i, (start, stop) in enumerate(pairwise(CUTS)):
@@ -111,7 +116,7 @@ def ranks_of(config: ModelConfig) -> list[int]:
 def test_any_number_of_ranks_gives_the_references_logits(case) -> None:
     config, ids, wanted = case
     for ranks in ranks_of(config):
-        made = logits_in_chunks(runner(spread(config, ranks)), ids)
+        made = logits_in_chunks(Prefill(spread(config, ranks)), ids)
         for seen, right in zip(made, wanted, strict=True):
             torch.testing.assert_close(seen, right, rtol=0, atol=ATOL)
 
@@ -125,14 +130,14 @@ def test_bits_do_not_depend_on_the_ranks(name: str, dtype: torch.dtype, tmp_path
     config = read_config(written(tmp_path, fields_of(name)))
     ids, found = prompt(config, CUTS[-1]), []
     for ranks in (1, 2, 4, 8):
-        parts = spread(config, ranks, dtype=dtype, make=LaneByLane)
-        logits = logits_in_chunks(runner(parts), ids)
+        parts = spread(config, ranks, dtype=dtype, multiply=LaneByLane)
+        logits = logits_in_chunks(Prefill(parts), ids)
         found.append([*logits, torch.cat([part.pool.tensor for part in parts], 2)])
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-class Alone(TorchLanes):
+class Alone(TorchElementwise):
     """Kernels of one rank have nobody to tell or to wait for."""
 
     def tell(self, reach: Reach) -> None:
@@ -140,33 +145,33 @@ class Alone(TorchLanes):
 
     meet = tell
 
+
+class AloneLanes(TorchLanes):
+    """The same."""
+
     def sum_lanes(self, reach: Reach, due: Due) -> None:
         raise AssertionError(reach, due)
 
 
 def test_one_rank_waits_for_nobody(case) -> None:
     config, ids, wanted = case
-    made = logits_in_chunks(runner(spread(config, 1, Alone)), ids)
+    made = logits_in_chunks(Prefill(spread(config, 1, AloneLanes, operations=Alone)), ids)
     torch.testing.assert_close(made[-1], wanted[-1], rtol=0, atol=ATOL)
 
 
 # Widths -------------------------------------------------------------------------------------------
 
 
-class Exact(LanePrefill):
+class Exact(Products):
     """Sums in 64 bits, so that a row's bits do not depend on how many there are."""
 
     split_at = 0  # rows at which sums over columns are rounded in halves
 
-    def _multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
-        given = (x if x.ndim == 3 else self._by_lane(x)).double()
-        made, matrix = (
-            out if out.ndim == 3 else self._by_lane(out),
-            self._matrices(name).mT.double(),
-        )
+    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
+        given, matrix = lanes_of(x, out).double(), self.matrix(name).mT.double()
         half = given.shape[-1] // 2 if given.shape[1] == self.split_at else 0
         parts = [given[..., :half] @ matrix[:, :half], given[..., half:] @ matrix[:, half:]]
-        made.copy_(parts[0].to(out.dtype) + parts[1].to(out.dtype))
+        out.copy_(parts[0].to(out.dtype) + parts[1].to(out.dtype))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -178,7 +183,7 @@ def test_passes_of_settled_widths_are_the_references(case, ranks: int) -> None:
     parts = spread(config, ranks, most=256)
     for part in parts:
         part.take_widths(Widths((256,)))
-    run = runner(parts)
+    run = Prefill(parts)
     for _ in range(2):  # the second time over pages that hold something else
         made = logits_in_chunks(run, ids)
         for seen, right in zip(made, wanted, strict=True):
@@ -191,20 +196,21 @@ def test_passes_of_settled_widths_are_the_references(case, ranks: int) -> None:
 def test_what_is_compared_is_what_passes_multiply(name: str, tmp_path: Path) -> None:
     config = read_config(written(tmp_path, fields_of(name)))
     part = spread(config, 2, most=256)[1]
-    for matrix_name, first in part._products():
+    for matrix_name, first in settling.products_of(part):
         assert first == 0
-        matrix = part._matrices(matrix_name)
+        matrix = part.work.products.matrix(matrix_name)
         x = torch.randn(256, matrix.shape[2])
         wanted = torch.cat([x @ own.T for own in matrix], 1)
-        torch.testing.assert_close(part._multiply_as_a_pass(matrix_name, 0, x), wanted)
+        made = settling.multiply_as_a_pass(part, matrix_name, 0, x)
+        torch.testing.assert_close(made, wanted)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_widths_whose_products_split_their_sums_are_refused(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LanePrefill, "tries_widths", True)
-    monkeypatch.setattr(LanePrefill, "agrees_on", lambda *_: True)
+    monkeypatch.setattr(settling, "tries_widths", lambda _: True)
+    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
     config = read_config(written(tmp_path, fields_of("mean of lanes")))
     for split_at, left in (
         (0, (256, 384, 512, 768)),
@@ -212,7 +218,7 @@ def test_widths_whose_products_split_their_sums_are_refused(
         (256, (384, 512, 768)),
     ):
         monkeypatch.setattr(Exact, "split_at", split_at)
-        run = runner(spread(config, ranks, dtype=torch.bfloat16, make=Exact, most=768))
+        run = Prefill(spread(config, ranks, dtype=torch.bfloat16, multiply=Exact, most=768))
         run.settle_widths()
         assert run.widths == left, "no product of lanes can be padded"
 
@@ -221,13 +227,11 @@ def test_widths_whose_products_split_their_sums_are_refused(
 def test_where_a_recorded_pass_is_cut(ranks: int, cuts: list[int], tmp_path: Path) -> None:
     """After the first layer; on several ranks after 2, 4 and so on, too, never behind the last."""
     config = read_config(written(tmp_path, fields_of("seven layers")))
-    part, layers = spread(config, ranks, make=LaneByLane)[0], []
-    part._layer = lambda layer, *_, **__: iter([layers.append(layer)])
-    part._reaches = [Reach([], [])]
-    seen = [
-        len(layers)
-        for _ in part._parts(part.placed([1, 2], 0, PAGES, want_logits=True), want_logits=True)
-    ]
+    part, layers = spread(config, ranks, multiply=LaneByLane)[0], []
+    part.model_pass._layer = lambda layer, *_, **__: iter([layers.append(layer)])
+    part.communicator.begin = lambda *_: None
+    chunk = part.placed([1, 2], 0, PAGES, want_logits=True)
+    seen = [len(layers) for _ in part.graph_parts(chunk)]
     assert seen == cuts
     assert layers == list(range(7))
 
@@ -235,14 +239,13 @@ def test_where_a_recorded_pass_is_cut(ranks: int, cuts: list[int], tmp_path: Pat
 # Orders -------------------------------------------------------------------------------------------
 
 
-class Counting(TorchLanes):
+class Counting(TorchElementwise):
     """Counts what the rank has told; whoever waits finds that all have told as often."""
 
     def __init__(self, config: ModelConfig, vectors: Vectors, pool: PagePool) -> None:
         super().__init__(config, vectors, pool)
         self.told = 0
         self.all: list[Counting] = [self]
-        self.waiting: tuple[Reach, Due] | None = None
 
     @property
     def may_go_on(self) -> bool:
@@ -254,10 +257,20 @@ class Counting(TorchLanes):
     def meet(self, reach: Reach) -> None:  # noqa: ARG002 - of the interface
         assert self.may_go_on, "the driver waits for it"
 
+
+class CountingLanes(TorchLanes):
+    """Counts sums as well, which tell everybody."""
+
+    base: Counting
+
+    def __init__(self, base: Elementwise) -> None:
+        super().__init__(base)
+        self.waiting: tuple[Reach, Due] | None = None
+
     def sum_lanes(self, reach: Reach, due: Due) -> None:
-        assert self.may_go_on, "the driver waits for it"
+        assert self.base.may_go_on, "the driver waits for it"
         super().sum_lanes(reach, due)
-        self.told += 1
+        self.base.told += 1
 
     def hear_and_sum(
         self, streams: Tensor, news: News, weight: Tensor, out: Tensor, reach: Reach, due: Due
@@ -274,18 +287,19 @@ class Counting(TorchLanes):
 Order = Callable[[list[int]], int]
 
 
-def in_order(parts: list[LanePrefill], ids: Sequence[int], order: Order) -> list[Tensor]:
+def in_order(parts: list[Part], ids: Sequence[int], order: Order) -> list[Tensor]:
     """As `logits_in_chunks`; `order` chooses which rank that may go on does, until it waits next.
 
     Nobody waits for the end of a pass before the next one.
     """
-    kernels = [part._elementwise for part in parts]
+    kernels = [part.work.operations for part in parts]
+    of_lanes = [part.communicator._lanes for part in parts]
     for part, kernel in zip(parts, kernels, strict=True):
         assert isinstance(kernel, Counting)
         kernel.all = kernels
         part.connect(parts)
 
-    def whole(part: LanePrefill, found: list[Tensor]) -> Iterator[None]:
+    def whole(part: Part, found: list[Tensor]) -> Iterator[None]:
         for i, (start, stop) in enumerate(pairwise(CUTS)):
             wants = i % 2 == 0
             chunk: Chunk = part.placed(ids[start:stop], start, PAGES, want_logits=wants)
@@ -300,7 +314,7 @@ def in_order(parts: list[LanePrefill], ids: Sequence[int], order: Order) -> list
             ready = [rank for rank in running if kernels[rank].may_go_on]
             assert ready, "ranks wait for each other"
             rank = order(ready)
-            kernels[rank].go_on()
+            of_lanes[rank].go_on()
             if next(running[rank], "over") == "over":
                 del running[rank]
     return [torch.cat(parts_of) for parts_of in zip(*found, strict=True)]
@@ -328,9 +342,13 @@ ORDERED = [name for name in CASES if name not in SILENT and "wide" not in name]
 def test_bits_do_not_depend_on_who_is_ahead(name: str, ranks: int, tmp_path: Path) -> None:
     config = read_config(written(tmp_path, fields_of(name)))
     ids = prompt(config, CUTS[-1])
-    alone = logits_in_chunks(runner(spread(config, 1, make=LaneByLane)), ids)
+    alone = logits_in_chunks(Prefill(spread(config, 1, multiply=LaneByLane)), ids)
     for order in orders(seed=ranks):
-        made = in_order(spread(config, ranks, Counting, make=LaneByLane), ids, order)
+        made = in_order(
+            spread(config, ranks, CountingLanes, multiply=LaneByLane, operations=Counting),
+            ids,
+            order,
+        )
         assert all(torch.equal(seen, right) for seen, right in zip(made, alone, strict=True))
 
 
@@ -339,10 +357,12 @@ def test_rings_have_no_place_too_many(name: str, tmp_path: Path, monkeypatch) ->
     """With one fewer a rank that is ahead overwrites what somebody still needs."""
     config = read_config(written(tmp_path, fields_of(name)))
     ids = prompt(config, CUTS[-1])
-    alone = logits_in_chunks(runner(spread(config, 1, make=LaneByLane)), ids)
+    alone = logits_in_chunks(Prefill(spread(config, 1, multiply=LaneByLane)), ids)
     monkeypatch.setattr(lanes, "modules_under_way", lambda c: modules_under_way(c) - 1)
     seen = [
-        in_order(spread(config, 2, Counting, make=LaneByLane), ids, order)
+        in_order(
+            spread(config, 2, CountingLanes, multiply=LaneByLane, operations=Counting), ids, order
+        )
         for order in orders(seed=0)
     ]
     assert not all(torch.equal(a, b) for made in seen for a, b in zip(made, alone, strict=True))
@@ -358,13 +378,8 @@ def test_buffers_are_what_the_estimate_counts(ranks: int) -> None:
     vectors = {
         spec.name: torch.ones(spec.shape) for spec in tensors(config) if spec.name.endswith("norm")
     }
-    part = LanePrefill(share, vectors.__getitem__, vectors, pool, most_tokens=tokens)
-    kernel = KernelMemory(image_bytes=0, workspace_bytes=0, page_tokens=64, chunk_tokens=tokens)
-    few, many = (
-        estimate(held, tensors(held), Dtype.FP16, n, n, kernel).scratch_bytes for n in (64, tokens)
-    )
-    each_more = 3 * 2 * a.num_kv_heads * a.head_dim * 2 + 2 * a.head_dim * 4  # of context
-    counted = (many - few) / (tokens - 64) - each_more
+    part = Part(share, vectors.__getitem__, vectors, pool, most_tokens=tokens)
+    counted = bytes_per_token(held, Dtype.FP16)
     attended = a.num_query_heads * a.head_dim * 2
     if ranks == 1:  # which sums while it adds, and needs no buffer for it
         counted -= modules_under_way(config) * config.hidden_size * 4

@@ -11,10 +11,11 @@ from soloist.jit.peers import allow_access
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
-from soloist.prefill.elementwise import OwnRows
+from soloist.prefill import settling
+from soloist.prefill.elementwise import MakeElementwise, OwnRows
 from soloist.prefill.pages import PagePool
-from soloist.prefill.ranks import RankPrefill, RanksPrefill
-from soloist.prefill.runner import MakeElementwise
+from soloist.prefill.part import Part
+from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from unit.prefill.models import MODELS, matrices, random_weights, vectors
 from unit.prefill.test_fused import fused, near
@@ -30,7 +31,7 @@ def spread(
     dtype: torch.dtype = torch.float32,
     elementwise: MakeElementwise | None = None,
     devices: list[torch.device] | None = None,
-) -> RanksPrefill:
+) -> Prefill:
     parts = []
     for rank in range(ranks):
         device = CPU if devices is None else devices[rank]
@@ -38,12 +39,10 @@ def spread(
         weights = {k: v.to(device) for k, v in shard_all(share, random_weights(config)).items()}
         a = share_of(config, ranks).layers[0].attention
         pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, device)
-        made = {} if elementwise is None else {"elementwise": elementwise}
+        made = {} if elementwise is None else {"operations": elementwise}
         held = matrices(weights, dtype)
-        parts.append(
-            RankPrefill(share, held.__getitem__, vectors(weights), pool, most_tokens=256, **made)
-        )
-    return RanksPrefill(parts)
+        parts.append(Part(share, held.__getitem__, vectors(weights), pool, most_tokens=256, **made))
+    return Prefill(parts)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -74,20 +73,20 @@ def test_every_rank_has_its_heads_pages(name: str, ranks: int) -> None:
     whole, run = prefill(config), spread(config, ranks)
     for one in (whole, run):
         one.run(prompt(config), 0, SCATTERED)
-    for rank in run.ranks:
+    for rank in run.parts:
         for place, head in enumerate(rank.share.kv_heads):
             own = rank.pool.tensor[:, :, place]
             if head is None:
                 assert not own.any()
             else:
-                wanted = whole.pool.tensor[:, :, head]
+                wanted = whole.parts[0].pool.tensor[:, :, head]
                 torch.testing.assert_close(own, wanted, rtol=0, atol=1e-5)
 
 
 def test_all_ranks_multiply_the_same_bits() -> None:
     run = spread(MODELS["qwen3"], 4, torch.bfloat16)
     run.run(prompt(MODELS["qwen3"]), 0, SCATTERED)
-    first, *others = (rank._buffers.normed[:TOKENS] for rank in run.ranks)
+    first, *others = (rank.work.buffers.normed[:TOKENS] for rank in run.parts)
     assert first.any(), "there is something to compare"
     assert all(torch.equal(first, other) for other in others)
 
@@ -97,27 +96,29 @@ def test_all_ranks_have_the_widths_on_which_all_agree(
     monkeypatch: pytest.MonkeyPatch, of_last: dict[int, int | None]
 ) -> None:
     run = spread(MODELS["qwen3"], 4)
-    monkeypatch.setattr(RankPrefill, "tries_widths", True)
+    monkeypatch.setattr(settling, "tries_widths", lambda _: True)
     run.settle_widths()
     assert run.widths == (), "a chunk of 256 tokens has one width"
-    for rank in run.ranks:
-        told = of_last if rank is run.ranks[-1] else {256: 0, 512: 0, 768: 0}
-        seen = {width: {"attention_output": number} for width, number in told.items()}
-        monkeypatch.setattr(rank, "behaviours", lambda seen=seen: seen)
-        monkeypatch.setattr(rank, "agrees_on", lambda _, rank=rank: rank is not run.ranks[2])
+
+    def behaviours(rank: Part) -> settling.Behaviours:
+        told = of_last if rank is run.parts[-1] else {256: 0, 512: 0, 768: 0}
+        return {width: {"attention_output": number} for width, number in told.items()}
+
+    monkeypatch.setattr(settling, "behaviours", behaviours)
+    monkeypatch.setattr(settling, "agrees_on", lambda rank, _: rank is not run.parts[2])
     run.settle_widths()
     assert run.widths == (), "one rank's attention does not agree"
-    monkeypatch.setattr(run.ranks[2], "agrees_on", lambda _: True)
+    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
     run.settle_widths()
     widths = (512, 768) if of_last[768] else (256, 512)
-    assert {rank.widths for rank in run.ranks} == {widths}
+    assert {rank.widths for rank in run.parts} == {widths}
     assert (run.widths, run.most_tokens) == (widths, widths[-1])
 
 
 def test_ranks_read_in_passes_of_settled_widths(case: tuple[ModelConfig, Tensor]) -> None:
     config, wanted = case
     run, ids = spread(config, 2), prompt(config)
-    for rank in run.ranks:
+    for rank in run.parts:
         rank.take_widths(Widths((256,)))
     for cuts in ([0, 150, TOKENS], [0, TOKENS]):
         for start, stop in pairwise(cuts):
@@ -159,7 +160,7 @@ def test_prompts_on_two_gpus_and_their_graphs(name: str, tmp_path: Path) -> None
     for captured in (False, True):
         if captured:
             run.capture([32, 128, 256])
-            assert all(len(rank._graphs) == 3 for rank in run.ranks)
+            assert all(len(rank.graphs.by_rows) == 3 for rank in run.parts)
         for _ in range(3):
             for cuts in (UNEVEN, [0, 100, TOKENS], [0, TOKENS]):
                 for start, stop in pairwise(cuts):
@@ -183,13 +184,16 @@ def test_a_sum_over_ranks_is_the_definitions(has_parts: bool, tmp_path: Path) ->
                 spread(config, ranks, torch.bfloat16, None, gpu)):  # fmt: skip
         for last in (None, 5, 36):
             last_row = None if last is None else torch.tensor([last], device="cuda").int()
-            for rank, part in zip(run.ranks, parts, strict=True):
-                rank._buffers.delta[:rows] = part.cuda()
-                rank._last_row.delta[:] = part[:1].cuda()
-                rank._buffers.normed.zero_()
-                rank._last_row.normed.zero_()
-            e = [rank._elementwise for rank in run.ranks]
-            reaches = [r._reach if last is None else r._last_reach for r in run.ranks]
+            for rank, part in zip(run.parts, parts, strict=True):
+                rank.work.buffers.delta[:rows] = part.cuda()
+                rank.work.last.delta[:] = part[:1].cuda()
+                rank.work.buffers.normed.zero_()
+                rank.work.last.normed.zero_()
+            e = [rank.work.operations for rank in run.parts]
+            reaches = [
+                r.communicator.reach if last is None else r.communicator.last_reach
+                for r in run.parts
+            ]
             for i in range(ranks):
                 e[i].start()
                 e[i].tell(reaches[i])
@@ -204,8 +208,8 @@ def test_a_sum_over_ranks_is_the_definitions(has_parts: bool, tmp_path: Path) ->
                 results.append(mine)
             for i in range(ranks):
                 e[i].meet(reaches[i])
-            results += [r._buffers.normed[:rows].clone() for r in run.ranks]
-            results += [r._last_row.normed.clone() for r in run.ranks]
+            results += [r.work.buffers.normed[:rows].clone() for r in run.parts]
+            results += [r.work.last.normed.clone() for r in run.parts]
     half = len(results) // 2
     for seen, wanted in zip(results[:half], results[half:], strict=True):
         torch.testing.assert_close(seen, wanted, rtol=2**-7, atol=1e-4)

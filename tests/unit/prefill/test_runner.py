@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel.share import Share
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import kv_bytes_per_token
 from soloist.model.rope import Rope, YarnScaling
-from soloist.prefill import runner
+from soloist.prefill import chunk_attention, settling
 from soloist.prefill.pages import PagePool
+from soloist.prefill.part import Part, require_prefill
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from soloist.reference import build_reference
@@ -36,7 +38,8 @@ def prefill(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int =
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, CPU)
     held = matrices(weights, dtype)
-    return Prefill(config, held.__getitem__, vectors(weights), pool, most_tokens=256)
+    part = Part(Share(config, 1, 0), held.__getitem__, vectors(weights), pool, most_tokens=256)
+    return Prefill([part])
 
 
 def prompt(config: ModelConfig, num_tokens: int = TOKENS) -> Tensor:
@@ -89,9 +92,10 @@ def test_silent_chunks_store_what_others_store() -> None:
     silent, spoken = prefill(config), prefill(config)
     assert silent.run(prompt(config), 0, SCATTERED, want_logits=False) is None
     spoken.run(prompt(config), 0, SCATTERED)
-    assert torch.equal(silent.pool.tensor, spoken.pool.tensor)
-    assert silent.pool.tensor[[5, 0, 3, 1]].abs().amax((1, 2, 3, 4, 5)).min() > 0
-    assert not silent.pool.tensor[[2, 4]].any()
+    stored = silent.parts[0].pool.tensor
+    assert torch.equal(stored, spoken.parts[0].pool.tensor)
+    assert stored[[5, 0, 3, 1]].abs().amax((1, 2, 3, 4, 5)).min() > 0
+    assert not stored[[2, 4]].any()
 
 
 def test_scaled_rope() -> None:
@@ -113,7 +117,7 @@ def test_cancelling_between_chunks(after: int) -> None:
         return len(asked) > after
 
     assert run.run_prompt(prompt(config), SCATTERED, 64, cancelled) is None
-    stored = run.pool.tensor.abs().amax((1, 2, 3, 4, 5)) > 0
+    stored = run.parts[0].pool.tensor.abs().amax((1, 2, 3, 4, 5)) > 0
     assert stored.nonzero().flatten().tolist() == sorted(SCATTERED[:after])
 
 
@@ -125,13 +129,13 @@ def test_passes_of_settled_widths_are_the_references(name: str) -> None:
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 20, torch.float32, CPU)
     held = matrices(weights, torch.float32)
-    run = Prefill(config, held.__getitem__, vectors(weights), pool, most_tokens=1024)
-    before = run.num_bytes
-    run.take_widths(Widths((256, 512, 768), {("down", 256): 512, ("qkv", 256): 768}))
-    assert run.most_tokens == 768
+    part = Part(Share(config, 1, 0), held.__getitem__, vectors(weights), pool, most_tokens=1024)
+    run, before = Prefill([part]), part.num_bytes
+    part.take_widths(Widths((256, 512, 768), {("down", 256): 512, ("qkv", 256): 768}))
+    assert part.most_tokens == 768
     # The estimate counts three times as much for what is gathered.
     kv_bytes = kv_bytes_per_token(config, Dtype.FP32) * 1024
-    assert run.num_bytes - before == kv_bytes // config.num_layers
+    assert part.num_bytes - before == kv_bytes // config.num_layers
     pages = [7, 3, 1, 0, 2, 5, 4, 6, 19, 18, 17, 16, 15, 14, 13]
     wanted = reference_logits(config, ids)
     for cuts in ([0, 100], [0, 256, 900], [0, 700], [0, 512, 768, 900], [0, 300, 900]):
@@ -147,10 +151,10 @@ def test_passes_of_settled_widths_are_the_references(name: str) -> None:
 def test_beyond_the_reach_of_graphs_keys_are_gathered_elsewhere(
     monkeypatch: pytest.MonkeyPatch, reach: int
 ) -> None:
-    monkeypatch.setattr(runner, "REACH_TOKENS", reach)
+    monkeypatch.setattr(chunk_attention, "REACH_TOKENS", reach)
     config = MODELS["windows"]
     run, ids = prefill(config), prompt(config, 380)
-    run.take_widths(Widths((256,)))
+    run.parts[0].take_widths(Widths((256,)))
     for start, stop in ((0, 256), (256, 380)):
         logits = run.run(ids[start:stop], start, SCATTERED_WIDE)
     wanted = reference_logits(config, ids)[-1]
@@ -181,7 +185,8 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
     weights, a = random_weights(config), config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 16, torch.float32, CPU)
     held = matrices(weights, torch.float32)
-    run = Prefill(config, held.__getitem__, vectors(weights), pool, most_tokens=800)
+    part = Part(Share(config, 1, 0), held.__getitem__, vectors(weights), pool, most_tokens=800)
+    run = Prefill([part])
     of_matrix = {id(matrix): key.rpartition(".")[2] for key, matrix in held.items()}
     asked: list[tuple[str, int]] = []
 
@@ -195,8 +200,8 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
         return out
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(run, "agrees_on", lambda _: True)
-    monkeypatch.setattr(Prefill, "tries_widths", True)
+    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
+    monkeypatch.setattr(settling, "tries_widths", lambda _: True)
     run.settle_widths()
     assert run.widths == widths
     asked.clear()
@@ -206,7 +211,7 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
     if name == "down":
         assert {count for short, count in rows if short != "down"} == {256}
     run.widths = ()
-    monkeypatch.setattr(run, "agrees_on", lambda _: False)
+    monkeypatch.setattr(settling, "agrees_on", lambda *_: False)
     run.settle_widths()
     assert run.widths == (), "attention has to agree as well"
 
@@ -226,7 +231,7 @@ def test_lanes_are_refused() -> None:
         head="replicate", sum_before_norm=True,
     )  # fmt: skip
     with pytest.raises(ShapeUnsupported, match="2 lanes"):
-        Prefill(replace(MODELS["mha"], lanes=lanes), {}.__getitem__, {}, pool=None)  # type: ignore[arg-type]
+        require_prefill(replace(MODELS["mha"], lanes=lanes))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""How what modules give joins the residual stream, alone or with other ranks and lanes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from soloist.model.config import ModelConfig
+from soloist.prefill.buffers import Buffers
+from soloist.prefill.elementwise import Chunk, Delta, Elementwise
+from soloist.prefill.pages import PagePool
+from soloist.prefill.products import Products
+
+# Something that is queued; stops where all ranks have to come as far before any goes on.
+Stages = Iterator[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What a rank computes with.
+
+    Attributes:
+        config: what the rank has, as a model without lanes.
+        lanes: of the rank, 0 where the model has none.
+        pool: gains keys and values.
+        operations: what runs between products.
+        products: by the rank's matrices.
+        buffers: of a whole chunk.
+        last: of the last token in the last layer.
+        logits: [1, V] of the rank.
+    """
+
+    config: ModelConfig
+    lanes: int
+    pool: PagePool
+    operations: Elementwise
+    products: Products
+    buffers: Buffers
+    last: Buffers
+    logits: Tensor
+
+    def rows(self, count: int) -> "Rows":
+        """The first rows of a chunk."""
+        return Rows(self.buffers.rows(count, self.lanes), count)
+
+    def last_row(self) -> "Rows":
+        """The last token's."""
+        return Rows(self.last.rows(1, self.lanes), 1, is_last=True)
+
+
+class Rows(NamedTuple):
+    """Rows on their way through the layers: all of a chunk, or of the last layer the last one."""
+
+    buffers: Buffers
+    num_rows: int
+    is_last: bool = False
+
+
+class Narrowing(Enum):
+    """From where on the last layer has the last token alone, since nobody asks for more."""
+
+    QUERIES = auto()
+    OUTPUT = auto()  # attention's
+    MLP = auto()
+
+
+class Communicator(ABC):
+    """The residual stream of a rank, and whoever adds to it.
+
+    A module is an attention (2 · layer) or an MLP (2 · layer + 1).
+
+    Args:
+        work: what the rank computes with.
+
+    Attributes:
+        narrowing: where `last_row` is asked for.
+    """
+
+    narrowing: Narrowing
+
+    def __init__(self, work: Workspace) -> None:
+        self._work, self._operations = work, work.operations
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside the workspace."""
+        return 0
+
+    def connect(self, ranks: Sequence["Communicator"]) -> None:  # noqa: B027 - one that is alone
+        """Before the first pass: those of all ranks in order, whose memory this one can reach."""
+
+    def is_cut(self, layers: int) -> bool:  # noqa: ARG002 - most are not
+        """Whether a recorded pass is cut in two behind so many layers.
+
+        Launching a graph takes the host a microsecond a kernel, and the device waits for it: so it
+        gets a short one first.
+        """
+        return False
+
+    @abstractmethod
+    def begin(self, rows: Rows, chunk: Chunk) -> None:
+        """Tokens' rows of the embedding become the residual stream."""
+
+    @abstractmethod
+    def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
+        """`normed` of all that came before an attention."""
+
+    def before_output(self, layer: int) -> Stages:  # noqa: ARG002 - most have nothing to wait for
+        """What has to be before an attention gives anything."""
+        yield from ()
+
+    @abstractmethod
+    def output(self, module: int, rows: Rows) -> Tensor:
+        """Where the product goes that a module gives."""
+
+    @abstractmethod
+    def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
+        """`normed` of all that came before an MLP, the attention's output included."""
+
+    def after_layer(self, layer: int, rows: Rows) -> Stages:  # noqa: ARG002 - the same
+        """What has to be once an MLP has given its output."""
+        yield from ()
+
+    @abstractmethod
+    def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
+        """The last token's, with a copy of what is needed from here on."""
+
+    @abstractmethod
+    def head(self, rows: Rows, chunk: Chunk) -> Stages:
+        """Logits of the last token."""
+
+
+class Nobody(Communicator):
+    """Of a rank that is alone: sums and norms are one operation."""
+
+    narrowing = Narrowing.QUERIES
+
+    def is_cut(self, layers: int) -> bool:
+        """See the base class."""
+        return layers == 1
+
+    def begin(self, rows: Rows, chunk: Chunk) -> None:
+        """See the base class."""
+        table = self._work.products.matrix("embedding")
+        self._operations.embed(table, chunk, rows.buffers.residual)
+
+    def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
+        """See the base class."""
+        norm = self._operations.layers[layer].attention_norm
+        deltas = self._deltas(layer - 1, rows.buffers) if layer else []
+        self._operations.add_norm(rows.buffers.residual, deltas, norm, rows.buffers.normed)
+        yield from ()
+
+    def output(self, module: int, rows: Rows) -> Tensor:
+        """See the base class."""
+        return rows.buffers.mlp_delta if module % 2 else rows.buffers.delta
+
+    def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
+        """See the base class; the next norm adds the same again."""
+        b, norm = rows.buffers, self._operations.layers[layer].mlp_norm
+        deltas = self._deltas(layer, b)[:1]
+        self._operations.add_norm(b.residual, deltas, norm, b.normed, keeps=False)
+        yield from ()
+
+    def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
+        """See the base class."""
+        last = self._work.last_row()
+        torch.index_select(rows.buffers.residual, 0, chunk.last, out=last.buffers.residual)
+        torch.index_select(rows.buffers.normed, 0, chunk.last, out=last.buffers.normed)
+        return last
+
+    def head(self, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
+        """See the base class."""
+        b, config = rows.buffers, self._work.config
+        deltas = self._deltas(config.num_layers - 1, b)
+        self._operations.add_norm(b.residual, deltas, self._operations.final_norm, b.normed)
+        name = "embedding" if config.tied_head else "head"
+        self._work.products.multiply(b.normed, name, self._work.logits)
+        yield from ()
+
+    def _deltas(self, layer: int, b: Buffers) -> list[Delta]:
+        """What a layer gave."""
+        own = self._operations.layers[layer]
+        return [Delta(b.delta, own.attention_output_bias), Delta(b.mlp_delta, own.down_bias)]

@@ -1,0 +1,201 @@
+"""One rank's part of a model: its pass over the layers, put together, and when a graph runs it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.megakernel.lanes import LaneShare
+from soloist.megakernel.share import Share, share_of
+from soloist.model.config import ModelConfig
+from soloist.prefill.buffers import allocate, num_bytes, widest
+from soloist.prefill.chunk_attention import ChunkAttention
+from soloist.prefill.communicator import Communicator, Nobody, Workspace
+from soloist.prefill.elementwise import Chunk, MakeElementwise, TorchElementwise, Vectors
+from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.graphs import Graphs
+from soloist.prefill.lane_elementwise import MakeLanes, TorchLanes
+from soloist.prefill.lanes import LaneCommunicator, without_lanes
+from soloist.prefill.pages import PagePool
+from soloist.prefill.passes import Pass
+from soloist.prefill.products import Matrices, Products
+from soloist.prefill.ranks import RankCommunicator
+from soloist.prefill.upload import TokenIds, Upload
+from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS, Widths, width_of
+
+
+class Part:
+    """What one rank, or the only one, has and does; `Prefill` runs all of them.
+
+    Args:
+        share: which part of a model. Layers are of one size; windows, rope and biases may differ.
+        matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, cut for
+            the share (`shard_all`): [out, in], of lanes [l, out, in]; 'embedding' [V, H] is the
+            whole table, and on several ranks there is a 'head' in any case.
+        vectors: fp32 norm weights and biases of the share by the name of their `TensorSpec`.
+        pool: gains keys and values of the share's heads.
+        operations: what runs between products: `FusedElementwise` with its last arguments bound,
+            or plain torch.
+        most_tokens: of one chunk; buffers are allocated for as many.
+        lane_operations: the same of a model with lanes, `FusedLanes` or plain torch.
+
+    Attributes:
+        widths: of passes, as of `Prefill`.
+
+    Raises:
+        ShapeUnsupported: see `require_prefill`.
+    """
+
+    def __init__(
+        self,
+        share: Share | LaneShare,
+        matrices: Matrices,
+        vectors: Vectors,
+        pool: PagePool,
+        operations: MakeElementwise = TorchElementwise,
+        most_tokens: int = MOST_PASS_TOKENS,
+        lane_operations: MakeLanes = TorchLanes,
+    ) -> None:
+        if isinstance(share, LaneShare):
+            config, lanes = without_lanes(share), len(share.lanes)
+        else:
+            config, lanes = share_of(share.whole, share.ranks), 0
+        require_prefill(config)
+        self.share, self.pool, self.most_tokens = share, pool, most_tokens
+        self.work = Workspace(
+            config, lanes, pool, operations(config, vectors, pool), Products(matrices),
+            buffers=allocate(config, lanes, most_tokens, pool),
+            last=allocate(config, lanes, 1, pool),
+            logits=torch.empty((1, config.vocab_size), dtype=widest(pool), device=pool.device),
+        )  # fmt: skip
+        self._upload = Upload(pool.num_pages, most_tokens, pool.device)
+        self.communicator: Communicator
+        if isinstance(share, LaneShare):
+            of_lanes = lane_operations(self.work.operations)
+            self.communicator = LaneCommunicator(share, self.work, of_lanes)
+        elif share.ranks > 1:
+            self.communicator = RankCommunicator(share, self.work)
+        else:
+            self.communicator = Nobody(self.work)
+        self._attention = ChunkAttention(config, pool, self.work.operations)
+        self.model_pass = Pass(self.work, self._attention, self.communicator)
+        self.graphs = Graphs(pool.device)
+        self.widths: tuple[int, ...] = ()
+
+    def connect(self, parts: Sequence["Part"]) -> None:
+        """Before the first pass: all ranks in order, whose memory this one can reach."""
+        self.communicator.connect([part.communicator for part in parts])
+        if self.fused is not None:
+            peers = [part.fused for part in parts if part.fused is not None]
+            self.fused.connect(self.share.rank, peers)
+
+    @property
+    def fused(self) -> FusedElementwise | None:
+        """What runs between products, where those are kernels of ours."""
+        operations = self.work.operations
+        return operations if isinstance(operations, FusedElementwise) else None
+
+    def wait_for_nobody(self, *, alone: bool) -> None:
+        """Whether its kernels go on at once, though other ranks do not run."""
+        if self.fused is not None:
+            self.fused.wait_for_nobody(alone=alone)
+
+    @property
+    def logits(self) -> Tensor:
+        """[rows] fp32, of the rank's part of the vocabulary, of the last pass that had them."""
+        return self.work.logits[0, : len(self.share.vocabulary)].float()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffers, without graphs and what attention allocates."""
+        work, gathered = self.work, self._attention.gathered
+        rope = work.operations.rope_table
+        held = (*work.buffers, *work.last, work.logits, self._upload.words, rope, *gathered)
+        return num_bytes(*held) + self.communicator.num_bytes
+
+    def take_widths(self, widths: Widths) -> None:
+        """Have passes of these widths, and a place for gathered keys and values."""
+        self.widths, self.most_tokens = widths.passes, widths.passes[-1]
+        self.work.products.padded_rows = widths.products
+        self._attention.take_widths(widths.passes)
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def placed(
+        self,
+        token_ids: TokenIds,
+        position: int,
+        page_table: Tensor | Sequence[int],
+        *,
+        want_logits: bool,
+    ) -> Chunk:
+        """A chunk on the device, padded where that lets a graph take it; arguments as of `run`."""
+        assert 0 < len(token_ids) <= self.most_tokens, "the caller cuts prompts into chunks"
+        stop = position + len(token_ids)
+        most = min(len(page_table) * PAGE_POSITIONS, self.work.config.context_tokens)
+        assert stop <= most, "no room"
+        rows = self._num_rows(len(token_ids), is_prompt=position == 0 and want_logits)
+        pages = page_table[: -(-stop // PAGE_POSITIONS)]
+        return self._upload.chunk(token_ids, position, pages, rows)
+
+    def _num_rows(self, num_tokens: int, *, is_prompt: bool) -> int:
+        """Of a pass over so many tokens, which may be a prompt's first ones and its last ones."""
+        if is_prompt and num_tokens < (BLOCK_TOKENS if self.widths else self.most_tokens):
+            bound = self.widths[0] if self.widths else self.most_tokens
+            short = [size for size in self.graphs.by_rows if num_tokens <= size < bound]
+            if short:
+                return min(short)
+        return width_of(num_tokens, self.widths) if self.widths else num_tokens
+
+    def stages(self, chunk: Chunk, *, want_logits: bool) -> Iterator[None]:
+        """Queue one pass; stops where all ranks have to come as far before any goes on."""
+        for layer in self.model_pass.layers(chunk, want_logits=want_logits):
+            yield from layer
+
+    def graph_parts(self, chunk: Chunk) -> Iterator[None]:
+        """Queue one pass to be recorded; stops where it is cut in two."""
+        layers = self.model_pass.layers(chunk, want_logits=True)
+        for i, layer in enumerate(layers, 1):
+            for _ in layer:
+                pass
+            if self.communicator.is_cut(i) and i < len(self.model_pass.names):
+                yield
+
+    def has_graph(self, chunk: Chunk) -> bool:
+        """Whether a pass over the chunk was recorded."""
+        return self._attention.fits_graph(chunk) and chunk.num_rows in self.graphs.by_rows
+
+    def begin_capture(self, size: int) -> Chunk:
+        """A chunk of so many rows and no token: the pool stays as it is."""
+        assert self.work.operations.capturable, "kernels read the place from the device"
+        assert 0 < size <= self.most_tokens, "buffers are large enough"
+        is_whole = size == self.most_tokens and not self.widths
+        can = self._attention.can_attend_whole
+        self._attention.attends_whole = is_whole and can(self.work.buffers)
+        nothing = torch.zeros(0, dtype=torch.int32)
+        return self._upload.chunk(nothing, 0, nothing, size)
+
+    def record(self, chunk: Chunk) -> None:
+        """Record the pass that `begin_capture` began, once it has run."""
+        self.graphs.record(chunk.num_rows, self.graph_parts(chunk))
+        self._attention.attends_whole = False
+
+
+def require_prefill(config: ModelConfig) -> None:
+    """Refuse what prefill cannot do, before anything is allocated.
+
+    Raises:
+        ShapeUnsupported: the model has lanes, layers of different sizes or interleaved rope.
+    """
+    if config.lanes is not None:
+        raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
+    if config.rope.interleaved:
+        raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
+    sizes = {
+        (a.num_query_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size)
+        for a, mlp in ((layer.attention, layer.mlp) for layer in config.layers)
+    }
+    if len(sizes) > 1:
+        raise ShapeUnsupported("layers of different sizes", "one size for all layers")

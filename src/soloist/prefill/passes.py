@@ -1,0 +1,113 @@
+"""One pass over the layers: what is computed for a chunk, and in which order.
+
+On CUDA a layer of a rank that is alone is nine launches (four products, attention, four kernels of
+ours), eight where gate_up and SwiGLU are one, and where passes have settled widths one more, which
+brings earlier keys together.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from soloist.prefill.buffers import Buffers
+from soloist.prefill.chunk_attention import ChunkAttention
+from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
+from soloist.prefill.elementwise import Chunk, Heads
+
+
+class Names(NamedTuple):
+    """Of one layer's matrices."""
+
+    qkv: str
+    attention_output: str
+    gate_up: str
+    down: str
+
+
+class Pass:
+    """A pass over one rank's part of a model.
+
+    Args:
+        work: what it computes with.
+        attention: of its heads.
+        communicator: what modules give goes there, and what they read comes from there.
+
+    Attributes:
+        names: of each layer.
+    """
+
+    def __init__(
+        self, work: Workspace, attention: ChunkAttention, communicator: Communicator
+    ) -> None:
+        self._work, self._attention, self._communicator = work, attention, communicator
+        self.names = [
+            Names(*(f"layers.{i}.{name}" for name in Names._fields))
+            for i in range(work.config.num_layers)
+        ]
+
+    def layers(self, chunk: Chunk, *, want_logits: bool) -> Iterator[Stages]:
+        """The stages of each layer, the head's with the last one's; each to be run through."""
+        rows = self._work.rows(chunk.num_rows)
+        self._work.operations.start()
+        self._communicator.begin(rows, chunk)
+        for layer in range(len(self.names)):
+            yield self._layer(layer, rows, chunk, want_logits=want_logits)
+
+    def _layer(self, layer: int, rows: Rows, chunk: Chunk, *, want_logits: bool) -> Stages:
+        """Keys and values of all tokens; of the last layer more only for the last one."""
+        communicator, products, names = self._communicator, self._work.products, self.names[layer]
+        is_last = layer + 1 == len(self.names)
+        narrowing = communicator.narrowing if is_last else None
+        b, heads = rows.buffers, _heads(rows.buffers)
+        yield from communicator.attention_input(layer, rows, chunk)
+        # Where nobody reads the queries of all tokens they are not multiplied.
+        first = self.keys_at if narrowing is Narrowing.QUERIES else 0
+        products.multiply(b.normed, names.qkv, b.qkv, first)
+        self._work.operations.qkv_rope_store(b.qkv, layer, chunk, heads)
+        if is_last and not want_logits:
+            return
+        if narrowing is Narrowing.QUERIES:
+            rows = communicator.last_row(rows, chunk)
+            b = rows.buffers
+            products.multiply(b.normed, names.qkv, b.qkv)
+            own = _heads(b)
+            self._work.operations.qkv_rope_store(b.qkv, layer, chunk.last_alone(), own)
+            attended = self._attention.of_last(layer, chunk, own.queries, heads)
+        else:
+            attended = self._attention.of_all(layer, chunk, heads)
+        yield from communicator.before_output(layer)
+        if narrowing is Narrowing.OUTPUT:
+            attended = attended.index_select(0, chunk.last)
+            rows = communicator.last_row(rows, chunk)
+        products.multiply(attended, names.attention_output, communicator.output(2 * layer, rows))
+        yield from communicator.mlp_input(layer, rows, chunk)
+        if narrowing is Narrowing.MLP:
+            rows = communicator.last_row(rows, chunk)
+        self.activate(layer, rows.buffers)
+        out = communicator.output(2 * layer + 1, rows)
+        products.multiply(rows.buffers.activated, names.down, out)
+        yield from communicator.after_layer(layer, rows)
+        if is_last:
+            yield from communicator.head(rows, chunk)
+
+    @property
+    def keys_at(self) -> int:
+        """Rows of queries, after which keys begin."""
+        return self._work.buffers.queries[0].numel()
+
+    def activate(self, layer: int, b: Buffers) -> None:
+        """`activated` of `normed`: gate_up and SwiGLU, as one kernel where there is one."""
+        operations, products = self._work.operations, self._work.products
+        name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
+        if not self._work.lanes:
+            matrix = products.matrix(name)
+            x, product, out = products.lengthened(name, b.normed, b.gate_up, b.activated)
+            if operations.gate_up(x, matrix, bias, out):
+                return
+            products.multiply_by(x, matrix, product)
+        else:
+            products.multiply(b.normed, name, b.gate_up)
+        operations.silu_mul(b.gate_up, bias, b.activated)
+
+
+def _heads(b: Buffers) -> Heads:
+    return Heads(b.queries, b.keys, b.values)

@@ -1,0 +1,60 @@
+"""Matrix products by the device's library."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Matrices = Callable[[str], Tensor]
+
+
+class Products:
+    """Multiplies by a model's matrices; whatever lanes have comes with lanes first.
+
+    Args:
+        matrices: a row-major matrix [out, in], of lanes [l, out, in], by the name of its
+            `TensorSpec`, valid until the next call.
+
+    Attributes:
+        matrix: `matrices`.
+        padded_rows: as of `Widths.products`.
+    """
+
+    def __init__(self, matrices: Matrices) -> None:
+        self.matrix = matrices
+        self.padded_rows: Mapping[tuple[str, int], int] = {}
+
+    def multiply(self, x: Tensor, name: str, out: Tensor, first: int = 0) -> None:
+        """`out` [T, rows] = `x` [T, columns] · matrixᵀ, summed in fp32; rows from `first` on.
+
+        Of lanes `out` is [l, T, rows], and `x` [l, T, columns] or [T, l · columns].
+        """
+        if out.ndim > 2:
+            self.multiply_lanes(x, name, out)
+            return
+        x, out = self.lengthened(name, x, out)
+        self.multiply_by(x, self.matrix(name)[first:], out[:, first:])
+
+    def lengthened(self, name: str, *buffers: Tensor) -> list[Tensor]:
+        """Buffers' rows of a pass with those behind them, as many as the product takes.
+
+        Rows behind a pass's own are of no use: it is for the order in which those before are
+        summed.
+        """
+        rows = len(buffers[0])
+        count = self.padded_rows.get((name.rpartition(".")[2], rows), rows)
+        return [x if count == rows else x.as_strided((count, *x.shape[1:]), x.stride())
+                for x in buffers]  # fmt: skip
+
+    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
+        """The same for lanes, batched."""
+        if x.ndim == 2:
+            x = x.view(len(x), len(out), -1).transpose(0, 1)
+        torch.bmm(x, self.matrix(name).mT, out=out)
+
+    def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """`out` = `x` · `matrix`ᵀ."""
+        if out.dtype is x.dtype:
+            torch.mm(x, matrix.mT, out=out)
+        else:
+            torch.mm(x, matrix.mT, out_dtype=out.dtype, out=out)

@@ -1,0 +1,115 @@
+"""Which widths the products and the attention of a model agree on, tried on its own matrices."""
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from soloist.prefill.agreement import attention_agrees, product_behaviours
+from soloist.prefill.part import Part
+from soloist.prefill.widths import Widths, agreeing_widths, candidate_widths
+
+Behaviours = dict[int, dict[str, Hashable | None]]
+
+# Products whose factors lie in buffers, with more rows behind those of a pass. Of lanes a lane's
+# rows are followed by the next lane's.
+_PADDED = ("qkv", "gate_up", "down")
+# Libraries ask no more of where a matrix lies.
+_MOST_ALIGNMENT = 256
+
+
+def settled_widths(parts: Sequence[Part]) -> Widths | None:
+    """Those that all ranks' products and attention agree on, if any."""
+    if not all(tries_widths(part) for part in parts):
+        return None
+    of_parts = [behaviours(part) for part in parts]
+    everywhere = {
+        width: {name: _combined([of_one[width][name] for of_one in of_parts]) for name in seen}
+        for width, seen in of_parts[0].items()
+    }
+    widths = agreeing_widths(everywhere, () if parts[0].work.lanes else _PADDED)
+    if widths is None or not all(agrees_on(part, widths.passes) for part in parts):
+        return None
+    return widths
+
+
+def tries_widths(part: Part) -> bool:
+    """Whether wider passes would be worth anything: elsewhere there are no 16-bit libraries."""
+    return part.pool.device.type == "cuda" and part.pool.dtype.itemsize == 2
+
+
+@torch.inference_mode()
+def behaviours(part: Part) -> Behaviours:
+    """Of every candidate width and product, equal where widths agree: for `agreeing_widths`."""
+    part.work.operations.start()
+    candidates, like = candidate_widths(part.most_tokens), part.work.buffers.normed
+    of_products: dict[str, list[dict[int, int | None]]] = {}
+    for name, first in products_of(part):
+        columns = part.work.products.matrix(name).shape[-1]
+        multiply = partial(multiply_as_a_pass, part, name, first)
+        seen = product_behaviours(multiply, columns, candidates, like)
+        of_products.setdefault(name.rpartition(".")[2], []).append(seen)
+    return {
+        width: {
+            short: _combined([one[width] for one in several])
+            for short, several in of_products.items()
+        }
+        for width in candidates
+    }
+
+
+@torch.inference_mode()
+def agrees_on(part: Part, widths: tuple[int, ...]) -> bool:
+    """Whether attention agrees at these widths."""
+    config = part.work.config
+    a, most_keys = config.layers[0].attention, config.context_tokens
+    heads = (a.num_query_heads, a.num_kv_heads, a.head_dim)
+    windows = {layer.attention.window for layer in config.layers}
+    like = part.work.buffers.normed
+    return all(attention_agrees(heads, window, most_keys, widths, like) for window in windows)
+
+
+def products_of(part: Part) -> list[tuple[str, int]]:
+    """Matrices that may be multiplied differently, and the row from which on.
+
+    That is one for each kind of matrix and each way in which its address is aligned.
+    """
+    found: dict[tuple[str, int], str] = {}
+    for names in part.model_pass.names:
+        for short, name in names._asdict().items():
+            address = part.work.products.matrix(name).data_ptr()
+            alignment = min(address & -address, _MOST_ALIGNMENT)
+            found.setdefault((short, alignment), name)
+    products = [(name, 0) for name in found.values()]
+    if not part.work.lanes:  # of the last layer all but the queries
+        products.append((part.model_pass.names[-1].qkv, part.model_pass.keys_at))
+    return products
+
+
+def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
+    """A product where passes have it: that may decide which kernel multiplies.
+
+    All lanes have the same factor, and their results [T, rows] come side by side.
+    """
+    work, short = part.work, name.rpartition(".")[2]
+    rows, lanes = work.rows(len(x)), work.lanes
+    b = rows.buffers
+    if short == "attention_output":
+        factor = x.repeat(1, lanes) if lanes else x
+    else:
+        of_all = x.expand(lanes, *x.shape) if lanes else x
+        factor = (b.activated if short == "down" else b.normed).copy_(of_all)
+    if short == "gate_up" and not lanes:
+        layer = next(i for i, of in enumerate(part.model_pass.names) if of.gate_up == name)
+        part.model_pass.activate(layer, b)
+        return b.activated
+    own = {"qkv": b.qkv, "gate_up": b.gate_up}
+    out = own[short] if short in own else part.communicator.output(int(short == "down"), rows)
+    work.products.multiply(factor, name, out, first)
+    return out.transpose(0, 1).flatten(1) if lanes else out[:, first:]
+
+
+def _combined(behaviours: Sequence[Hashable | None]) -> Hashable | None:
+    """What several operations do at one width, as one."""
+    return None if None in behaviours else tuple(behaviours)
