@@ -40,6 +40,19 @@ class Buffers(NamedTuple):
         named = first._asdict()
         return first._replace(**{name: by_lane(named[name], lanes) for name in _OF_LANES})
 
+    def of_layer(self, neurons: int) -> "Buffers":
+        """With room for so many of an MLP's neurons, at most as many as the widest layer has."""
+        if self.activated.shape[-1] == neurons:
+            return self
+        rows = len(self.activated)
+
+        def narrow(buffer: Tensor, width: int) -> Tensor:
+            return buffer.flatten()[: rows * width].view(rows, width)
+
+        return self._replace(
+            gate_up=narrow(self.gate_up, 2 * neurons), activated=narrow(self.activated, neurons)
+        )
+
 
 class _Kind(Enum):
     STREAM = auto()  # fp32
@@ -118,7 +131,7 @@ def by_lane(x: Tensor, lanes: int) -> Tensor:
 
 def _shapes(config: ModelConfig, lanes: int) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
-    a, ffn = config.layers[0].attention, config.layers[0].mlp.intermediate_size
+    a, ffn = config.layers[0].attention, max(x.mlp.intermediate_size for x in config.layers)
     streams, given = config.hidden_size * max(1, lanes), 0 if lanes else config.hidden_size
     return {
         "residual": (_Kind.STREAM, (streams,)),

@@ -98,7 +98,7 @@ class FusedElementwise(Elementwise):
     """On a CUDA device, for 16-bit pools; products as `wide_products` says, gate and up 16-bit.
 
     Args:
-        config: a dense model whose layers are of one size.
+        config: a dense model whose layers have the same heads.
         vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
         pool: gains keys and values.
         arch: architecture of the device, such as 'sm_90a'.
@@ -131,9 +131,9 @@ class FusedElementwise(Elementwise):
         super().__init__(config, vectors, pool, rope)
         attention = config.layers[0].attention
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
-        ffn = config.layers[0].mlp.intermediate_size // max(1, lanes)
-        sizes = {"hidden": config.hidden_size, "FFN": ffn}
-        for name, size in sizes.items():
+        mlps = {layer.mlp.intermediate_size: None for layer in config.layers}  # in order
+        sizes = [("hidden", config.hidden_size), *(("FFN", n // max(1, lanes)) for n in mlps)]
+        for name, size in sizes:
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
         assert pool.dtype in DTYPES, "a 16-bit pool"
@@ -141,10 +141,16 @@ class FusedElementwise(Elementwise):
         self._arch, self._cache_root = arch, cache_root
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
         self._kernels = self.load(_KERNEL, entries)
-        self._gate_up = None
-        if not lanes and has_gate_up(arch, config.hidden_size, ffn):
-            with torch.cuda.device(pool.device):
-                self._gate_up = GateUp(self._spec, cache_root)
+        # By neurons of an MLP: kernels are compiled for each size.
+        self._swiglu: dict[int, Kernels] = {}
+        self._gate_up: dict[int, GateUp] = {}
+        for place, neurons in enumerate(mlps):
+            own = neurons // max(1, lanes)
+            spec = header(config, DTYPES[pool.dtype], ranks, lanes, neurons)
+            self._swiglu[own] = self.load(_KERNEL, ("silu_mul",), spec) if place else self._kernels
+            if not lanes and has_gate_up(arch, config.hidden_size, own):
+                with torch.cuda.device(pool.device):
+                    self._gate_up[own] = GateUp(spec, cache_root)
         self._attention = None
         if has_first_attention(arch, attention.head_dim):
             with torch.cuda.device(pool.device):
@@ -157,9 +163,9 @@ class FusedElementwise(Elementwise):
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
 
-    def load(self, kernel: str, entries: Sequence[str]) -> Kernels:
+    def load(self, kernel: str, entries: Sequence[str], spec: str | None = None) -> Kernels:
         """More kernels of the same model: `entries` of a file. Raises DeviceError."""
-        source = Source(kernel, self._spec)
+        source = Source(kernel, self._spec if spec is None else spec)
         return Kernels(source, entries, self._arch, self._cache_root, self.pool.device)
 
     def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:
@@ -284,11 +290,12 @@ class FusedElementwise(Elementwise):
         """See the base class."""
         count = out.numel() // _ACCESS_VALUES
         args = (pointer(product), pointer(bias), pointer(out), ctypes.c_uint32(count))
-        self._launch("silu_mul", -(-count // THREADS), args)
+        kernels = self._swiglu[out.shape[-1]]
+        kernels.launch("silu_mul", -(-count // THREADS), args, self.stream)
 
     def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:
         """See the base class."""
-        kernel = self._gate_up
+        kernel = self._gate_up.get(out.shape[-1])
         if kernel is None or bias is not None or not self._is_alone:
             return False
         if not kernel.suits(x, matrix):

@@ -22,16 +22,20 @@ def wide_products(dtype: Dtype) -> bool:
     return dtype is Dtype.FP16
 
 
-def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0) -> str:
-    """The text of spec.cuh for a model whose layers are of one size, or one rank's share of it.
+def header(
+    config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0, neurons: int | None = None
+) -> str:
+    """The text of spec.cuh for a model whose layers have the same heads, or one rank's share of it.
 
     Args:
         config: the share, with heads and neurons of all its lanes.
         dtype: of weights and of what products read.
         ranks: over how many the model is spread.
         lanes: of the share, 0 where the model has none; their products are 16-bit.
+        neurons: of the MLPs that the kernels are for; None: of the first layer's.
     """
-    attention, mlp = config.layers[0].attention, config.layers[0].mlp
+    attention = config.layers[0].attention
+    neurons = config.layers[0].mlp.intermediate_size if neurons is None else neurons
     sides, is_wide = max(1, lanes), wide_products(dtype) and not lanes
     pages = KvLayout(
         config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]
@@ -44,7 +48,7 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0) ->
         "kQueryHeads": attention.num_query_heads // sides,
         "kKvHeads": attention.num_kv_heads // sides,
         "kHeadDim": attention.head_dim,
-        "kIntermediate": mlp.intermediate_size // sides,
+        "kIntermediate": neurons // sides,
         "kBlockPositions": BLOCK_TOKENS,
         "kRanks": ranks,
     }

@@ -187,15 +187,15 @@ def require_prefill(config: ModelConfig) -> None:
     """Refuse what prefill cannot do, before anything is allocated.
 
     Raises:
-        ShapeUnsupported: the model has lanes, layers of different sizes or interleaved rope.
+        ShapeUnsupported: the model has lanes, layers with different heads or interleaved rope.
     """
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
     if config.rope.interleaved:
         raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
-    sizes = {
-        (a.num_query_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size)
-        for a, mlp in ((layer.attention, layer.mlp) for layer in config.layers)
+    heads = {
+        (a.num_query_heads, a.num_kv_heads, a.head_dim)
+        for a in (layer.attention for layer in config.layers)
     }
-    if len(sizes) > 1:
-        raise ShapeUnsupported("layers of different sizes", "one size for all layers")
+    if len(heads) > 1:
+        raise ShapeUnsupported("layers with different heads", "the same heads in all layers")

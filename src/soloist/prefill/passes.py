@@ -8,6 +8,8 @@ brings earlier keys together.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import Tensor
+
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
@@ -82,9 +84,9 @@ class Pass:
         yield from communicator.mlp_input(layer, rows, chunk)
         if narrowing is Narrowing.MLP:
             rows = communicator.last_row(rows, chunk)
-        self.activate(layer, rows.buffers)
+        activated = self.activate(layer, rows.buffers)
         out = communicator.output(2 * layer + 1, rows)
-        products.multiply(rows.buffers.activated, names.down, out)
+        products.multiply(activated, names.down, out)
         yield from communicator.after_layer(layer, rows)
         if is_last:
             yield from communicator.head(rows, chunk)
@@ -94,19 +96,22 @@ class Pass:
         """Rows of queries, after which keys begin."""
         return self._work.buffers.queries[0].numel()
 
-    def activate(self, layer: int, b: Buffers) -> None:
+    def activate(self, layer: int, b: Buffers) -> Tensor:
         """`activated` of `normed`: gate_up and SwiGLU, as one kernel where there is one."""
         operations, products = self._work.operations, self._work.products
+        if not self._work.lanes:  # whose layers have one size
+            b = b.of_layer(self._work.config.layers[layer].mlp.intermediate_size)
         name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
         if not self._work.lanes:
             matrix = products.matrix(name)
             x, product, out = products.lengthened(name, b.normed, b.gate_up, b.activated)
             if operations.gate_up(x, matrix, bias, out):
-                return
+                return b.activated
             products.multiply_by(x, matrix, product)
         else:
             products.multiply(b.normed, name, b.gate_up)
         operations.silu_mul(b.gate_up, bias, b.activated)
+        return b.activated
 
 
 def _heads(b: Buffers) -> Heads:

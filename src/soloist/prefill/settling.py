@@ -73,14 +73,14 @@ def agrees_on(part: Part, widths: tuple[int, ...]) -> bool:
 def products_of(part: Part) -> list[tuple[str, int]]:
     """Matrices that may be multiplied differently, and the row from which on.
 
-    That is one for each kind of matrix and each way in which its address is aligned.
+    That is one for each size of matrix and each way in which its address is aligned.
     """
-    found: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int, tuple[int, ...]], str] = {}
     for names in part.model_pass.names:
         for short, name in names._asdict().items():
-            address = part.work.products.matrix(name).data_ptr()
-            alignment = min(address & -address, _MOST_ALIGNMENT)
-            found.setdefault((short, alignment), name)
+            matrix = part.work.products.matrix(name)
+            alignment = min(matrix.data_ptr() & -matrix.data_ptr(), _MOST_ALIGNMENT)
+            found.setdefault((short, alignment, tuple(matrix.shape)), name)
     products = [(name, 0) for name in found.values()]
     if not part.work.lanes:  # of the last layer all but the queries
         products.append((part.model_pass.names[-1].qkv, part.model_pass.keys_at))
@@ -94,20 +94,24 @@ def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
     """
     work, short = part.work, name.rpartition(".")[2]
     rows, lanes = work.rows(len(x)), work.lanes
-    b = rows.buffers
+    b = rows.buffers if lanes else rows.buffers.of_layer(_neurons(part, name))
     if short == "attention_output":
         factor = x.repeat(1, lanes) if lanes else x
     else:
         of_all = x.expand(lanes, *x.shape) if lanes else x
         factor = (b.activated if short == "down" else b.normed).copy_(of_all)
     if short == "gate_up" and not lanes:
-        layer = next(i for i, of in enumerate(part.model_pass.names) if of.gate_up == name)
-        part.model_pass.activate(layer, b)
-        return b.activated
+        layer = int(name.split(".")[1])
+        return part.model_pass.activate(layer, rows.buffers)
     own = {"qkv": b.qkv, "gate_up": b.gate_up}
     out = own[short] if short in own else part.communicator.output(int(short == "down"), rows)
     work.products.multiply(factor, name, out, first)
     return out.transpose(0, 1).flatten(1) if lanes else out[:, first:]
+
+
+def _neurons(part: Part, name: str) -> int:
+    """Of the MLP in a matrix's layer."""
+    return part.work.config.layers[int(name.split(".")[1])].mlp.intermediate_size
 
 
 def _combined(behaviours: Sequence[Hashable | None]) -> Hashable | None:

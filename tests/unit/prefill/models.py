@@ -38,6 +38,14 @@ MODELS = {
     "windows": model(GQA, replace(GQA, window=16), replace(GQA, window=1)),
     "wide-window": model(replace(GQA, window=100), replace(GQA, window=65)),
     "nope": model(GQA, replace(GQA, rope=False), replace(GQA, window=70, rope=False)),
+    "mixed": replace(
+        model(*[GQA] * 3),
+        layers=(
+            Layer(GQA, Mlp(40)),
+            Layer(replace(GQA, qkv_bias=True, window=16), Mlp(72, bias=True)),
+            Layer(replace(GQA, output_bias=True, rope=False), Mlp(40)),
+        ),
+    ),
     "head-128": model(*[Attention(2, 1, 128, qk_norm=True, qkv_bias=True)] * 2),
 }
 

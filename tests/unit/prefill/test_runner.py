@@ -237,7 +237,7 @@ def test_lanes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (model(Attention(4, 2, 8), Attention(4, 4, 8)), "layers of different sizes"),
+        (model(Attention(4, 2, 8), Attention(4, 4, 8)), "layers with different heads"),
         (model(GQA, rope=Rope(1000.0, interleaved=True)), "interleaved rope"),
     ],
 )
