@@ -1,7 +1,7 @@
 // The cleaner warp: makes the exchange buffers that this block wrote two turns ago absent again, off the
 // path of the consumers, with the fence that this needs.
 #pragma once
-#include "ops/attention.cuh"
+#include "ops/hidden.cuh"
 
 // Words `first` … `first + count - 1` (32 bits each) of every column.
 __device__ __forceinline__ void clear_words(u8* copy, u32 column_bytes, u32 columns, u32 first, u32 count, u32 lane) {

@@ -2,7 +2,8 @@
 //
 // Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size.
 #pragma once
-#include "ops/attention.cuh"
+#include "ops/attention/split.cuh"
+#include "tile/kv_page.cuh"
 
 struct Slots {
   u32 base, full, empty;
