@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -81,15 +82,49 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 
 
 def header(plan: Plan, build: Build = Build()) -> str:
-    """The text of spec.cuh."""
-    plan = plan.with_room_for(build.columns, samples=build.samples)
-    model, attention, mlp = plan.model, plan.model.layers[0].attention, plan.model.layers[0].mlp
-    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
-    warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
-    constants: dict[str, Value] = {
+    """The text of spec.cuh for a kernel that holds one model, the struct `Model`."""
+    return header_of({"Model": plan}, build)
+
+
+def header_of(plans: Mapping[str, Plan], build: Build) -> str:
+    """The text of spec.cuh for a kernel that holds several models.
+
+    Args:
+        plans: by the name of the model's struct. They share the grid, the type of values, the GPU
+            and the ranks.
+        build: how the kernel is built.
+    """
+    plans = {
+        name: plan.with_room_for(build.columns, samples=build.samples)
+        for name, plan in plans.items()
+    }
+    first = next(iter(plans.values()))
+    for plan in plans.values():
+        assert _shared(plan) == _shared(first), "models of one kernel"
+    words = max(map(num_trace_words, plans.values()))
+    return "\n".join(
+        [
+            "// Generated from the plan; see header.py.",
+            "#pragma once",
+            *_constants(_of_kernel(first, build) | {"kTraceWords": words}),
+            sampling_constants(),
+            sample_structs(),
+            *(line for name, plan in plans.items() for line in _model(name, plan, build)),
+            "",
+        ]
+    )
+
+
+def _shared(plan: Plan) -> tuple[object, ...]:
+    return (plan.grid_blocks, plan.ranks, plan.dtype, plan.gpu)
+
+
+def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
+    """What does not depend on a model, beyond what all models of a kernel share."""
+    return {
         "kBf16": plan.dtype is Dtype.BF16,
         "kNumBlocks": plan.grid_blocks,
-        "kLaneBlocks": plan.blocks,
+        "kPeers": plan.ranks,
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
@@ -107,15 +142,35 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kAlone": build.alone,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kCleanerCycles": build.cleaner_cycles,
+        "kAblation": build.ablation,
+        "kTrace": build.trace_round is not None,
+        "kTraceRound": build.trace_round or 0,
+        "kTurns": TURNS,
+        "kSlotBytes": SLOT_BYTES,
+        "kGranulePositions": GRANULE_POSITIONS,
+        "kPagePositions": PAGE_POSITIONS,
+        "kChunkPages": CHUNK_PAGES,
+        "kPageCopies": COPIES_IN_FLIGHT,
+        "kFetchCycles": FETCH_CYCLES,
+        "kMostChains": plan.most_chains,
+        "kBatch": plan.batch_slots,
+        "kSampleWorkspaceBytes": sample_workspace_bytes(plan.grid_blocks),
+    }
+
+
+def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
+    model = plan.model
+    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
+    warp_tiles = 1 if build.columns == 1 else plan.warp_tiles
+    constants: dict[str, Value] = {
+        "kLaneBlocks": plan.blocks,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
-        "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": plan.logit_rows,
         "kSampledRows": plan.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
         "kRanks": 1 if model.lanes else plan.ranks,
-        "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": plan.query_heads,
         "kKvHeads": plan.kv_heads,
@@ -123,25 +178,14 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kGroup": plan.group,
         "kHeadDim": plan.head_dim,
         "kTiedHead": plan.share.tied_head,
-        "kQkNorm": attention.qk_norm,
-        "kQkvBias": attention.qkv_bias,
-        "kOutputBias": attention.output_bias,
-        "kMlpBias": mlp.bias,
         "kEpsilon": float(model.norm_epsilon),
         "kScoreScale": plan.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": plan.ring_slots,
-        "kSlotBytes": SLOT_BYTES,
         "kCopies": plan.copies_in_flight[0],
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
         "kHeadCopies": plan.head_copies_in_flight,
-        "kPageCopies": COPIES_IN_FLIGHT,
         "kFetchSlots": plan.fetch_slots,
-        "kFetchCycles": FETCH_CYCLES,
-        "kAblation": build.ablation,
-        "kTrace": build.trace_round is not None,
-        "kTraceRound": build.trace_round or 0,
-        "kTraceWords": num_trace_words(plan),
         "kReduceBytes": plan.reduce_bytes,
         "kWideReduceBytes": plan.wide_reduce_bytes,
         "kSplits": plan.splits,
@@ -149,25 +193,16 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kNearPositions": plan.near_positions,
         "kSplitPositions": plan.split_positions,
         "kTurnLayers": plan.turn_layers,
-        "kChunkPages": CHUNK_PAGES,
         "kEarlySlots": plan.early_slots,
-        "kMostChains": plan.most_chains,
-        "kBatch": plan.batch_slots,
         "kRowTiles": plan.row_tiles // plan.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": plan.softmax_lanes,
         "kGranuleBytes": plan.granule_bytes,
         "kPageSlot": plan.page_slot,
-        "kGranulePositions": GRANULE_POSITIONS,
-        "kPagePositions": PAGE_POSITIONS,
         "kBlockStride": plan.block_stride,
-        "kLayerBytes": plan.layer_bytes,
-        "kLayerVectors": plan.layer_vector_values,
+        "kFinalNorm": plan.layer_vector_values * model.num_layers,
     }
     constants |= _lanes(plan)
-    for name in _VECTORS:
-        buffer = plan.vectors.get(name)
-        constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
@@ -181,21 +216,156 @@ def header(plan: Plan, build: Build = Build()) -> str:
     for name, buffer in plan.shared.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
-    constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.grid_blocks)
-    windows = ", ".join(str(x.attention.window or 0) for x in model.layers)
-    rotations = ", ".join(str(int(x.attention.rope)) for x in model.layers)
-    return "\n".join(
-        [
-            "// Generated from the plan; see header.py.",
-            "#pragma once",
-            *(_constant(name, value) for name, value in constants.items()),
-            *(_operation(plan, op) for op in (*plan.layer_operations, plan.head)),
-            f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
-            f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
-            sampling_constants(),
-            sample_structs(),
+    return constants
+
+
+# A layer's phases in order: functions of cuda/ops/, and what they are given.
+_PHASES = (
+    "qkv(Layer{kind}{{}}, cx);",
+    "attention(Layer{kind}{{}}, cx, layer);",
+    "attention_output(Layer{kind}{{}}, cx, layer);",
+    "gate_up(Layer{kind}{{}}, cx, layer);",
+    "down(Layer{kind}{{}}, cx, layer);",
+)
+
+
+def _kinds(plan: Plan) -> tuple[int, ...]:
+    """The kind of every layer: those of one kind have the same code."""
+    return (0,) * plan.model.num_layers
+
+
+def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
+    """A struct of all that depends on the model, with one in it for each kind of its layers."""
+    kinds, inline = _kinds(plan), "static __device__ __forceinline__"
+    windows = ", ".join(str(x.attention.window or 0) for x in plan.model.layers)
+    rotations = ", ".join(str(int(x.attention.rope)) for x in plan.model.layers)
+    yield f"__constant__ const int k{name}Window[] = {{{windows}}};"
+    yield f"__constant__ const bool k{name}Rotated[] = {{{rotations}}};"
+    yield f"struct {name} {{"
+    yield from _indented(_constants(_of_model(plan, build), "static "))
+    yield f"  {_operation(plan, plan.head)}"
+    yield "  // Rows of the residual: attention_output and down of every layer have the same."
+    yield f"  {_residual(plan)}"
+    yield f"  {inline} int window(unsigned layer) {{ return k{name}Window[layer]; }}"
+    yield f"  {inline} bool rotated(unsigned layer) {{ return k{name}Rotated[layer]; }}"
+    for kind in sorted(set(kinds)):
+        yield from _indented(_layer(name, plan, kind))
+    yield "  // Calls `use` with the kind of a layer."
+    yield "  template <class Use>"
+    yield f"  {inline} void of_layer(unsigned layer, const Use& use) {{"
+    yield from _indented(_choice_of_kind(kinds), 2)
+    yield "  }"
+    yield "  // Where the norm before a layer lies; after the last layer, the final one."
+    yield f"  {inline} unsigned long long attention_norm(unsigned layer) {{"
+    yield "    unsigned long long at = kFinalNorm;"
+    yield "    if (layer < kLayers) of_layer(layer, [&](auto kind) {"
+    yield "      using L = decltype(kind);"
+    yield "      at = L::vectors(layer) + L::kVecAttentionNorm;"
+    yield "    });"
+    yield "    return at;"
+    yield "  }"
+    yield "  // All layers in order."
+    yield "  template <class C>"
+    yield f"  {inline} void run_layers(C& cx) {{"
+    yield from _indented(_layer_loops(kinds), 2)
+    yield "  }"
+    yield "};"
+
+
+def _layer(name: str, plan: Plan, kind: int) -> Iterator[str]:
+    """A struct of what depends on the kind of a layer."""
+    first = plan.model.layers[_kinds(plan).index(kind)]
+    constants: dict[str, Value] = {
+        "kQkNorm": first.attention.qk_norm,
+        "kQkvBias": first.attention.qkv_bias,
+        "kOutputBias": first.attention.output_bias,
+        "kMlpBias": first.mlp.bias,
+        "kLayerBytes": plan.layer_bytes,
+        "kLayerVectors": plan.layer_vector_values,
+    }
+    for vector in _VECTORS:
+        buffer = plan.vectors.get(vector)
+        constants[f"kVec{_pascal(vector)}"] = buffer.offset // 4 if buffer else 0
+    where = "static __device__ __forceinline__ unsigned long long"
+    layer = "static_cast<unsigned long long>(layer)"
+    yield f"struct Layer{kind} {{"
+    yield f"  using M = {name};"
+    yield from _indented(_constants(constants, "static "))
+    yield from _indented(_operation(plan, op) for op in plan.layer_operations)
+    yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
+    yield f"  {where} weights(unsigned layer) {{ return {layer} * kLayerBytes; }}"
+    yield f"  {where} vectors(unsigned layer) {{ return {layer} * kLayerVectors; }}"
+    yield "  template <class C>"
+    yield "  static __device__ __forceinline__ void run(C& cx, unsigned& layer) {"
+    yield from _indented((phase.format(kind=kind) for phase in _PHASES), 2)
+    yield "  }"
+    yield "};"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers whose kinds repeat.
+
+    Attributes:
+        first: its first layer.
+        end: the layer after its last one.
+        kinds: of the layers of one period.
+    """
+
+    first: int
+    end: int
+    kinds: tuple[int, ...]
+
+
+def segments(kinds: Sequence[int]) -> list[Segment]:
+    """Layers in as few loops as periods allow: each takes the longest run that repeats."""
+    found: list[Segment] = []
+    first = 0
+    while first < len(kinds):
+        best = Segment(first, first + 1, (kinds[first],))
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            body, end = tuple(kinds[first : first + period]), first + period
+            while tuple(kinds[end : end + period]) == body:
+                end += period
+            if end > best.end and end > first + period:
+                best = Segment(first, end, body)
+        found.append(best)
+        first = best.end
+    return found
+
+
+def _layer_loops(kinds: Sequence[int]) -> Iterator[str]:
+    yield "unsigned layer = 0;"
+    for segment in segments(kinds):
+        body = [
+            line
+            for kind in segment.kinds
+            for line in (f"run_layer(Layer{kind}{{}}, cx, layer);", "++layer;")
         ]
-    )
+        if segment.end - segment.first == len(segment.kinds):
+            yield from body
+            continue
+        yield "#pragma unroll 1"
+        yield f"while (layer < {segment.end}u) {{"
+        yield from _indented(body)
+        yield "}"
+
+
+def _choice_of_kind(kinds: Sequence[int]) -> Iterator[str]:
+    """Statements that call `use` with the kind of `layer`."""
+    parts = segments(kinds)
+    for segment in parts:
+        period = len(segment.kinds)
+        for place, kind in enumerate(segment.kinds):
+            conditions = []
+            if segment is not parts[-1]:
+                conditions.append(f"layer < {segment.end}u")
+            if place + 1 < period:
+                conditions.append(f"(layer - {segment.first}u) % {period}u == {place}u")
+            if conditions:
+                yield f"if ({' && '.join(conditions)}) return use(Layer{kind}{{}});"
+            else:
+                yield f"use(Layer{kind}{{}});"
 
 
 _VECTORS = (
@@ -234,9 +404,10 @@ def _lanes(plan: Plan) -> dict[str, Value]:
 
 def _operation(plan: Plan, op: Operation) -> str:
     matrix = op.matrix
-    values = {
+    values: dict[str, Value] = {
         "kUnits": matrix.units,
         "kMaxUnits": matrix.max_units,
+        "kBlocks": matrix.blocks,
         "kSteps": matrix.steps,
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
@@ -244,8 +415,28 @@ def _operation(plan: Plan, op: Operation) -> str:
         "kDepth": op.depth,
         "kOffset": plan.matrix_offset(op),
     }
-    inside = " ".join(f"static {_constant(name, value)}" for name, value in values.items())
-    return f"struct {_pascal(matrix.name)} {{ {inside} }};"
+    return f"struct {_pascal(matrix.name)} {{ {' '.join(_constants(values, 'static '))} }};"
+
+
+def _residual(plan: Plan) -> str:
+    down, other = plan.down.matrix, plan.attention_output.matrix
+    assert (down.units, down.blocks) == (other.units, other.blocks), "rows of the residual"
+    values: dict[str, Value] = {
+        "kUnits": down.units,
+        "kMaxUnits": down.max_units,
+        "kBlocks": down.blocks,
+    }
+    return f"struct Residual {{ {' '.join(_constants(values, 'static '))} }};"
+
+
+def _constants(values: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + _constant(name, value)
+
+
+def _indented(lines: Iterable[str], levels: int = 1) -> Iterator[str]:
+    for line in lines:
+        yield line if line.startswith("#") else "  " * levels + line
 
 
 def _constant(name: str, value: Value) -> str:

@@ -12,11 +12,14 @@
 
 // Products with the activations as they came: what their norm makes of them, attention adds, since the squares that it
 // follows from come last. It is known before the block attends.
-__device__ __forceinline__ void qkv(Context& cx) {
+template <class L, class M>
+__device__ __forceinline__ void qkv(L, Context<M>& cx) {
+  using Qkv = typename L::Qkv;
+  cx.begin(Phase::kQkv);
   const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
-  GlobalOperand<Qkv> operand(stream_operand<InStream>(cx, in), cx.warp, cx.lane, cx.columns);
-  Scale<InStream> scale;
+  GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx.warp, cx.lane, cx.columns);
+  Scale<InStream<M>> scale;
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
     scale.load(cx, in);
@@ -24,7 +27,7 @@ __device__ __forceinline__ void qkv(Context& cx) {
   });
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
-  float* now = projected(cx, cx.layers_done, cx.warp) + first;
+  float* now = projected<L>(cx, cx.layers_done, cx.warp) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
     if (cx.warp >= cx.columns) return;
 #pragma unroll 1
@@ -36,23 +39,26 @@ __device__ __forceinline__ void qkv(Context& cx) {
 
 inline constexpr u32 kAttentionMarks = 4;
 
-__device__ __forceinline__ void attention(Context& cx, u32& layer) {
-  if (own_head(cx) >= kKvHeads) {
+// `layer` is a reference: where threads have few registers it is parked meanwhile.
+template <class L, class M>
+__device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
+  cx.begin(Phase::kAttention);
+  if (own_head(cx) >= M::kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
   }
   u32 own = 0, stored = 0;  // groups to attend to, and columns to store
-  const auto grouped = [&] { return ColumnGroups(cx.shared.control(), layer, own_place(cx), cx.columns, cx.lane); };
-  ColumnGroups groups = grouped();
+  const auto grouped = [&] { return ColumnGroups<M>(cx.shared.control(), layer, own_place(cx), cx.columns, cx.lane); };
+  ColumnGroups<M> groups = grouped();
   if (groups.own) {
     own = groups.own;
     stored = groups.stored(cx.shared.control(), cx.lane);
     ColumnGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
-    GroupWork work(cx, g, layer);
-    GroupRows rows(cx, g);
-    prepare_heads(cx, layer, own_head(cx), groups);
+    GroupWork<M> work(cx, g, layer);
+    GroupRows<M> rows(cx, g);
+    prepare_heads<L>(cx, layer, own_head(cx), groups);
     cx.mark();
-    LaneMerge merging;
+    LaneMerge<M> merging;
 #pragma unroll 1
     for (;;) {
       attend_group(cx, layer, own, stored, g, work, rows, merging);
@@ -60,8 +66,8 @@ __device__ __forceinline__ void attention(Context& cx, u32& layer) {
       if (!own) break;
       if constexpr (!kMovesRegisters) groups = grouped();
       g = groups.at(cx.shared.control(), __ffs(own) - 1);
-      work = GroupWork(cx, g, layer);
-      rows = GroupRows(cx, g);
+      work = GroupWork<M>(cx, g, layer);
+      rows = GroupRows<M>(cx, g);
     }
     cx.mark();
     if constexpr (!kMovesRegisters) cx.forget_addresses();
@@ -74,17 +80,20 @@ __device__ __forceinline__ void attention(Context& cx, u32& layer) {
   cx.mark();
 }
 
-__device__ __forceinline__ void attention_output(Context& cx, u32 layer) {
+template <class L, class M>
+__device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
+  using AttentionOutput = typename L::AttentionOutput;
+  cx.begin(Phase::kOutput);
   const u32 units = num_units<AttentionOutput>(cx.block);
   RowVectors<AttentionOutput> vectors;
-  vectors.load(cx, cx.layer_vectors(layer) + kVecMlpNorm,
-               kOutputBias ? cx.layer_vectors(layer) + kVecAttentionOutputBias : nullptr);
-  const RankRows<MidStream> ranks(cx, cx.layers_done, first_unit<Down>(cx.block) * 8 + cx.lane);
+  vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
+               L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
+  const RankRows<MidStream<M>> ranks(cx, cx.layers_done, first_unit<typename M::Residual>(cx.block) * 8 + cx.lane);
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<MidStream>(cx, sums, cx.layers_done, vectors, ranks, layer);
-  listen<InStream, Down>(cx, layer);
+  add_to_stream<MidStream<M>>(cx, sums, cx.layers_done, vectors, ranks, layer);
+  listen<InStream<M>>(cx, layer);
   cx.mark();
 }

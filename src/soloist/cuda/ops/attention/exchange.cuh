@@ -2,21 +2,27 @@
 #pragma once
 #include "tile/context.cuh"
 
-inline constexpr u32 kHeadRows = (kGroup + 2) * kHeadDim;  // rows of q, k, v of one KV head
+template <class M>
+inline constexpr u32 kHeadRows = (M::kGroup + 2) * M::kHeadDim;  // rows of q, k, v of one KV head
 
-__device__ __forceinline__ float* projected(const Context& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float*>(turn(cx.params, kWsProjected, kWsProjectedBytes, epoch)) + column * (Qkv::kUnits * 8);
+template <class L, class M>
+__device__ __forceinline__ float* projected(const Context<M>& cx, u32 epoch, u32 column) {
+  u8* now = turn<M>(cx.params, M::kWsProjected, M::kWsProjectedBytes, epoch);
+  return reinterpret_cast<float*>(now) + column * (L::Qkv::kUnits * 8);
 }
 
-__device__ __forceinline__ float* partial_values(const Context& cx, u32 epoch, u32 column, u32 query_head) {
-  return reinterpret_cast<float*>(turn(cx.params, kWsPartial, kWsPartialBytes, epoch)) +
-         (column * kQueryHeads + query_head) * (kSplits * kHeadDim);
+template <class M>
+__device__ __forceinline__ float* partial_values(const Context<M>& cx, u32 epoch, u32 column, u32 query_head) {
+  return reinterpret_cast<float*>(turn<M>(cx.params, M::kWsPartial, M::kWsPartialBytes, epoch)) +
+         (column * M::kQueryHeads + query_head) * (M::kSplits * M::kHeadDim);
 }
-__device__ __forceinline__ float2* partial_stats(const Context& cx, u32 epoch, u32 column, u32 query_head) {
-  return reinterpret_cast<float2*>(turn(cx.params, kWsPartialStats, kWsPartialStatsBytes, epoch)) +
-         (column * kQueryHeads + query_head) * kSplits;
+template <class M>
+__device__ __forceinline__ float2* partial_stats(const Context<M>& cx, u32 epoch, u32 column, u32 query_head) {
+  return reinterpret_cast<float2*>(turn<M>(cx.params, M::kWsPartialStats, M::kWsPartialStatsBytes, epoch)) +
+         (column * M::kQueryHeads + query_head) * M::kSplits;
 }
 
-__device__ __forceinline__ u8* attended_operand(const Context& cx, u32 epoch) {
-  return turn(cx.params, kWsAttended, kWsAttendedBytes, epoch);
+template <class M>
+__device__ __forceinline__ u8* attended_operand(const Context<M>& cx, u32 epoch) {
+  return turn<M>(cx.params, M::kWsAttended, M::kWsAttendedBytes, epoch);
 }

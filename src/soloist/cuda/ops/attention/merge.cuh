@@ -5,6 +5,7 @@
 
 // Partial results of several splits: eight values, and what they are scaled by.
 inline constexpr u32 kMergeLanes = 4, kMergeSplits = 4;  // splits that each of so many lanes asks for at once
+template <class M>
 struct Merging {
   float top = -kInfinity, total = 0.0f, sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 
@@ -14,7 +15,7 @@ struct Merging {
     for (u32 n = 0; n < 8; ++n) sum[n] *= weight;
   }
   // Those of one lane; where there are few splits, each lane has one.
-  __device__ __forceinline__ void add(const Splits& splits, u32 lane, const float2* stats, const float* values) {
+  __device__ __forceinline__ void add(const Splits<M>& splits, u32 lane, const float2* stats, const float* values) {
 #pragma unroll 1
     for (u32 i = lane; i < splits.count; i += kMergeLanes * kMergeSplits) {
       float2 s[kMergeSplits];
@@ -29,8 +30,8 @@ struct Merging {
           if (i + j * kMergeLanes >= splits.count) continue;
           const u32 split = splits.at(i + j * kMergeLanes);
           s[j] = load_exchanged2(&stats[split].x);
-          low[j] = load_exchanged4(values + split * kHeadDim);
-          high[j] = load_exchanged4(values + split * kHeadDim + 4);
+          low[j] = load_exchanged4(values + split * M::kHeadDim);
+          high[j] = load_exchanged4(values + split * M::kHeadDim + 4);
         }
 #pragma unroll
         for (u32 j = 0; j < kMergeSplits; ++j) ready = ready && is_present(s[j]) && is_present(low[j]) && is_present(high[j]);
@@ -64,29 +65,30 @@ struct Merging {
 
 // Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome. Four
 // lanes merge eight values.
-__device__ __forceinline__ void merge_far(const Context& cx, u32 layer, u32 head, u32 place) {
-  constexpr u32 kPieces = kGroup * kHeadDim / 8, kAtOnce = kConsumerThreads / kMergeLanes;
+template <class M>
+__device__ __forceinline__ void merge_far(const Context<M>& cx, u32 layer, u32 head, u32 place) {
+  constexpr u32 kPieces = M::kGroup * M::kHeadDim / 8, kAtOnce = kConsumerThreads / kMergeLanes;
   const Control& control = cx.shared.control();
-  const u32 far = __ballot_sync(~0u, split_bits_of(layer, control.position[min(cx.lane, cx.columns - 1)]) > 0);
+  const u32 far = __ballot_sync(~0u, split_bits_of<M>(layer, control.position[min(cx.lane, cx.columns - 1)]) > 0);
   if (!far) return;
   u8* now = attended_operand(cx, cx.layers_done);
   const u32 pieces = cx.columns * kPieces, q = cx.lane % kMergeLanes;
 #pragma unroll 1
-  for (u32 i = cx.thread / kMergeLanes * kSplits + place; __any_sync(~0u, i < pieces); i += kAtOnce * kSplits) {
+  for (u32 i = cx.thread / kMergeLanes * M::kSplits + place; __any_sync(~0u, i < pieces); i += kAtOnce * M::kSplits) {
     const u32 column = min(i / kPieces, cx.columns - 1), k = i % kPieces * 8;
     const bool valid = i < pieces && (far >> column & 1);
-    Merging merging;
+    Merging<M> merging;
     if (valid)
-      merging.add(Splits(control, layer, column), q,
-                  partial_stats(cx, cx.layers_done, column, head * kGroup + k / kHeadDim),
-                  partial_values(cx, cx.layers_done, column, head * kGroup + k / kHeadDim) + k % kHeadDim);
+      merging.add(Splits<M>(control, layer, column), q,
+                  partial_stats(cx, cx.layers_done, column, head * M::kGroup + k / M::kHeadDim),
+                  partial_values(cx, cx.layers_done, column, head * M::kGroup + k / M::kHeadDim) + k % M::kHeadDim);
     __syncwarp();
 #pragma unroll
     for (u32 apart = 1; apart < kMergeLanes; apart *= 2) merging.join(apart);
     if (!valid || q != 0) continue;
     const float scale = 1.0f / merging.total;
     const float(&x)[8] = merging.sum;
-    store_exchanged(operand_value(now, column, head * kGroup * kHeadDim + k),
+    store_exchanged(operand_value(now, column, head * M::kGroup * M::kHeadDim + k),
                     make_uint4(present(pack_pair(x[0] * scale, x[1] * scale)), present(pack_pair(x[2] * scale, x[3] * scale)),
                                present(pack_pair(x[4] * scale, x[5] * scale)), present(pack_pair(x[6] * scale, x[7] * scale))));
   }

@@ -6,19 +6,23 @@
 #pragma once
 #include "tile/context.cuh"
 
+template <class M>
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
-  const i32 w = kWindow[layer];
+  const i32 w = M::window(layer);
   return w ? max(0, position - w + 1) : 0;
 }
 // Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
+template <class M>
 __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
-  const u32 seen = position - window_start(layer, position);
-  return seen < kNearPositions ? 0 : min(kSplitBits, 32 - __clz(seen / kSplitPositions));
+  const u32 seen = position - window_start<M>(layer, position);
+  return seen < M::kNearPositions ? 0 : min(M::kSplitBits, 32 - __clz(seen / M::kSplitPositions));
 }
 
 // What the block serves: a KV head, as one of its blocks. The last blocks may have none.
-__device__ __forceinline__ u32 own_head(const Context& cx) { return cx.block / kSplits; }
-__device__ __forceinline__ u32 own_place(const Context& cx) { return cx.block % kSplits; }
+template <class M>
+__device__ __forceinline__ u32 own_head(const Context<M>& cx) { return cx.block / M::kSplits; }
+template <class M>
+__device__ __forceinline__ u32 own_place(const Context<M>& cx) { return cx.block % M::kSplits; }
 
 // Consecutive columns of one sequence at rising positions, which have as many splits.
 struct ColumnGroup {
@@ -33,6 +37,7 @@ __device__ __forceinline__ u32 up_to(u32 bit) { return (2u << bit) - 1; }
 
 // The groups of a layer and those whose cache the block has a split of: bits of their first columns. Executed by
 // whole warps; what has no set of bits, lane c knows of column c.
+template <class M>
 struct ColumnGroups {
   u32 begins, own, sequences;
   u32 columns, split_bits, split;
@@ -41,21 +46,21 @@ struct ColumnGroups {
       : columns(columns) {
     if (columns == 1) {  // what follows comes to this as well
       begins = sequences = 1;
-      split_bits = split_bits_of(layer, c.position[0]);
-      split = (place - layer / kTurnLayers) % kSplits;
+      split_bits = split_bits_of<M>(layer, c.position[0]);
+      split = (place - layer / M::kTurnLayers) % M::kSplits;
       own = split >> split_bits == 0;
       return;
     }
     const u32 mine = min(lane, columns - 1), all = (1u << columns) - 1;
     const i32 sequence = c.sequence[mine];
-    split_bits = split_bits_of(layer, c.position[mine]);
+    split_bits = split_bits_of<M>(layer, c.position[mine]);
     const i32 sequence_before = __shfl_up_sync(~0u, sequence, 1);
     const u32 bits_before = __shfl_up_sync(~0u, split_bits, 1);
     const bool first = lane == 0 || sequence != sequence_before;
     sequences = __ballot_sync(~0u, first) & all;
     const u32 alike = __ballot_sync(~0u, first || split_bits != bits_before) & all;
     // No more columns in a group than it takes to give each block of the head a split: a power of 2.
-    const u32 size_bits = max(32 - __clz(columns - 1) + split_bits, kSplitBits) - kSplitBits;
+    const u32 size_bits = max(32 - __clz(columns - 1) + split_bits, M::kSplitBits) - M::kSplitBits;
     const bool begin = lane < columns && ((mine - highest(alike & up_to(mine))) & ((1u << size_bits) - 1)) == 0;
     begins = __ballot_sync(~0u, begin);
     u32 before = begin ? 1u << split_bits : 0;  // splits of earlier groups
@@ -66,7 +71,7 @@ struct ColumnGroups {
     }
     before -= begin ? 1u << split_bits : 0;
     // Whose turn it is moves on with the layers, so that all blocks have as much to do.
-    split = (place - before - layer / kTurnLayers) % kSplits;
+    split = (place - before - layer / M::kTurnLayers) % M::kSplits;
     own = __ballot_sync(~0u, begin && split >> split_bits == 0);
   }
   __device__ __forceinline__ ColumnGroup at(const Control& c, u32 begin) const {
@@ -95,12 +100,13 @@ struct ColumnGroups {
 };
 
 // The pages of a group that one split owns in one layer; the producer and the consumers walk them alike.
+template <class M>
 struct PageWalk {
   i32 page, last, first_seen, last_seen;
   u32 split_bits;
 
   __device__ __forceinline__ PageWalk(const ColumnGroup& g, u32 layer) : split_bits(g.split_bits) {
-    first_seen = window_start(layer, g.first_position);
+    first_seen = window_start<M>(layer, g.first_position);
     last_seen = g.last_position;
     page = first_seen / kPagePositions;
     last = last_seen / kPagePositions;
@@ -134,6 +140,7 @@ struct PageWalk {
 };
 
 // The splits that hold something a column sees: `count` of them from `first` on, in turn.
+template <class M>
 struct Splits {
   u32 first, count, mask;
 
@@ -141,8 +148,8 @@ struct Splits {
     constexpr u32 kChunkPositions = kChunkPages * kPagePositions;
     const i32 position = control.position[column];
     const u32 to = position / kChunkPositions;
-    first = window_start(layer, position) / kChunkPositions;
-    mask = (1u << split_bits_of(layer, position)) - 1;
+    first = window_start<M>(layer, position) / kChunkPositions;
+    mask = (1u << split_bits_of<M>(layer, position)) - 1;
     count = min(mask, to - first) + 1;
   }
   __device__ __forceinline__ u32 at(u32 i) const { return first + i & mask; }
