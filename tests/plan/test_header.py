@@ -9,7 +9,7 @@ import pytest
 
 from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import Build, header
+from soloist.megakernel.header import Build, Segment, header, header_of, segments
 from soloist.megakernel.limits import MAX_COLUMNS, THREADS, TURNS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import SLOT_BYTES
@@ -18,7 +18,7 @@ from soloist.model.dtype import Dtype
 
 GOLDEN = Path(__file__).parent / "golden" / "etude-sm_90a.cuh"
 _CONSTANT = re.compile(r"constexpr (bool|float|unsigned|unsigned long long) (k\w+) = ([^;]+);")
-_STRUCT = re.compile(r"^struct (\w+) \{(.*)\};$", re.MULTILINE)
+_STRUCT = re.compile(r"^ *struct (\w+) \{(.*)\};$", re.MULTILINE)
 
 
 def value(kind: str, text: str) -> float:
@@ -38,7 +38,7 @@ def constants(text: str) -> dict[str, float]:
 def parsed(
     plan: Plan, build: Build | None = None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Constants, and those of every operation."""
+    """Constants of the kernel, the model and its layers, and those of every operation."""
     text = header(plan, build or Build())
     inside = {name: constants(body) for name, body in _STRUCT.findall(text)}
     return constants(_STRUCT.sub("", text)), inside
@@ -108,6 +108,7 @@ def test_operations_are_the_plans(plan: Plan) -> None:
         m, seen = op.matrix, structs[camel(op.matrix.name)]
         assert (seen["kUnits"], seen["kMaxUnits"]) == (m.units, m.max_units)
         assert (seen["kSteps"], seen["kTiles"]) == (m.steps, op.group_tiles)
+        assert seen["kBlocks"] == plan.blocks
         assert (seen["kDepth"], seen["kOffset"]) == (op.depth, plan.image.matrix_offset(0, m.name))
         assert seen["kUnitHalves"] * 8 == m.unit_rows
         counts = {m.first_unit(b + 1) - m.first_unit(b) for b in range(plan.blocks)}
@@ -121,8 +122,8 @@ def test_windows_and_rotations_are_listed_by_layer() -> None:
     other = replace(layer, attention=replace(layer.attention, window=77, rope=False))
     model = replace(SMALL, layers=(layer, other, layer))
     text = header(make_plan(model, Dtype.FP16, TYPICAL["sm_120a"]))
-    assert "kWindow[kLayers] = {0, 77, 0};" in text
-    assert "kRotated[kLayers] = {1, 0, 1};" in text
+    assert "kModelWindow[] = {0, 77, 0};" in text
+    assert "kModelRotated[] = {1, 0, 1};" in text
     assert "constexpr bool kBf16 = false;" in text
 
 
@@ -155,6 +156,38 @@ def test_a_build_for_one_column_keeps_the_order_of_sums(plan: Plan) -> None:
     memory |= {"kRingSlots", "kEarlySlots", "kReduceBytes", "kWideReduceBytes"}
     assert changed - memory <= {"kMostColumns", "kRowTiles", "kWarpTiles"}
     assert single["kRingSlots"] >= several["kRingSlots"], "fewer columns leave it more room"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [
+        ("0", [(0, 1, "0")]),
+        ("0000", [(0, 4, "0")]),
+        ("00010001", [(0, 8, "0001")]),
+        ("000100010", [(0, 8, "0001"), (8, 9, "0")]),
+        ("0111", [(0, 1, "0"), (1, 4, "1")]),
+        ("012", [(0, 1, "0"), (1, 2, "1"), (2, 3, "2")]),
+    ],
+)
+def test_layers_are_looped_over_by_period(kinds: str, wanted: list[tuple[int, int, str]]) -> None:
+    found = segments([int(kind) for kind in kinds])
+    assert found == [Segment(a, b, tuple(map(int, period))) for a, b, period in wanted]
+    layers = [k for s in found for k in s.kinds * ((s.end - s.first) // len(s.kinds))]
+    assert layers == [int(kind) for kind in kinds]
+
+
+def test_several_models_share_a_kernel() -> None:
+    small, large = (make_plan(m, Dtype.BF16, TYPICAL["sm_90a"]) for m in (SMALL, etude()))
+    blocks = min(small.blocks, large.blocks)
+    plans = {"Draft": replace(small, blocks=blocks), "Large": replace(large, blocks=blocks)}
+    text = header_of(plans, Build())
+    assert text.count("kNumBlocks =") == 1
+    for name, plan in plans.items():
+        struct = text[text.index(f"struct {name} {{") :]
+        assert f"kHidden = {plan.model.hidden_size}u;" in struct[: struct.index("struct Layer0")]
+        assert f"using M = {name};" in text
+    with pytest.raises(AssertionError, match="models of one kernel"):
+        header_of(plans | {"Other": replace(small, blocks=blocks - 1)}, Build())
 
 
 def test_the_golden_header() -> None:

@@ -2,14 +2,17 @@
 
 import math
 import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
+from soloist.megakernel.image import Image
+from soloist.megakernel.kv_layout import page_constants
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, THREADS, TURNS
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import PHASES
+from soloist.megakernel.program import LAYER, PHASES
 from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
@@ -72,18 +75,54 @@ ABLATIONS = {"none": 0, "waits": 1, "stream": 2, "multiply": 3}
 
 
 def header(plan: Plan, build: Build = Build()) -> str:
-    """The text of spec.cuh."""
-    plan = plan.with_room_for(build.columns, samples=build.samples)
-    model, kind = plan.model, plan.image.kinds[0]
-    attention, mlp = kind.layer.attention, kind.layer.mlp
-    shape, attending, exchanges, shared = plan.shape, plan.attention, plan.exchanges, plan.shared
+    """The text of spec.cuh for a kernel that holds one model, the struct `Model`."""
+    return header_of({"Model": plan}, build)
+
+
+def header_of(plans: Mapping[str, Plan], build: Build) -> str:
+    """The text of spec.cuh for a kernel that holds several models.
+
+    Args:
+        plans: by the name of the model's struct. They share the grid, the type of values, the GPU
+            and the ranks.
+        build: how the kernel is built.
+    """
+    plans = {
+        name: plan.with_room_for(build.columns, samples=build.samples)
+        for name, plan in plans.items()
+    }
+    first = next(iter(plans.values()))
+    for plan in plans.values():
+        assert _shared(plan) == _shared(first), "models of one kernel"
+    words = max(map(num_trace_words, plans.values()))
+    return "\n".join(
+        [
+            "// Generated from the plan; see header.py.",
+            "#pragma once",
+            '#include "ptx/types.cuh"',
+            *_constants(_of_kernel(first, build) | {"kTraceWords": words}),
+            *page_constants(),
+            sampling_constants(),
+            sampling_words(),
+            enumeration("Phase", (phase.name for phase in PHASES)),
+            *(struct.cuda for struct in structs(first.ranks)),
+            *(line for name, plan in plans.items() for line in _model(name, plan, build)),
+            "",
+        ]
+    )
+
+
+def _shared(plan: Plan) -> tuple[object, ...]:
+    return (plan.grid_blocks, plan.ranks, plan.dtype, plan.gpu)
+
+
+def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
+    """What does not depend on a model, beyond what all models of a kernel share."""
     tuning = plan.gpu.architecture.tuning
-    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
-    warp_tiles = 1 if build.columns == 1 else attending.warp_tiles
-    constants: dict[str, Value] = {
+    return {
         "kBf16": plan.dtype is Dtype.BF16,
         "kNumBlocks": plan.grid_blocks,
-        "kLaneBlocks": plan.blocks,
+        "kPeers": plan.ranks,
         "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32,
         "kThreads": THREADS,
@@ -101,63 +140,64 @@ def header(plan: Plan, build: Build = Build()) -> str:
         "kAlone": build.alone,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
         "kCleanerCycles": build.cleaner_cycles,
+        "kAblation": build.ablation,
+        "kTrace": build.trace_round is not None,
+        "kTraceRound": build.trace_round or 0,
+        "kTurns": TURNS,
+        "kSlotBytes": SLOT_BYTES,
+        "kChunkPages": plan.attention.chunk_pages,
+        "kPageCopies": tuning.page_copies_in_flight,
+        "kFetchCycles": tuning.fetch_cycles,
+        "kMostChains": tuning.max_chains,
+        "kBatch": tuning.batch_slots,
+        "kSampleWorkspaceBytes": sample_workspace_bytes(plan.grid_blocks),
+    }
+
+
+def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
+    model, shape, attention = plan.model, plan.shape, plan.attention
+    exchanges, shared = plan.exchanges, plan.shared
+    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
+    warp_tiles = 1 if build.columns == 1 else attention.warp_tiles
+    constants: dict[str, Value] = {
+        "kLaneBlocks": plan.blocks,
         "kLayers": model.num_layers,
         "kHidden": model.hidden_size,
-        "kTurns": TURNS,
         "kVocab": model.vocab_size,
         "kVocabRows": exchanges.logit_rows,
         "kSampledRows": exchanges.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
         "kRanks": 1 if model.lanes else plan.ranks,
-        "kPeers": plan.ranks,
         "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": shape.query_heads,
         "kKvHeads": shape.kv_heads,
         "kGroup": shape.group,
         "kHeadDim": shape.head_dim,
         "kTiedHead": plan.share.tied_head,
-        "kQkNorm": attention.qk_norm,
-        "kQkvBias": attention.qkv_bias,
-        "kOutputBias": attention.output_bias,
-        "kMlpBias": mlp.bias,
         "kEpsilon": float(model.norm_epsilon),
         "kScoreScale": shape.head_dim**-0.5 * math.log2(math.e),
         "kRingSlots": shared.ring_slots,
-        "kSlotBytes": SLOT_BYTES,
         "kCopies": plan.copies_in_flight[0],
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
         "kHeadCopies": plan.head_copies_in_flight,
-        "kPageCopies": tuning.page_copies_in_flight,
         "kFetchSlots": plan.fetch_slots,
-        "kFetchCycles": tuning.fetch_cycles,
-        "kAblation": build.ablation,
-        "kTrace": build.trace_round is not None,
-        "kTraceRound": build.trace_round or 0,
-        "kTraceWords": num_trace_words(plan),
         "kReduceBytes": shared.reduce_bytes,
         "kWideReduceBytes": shared.wide_reduce_bytes,
-        "kSplits": attending.splits,
-        "kSplitBits": attending.splits.bit_length() - 1,
-        "kNearPositions": attending.near_positions,
-        "kSplitPositions": attending.split_positions,
-        "kTurnLayers": attending.turn_layers,
-        "kChunkPages": attending.chunk_pages,
+        "kSplits": attention.splits,
+        "kSplitBits": attention.splits.bit_length() - 1,
+        "kNearPositions": attention.near_positions,
+        "kSplitPositions": attention.split_positions,
+        "kTurnLayers": attention.turn_layers,
         "kEarlySlots": plan.early_slots,
-        "kMostChains": tuning.max_chains,
-        "kBatch": tuning.batch_slots,
-        "kRowTiles": attending.row_tiles // attending.warp_tiles * warp_tiles,
+        "kRowTiles": attention.row_tiles // attention.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
-        "kSoftmaxLanes": attending.softmax_lanes,
-        "kPageSlot": attending.page_slot,
+        "kSoftmaxLanes": attention.softmax_lanes,
+        "kPageSlot": attention.page_slot,
         "kBlockStride": plan.image.block_stride,
-        "kLayerBytes": kind.num_bytes,
-        "kLayerVectors": kind.vector_values,
+        "kFinalNorm": plan.image.final_norm_offset,
     }
     constants |= _lanes(plan)
-    for name in _VECTORS:
-        buffer = kind.vectors.get(name)
-        constants[f"kVec{_pascal(name)}"] = buffer.offset // 4 if buffer else 0
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
@@ -169,27 +209,175 @@ def header(plan: Plan, build: Build = Build()) -> str:
     for name, buffer in shared.buffers.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
-    constants["kSampleWorkspaceBytes"] = sample_workspace_bytes(plan.grid_blocks)
-    windows = ", ".join(str(x.attention.window or 0) for x in model.layers)
-    rotations = ", ".join(str(int(x.attention.rope)) for x in model.layers)
-    return "\n".join(
-        [
-            "// Generated from the plan; see header.py.",
-            "#pragma once",
-            '#include "ptx/types.cuh"',
-            *(_constant(name, value) for name, value in constants.items()),
-            plan.kv_layout.cuda,
-            *(_operation(op, kind.matrix_offset(name)) for name, op in kind.operations.items()),
-            _operation(plan.head, plan.image.head_offset),
-            f"__constant__ const int kWindow[kLayers] = {{{windows}}};",
-            f"__constant__ const bool kRotated[kLayers] = {{{rotations}}};",
-            sampling_constants(),
-            sampling_words(),
-            enumeration("Phase", (phase.name for phase in PHASES)),
-            *(struct.cuda for struct in structs(plan.ranks)),
-            "",
+    return constants
+
+
+def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
+    """A struct of all that depends on the model, with one in it for each kind of its layers."""
+    layers, inline = plan.model.layers, "static __device__ __forceinline__"
+    loops = segments(plan.image.kind_of)
+    windows = ", ".join(str(x.attention.window or 0) for x in layers)
+    rotations = ", ".join(str(int(x.attention.rope)) for x in layers)
+    yield f"__constant__ const int k{name}Window[] = {{{windows}}};"
+    yield f"__constant__ const bool k{name}Rotated[] = {{{rotations}}};"
+    yield f"struct {name} {{"
+    yield from _indented(_constants(_of_model(plan, build), "static "))
+    yield from _indented(plan.kv_layout.members("static "))
+    yield f"  {_operation(plan.head, plan.image.head_offset)}"
+    yield "  // Rows of the residual: attention_output and down of every layer have the same."
+    yield f"  {_residual(plan.image)}"
+    yield f"  {inline} int window(unsigned layer) {{ return k{name}Window[layer]; }}"
+    yield f"  {inline} bool rotated(unsigned layer) {{ return k{name}Rotated[layer]; }}"
+    for segment in loops:
+        for first in segment.firsts:
+            yield from _indented(_layer(name, plan, segment, first))
+    yield "  // Calls `use` with the kind of a layer."
+    yield "  template <class Use>"
+    yield f"  {inline} void of_layer(unsigned layer, const Use& use) {{"
+    yield from _indented(_choice_of_kind(loops), 2)
+    yield "  }"
+    yield "  // Where the norm before a layer lies; after the last layer, the final one."
+    yield f"  {inline} unsigned long long attention_norm(unsigned layer) {{"
+    yield "    unsigned long long at = kFinalNorm;"
+    yield "    if (layer < kLayers) of_layer(layer, [&](auto kind) {"
+    yield "      using L = decltype(kind);"
+    yield "      at = L::vectors(layer) + L::kVecAttentionNorm;"
+    yield "    });"
+    yield "    return at;"
+    yield "  }"
+    yield "  // All layers in order."
+    yield "  template <class C>"
+    yield f"  {inline} void run_layers(C& cx) {{"
+    yield from _indented(_layer_loops(loops), 2)
+    yield "  }"
+    yield "};"
+
+
+def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[str]:
+    """A struct of the layers that have one place in the body of a loop.
+
+    Args:
+        model: the name of its struct.
+        plan: of the model.
+        segment: the loop.
+        first: the first of the layers, which gives the struct its number.
+    """
+    image, exchanges = plan.image, plan.exchanges
+    kind = image.layer(first)
+    attention, mlp = kind.layer.attention, kind.layer.mlp
+    gated = exchanges.workspace[exchanges.gated(kind)]
+    constants: dict[str, Value] = {
+        "kQkNorm": attention.qk_norm,
+        "kQkvBias": attention.qkv_bias,
+        "kOutputBias": attention.output_bias,
+        "kMlpBias": mlp.bias,
+        "kWsGated": gated.offset,
+        "kWsGatedBytes": gated.num_bytes,
+    }
+    for vector in _VECTORS:
+        buffer = kind.vectors.get(vector)
+        constants[f"kVec{_pascal(vector)}"] = buffer.offset // 4 if buffer else 0
+    where = "static __device__ __forceinline__ unsigned long long"
+    weights = _place_of_layer(segment, first, image.layer_offset)
+    vectors = _place_of_layer(segment, first, image.vector_offset)
+    yield f"struct Layer{first} {{"
+    yield f"  using M = {model};"
+    yield from _indented(_constants(constants, "static "))
+    operations = kind.operations.items()
+    yield from _indented(_operation(op, kind.matrix_offset(name)) for name, op in operations)
+    yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
+    yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
+    yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
+    yield "  template <class C>"
+    yield "  static __device__ __forceinline__ void run(C& cx, unsigned& layer) {"
+    yield from (f"    {phase.name}(Layer{first}{{}}, cx, layer);" for phase in LAYER)
+    yield "  }"
+    yield "};"
+
+
+def _place_of_layer(segment: "Segment", first: int, offset: Callable[[int], int]) -> str:
+    """An expression of `layer`, one of those that a struct is for: `first`, and a period later."""
+    period = len(segment.kinds)
+    if segment.end - segment.first == period:
+        return f"{offset(first)}ull"
+    stride = offset(first + period) - offset(first)
+    turns = "static_cast<unsigned long long>(layer)"
+    if segment.first:
+        turns = f"static_cast<unsigned long long>(layer - {segment.first}u)"
+    if period > 1:
+        turns = f"({turns} / {period}u)"
+    base = f"{offset(first)}ull + " if offset(first) else ""
+    return f"{base}{turns} * {stride}u"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers whose kinds repeat.
+
+    Attributes:
+        first: its first layer.
+        end: the layer after its last one.
+        kinds: of the layers of one period.
+    """
+
+    first: int
+    end: int
+    kinds: tuple[int, ...]
+
+    @property
+    def firsts(self) -> range:
+        """The layers of the first period."""
+        return range(self.first, self.first + len(self.kinds))
+
+
+def segments(kinds: Sequence[int]) -> list[Segment]:
+    """Layers in as few loops as periods allow: each takes the longest run that repeats."""
+    found: list[Segment] = []
+    first = 0
+    while first < len(kinds):
+        best = Segment(first, first + 1, (kinds[first],))
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            body, end = tuple(kinds[first : first + period]), first + period
+            while tuple(kinds[end : end + period]) == body:
+                end += period
+            if end > best.end and end > first + period:
+                best = Segment(first, end, body)
+        found.append(best)
+        first = best.end
+    return found
+
+
+def _layer_loops(loops: Sequence[Segment]) -> Iterator[str]:
+    yield "unsigned layer = 0;"
+    for segment in loops:
+        body = [
+            line
+            for first in segment.firsts
+            for line in (f"run_layer(Layer{first}{{}}, cx, layer);", "++layer;")
         ]
-    )
+        if segment.end - segment.first == len(segment.kinds):
+            yield from body
+            continue
+        yield "#pragma unroll 1"
+        yield f"while (layer < {segment.end}u) {{"
+        yield from _indented(body)
+        yield "}"
+
+
+def _choice_of_kind(loops: Sequence[Segment]) -> Iterator[str]:
+    """Statements that call `use` with the kind of `layer`."""
+    for segment in loops:
+        period = len(segment.kinds)
+        for place, first in enumerate(segment.firsts):
+            conditions = []
+            if segment is not loops[-1]:
+                conditions.append(f"layer < {segment.end}u")
+            if place + 1 < period:
+                conditions.append(f"(layer - {segment.first}u) % {period}u == {place}u")
+            if conditions:
+                yield f"if ({' && '.join(conditions)}) return use(Layer{first}{{}});"
+            else:
+                yield f"use(Layer{first}{{}});"
 
 
 _VECTORS = (
@@ -228,9 +416,10 @@ def _lanes(plan: Plan) -> dict[str, Value]:
 
 def _operation(op: Operation, offset: int) -> str:
     matrix = op.matrix
-    values = {
+    values: dict[str, Value] = {
         "kUnits": matrix.units,
         "kMaxUnits": matrix.max_units,
+        "kBlocks": matrix.blocks,
         "kSteps": matrix.steps,
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
@@ -238,8 +427,30 @@ def _operation(op: Operation, offset: int) -> str:
         "kDepth": op.depth,
         "kOffset": offset,
     }
-    inside = " ".join(f"static {_constant(name, value)}" for name, value in values.items())
-    return f"struct {_pascal(matrix.name)} {{ {inside} }};"
+    return f"struct {_pascal(matrix.name)} {{ {' '.join(_constants(values, 'static '))} }};"
+
+
+def _residual(image: Image) -> str:
+    adding = ("attention_output", "down")
+    down, *others = (kind.operations[name].matrix for kind in image.kinds for name in adding)
+    for other in others:
+        assert (down.units, down.blocks) == (other.units, other.blocks), "rows of the residual"
+    values: dict[str, Value] = {
+        "kUnits": down.units,
+        "kMaxUnits": down.max_units,
+        "kBlocks": down.blocks,
+    }
+    return f"struct Residual {{ {' '.join(_constants(values, 'static '))} }};"
+
+
+def _constants(values: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + _constant(name, value)
+
+
+def _indented(lines: Iterable[str], levels: int = 1) -> Iterator[str]:
+    for line in lines:
+        yield line if line.startswith("#") else "  " * levels + line
 
 
 def _constant(name: str, value: Value) -> str:

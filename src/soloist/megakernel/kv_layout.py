@@ -105,16 +105,19 @@ class KvLayout:
 
     @property
     def cuda(self) -> str:
-        """CUDA text: constants, and where things lie. It needs ptx/types.cuh."""
+        """CUDA text of a kernel's only model: constants, and where things lie."""
+        return "\n".join([*page_constants(), *self.members()])
+
+    def members(self, storage: str = "") -> list[str]:
+        """The part of the text that depends on the model; it needs ptx/types.cuh.
+
+        Args:
+            storage: 'static ' for members of a struct.
+        """
         # A chunk of the neighbouring group, a number in it: bits of an odd row, shifted.
         chunk_shift, value_shift = (n.bit_length() - 1 for n in (SWAPPED_CHUNKS, SWAPPED_VALUES))
         swaps = self.swaps_chunks
-        constants = {
-            "kPagePositions": PAGE_POSITIONS,
-            "kGranulePositions": GRANULE_POSITIONS,
-            "kPoolKvHeads": self.num_heads,
-            "kGranuleBytes": self.granule_bytes,
-        }
+        constants = {"kPoolKvHeads": self.num_heads, "kGranuleBytes": self.granule_bytes}
         derived = {
             "kPageGranules": PAGE_GRANULES,
             "kKvParts": len(self.format.parts),
@@ -123,35 +126,38 @@ class KvLayout:
             "kValueRowBytes": self.format.num_bytes(GRANULE_POSITIONS),
             "kSwappedKeyBytes": self.format.num_bytes(SWAPPED_VALUES) if swaps else 0,
         }
-        return "\n".join(
-            [
-                "// The layout of KV pages; see kv_layout.py.",
-                *(f"constexpr unsigned {name} = {value}u;" for name, value in constants.items()),
-                "enum : unsigned {",
-                *(f"  {name} = {value}u," for name, value in derived.items()),
-                "};",
-                "// From the start of the pool to a granule's keys; its values follow them.",
-                _function(
-                    "u64 granule_place(u64 page_values, i32 page, u32 layer, u32 head, "
-                    "u32 granule)",
-                    "page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * "
-                    "kPageGranules + granule) * (kKvParts * kGranuleValues)",
-                ),
-                "// Which chunk of its row a chunk of a key takes.",
-                _function(
-                    "u32 key_chunk(u32 row, u32 chunk)",
-                    f"chunk ^ (row & 1) << {chunk_shift}" if swaps else "chunk",
-                ),
-                "// Which number of its row a number of a key takes.",
-                _function(
-                    "u32 key_column(u32 row, u32 d)",
-                    f"d ^ (row & 1) << {value_shift}" if swaps else "d",
-                ),
-                "// From a granule's values to one number.",
-                _function("u32 value_place(u32 row, u32 d)", "d * kGranulePositions + row"),
-            ]
-        )
+
+        def function(declaration: str, result: str) -> str:
+            return f"{storage}__device__ __forceinline__ {declaration} {{ return {result}; }}"
+
+        return [
+            "// The layout of KV pages; see kv_layout.py.",
+            *(f"{storage}constexpr unsigned {name} = {n}u;" for name, n in constants.items()),
+            "enum : unsigned {",
+            *(f"  {name} = {value}u," for name, value in derived.items()),
+            "};",
+            "// From the start of the pool to a granule's keys; its values follow them.",
+            function(
+                "u64 granule_place(u64 page_values, i32 page, u32 layer, u32 head, u32 granule)",
+                "page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * "
+                "kPageGranules + granule) * (kKvParts * kGranuleValues)",
+            ),
+            "// Which chunk of its row a chunk of a key takes.",
+            function(
+                "u32 key_chunk(u32 row, u32 chunk)",
+                f"chunk ^ (row & 1) << {chunk_shift}" if swaps else "chunk",
+            ),
+            "// Which number of its row a number of a key takes.",
+            function(
+                "u32 key_column(u32 row, u32 d)",
+                f"d ^ (row & 1) << {value_shift}" if swaps else "d",
+            ),
+            "// From a granule's values to one number.",
+            function("u32 value_place(u32 row, u32 d)", "d * kGranulePositions + row"),
+        ]
 
 
-def _function(declaration: str, result: str) -> str:
-    return f"__device__ __forceinline__ {declaration} {{ return {result}; }}"
+def page_constants() -> list[str]:
+    """CUDA text of what all models have alike."""
+    constants = {"kPagePositions": PAGE_POSITIONS, "kGranulePositions": GRANULE_POSITIONS}
+    return [f"constexpr unsigned {name} = {value}u;" for name, value in constants.items()]

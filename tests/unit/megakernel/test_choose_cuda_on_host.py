@@ -56,14 +56,15 @@ inline void __threadfence_system() {}
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
-inline float* all_logits(u8* workspace, u32 column);
+template <class M> inline float* all_logits(u8* workspace, u32 column);
 """
 
 HARNESS = r"""
 #include "ops/choose.cuh"
 
+using M = Model;
 enum State { kReady, kAtBlock, kEnded };
-constexpr u32 kAll = kRanks * kNumBlocks * kConsumerThreads;
+constexpr u32 kAll = M::kRanks * kNumBlocks * kConsumerThreads;
 struct Thread {
   ucontext_t context;
   State state;
@@ -71,19 +72,20 @@ struct Thread {
 };
 static Thread threads[kAll];
 static ucontext_t scheduler;
-constexpr u32 kBlockBytes = kRingSlots * kSlotBytes + kShControl + kShControlBytes;
-alignas(128) static u8 memory[kRanks * kNumBlocks][kBlockBytes];
-alignas(128) static u8 exchanges[kRanks][kWsLogits + kWsLogitsBytes + 128];
-static Params all_params[kRanks];
+constexpr u32 kBlockBytes = M::kRingSlots * kSlotBytes + M::kShControl + M::kShControlBytes;
+alignas(128) static u8 memory[M::kRanks * kNumBlocks][kBlockBytes];
+alignas(128) static u8 exchanges[M::kRanks][M::kWsLogits + M::kWsLogitsBytes + 128];
+static Params all_params[M::kRanks];
 static u32* tokens;
 static const u32 *all_masks, *ends;
 static u32 *mask_words, *mask_turns;
-static Where where[kRanks * kNumBlocks];
-static u32 begun[kRanks * kNumBlocks];
+static Where where[M::kRanks * kNumBlocks];
+static u32 begun[M::kRanks * kNumBlocks];
 static u32 rank, num_rounds, random_state = 1;
 
+template <class M>
 inline float* all_logits(u8* workspace, u32 column) {
-  return reinterpret_cast<float*>(workspace + kWsLogits) + column * kSampledRows;
+  return reinterpret_cast<float*>(workspace + M::kWsLogits) + column * M::kSampledRows;
 }
 static u8* block_memory() { return memory[rank * kNumBlocks + blockIdx.x]; }
 static void pause(State state) {
@@ -106,12 +108,12 @@ u32 acquire_from_peers(const u32* p) {
 static void share_logits(const Params& params, u32 round) {
   const float* made = params.logits + round * params.launch->logits_round_stride;
   for (u32 c = 0; c < params.launch->columns; ++c) {
-    const u32 end = first_unit<Head>(blockIdx.x + 1) * 8;
-    for (u32 row = first_unit<Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
+    const u32 end = first_unit<M::Head>(blockIdx.x + 1) * 8;
+    for (u32 row = first_unit<M::Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
          row += kConsumerThreads) {
-      const u32 id = params.rank * kShareVocab + row;
-      if (row >= kShareVocab || id >= kVocab) continue;
-      for (u8* peer : exchanges) all_logits(peer, c)[id] = made[c * kSampledRows + id];
+      const u32 id = params.rank * M::kShareVocab + row;
+      if (row >= M::kShareVocab || id >= M::kVocab) continue;
+      for (u8* peer : exchanges) all_logits<M>(peer, c)[id] = made[c * M::kSampledRows + id];
     }
   }
 }
@@ -127,11 +129,12 @@ u32 load_host_acquire(const u32* p) {
 // end instead.
 static void allow(u32 round) {
   const Launch& launch = *all_params[0].launch;
-  u32* turn_words = mask_words + (kRanks > 1 ? (round + 1) % 2 * kMaxColumns * kVocabWords : 0);
+  constexpr u32 kCopyWords = kMaxColumns * M::kVocabWords;
+  u32* turn_words = mask_words + (M::kRanks > 1 ? (round + 1) % 2 * kCopyWords : 0);
   for (u32 c = 0; c < launch.columns; ++c) {
     if (static_cast<i32>(round + 1) < launch.column[c].forced) continue;
-    const u32* words = all_masks + (round * kMaxColumns + c) * kVocabWords;
-    std::memcpy(turn_words + c * kVocabWords, words, kVocabWords * 4);
+    const u32* words = all_masks + (round * kMaxColumns + c) * M::kVocabWords;
+    std::memcpy(turn_words + c * M::kVocabWords, words, M::kVocabWords * 4);
     mask_turns[c * kMaskTurnWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
   }
 }
@@ -139,8 +142,8 @@ static void allow(u32 round) {
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
   const Params& params = all_params[rank];
-  Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
-  prepare_sampling(*params.launch);
+  Control& control = *reinterpret_cast<Control*>(shared_part<M>(M::kShControl));
+  prepare_sampling<M>(*params.launch);
   if (threadIdx.x == 0) {
     control.columns = Columns{params.launch->columns};
     control.rounds = params.launch->rounds;
@@ -152,21 +155,21 @@ static void body() {
       const u32* wish = params.yield_requested;
       control.yield = wish && *wish == round;
     }
-    if (kRanks > 1) {
+    if (M::kRanks > 1) {
       // The sums over ranks on the way to the head: all blocks have come to this round.
       begun[rank * kNumBlocks + blockIdx.x] = round + 1;
       for (const u32& other : begun) while (other < round + 1) pause(kReady);
       share_logits(params, round);
     }
-    choose_sampled(params, round, &own_where());
+    choose_sampled<M>(params, round, &own_where());
     sync_consumers();
     const u32 c = threadIdx.x;
     if (c < control.columns) {
       const u32 at = rank * control.rounds + round;
       if (blockIdx.x == 0) tokens[at * kMaxColumns + c] = control.chosen[c];
       const bool is_given = static_cast<i32>(round + 1) < params.launch->column[c].forced;
-      observe(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
-                                              : min(control.chosen[c], kVocab - 1));
+      observe<M>(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
+                                                 : min(control.chosen[c], M::kVocab - 1));
     }
     if (blockIdx.x == 0) num_rounds = round + 1;
     sync_consumers();
@@ -185,10 +188,10 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
                    const u32* yield, u32* chosen, const u32* masks, u32* words, u32* turns,
                    const u32* end_rounds) {
-  constexpr u32 kValues = kMaxColumns * kSampledRows;
+  constexpr u32 kValues = kMaxColumns * M::kSampledRows;
   std::memset(exchanges, 0xFF, sizeof exchanges);
   std::memset(begun, 0, sizeof begun);
-  for (u32 r = 0; r < kRanks; ++r) {
+  for (u32 r = 0; r < M::kRanks; ++r) {
     Params& params = all_params[r];
     params = Params{};
     params.launch = launch;
@@ -200,7 +203,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
     params.masks = {words, turns};
     params.rank = r;
     params.workspace = exchanges[r];
-    for (u32 p = 0; p < kRanks; ++p) params.peers[p] = exchanges[p];
+    for (u32 p = 0; p < M::kRanks; ++p) params.peers[p] = exchanges[p];
   }
   all_masks = masks;
   ends = end_rounds;
@@ -233,7 +236,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
       swapcontext(&scheduler, &threads[i].context);
     }
     if (ended) return num_rounds;
-    for (u32 b = 0; b < kRanks * kNumBlocks; ++b) {
+    for (u32 b = 0; b < M::kRanks * kNumBlocks; ++b) {
       const u32 begin = b * kConsumerThreads;
       bool all = true;
       for (u32 i = 0; i < kConsumerThreads; ++i) all = all && threads[begin + i].state == kAtBlock;
@@ -261,7 +264,8 @@ def library(request, tmp_path_factory):
         (folder / name).mkdir()
     context = (CUDA / "tile" / "context.cuh").read_text()
     structs = context[context.index("// Of the launch.") : context.index("extern __shared__")]
-    macros = "#define __constant__\nstruct float2 { float x, y; };\n"
+    macros = "#define __constant__\n#define __device__\n#define __forceinline__ inline\n"
+    macros += "struct float2 { float x, y; };\n"
     ranks = request.param
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)

@@ -33,7 +33,7 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config
-from unit.megakernel import code_sizes
+from unit.megakernel import code_sizes, two_models
 from unit.megakernel.assembly import assembly
 from unit.megakernel.code_sizes import CodeSize
 from unit.model.configurations import MISTRAL_7B, QWEN25_05B, SMOLLM3_3B, written
@@ -247,6 +247,22 @@ def test_large_shapes_compile_cleanly(
 def test_large_shapes_on_smaller_chips(name: str, arch: str, num_sms: int, require_sound) -> None:
     gpu = replace(TYPICAL[arch], num_sms=num_sms)
     require_sound(make_plan(read_config(SHAPES[name]), Dtype.BF16, gpu))
+
+
+@pytest.mark.parametrize(("arch", "columns"), [("sm_80", 1), ("sm_90a", MAX_COLUMNS)])
+def test_a_kernel_may_hold_two_models(arch: str, columns: int, tmp_path: Path) -> None:
+    plans = (
+        make_plan(configured("llama-untied-biases-32", tmp_path), Dtype.BF16, GPUS[arch]),
+        make_plan(etude(), Dtype.BF16, GPUS[arch]),
+    )
+    first, second = two_models.with_one_grid(*plans)
+    build = Build(columns=columns)
+    cubin = compile_source(two_models.source(first, second, build, tmp_path), arch)
+    taken = cubin.report.entries[two_models.ENTRY]
+    assert taken.registers * THREADS <= REGISTERS
+    needed = two_models.shared_bytes(first, second, build) + taken.static_shared_bytes
+    assert needed <= GPUS[arch].shared_bytes
+    assert not [warning for warning in cubin.report.warnings if "spill" not in warning.lower()]
 
 
 @pytest.mark.parametrize("arch", TYPICAL)

@@ -13,7 +13,8 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 SPEC = r"""
 #pragma once
-constexpr unsigned kRingSlots = 4, kPeers = 1, kAblation = 0, kStuckNs = 2000000000;
+struct Model { static constexpr unsigned kRingSlots = 4; };
+constexpr unsigned kPeers = 1, kAblation = 0, kStuckNs = 2000000000;
 constexpr unsigned long long kMaskNs = 60000000000ull;
 constexpr bool kSamples = true, kRacecheck = false;
 """
@@ -61,7 +62,7 @@ int main(int, char** given) {
   end_s = std::atoi(given[4]);
   Fault fault{};
   try {
-    watch(&where, &fault, 0, 0, 0, [] { return 0u; });
+    watch<Model>(&where, &fault, 0, 0, 0, [] { return 0u; });
   } catch (const Stuck&) {
     std::printf("stuck in %u after %d s\n", fault.where.phase, static_cast<int>(now_s));
     return fault.code == 1 ? 0 : 1;

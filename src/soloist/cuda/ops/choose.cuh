@@ -19,10 +19,8 @@ struct SampleState {
   SampleTurns turns;
   u32 arrivals;  // that the last barrier waited for
 };
-static_assert(sizeof(SampleState) <= kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= kShReduceBytes),
-              "shared memory of the plan");
-constexpr u32 kMostOwnIds = (kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
-static_assert(kMostOwnIds / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
+template <class M>
+constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
 
 // All blocks run at once, so they may wait for each other.
 struct WholeGrid {
@@ -48,17 +46,19 @@ struct WholeGrid {
 };
 
 // Token ids that a block of the grid looks at, without rows of padding: of one rank those whose logits it makes.
+template <class M>
 struct OwnIds {
   u32 begin, end;
   static __device__ __forceinline__ u32 first(u32 block) {
-    return min(kVocab, block * (kSampledRows / 8) / kNumBlocks * 8);
+    return min(M::kVocab, block * (M::kSampledRows / 8) / kNumBlocks * 8);
   }
   static __device__ __forceinline__ u32 id(u32 lane, u32 row) {
-    return min(kVocab, lane * kShareVocab + min(kShareVocab, row));
+    return min(M::kVocab, lane * M::kShareVocab + min(M::kShareVocab, row));
   }
   __device__ __forceinline__ explicit OwnIds(u32 block) {
-    if constexpr (kHasLanes && kPeers == 1) {
-      const u32 lane = block / kLaneBlocks, own = block % kLaneBlocks;
+    if constexpr (M::kHasLanes && kPeers == 1) {
+      using Head = typename M::Head;
+      const u32 lane = block / M::kLaneBlocks, own = block % M::kLaneBlocks;
       begin = id(lane, first_unit<Head>(own) * 8);
       end = id(lane, first_unit<Head>(own + 1) * 8);
     } else {
@@ -68,14 +68,20 @@ struct OwnIds {
   }
 };
 
+template <class M>
 __device__ __forceinline__ u8* shared_part(u32 offset) {
-  return dynamic + kRingSlots * kSlotBytes + offset;
+  return dynamic + M::kRingSlots * kSlotBytes + offset;
 }
-__device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part(kShSampling)); }
+template <class M>
+__device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part<M>(M::kShSampling)); }
 
 // By all threads of a block, before the first round of a sampled launch.
+template <class M>
 __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
-  SampleState& state = sample_state();
+  static_assert(sizeof(SampleState) <= M::kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= M::kShReduceBytes),
+                "shared memory of the plan");
+  static_assert(kMostOwnIds<M> / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
+  SampleState& state = sample_state<M>();
   const u32 c = threadIdx.x;
   if (c < kMaxColumns) {
     state.params[c] = launch.sampling[c];
@@ -96,13 +102,14 @@ __device__ __forceinline__ u32 no_token(float best) {
 // which it said so. `ended`: it wants the launch to end with this round instead. One buffer a column is
 // enough, since the host writes the next mask after it saw the round's token, for which all blocks had read
 // this one.
+template <class M>
 __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 columns, volatile Where* where,
                                               u32& ended) {
   u32 masked = 0;
   where->phase = static_cast<u32>(Phase::kMask);
 #pragma unroll 1
   for (u32 c = 0; c < columns; ++c) {
-    if (!(sample_state().params[c].flags & kSampleMasked)) continue;
+    if (!(sample_state<M>().params[c].flags & kSampleMasked)) continue;
     if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;  // the host gives the next token
     u32 turn;
     do turn = load_host_acquire(params.masks.turns + c * kMaskTurnWords);  // pairs with `allow` of launch.py
@@ -118,17 +125,20 @@ __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u
 // what block 0 of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks
 // (or what lanes told) that it needed on the way there came after everybody's choice.
 constexpr u32 kToldBits = kMaxColumns + 1;  // masked columns, and whether the launch ends
+template <class M>
 __device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
-  return reinterpret_cast<u32*>(workspace + kWsArrivals) + rank * kNumBlocks;
+  return reinterpret_cast<u32*>(workspace + M::kWsArrivals) + rank * kNumBlocks;
 }
+template <class M>
 __device__ __forceinline__ bool any_masked(u32 columns) {
   bool any = false;
 #pragma unroll 1
-  for (u32 c = 0; c < columns; ++c) any |= (sample_state().params[c].flags & kSampleMasked) != 0;
+  for (u32 c = 0; c < columns; ++c) any |= (sample_state<M>().params[c].flags & kSampleMasked) != 0;
   return any;
 }
 // All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells; only
 // it hears of the host's wishes, which may change meanwhile.
+template <class M>
 __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, const Control& control,
                                           volatile Where* where) {
   sync_consumers();
@@ -137,15 +147,15 @@ __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 r
     u32 word = (round + 1) << kToldBits;
     if (params.rank == 0 && block == 0) {
       u32 ended = *const_cast<const volatile u32*>(&control.yield);
-      const u32 masked = wait_for_masks(params, round, control.columns, where, ended);
+      const u32 masked = wait_for_masks<M>(params, round, control.columns, where, ended);
       word |= masked << 1 | (ended ? 1 : 0);
     }
     __threadfence_system();
 #pragma unroll
-    for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals(params.peers[r], params.rank) + block, word);
-    if (any_masked(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
+    for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals<M>(params.peers[r], params.rank) + block, word);
+    if (any_masked<M>(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
   }
-  const u32* words = arrivals(params.workspace, 0);
+  const u32* words = arrivals<M>(params.workspace, 0);
 #pragma unroll 1
   for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
     while (acquire_from_peers(words + i) >> kToldBits != round + 1) {
@@ -156,20 +166,21 @@ __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 r
 }
 
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
+template <class M>
 __device__ __noinline__ void choose_sampled(const Params& params, u32 round, volatile Where* where) {
-  Control& control = *reinterpret_cast<Control*>(shared_part(kShControl));
-  SampleState& state = sample_state();
+  Control& control = *reinterpret_cast<Control*>(shared_part<M>(M::kShControl));
+  SampleState& state = sample_state<M>();
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
-  SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part(kShReduce));
+  SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
   WholeGrid grid{&workspace.arrivals, state.arrivals};
   SampleTurns turns = state.turns;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
-  const OwnIds own(grid.block());
+  const OwnIds<M> own(grid.block());
   u32 told = 0;
   if constexpr (kPeers > 1) {
-    logits = all_logits(params.workspace, 0);
-    told = meet_ranks(params, grid.block(), round, control, where);
+    logits = all_logits<M>(params.workspace, 0);
+    told = meet_ranks<M>(params, grid.block(), round, control, where);
   }
   const SampleArgs& args = state.args;
   if (grid.thread() == 0) {
@@ -177,15 +188,15 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
     const u32* masks = params.masks.words;
     if constexpr (kPeers == 1) {
       yield = *const_cast<volatile u32*>(&control.yield);
-      masked = wait_for_masks(params, round, control.columns, where, yield);
+      masked = wait_for_masks<M>(params, round, control.columns, where, yield);
     } else {
       yield = told & 1;
       masked = told >> 1;
-      masks += (round + 1) % 2 * (kMaxColumns * kVocabWords);  // as the host's turns
+      masks += (round + 1) % 2 * (kMaxColumns * M::kVocabWords);  // as the host's turns
     }
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
-                  params.sample.list_ids, params.sample.list_values, kSampledRows, own.begin, own.end,
-                  control.columns, yield, masks, kVocabWords, masked};
+                  params.sample.list_ids, params.sample.list_values, M::kSampledRows, own.begin, own.end,
+                  control.columns, yield, masks, M::kVocabWords, masked};
   }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, turns);
@@ -209,9 +220,10 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
 }
 
 // The column's next token joins its output. By the thread that settles the column's round.
+template <class M>
 __device__ __forceinline__ void observe(const Params& params, u32 block, u32 column, u32 id) {
-  const SampleParams& p = sample_state().params[column];
-  const OwnIds own(block);
+  const SampleParams& p = sample_state<M>().params[column];
+  const OwnIds<M> own(block);
   if (p.flags & kSamplePenalties)
-    record_token(params.sample.seen + static_cast<u64>(p.history) * kSampledRows, id, own.begin, own.end);
+    record_token(params.sample.seen + static_cast<u64>(p.history) * M::kSampledRows, id, own.begin, own.end);
 }

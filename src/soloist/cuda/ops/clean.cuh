@@ -1,7 +1,7 @@
 // The cleaner warp: makes the exchange buffers that this block wrote two turns ago absent again, off the
 // path of the consumers, with the fence that this needs.
 #pragma once
-#include "ops/attention.cuh"
+#include "ops/hidden.cuh"
 
 // Words `first` … `first + count - 1` (32 bits each) of every column.
 __device__ __forceinline__ void clear_words(u8* copy, u32 column_bytes, u32 columns, u32 first, u32 count, u32 lane) {
@@ -18,26 +18,31 @@ __device__ __forceinline__ void clear_operand(u8* copy, u32 columns, u32 first, 
 
 template <class Stream>
 __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
-  clear_operand(turn(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Down>(block) * 8,
-                num_units<Down>(block) * 8, lane);
-  clear_words(turn(params, Stream::kSquares, Stream::kSquaresBytes, epoch), kLaneBlocks * 8, columns, block * 2, 2, lane);
+  using M = typename Stream::M;
+  using Rows = typename M::Residual;
+  clear_operand(turn<M>(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Rows>(block) * 8,
+                num_units<Rows>(block) * 8, lane);
+  clear_words(turn<M>(params, Stream::kSquares, Stream::kSquaresBytes, epoch), M::kLaneBlocks * 8, columns, block * 2, 2, lane);
 }
 
 // This block's rows of all ranks' partial sums.
 template <class Stream>
 __device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
-  if constexpr (kRanks > 1) {
+  using M = typename Stream::M;
+  using Rows = typename M::Residual;
+  if constexpr (M::kRanks > 1) {
 #pragma unroll 1
-    for (u32 rank = 0; rank < kRanks; ++rank)
-      clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Down::kUnits * 8 * 4,
-                  columns, first_unit<Down>(block) * 8, num_units<Down>(block) * 8, lane);
+    for (u32 rank = 0; rank < M::kRanks; ++rank)
+      clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Rows::kUnits * 8 * 4,
+                  columns, first_unit<Rows>(block) * 8, num_units<Rows>(block) * 8, lane);
   }
 }
 
-// Once a layer, in gate_up: hidden states, q, k, v and attention of this layer are published, and the gated
-// values of the layer before. Once more at the end of a round, for the embedding's turn.
+// Once a layer, in gate_up, for the layer after the next one: all but gated values of this layer are published, and
+// nobody reads those of two layers before. Once more at the end of a round, for the embedding's turn.
+template <class M>
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
-  const u32 block = lane_block(), head = block / kSplits, split = block % kSplits, columns = control->columns;
+  const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits, columns = control->columns;
   u32 hidden_in = 0, layers = 0;
 #pragma unroll 1
   for (u32 turns = 0;; ++turns) {
@@ -45,39 +50,45 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}
     ++hidden_in;
-    clear_stream<InStream>(params, hidden_in + 2, columns, block, lane);
-    clear_sums<InStream>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
-    if (turns % (kLayers + 1) == kLayers) {
-      if constexpr (kMeets)  // of this round: round + 1
-        clear_stream<OutStream>(params, turns / (kLayers + 1) + 3, columns, block, lane);
+    clear_stream<InStream<M>>(params, hidden_in + 2, columns, block, lane);
+    clear_sums<InStream<M>>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
+    if (turns % (M::kLayers + 1) == M::kLayers) {
+      if constexpr (M::kMeets)  // of this round: round + 1
+        clear_stream<OutStream<M>>(params, turns / (M::kLayers + 1) + 3, columns, block, lane);
       if (*const_cast<const volatile u32*>(&control->stop)) return;
     } else {
       ++layers;
-      clear_stream<MidStream>(params, layers + 2, columns, block, lane);
-      clear_sums<MidStream>(params, layers + 2, columns, block, lane);
-      clear_operand(turn(params, kWsGated, kWsGatedBytes, layers + 2), columns,
-                    first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
-                    num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
-      clear_words(turn(params, kWsProjected, kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
-                  first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
-      if (head < kKvHeads) {
-        u8* partial = turn(params, kWsPartial, kWsPartialBytes, layers + 2);
-        u8* stats = turn(params, kWsPartialStats, kWsPartialStatsBytes, layers + 2);
-        u8* attended = turn(params, kWsAttended, kWsAttendedBytes, layers + 2);
+      clear_stream<MidStream<M>>(params, layers + 2, columns, block, lane);
+      clear_sums<MidStream<M>>(params, layers + 2, columns, block, lane);
+      // The layer of the turn that is cleaned.
+      M::of_layer((turns % (M::kLayers + 1) + 2) % M::kLayers, [=, &params](auto kind) {
+        using L = decltype(kind);
+        using GateUp = typename L::GateUp;
+        using Qkv = typename decltype(kind)::Qkv;
+        clear_operand(turn<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), columns,
+                      first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
+                      num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
+        clear_words(turn<M>(params, M::kWsProjected, M::kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
+                    first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
+      });
+      if (head < M::kKvHeads) {
+        u8* partial = turn<M>(params, M::kWsPartial, M::kWsPartialBytes, layers + 2);
+        u8* stats = turn<M>(params, M::kWsPartialStats, M::kWsPartialStatsBytes, layers + 2);
+        u8* attended = turn<M>(params, M::kWsAttended, M::kWsAttendedBytes, layers + 2);
 #pragma unroll 1
-        for (u32 i = 0; i < columns * kGroup; ++i) {
-          const u32 row = (i / kGroup * kQueryHeads + head * kGroup + i % kGroup) * kSplits + split;
-          clear_words(partial, 0, 1, row * kHeadDim, kHeadDim, lane);
+        for (u32 i = 0; i < columns * M::kGroup; ++i) {
+          const u32 row = (i / M::kGroup * M::kQueryHeads + head * M::kGroup + i % M::kGroup) * M::kSplits + split;
+          clear_words(partial, 0, 1, row * M::kHeadDim, M::kHeadDim, lane);
           clear_words(stats, 0, 1, row * 2, 2, lane);
         }
-        constexpr u32 kChunks = kGroup * kHeadDim / 8;
+        constexpr u32 kChunks = M::kGroup * M::kHeadDim / 8;
 #pragma unroll 1
-        for (u32 i = lane * kSplits + split; i < columns * kChunks; i += 32 * kSplits)
-          store_exchanged(operand_value(attended, i / kChunks, head * kGroup * kHeadDim + i % kChunks * 8),
+        for (u32 i = lane * M::kSplits + split; i < columns * kChunks; i += 32 * M::kSplits)
+          store_exchanged(operand_value(attended, i / kChunks, head * M::kGroup * M::kHeadDim + i % kChunks * 8),
                           make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
       }
     }
-    if constexpr (kRanks > 1) __threadfence_system();
+    if constexpr (M::kRanks > 1) __threadfence_system();
     else __threadfence();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(cleaned);

@@ -2,7 +2,8 @@
 #pragma once
 #include "ops/meet.cuh"
 
-using HeadStream = StreamOf<kMeets>::Type;
+template <class M>
+using HeadStream = typename StreamOf<M, M::kMeets>::Type;
 
 struct Best {
   float value;
@@ -22,36 +23,43 @@ __device__ __forceinline__ Best warp_best(Best best) {
 }
 // {value, id, what the first block of rank 0 tells, round + 1}, [rank or lane][block]; two copies take turns, and the
 // round says whose it is.
-inline constexpr u32 kRecordSets = kRanks * kLanes;
+template <class M>
+inline constexpr u32 kRecordSets = M::kRanks * M::kLanes;
+template <class M>
 __device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 set) {
-  const u32 at = ((round & 1) * kMaxColumns + column) * kRecordSets + set;
-  return reinterpret_cast<uint4*>(workspace + kWsBest) + at * kLaneBlocks;
+  const u32 at = ((round & 1) * kMaxColumns + column) * kRecordSets<M> + set;
+  return reinterpret_cast<uint4*>(workspace + M::kWsBest) + at * M::kLaneBlocks;
 }
-__device__ __forceinline__ void publish_best(const Context& cx, uint4 record) {
+template <class M>
+__device__ __forceinline__ void publish_best(const Context<M>& cx, uint4 record) {
   if constexpr (kPeers == 1) {
-    store_exchanged(best_records(cx.params.workspace, cx.round, cx.warp, lane_here()) + cx.block, record);
+    store_exchanged(best_records<M>(cx.params.workspace, cx.round, cx.warp, lane_here<M>()) + cx.block, record);
   } else {
 #pragma unroll
     for (u32 r = 0; r < kPeers; ++r) {
-      const u32 set = kHasLanes ? told_by_lane(cx.params, r) : told_by_rank(cx.params, r);
-      store_to_peer(best_records(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
+      const u32 set = M::kHasLanes ? told_by_lane<M>(cx.params, r) : told_by_rank(cx.params, r);
+      store_to_peer(best_records<M>(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
     }
   }
 }
 // Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.
+template <class M>
 __device__ __forceinline__ float* all_logits(u8* workspace, u32 column) {
-  return reinterpret_cast<float*>(workspace + kWsLogits) + static_cast<u64>(column) * kSampledRows;
+  return reinterpret_cast<float*>(workspace + M::kWsLogits) + static_cast<u64>(column) * M::kSampledRows;
 }
 
 // Rows of the vocabulary before this rank's or lane's.
+template <class M>
 __device__ __forceinline__ u32 first_id(const Params& params) {
-  return kHasLanes ? own_lane(params) * kShareVocab : kRanks > 1 ? params.rank * kShareVocab : 0;
+  return M::kHasLanes ? own_lane<M>(params) * M::kShareVocab : M::kRanks > 1 ? params.rank * M::kShareVocab : 0;
 }
 
-__device__ __forceinline__ void head(Context& cx, float* logits) {
+template <class M>
+__device__ __forceinline__ void head(Context<M>& cx, float* logits) {
+  using Head = typename M::Head;
   const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
-  using Stream = HeadStream;
-  const u32 in = kMeets ? cx.round + 1 : cx.next_in();
+  using Stream = HeadStream<M>;
+  const u32 in = M::kMeets ? cx.round + 1 : cx.next_in();
   // Who has this block's record reads its rows of the next round's embedding: a copy that the last layer had cleaned.
   cx.wait_for_cleaner(cx.layers_done + cx.round);
   GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
@@ -59,7 +67,7 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
   Scale<Stream> scale;
   ahead.fill(operand);
   float factor = 1.0f;
-  if constexpr (!kMeets || kSumBeforeNorm) {
+  if constexpr (!M::kMeets || M::kSumBeforeNorm) {
     scale.load(cx, in);
     factor = scale.take(cx, in);
   }
@@ -83,14 +91,14 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
       if (cx.warp >= cx.columns) return;
 #pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
-        const u32 row = first + group * 8 + r, id = first_id(cx.params) + row;
+        const u32 row = first + group * 8 + r, id = first_id<M>(cx.params) + row;
         const float y = reduction.get(cx.warp, r - start) * factor;
-        if (id < kVocab && ((kRanks == 1 && !kHasLanes) || row < kShareVocab)) {
-          logits[static_cast<u64>(cx.warp) * kVocabRows + lane_here() * kShareVocab + row] = y;
+        if (id < M::kVocab && ((M::kRanks == 1 && !M::kHasLanes) || row < M::kShareVocab)) {
+          logits[static_cast<u64>(cx.warp) * M::kVocabRows + lane_here<M>() * M::kShareVocab + row] = y;
           if constexpr (kSamples && kPeers > 1) {
 #pragma unroll
             for (u32 r = 0; r < kPeers; ++r)
-              store_to_peer(all_logits(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
+              store_to_peer(all_logits<M>(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           }
           best = better(best, Best{y, id});
         }
@@ -110,16 +118,17 @@ __device__ __forceinline__ void head(Context& cx, float* logits) {
 }
 
 // Every block reads every block's best and comes to the same token. Warp c serves column c.
-__device__ __forceinline__ void choose(Context& cx) {
+template <class M>
+__device__ __forceinline__ void choose(Context<M>& cx) {
   if (cx.warp >= cx.columns) return;
   // Of several ranks or lanes some at once, as far as registers go: each time is a trip to the L2.
-  constexpr u32 kSets = kRecordSets < 4 ? kRecordSets : 4, kMost = 512;
-  constexpr u32 kRecords = kRecordSets * kLaneBlocks, kFitting = kRecords < kMost ? kRecords : kMost;
-  constexpr u32 kAtOnce = kHasLanes ? kFitting : kSets * kLaneBlocks, kEach = (kAtOnce + 31) / 32;
+  constexpr u32 kSets = kRecordSets<M> < 4 ? kRecordSets<M> : 4, kMost = 512;
+  constexpr u32 kRecords = kRecordSets<M> * M::kLaneBlocks, kFitting = kRecords < kMost ? kRecords : kMost;
+  constexpr u32 kAtOnce = M::kHasLanes ? kFitting : kSets * M::kLaneBlocks, kEach = (kAtOnce + 31) / 32;
   Best best{-kInfinity, kNoTokenNan};
 #pragma unroll 1
   for (u32 begin = 0; begin < kRecords; begin += kAtOnce) {
-    const uint4* records = best_records(cx.params.workspace, cx.round, cx.warp, 0) + begin;
+    const uint4* records = best_records<M>(cx.params.workspace, cx.round, cx.warp, 0) + begin;
     const u32 count = kRecords % kAtOnce == 0 ? kAtOnce : min(kAtOnce, kRecords - begin);
     uint4 record[kEach] = {};  // or it would stay alive over the whole round where a lane loads nothing
 #pragma unroll 1

@@ -4,37 +4,43 @@
 #pragma once
 #include "ops/lanes.cuh"
 
+template <class Of>
 struct InStream {  // what qkv reads, and the head of one stream
-  static constexpr u32 kOperand = kWsHiddenIn, kBytes = kWsHiddenInBytes;
-  static constexpr u32 kSquares = kWsSquaresIn, kSquaresBytes = kWsSquaresInBytes;
-  static constexpr u32 kSums = kWsSumsIn, kSumsBytes = kWsSumsInBytes;
-  static constexpr u32 kTold = kWsToldIn;
-  static constexpr bool kTalks = kMlpTalks;  // MLPs add to it
+  using M = Of;
+  static constexpr u32 kOperand = M::kWsHiddenIn, kBytes = M::kWsHiddenInBytes;
+  static constexpr u32 kSquares = M::kWsSquaresIn, kSquaresBytes = M::kWsSquaresInBytes;
+  static constexpr u32 kSums = M::kWsSumsIn, kSumsBytes = M::kWsSumsInBytes;
+  static constexpr u32 kTold = M::kWsToldIn;
+  static constexpr bool kTalks = M::kMlpTalks;  // MLPs add to it
 };
+template <class Of>
 struct MidStream {  // what gate_up reads
-  static constexpr u32 kOperand = kWsHiddenMid, kBytes = kWsHiddenMidBytes;
-  static constexpr u32 kSquares = kWsSquaresMid, kSquaresBytes = kWsSquaresMidBytes;
-  static constexpr u32 kSums = kWsSumsMid, kSumsBytes = kWsSumsMidBytes;
-  static constexpr u32 kTold = kWsToldMid;
-  static constexpr bool kTalks = kAttentionTalks;
+  using M = Of;
+  static constexpr u32 kOperand = M::kWsHiddenMid, kBytes = M::kWsHiddenMidBytes;
+  static constexpr u32 kSquares = M::kWsSquaresMid, kSquaresBytes = M::kWsSquaresMidBytes;
+  static constexpr u32 kSums = M::kWsSumsMid, kSumsBytes = M::kWsSumsMidBytes;
+  static constexpr u32 kTold = M::kWsToldMid;
+  static constexpr bool kTalks = M::kAttentionTalks;
 };
+template <class Of>
 struct OutStream {  // what the head reads where lanes become one
-  static constexpr u32 kOperand = kWsHiddenOut, kBytes = kWsHiddenOutBytes;
-  static constexpr u32 kSquares = kWsSquaresOut, kSquaresBytes = kWsSquaresOutBytes;
+  using M = Of;
+  static constexpr u32 kOperand = M::kWsHiddenOut, kBytes = M::kWsHiddenOutBytes;
+  static constexpr u32 kSquares = M::kWsSquaresOut, kSquaresBytes = M::kWsSquaresOutBytes;
 };
 
-template <class Stream>
-__device__ __forceinline__ u8* stream_operand(const Context& cx, u32 epoch) {
-  return turn(cx.params, Stream::kOperand, Stream::kBytes, epoch);
+template <class Stream, class M>
+__device__ __forceinline__ u8* stream_operand(const Context<M>& cx, u32 epoch) {
+  return turn<M>(cx.params, Stream::kOperand, Stream::kBytes, epoch);
 }
 // [column][block]: the block's sum of squares, and the scale its rows were published with.
-template <class Stream>
-__device__ __forceinline__ float2* stream_squares(const Context& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float2*>(turn(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * kLaneBlocks;
+template <class Stream, class M>
+__device__ __forceinline__ float2* stream_squares(const Context<M>& cx, u32 epoch, u32 column) {
+  return reinterpret_cast<float2*>(turn<M>(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * M::kLaneBlocks;
 }
 
-template <class Stream>
-__device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, float squares) {
+template <class Stream, class M>
+__device__ __forceinline__ void publish_squares(const Context<M>& cx, u32 epoch, float squares) {
   squares = warp_sum(squares);
   if (cx.lane == 0)
     store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
@@ -44,21 +50,22 @@ __device__ __forceinline__ void publish_squares(const Context& cx, u32 epoch, fl
 // below the number of columns. Asked for before the multiply, taken after it.
 template <class Stream>
 struct Scale {
-  static constexpr u32 kEach = (kLaneBlocks + 31) / 32;
+  using M = typename Stream::M;
+  static constexpr u32 kEach = (M::kLaneBlocks + 31) / 32;
   float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
 
-  __device__ __forceinline__ void load(const Context& cx, u32 epoch) {
+  __device__ __forceinline__ void load(const Context<M>& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return;
     const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 b = cx.lane + 32 * i;
       part[i] = make_float2(0.0f, 0.0f);
-      if (b < kLaneBlocks) part[i] = load_exchanged2(&squares[b].x);
+      if (b < M::kLaneBlocks) part[i] = load_exchanged2(&squares[b].x);
     }
   }
   // Also remembers the new scale.
-  __device__ __forceinline__ float take(Context& cx, u32 epoch) {
+  __device__ __forceinline__ float take(Context<M>& cx, u32 epoch) {
     if (cx.warp >= cx.columns) return 0.0f;
     for (;;) {
       bool ready = true;
@@ -71,22 +78,24 @@ struct Scale {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) sum += part[i].x;
-    cx.scale = rsqrtf(warp_sum(sum) * (1.0f / kHidden) + kEpsilon);
+    cx.scale = rsqrtf(warp_sum(sum) * (1.0f / M::kHidden) + M::kEpsilon);
     return __fdividef(cx.scale, assumed);
   }
   // The same for other warps, which know it after the next barrier.
-  __device__ __forceinline__ void settle(Context& cx, u32 epoch) {
+  __device__ __forceinline__ void settle(Context<M>& cx, u32 epoch) {
     const float factor = take(cx, epoch);
     if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
   }
 };
 
 // Where the embedding of a token has row k: in the table, or in the packed tied head.
+template <class M>
 __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32 k) {
-  if constexpr (!kTiedHead) {
-    return from_half(__ldg(p.embedding + static_cast<u64>(token) * kHidden + k));
+  if constexpr (!M::kTiedHead) {
+    return from_half(__ldg(p.embedding + static_cast<u64>(token) * M::kHidden + k));
   } else {
-    const u32 unit = token / 8, owner = ((unit + 1) * kLaneBlocks - 1) / Head::kUnits;
+    using Head = typename M::Head;
+    const u32 unit = token / 8, owner = ((unit + 1) * M::kLaneBlocks - 1) / Head::kUnits;
     const u32 begin = first_unit<Head>(owner), units = num_units<Head>(owner), local = unit - begin;
     // The head is packed in groups of tiles, each group by steps.
     const u32 group = local / (2 * Head::kTiles), in_group = local % (2 * Head::kTiles);
@@ -100,51 +109,54 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
               ((in % 4 / 2) * 2 + in_group % 2) * 2 + in % 2;
     else
       value = tile * 2 * 4096 + warp * 512 + half * 256 + (g * 4 + quad) * 8 + in;
-    return from_half(__ldg(reinterpret_cast<const u16*>(weights_of<Head>(p.image, owner, 0)) + base + value));
+    return from_half(__ldg(reinterpret_cast<const u16*>(weights_of<M, Head>(p.image, owner, 0)) + base + value));
   }
 }
 
 // Rows of the embedding enter the residual. Warp c serves column c.
-__device__ __forceinline__ void embed(Context& cx) {
+template <class M>
+__device__ __forceinline__ void embed(Context<M>& cx) {
   if (cx.warp >= cx.columns) return;
   cx.scale = cx.params.embedding_scale;
-  const u32 first = first_unit<Down>(cx.block) * 8, rows = num_units<Down>(cx.block) * 8;
+  using Rows = typename M::Residual;
+  const u32 first = first_unit<Rows>(cx.block) * 8, rows = num_units<Rows>(cx.block) * 8;
   if (rows == 0) return;
-  const float* norm = cx.layer_vectors(0) + kVecAttentionNorm;
-  u8* now = stream_operand<InStream>(cx, cx.next_in());
-  float* residual = cx.shared.residual() + cx.warp * (Down::kMaxUnits * 8);
+  const float* norm = cx.vectors(M::attention_norm(0));
+  u8* now = stream_operand<InStream<M>>(cx, cx.next_in());
+  float* residual = cx.shared.residual() + cx.warp * (Rows::kMaxUnits * 8);
   const u32 token = cx.shared.control().token[cx.warp];
   float squares = 0.0f;
   for (u32 begin = 0; begin < rows; begin += 32) {
     const u32 r = begin + cx.lane;
     const bool valid = r < rows;
-    const float x = valid ? embedding_value(cx.params, token, first + r) : 0.0f;
+    const float x = valid ? embedding_value<M>(cx.params, token, first + r) : 0.0f;
     const float weight = valid ? __ldg(norm + first + r) : 0.0f;
     if (valid) residual[r] = x;
     publish_pair(now, cx.warp, first + r, cx.lane, valid, x * weight * cx.scale);
     squares += x * x;
   }
-  publish_squares<InStream>(cx, cx.next_in(), squares);
+  publish_squares<InStream<M>>(cx, cx.next_in(), squares);
 }
 
 // Partial sums from every rank: [rank][column][row].
 template <class Stream>
 __device__ __forceinline__ float* rank_sums(u8* workspace, u32 epoch, u32 rank, u32 column) {
   u8* now = workspace + Stream::kSums + epoch % kTurns * (Stream::kSumsBytes / kTurns);
-  return reinterpret_cast<float*>(now) + (rank * kMaxColumns + column) * (Down::kUnits * 8);
+  return reinterpret_cast<float*>(now) + (rank * kMaxColumns + column) * (Stream::M::Residual::kUnits * 8);
 }
 
 // Rows of this warp's column, from one of them on for each lane, in all ranks' memory. Worked out while activations are
 // waited for: between a product and its sum it would take time that all ranks wait.
 template <class Stream>
 struct RankRows {
-  float* to[kRanks];
+  using M = typename Stream::M;
+  float* to[M::kRanks];
   const float* from;  // of the first rank; those of others follow
 
-  __device__ __forceinline__ RankRows(const Context& cx, u32 epoch, u32 row) {
-    if constexpr (kRanks > 1) {
+  __device__ __forceinline__ RankRows(const Context<M>& cx, u32 epoch, u32 row) {
+    if constexpr (M::kRanks > 1) {
 #pragma unroll
-      for (u32 r = 0; r < kRanks; ++r) {
+      for (u32 r = 0; r < M::kRanks; ++r) {
         to[r] = rank_sums<Stream>(cx.params.peers[r], epoch, told_by_rank(cx.params, r), cx.warp) + row;
         if constexpr (kMostColumns == 1) asm volatile("" : "+l"(to[r]));  // with more there are too few registers
       }
@@ -154,25 +166,25 @@ struct RankRows {
 
   // The row that is `ahead` of the first, summed over ranks. Every rank stores its part to all of them, and each adds them
   // in the order of the ranks: so all come to the same bits, and to the same token without asking.
-  __device__ __forceinline__ float sum(const Context& cx, u32 ahead, bool valid, float x) const {
-    constexpr u32 kRankValues = kMaxColumns * (Down::kUnits * 8);
+  __device__ __forceinline__ float sum(const Context<M>& cx, u32 ahead, bool valid, float x) const {
+    constexpr u32 kRankValues = kMaxColumns * (M::Residual::kUnits * 8);
     const bool silent = kSilentBlock != kNoBlock && cx.block == kSilentBlock;
 #pragma unroll
-    for (u32 r = 0; r < kRanks; ++r)
+    for (u32 r = 0; r < M::kRanks; ++r)
       if (valid && !silent) store_to_peer(to[r] + ahead, present(x));
-    float part[kRanks];
+    float part[M::kRanks];
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 r = 0; r < kRanks; ++r) part[r] = valid ? load_from_peers(from + r * kRankValues + ahead) : 0.0f;
+      for (u32 r = 0; r < M::kRanks; ++r) part[r] = valid ? load_from_peers(from + r * kRankValues + ahead) : 0.0f;
 #pragma unroll
-      for (u32 r = 0; r < kRanks; ++r) ready = ready && is_present(part[r]);
+      for (u32 r = 0; r < M::kRanks; ++r) ready = ready && is_present(part[r]);
       if (__all_sync(~0u, ready)) break;
     }
     float total = part[0];
 #pragma unroll
-    for (u32 r = 1; r < kRanks; ++r) total += part[r];
+    for (u32 r = 1; r < M::kRanks; ++r) total += part[r];
     return total;
   }
 };
@@ -183,7 +195,8 @@ struct RowVectors {
   static constexpr u32 kEach = (Op::kMaxUnits * 8 + 31) / 32;
   float norm[kEach], bias[kEach];
 
-  __device__ __forceinline__ void load(const Context& cx, const float* norms, const float* biases) {
+  template <class M>
+  __device__ __forceinline__ void load(const Context<M>& cx, const float* norms, const float* biases) {
     const u32 rows = num_units<Op>(cx.block) * 8, first = first_unit<Op>(cx.block) * 8;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
@@ -195,8 +208,8 @@ struct RowVectors {
 };
 
 // The product of attention_output or down joins the residual, and the sum is published.
-template <class Stream, class Op>
-__device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
+template <class Stream, class Op, class M>
+__device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
                                               const RankRows<Stream>& ranks, u32 layer) {
   const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
@@ -211,12 +224,12 @@ __device__ __forceinline__ void add_to_stream(Context& cx, const Sums<Op>& sums,
       if (32 * i + 32 <= start || 32 * i >= end) continue;
       const bool valid = r >= start && r < end;
       float x = valid ? reduction.get(cx.warp, r - start) : 0.0f;
-      if constexpr (kRanks > 1) x = ranks.sum(cx, 32 * i, valid, x);
+      if constexpr (M::kRanks > 1) x = ranks.sum(cx, 32 * i, valid, x);
       const float partial = x;
-      if constexpr (kHasLanes) x = joined<Stream>(cx, layer, first + r, valid, x);
+      if constexpr (M::kHasLanes) x = joined<Stream>(cx, layer, first + r, valid, x);
       if (valid) residual[r] = x = residual[r] + x + vectors.bias[i];
       publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
-      if constexpr (kHasLanes)
+      if constexpr (M::kHasLanes)
         if (tells_later<Stream>(layer)) tell<Stream>(cx, cx.layers_done, first + r, valid, partial);
       squares += x * x;
     }

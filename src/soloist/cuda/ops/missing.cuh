@@ -8,12 +8,13 @@ __device__ __forceinline__ bool lacks_sums(const float* own_rows, u32 rows) {
   for (u32 r = 0; r < rows; ++r) any |= acquire_from_peers(reinterpret_cast<const u32*>(own_rows) + r) == kAbsent;
   return any;
 }
+template <class M>
 __device__ __forceinline__ bool lacks_choice(const Params& params, u32 round, u32 rank) {
   bool any = false;
 #pragma unroll 1
-  for (u32 b = 0; b < (kSamples ? kNumBlocks : kLaneBlocks); ++b) {
-    if constexpr (kSamples) any |= acquire_from_peers(arrivals(params.workspace, rank) + b) >> kToldBits != round + 1;
-    else any |= acquire_from_peers(&best_records(params.workspace, round, 0, rank)[b].w) != round + 1;
+  for (u32 b = 0; b < (kSamples ? kNumBlocks : M::kLaneBlocks); ++b) {
+    if constexpr (kSamples) any |= acquire_from_peers(arrivals<M>(params.workspace, rank) + b) >> kToldBits != round + 1;
+    else any |= acquire_from_peers(&best_records<M>(params.workspace, round, 0, rank)[b].w) != round + 1;
   }
   return any;
 }
@@ -26,49 +27,53 @@ __device__ __forceinline__ bool lacks_told(const u64* words, u32 rows, u32 epoch
   return any;
 }
 template <class Stream>
-__device__ __forceinline__ bool lacks_lane(const Params& params, u32 lane, u32 epoch, u32 first, u32 rows) {
-  return lacks_told(told<Stream>(params.workspace, epoch, 0, first) + lane * kLaneWords, rows, epoch);
+__device__ __forceinline__ bool lacks_turn(const Params& params, u32 lane, u32 epoch, u32 first, u32 rows) {
+  return lacks_told(told<Stream>(params.workspace, epoch, 0, first) + lane * kLaneWords<typename Stream::M>, rows, epoch);
 }
 // Whether a lane is missing, in what `joined`, `listen`, `meet` and `choose` wait for.
+template <class M>
 __device__ __forceinline__ bool lacks_lane(const Params& params, u32 lane, Phase phase, u32 layer, u32 round, u32 first,
                                            u32 rows) {
-  const u32 done = round * kLayers + layer + 1;
+  const u32 done = round * M::kLayers + layer + 1;
   if (phase == Phase::kAttentionOutput) {
-    if (sums<MidStream>(layer)) return lacks_lane<MidStream>(params, lane, done, first, rows);
-    return hears<InStream>(layer) && lacks_lane<InStream>(params, lane, done - kDelayLayers, first, rows);
+    if (sums<MidStream<M>>(layer)) return lacks_turn<MidStream<M>>(params, lane, done, first, rows);
+    return hears<InStream<M>>(layer) && lacks_turn<InStream<M>>(params, lane, done - M::kDelayLayers, first, rows);
   }
   if (phase == Phase::kDown) {
-    if (sums<InStream>(layer)) return lacks_lane<InStream>(params, lane, done, first, rows);
-    return layer + 1 < kLayers && hears<MidStream>(layer + 1) &&
-           lacks_lane<MidStream>(params, lane, done + 1 - kDelayLayers, first, rows);
+    if (sums<InStream<M>>(layer)) return lacks_turn<InStream<M>>(params, lane, done, first, rows);
+    return layer + 1 < M::kLayers && hears<MidStream<M>>(layer + 1) &&
+           lacks_turn<MidStream<M>>(params, lane, done + 1 - M::kDelayLayers, first, rows);
   }
   if (phase == Phase::kHead)
-    return kMeets && lacks_told(told(params.workspace, kWsToldOut, 0, 0, first) + lane * kLaneWords, rows, round + 1);
+    return M::kMeets &&
+           lacks_told(told_at<M>(params.workspace, M::kWsToldOut, 0, 0, first) + lane * kLaneWords<M>, rows, round + 1);
   return (phase == Phase::kChoose || phase == Phase::kMask) &&
-         lacks_choice(params, round, kSamples ? lane / kLanesHere : lane);
+         lacks_choice<M>(params, round, kSamples ? lane / M::kLanesHere : lane);
 }
 
 // Bits of the ranks that the consumers' phase has not heard of. This rank's own is among them where the block has
 // not come as far as to tell the others: then it waits for blocks of its own rank.
+template <class M>
 __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatile Where* where) {
-  const u32 round = where->round, layers_done = round * kLayers + where->layer + 1;
-  const u32 first = first_unit<Down>(lane_block()) * 8, rows = num_units<Down>(lane_block()) * 8;
+  const u32 round = where->round, layers_done = round * M::kLayers + where->layer + 1;
+  using Rows = typename M::Residual;
+  const u32 first = first_unit<Rows>(lane_block<M>()) * 8, rows = num_units<Rows>(lane_block<M>()) * 8;
   const Phase phase = static_cast<Phase>(where->phase);
   u32 missing = 0;
-  if constexpr (kHasLanes) {
+  if constexpr (M::kHasLanes) {
 #pragma unroll 1
-    for (u32 lane = 0; lane < kLanes; ++lane)
-      missing |= lacks_lane(params, lane, phase, where->layer, round, first, rows) ? 1u << lane / kLanesHere : 0;
+    for (u32 lane = 0; lane < M::kLanes; ++lane)
+      missing |= lacks_lane<M>(params, lane, phase, where->layer, round, first, rows) ? 1u << lane / M::kLanesHere : 0;
   } else {
 #pragma unroll 1
-    for (u32 rank = 0; rank < kRanks; ++rank) {
+    for (u32 rank = 0; rank < M::kRanks; ++rank) {
       bool any = false;
       if (phase == Phase::kAttentionOutput)
-        any = lacks_sums(rank_sums<MidStream>(params.workspace, layers_done, rank, 0) + first, rows);
+        any = lacks_sums(rank_sums<MidStream<M>>(params.workspace, layers_done, rank, 0) + first, rows);
       else if (phase == Phase::kDown)
-        any = lacks_sums(rank_sums<InStream>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);
+        any = lacks_sums(rank_sums<InStream<M>>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);
       else if (phase == Phase::kChoose || phase == Phase::kMask)
-        any = lacks_choice(params, round, rank);
+        any = lacks_choice<M>(params, round, rank);
       missing |= any ? 1u << rank : 0;
     }
   }

@@ -4,17 +4,17 @@
 #include "tile/silu.cuh"
 
 // Gate rows of a unit, and then as many up rows.
+template <class GateUp>
 inline constexpr u32 kUnitNeurons = GateUp::kUnitHalves * 4;
-inline constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
-static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
 
-__device__ __forceinline__ u8* gated_operand(const Context& cx, u32 epoch) {
-  return turn(cx.params, kWsGated, kWsGatedBytes, epoch);
+template <class L, class M>
+__device__ __forceinline__ u8* gated_operand(const Context<M>& cx, u32 epoch) {
+  return turn<M>(cx.params, L::kWsGated, L::kWsGatedBytes, epoch);
 }
 
 // One of several groups: kTiles tiles, or what the last group of a block has.
-template <class Op>
-__device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u32 tiles, const GlobalOperand<Op>& operand,
+template <class Op, class M>
+__device__ __forceinline__ void multiply_group(Ring<M>& ring, u32 warp, u32 lane, u32 tiles, const GlobalOperand<Op>& operand,
                                                Ahead<Op>& ahead, Sums<Op>& sums) {
   constexpr u32 kLast = (Op::kMaxUnits - 1) % Op::kTiles + 1, kFewer = kLast - 1;
   constexpr bool kSomeFewer = !Op::kEven && kFewer > 0;
@@ -29,13 +29,15 @@ __device__ __forceinline__ void multiply_group(Ring& ring, u32 warp, u32 lane, u
 }
 
 // `units` from `first_neuron` on, which this block owns.
-__device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
+template <class L, class GateUp, class M>
+__device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
+  constexpr u32 kNeurons = kUnitNeurons<GateUp>;
   const Control& control = cx.shared.control();
-  u8* now = gated_operand(cx, cx.layers_done);
+  u8* now = gated_operand<L>(cx, cx.layers_done);
   Reduction reduction(cx, GateUp::kTiles * 16, true);
   // Neurons go to all warps, 32 of a column at a time.
-  reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kUnitNeurons, [&](u32 start, u32 end) {
+  reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kNeurons, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.columns;
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
@@ -43,14 +45,14 @@ __device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& s
       const bool valid = n < end / 2;
       float gate = 0.0f, up = 0.0f;
       if (valid) {
-        const u32 row = n / kUnitNeurons * (2 * kUnitNeurons) + n % kUnitNeurons - start;
+        const u32 row = n / kNeurons * (2 * kNeurons) + n % kNeurons - start;
         const float factor = control.factor[column];
         gate = reduction.get(column, row) * factor;
-        up = reduction.get(column, row + kUnitNeurons) * factor;
+        up = reduction.get(column, row + kNeurons) * factor;
         if (bias) {
-          const float* own = bias + neuron / kUnitNeurons * (2 * kUnitNeurons) + neuron % kUnitNeurons;
+          const float* own = bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons;
           gate += __ldg(own);
-          up += __ldg(own + kUnitNeurons);
+          up += __ldg(own + kNeurons);
         }
       }
       publish_pair(now, column, neuron, cx.lane, valid, silu(gate) * up);
@@ -58,12 +60,17 @@ __device__ __forceinline__ void publish_gated(Context& cx, const Sums<GateUp>& s
   });
 }
 
-__device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
+template <class L, class M>
+__device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
+  using GateUp = typename L::GateUp;
+  constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
+  static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
+  cx.begin(Phase::kGateUp);
   cx.let_clean(cx.layers_done + cx.round - 1);
-  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * kUnitNeurons;
-  const float* bias = kMlpBias ? cx.layer_vectors(layer) + kVecGateUpBias : nullptr;
-  GlobalOperand<GateUp> operand(stream_operand<MidStream>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
-  Scale<MidStream> scale;
+  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * kUnitNeurons<GateUp>;
+  const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
+  GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  Scale<MidStream<M>> scale;
   const auto arrived = [&] {
     scale.load(cx, cx.layers_done);
     cx.mark();
@@ -73,7 +80,7 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
     multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
     scale.settle(cx, cx.layers_done);
     cx.mark();
-    publish_gated(cx, sums, units, first, bias);
+    publish_gated<L>(cx, sums, units, first, bias);
   } else {
     // Groups of tiles, since the sums of all do not fit the registers: a unit is a tile.
     Ahead<GateUp> ahead;
@@ -87,23 +94,26 @@ __device__ __forceinline__ void gate_up(Context& cx, u32 layer) {
       multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
       if (group == 0) scale.settle(cx, cx.layers_done);
       if (group + GateUp::kTiles >= units) cx.mark();
-      publish_gated(cx, sums, tiles, first + group * kUnitNeurons, bias);
+      publish_gated<L>(cx, sums, tiles, first + group * kUnitNeurons<GateUp>, bias);
     }
   }
   cx.mark();
 }
 
-__device__ __forceinline__ void down(Context& cx, u32 layer) {
+template <class L, class M>
+__device__ __forceinline__ void down(L, Context<M>& cx, u32 layer) {
+  using Down = typename L::Down;
+  cx.begin(Phase::kDown);
   const u32 units = num_units<Down>(cx.block);
   RowVectors<Down> vectors;
-  vectors.load(cx, layer + 1 < kLayers ? cx.layer_vectors(layer + 1) + kVecAttentionNorm : cx.layer_vectors(kLayers),
-               kMlpBias ? cx.layer_vectors(layer) + kVecDownBias : nullptr);
-  const RankRows<InStream> ranks(cx, cx.next_in(), first_unit<Down>(cx.block) * 8 + cx.lane);
-  GlobalOperand<Down> operand(gated_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  vectors.load(cx, cx.vectors(M::attention_norm(layer + 1)),
+               L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecDownBias : nullptr);
+  const RankRows<InStream<M>> ranks(cx, cx.next_in(), first_unit<typename M::Residual>(cx.block) * 8 + cx.lane);
+  GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();
-  add_to_stream<InStream>(cx, sums, cx.next_in(), vectors, ranks, layer);
-  listen<MidStream, AttentionOutput>(cx, layer + 1);
+  add_to_stream<InStream<M>>(cx, sums, cx.next_in(), vectors, ranks, layer);
+  listen<MidStream<M>>(cx, layer + 1);
   cx.mark();
 }

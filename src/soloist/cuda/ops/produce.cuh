@@ -2,7 +2,8 @@
 //
 // Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size.
 #pragma once
-#include "ops/attention.cuh"
+#include "ops/attention/split.cuh"
+#include "tile/kv_page.cuh"
 
 struct Slots {
   u32 base, full, empty;
@@ -14,12 +15,28 @@ struct Part {
   u32 halves;  // times 8 rows
   u32 steps;
 };
-template <class Op>
-__device__ __forceinline__ Part part_of(const u8* image, u32 layer) {
-  return Part{weights_of<Op>(image, blockIdx.x, layer), num_units<Op>(lane_block()) * Op::kUnitHalves, Op::kSteps};
+// `layer`: where it begins in a block's weights.
+template <class M, class Op>
+__device__ __forceinline__ Part part_of(const u8* image, u64 layer) {
+  return Part{weights_of<M, Op>(image, blockIdx.x, layer), num_units<Op>(lane_block<M>()) * Op::kUnitHalves, Op::kSteps};
 }
-enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedKinds };
+enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedParts };
 
+// What comes of a layer's weights in one of its parts.
+template <class M>
+__device__ __forceinline__ Part part_of_layer(const u8* image, u32 layer, u32 streamed) {
+  Part part;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if (streamed == kStreamQkv) part = part_of<M, typename L::Qkv>(image, L::weights(layer));
+    else if (streamed == kStreamOutput) part = part_of<M, typename L::AttentionOutput>(image, L::weights(layer));
+    else if (streamed == kStreamGateUp) part = part_of<M, typename L::GateUp>(image, L::weights(layer));
+    else part = part_of<M, typename L::Down>(image, L::weights(layer));
+  });
+  return part;
+}
+
+template <class M>
 struct Producer {
   const Params& params;
   Slots slots;
@@ -35,9 +52,9 @@ struct Producer {
   // memory need not rest while the ring is full and hurry when blocks exchange results.
   __device__ __forceinline__ void wait_for_room(const u8* source) {
     const u32 barrier = slots.empty + slot * 8;
-    if constexpr (kFetchSlots > 0) {
-      const u64 rest = params.image + static_cast<u64>(blockIdx.x + 1) * kBlockStride - source;
-      const u64 most = min(rest, static_cast<u64>(kFetchSlots * kSlotBytes));
+    if constexpr (M::kFetchSlots > 0) {
+      const u64 rest = params.image + static_cast<u64>(blockIdx.x + 1) * M::kBlockStride - source;
+      const u64 most = min(rest, static_cast<u64>(M::kFetchSlots * kSlotBytes));
       if (static_cast<u64>(fetched - source) > most) fetched = source;
       while (fetched + kSlotBytes <= source + most && !mbarrier_test(barrier, parity ^ 1)) {
         const u32 now = static_cast<u32>(clock_cycles());
@@ -51,30 +68,30 @@ struct Producer {
   }
   // Copies in flight, by how much of the ring is free.
   __device__ __forceinline__ u32 planned() const {
-    if (of_head) return kHeadCopies;
-    if (kCopies == kEmptyCopies) return kCopies;
-    return is_free(kRingSlots * 2 / 3) ? kEmptyCopies : is_free(kRingSlots / 3) ? kHalfCopies : kCopies;
+    if (of_head) return M::kHeadCopies;
+    if (M::kCopies == M::kEmptyCopies) return M::kCopies;
+    return is_free(M::kRingSlots * 2 / 3) ? M::kEmptyCopies : is_free(M::kRingSlots / 3) ? M::kHalfCopies : M::kCopies;
   }
   // Whether the slot so many places on is free, too.
   __device__ __forceinline__ bool is_free(u32 ahead) const {
-    const bool wraps = slot + ahead >= kRingSlots;
-    return mbarrier_test(slots.empty + (slot + ahead - (wraps ? kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
+    const bool wraps = slot + ahead >= M::kRingSlots;
+    return mbarrier_test(slots.empty + (slot + ahead - (wraps ? M::kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
   }
 
   // `most`: copies of pages in flight, this one included; of weights the plan says. Called by the staging lanes.
   template <bool kOfPage>
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = kRingSlots) {
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
-    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < kRingSlots && issued >= in_flight) {
+    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && issued >= in_flight) {
       const bool wraps = slot < in_flight;
-      const u32 earlier = wraps ? slot + kRingSlots - in_flight : slot - in_flight;
+      const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
-    if (++slot == kRingSlots) {
+    if (++slot == M::kRingSlots) {
       slot = 0;
       parity ^= 1;
     }
@@ -96,17 +113,17 @@ struct Producer {
   // others wait for them, and where they are many they take longer than all else: so as many copies are in flight as the
   // ring has room for. In between all blocks would ask for theirs while q, k and v are exchanged, and that would wait.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
-    const u32 head = lane_block() / kSplits;
-    if (head >= kKvHeads) return;
-    const ColumnGroups groups(control, layer, lane_block() % kSplits, control.columns, lane);
+    const u32 head = lane_block<M>() / M::kSplits;
+    if (head >= M::kKvHeads) return;
+    const ColumnGroups<M> groups(control, layer, lane_block<M>() % M::kSplits, control.columns, lane);
 #pragma unroll 1
     for (u32 own = groups.own; own; own &= own - 1) {
       const ColumnGroup g = groups.at(control, __ffs(own) - 1);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
-      PageWalk walk(g, layer);
+      PageWalk<M> walk(g, layer);
       const u32 num_groups = kMostColumns > 1 ? __popc(groups.own) : 1;
-      const u32 num_slots = num_groups * walk.count() * (kPageSlot ? 1 : 2);
-      const u32 most = num_groups > 1 && num_slots <= 2 * kRingSlots ? kPageCopies : kRingSlots;
+      const u32 num_slots = num_groups * walk.count() * (M::kPageSlot ? 1 : 2);
+      const u32 most = num_groups > 1 && num_slots <= 2 * M::kRingSlots ? kPageCopies : M::kRingSlots;
 #pragma unroll 1
       while (walk.any()) {
         const i32 mine = walk.ahead(lane);
@@ -118,10 +135,10 @@ struct Producer {
           // One copy for a page that fits a slot, else one for each granule.
           const u32 first = walk.first_granule(), last = walk.last_granule();
 #pragma unroll 1
-          for (u32 granule = first; granule <= (kPageSlot ? first : last); ++granule) {
+          for (u32 granule = first; granule <= (M::kPageSlot ? first : last); ++granule) {
             const u8* source = reinterpret_cast<const u8*>(
-                params.pool + granule_offset(params.page_values, page, layer, head, granule));
-            copy<true>(source, (kPageSlot ? last - first + 1 : 1) * 2 * kGranuleBytes, most);
+                params.pool + granule_offset<M>(params.page_values, page, layer, head, granule));
+            copy<true>(source, (M::kPageSlot ? last - first + 1 : 1) * 2 * M::kGranuleBytes, most);
           }
         }
       }
@@ -134,7 +151,7 @@ struct Producer {
     if (lane >= kStagingLanes || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
-        slot = kRingSlots;
+        slot = M::kRingSlots;
         parity ^= 1;
       }
       --slot;
@@ -143,9 +160,10 @@ struct Producer {
   }
 };
 
+template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer p{params, slots, where, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
+  Producer<M> p{params, slots, where, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
@@ -153,8 +171,8 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
     if (round > 0) {
       // Not more than the ring holds: nobody consumes them if the launch ends here.
       const u32 before = p.issued;
-      p.weights(part_of<Qkv>(params.image, 0), 0, kRingSlots);
-      begin = kRingSlots;
+      p.weights(part_of_layer<M>(params.image, 0, kStreamQkv), 0, M::kRingSlots);
+      begin = M::kRingSlots;
       // Pairs with conclude(): the new positions are known, the last keys and values written.
       mbarrier_wait(round_barrier, (round - 1) & 1);
       if (*const_cast<volatile u32*>(&control->stop)) return p.drain(p.issued - before);
@@ -162,20 +180,17 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
     }
     // One loop over everything that streams, so that the code for it is there once.
 #pragma unroll 1
-    for (u32 i = 0; i <= kLayers * kStreamedKinds; ++i) {
-      const u32 layer = i / kStreamedKinds, kind = i % kStreamedKinds;
+    for (u32 i = 0; i <= M::kLayers * kStreamedParts; ++i) {
+      const u32 layer = i / kStreamedParts, streamed = i % kStreamedParts;
       where->producer_layer = layer;
-      if (kind == kStreamPages) {
+      if (streamed == kStreamPages) {
         p.pages(*control, layer);
         continue;
       }
       Part part;
-      p.of_head = layer == kLayers;
-      if (layer == kLayers) part = part_of<Head>(params.image, 0);
-      else if (kind == kStreamQkv) part = part_of<Qkv>(params.image, layer);
-      else if (kind == kStreamOutput) part = part_of<AttentionOutput>(params.image, layer);
-      else if (kind == kStreamGateUp) part = part_of<GateUp>(params.image, layer);
-      else part = part_of<Down>(params.image, layer);
+      p.of_head = layer == M::kLayers;
+      if (layer == M::kLayers) part = part_of<M, typename M::Head>(params.image, 0);
+      else part = part_of_layer<M>(params.image, layer, streamed);
       p.weights(part, begin);
       begin = 0;
     }

@@ -16,11 +16,12 @@ __device__ u32 reporters;
 
 // Slots whose barrier has not passed the phase of the slot's last copy; it is never further behind, since
 // the producer waits for it before it copies again. Slots take the launch's `copies` in turn.
+template <class M>
 __device__ __forceinline__ u32 slots_behind(u32 barriers, u32 copies) {
   u32 behind = 0;
 #pragma unroll 1
-  for (u32 i = 0; i < kRingSlots; ++i) {
-    const u32 issued = (copies + kRingSlots - 1 - i) / kRingSlots;
+  for (u32 i = 0; i < M::kRingSlots; ++i) {
+    const u32 issued = (copies + M::kRingSlots - 1 - i) / M::kRingSlots;
     behind += issued && !mbarrier_test(barriers + i * 8, (issued - 1) & 1);
   }
   return behind;
@@ -29,7 +30,7 @@ __device__ __forceinline__ u32 slots_behind(u32 barriers, u32 copies) {
 // A warp of its own, so that the waits cost the others nothing: if neither consumers nor producer get
 // anywhere for kStuckNs (kMaskNs where the host may be computing), it tells the host where they are and
 // ends the kernel. `missing` tells which ranks' data the consumers' phase lacks.
-template <class Missing>
+template <class M, class Missing>
 __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault, u32 finished, u32 full, u32 empty,
                                       const Missing& missing) {
   u32 last = ~0u;
@@ -52,8 +53,8 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
       store_host(&fault->where.producer_round, where->producer_round);
       store_host(&fault->where.producer_layer, where->producer_layer);
       store_host(&fault->where.copies, copies);
-      store_host(&fault->landed, copies - slots_behind(full, copies));
-      store_host(&fault->released, copies - slots_behind(empty, copies));
+      store_host(&fault->landed, copies - slots_behind<M>(full, copies));
+      store_host(&fault->released, copies - slots_behind<M>(empty, copies));
       if constexpr (kPeers > 1) store_host(&fault->missing, missing());
       store_host_release(&fault->code, 1);
       __threadfence_system();

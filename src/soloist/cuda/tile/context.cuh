@@ -24,29 +24,30 @@ struct Control {
   u32 emit[kMaxColumns];
   float factor[kMaxColumns];  // of qkv's products, then of gate_up's
 };
-static_assert(sizeof(Control) <= kShControlBytes, "shared memory of the plan");
 
 // The block's shared memory: the ring, then what the plan lays out.
 extern __shared__ __align__(128) u8 dynamic[];
 
 // Shared memory beside the ring, as the plan lays it out.
+template <class M>
 struct Shared {
+  static_assert(sizeof(Control) <= M::kShControlBytes, "shared memory of the plan");
   u8* base;
 
   // Its address computed once more, where it would otherwise be spilled.
-  __device__ __forceinline__ Shared anew() const {
+  __device__ __forceinline__ Shared<M> anew() const {
     if constexpr (kMovesRegisters) return *this;
     u32 address = shared_address(base);
     asm volatile("" : "+r"(address));
-    return Shared{at_shared<u8>(address)};
+    return Shared<M>{at_shared<u8>(address)};
   }
-  __device__ __forceinline__ u8* reduce() const { return base + kShReduce; }
-  __device__ __forceinline__ u8* queries() const { return base + kShQueries; }
-  __device__ __forceinline__ u8* new_kv() const { return base + kShNewKv; }
-  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(base + kShResidual); }
-  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(base + kShStats); }
-  __device__ __forceinline__ float2* rope() const { return reinterpret_cast<float2*>(base + kShRope); }
-  __device__ __forceinline__ Control& control() const { return *reinterpret_cast<Control*>(base + kShControl); }
+  __device__ __forceinline__ u8* reduce() const { return base + M::kShReduce; }
+  __device__ __forceinline__ u8* queries() const { return base + M::kShQueries; }
+  __device__ __forceinline__ u8* new_kv() const { return base + M::kShNewKv; }
+  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(base + M::kShResidual); }
+  __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(base + M::kShStats); }
+  __device__ __forceinline__ float2* rope() const { return reinterpret_cast<float2*>(base + M::kShRope); }
+  __device__ __forceinline__ Control& control() const { return *reinterpret_cast<Control*>(base + M::kShControl); }
 };
 
 // Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4. Once
@@ -58,23 +59,29 @@ struct Shared {
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
 // A rank's blocks serve its lanes, one lane after the other. An ordinary model has one.
-__device__ __forceinline__ u32 lane_here() { return kLanesHere == 1 ? 0 : blockIdx.x / kLaneBlocks; }
-__device__ __forceinline__ u32 lane_block() { return kLanesHere == 1 ? blockIdx.x : blockIdx.x % kLaneBlocks; }
-__device__ __forceinline__ u32 own_lane(const Params& params) { return params.rank * kLanesHere + lane_here(); }
+template <class M>
+__device__ __forceinline__ u32 lane_here() { return M::kLanesHere == 1 ? 0 : blockIdx.x / M::kLaneBlocks; }
+template <class M>
+__device__ __forceinline__ u32 lane_block() { return M::kLanesHere == 1 ? blockIdx.x : blockIdx.x % M::kLaneBlocks; }
+template <class M>
+__device__ __forceinline__ u32 own_lane(const Params& params) { return params.rank * M::kLanesHere + lane_here<M>(); }
 // As whom this rank, or its lane, tells rank `to` something: in a build that is alone all peers are itself, and it leaves
 // what each of them would have left.
 __device__ __forceinline__ u32 told_by_rank(const Params& params, u32 to) { return kAlone ? to : params.rank; }
+template <class M>
 __device__ __forceinline__ u32 told_by_lane(const Params& params, u32 to) {
-  return told_by_rank(params, to) * kLanesHere + lane_here();
+  return told_by_rank(params, to) * M::kLanesHere + lane_here<M>();
 }
+template <class M>
 __device__ __forceinline__ u8* lane_workspace(const Params& params) {
-  return kLanesHere == 1 ? params.workspace : params.workspace + static_cast<u64>(lane_here()) * kLaneWorkspaceBytes;
+  return M::kLanesHere == 1 ? params.workspace : params.workspace + static_cast<u64>(lane_here<M>()) * M::kLaneWorkspaceBytes;
 }
 
+template <class M>
 struct Context {
   const Params& params;
-  Shared shared;
-  Ring ring;
+  Shared<M> shared;
+  Ring<M> ring;
   u32 round;
   u32 block, warp, lane, thread;  // block: of its lane
   Columns columns;
@@ -126,31 +133,34 @@ struct Context {
   }
   __device__ __forceinline__ void sync() const { sync_consumers(); }
   // Of all lanes here.
-  __device__ __forceinline__ u32 grid_block() const { return kLanesHere == 1 ? block : blockIdx.x; }
+  __device__ __forceinline__ u32 grid_block() const { return M::kLanesHere == 1 ? block : blockIdx.x; }
   // It speaks for its rank: to the host, and for it.
   __device__ __forceinline__ bool is_first() const { return grid_block() == 0; }
-  __device__ __forceinline__ const float* layer_vectors(u32 layer) const {
-    const float* own = kLaneVectors ? params.vectors + static_cast<u64>(lane_here()) * kLaneVectors : params.vectors;
-    return own + static_cast<u64>(layer) * kLayerVectors;
+  // Norm weights and biases from one on, of which the model says where it lies.
+  __device__ __forceinline__ const float* vectors(u64 at) const {
+    const float* own = M::kLaneVectors ? params.vectors + static_cast<u64>(lane_here<M>()) * M::kLaneVectors : params.vectors;
+    return own + at;
   }
 };
 
 template <class Op>
 __device__ __forceinline__ u32 first_unit(u32 block) {
-  return block * Op::kUnits / kLaneBlocks;
+  return block * Op::kUnits / Op::kBlocks;
 }
 template <class Op>
 __device__ __forceinline__ u32 num_units(u32 block) {
   return first_unit<Op>(block + 1) - first_unit<Op>(block);
 }
-// A block's part of a matrix; `block` counts those of all lanes here.
-template <class Op>
-__device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u32 layer) {
-  return image + static_cast<u64>(block) * kBlockStride + static_cast<u64>(layer) * kLayerBytes + Op::kOffset;
+// A block's part of a matrix of the layer that begins so many bytes after the block's weights; `block` counts those of
+// all lanes here.
+template <class M, class Op>
+__device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u64 layer) {
+  return image + static_cast<u64>(block) * M::kBlockStride + layer + Op::kOffset;
 }
 // One turn's copy of an exchange buffer.
+template <class M>
 __device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
-  return lane_workspace(params) + offset + epoch % kTurns * (bytes / kTurns);
+  return lane_workspace<M>(params) + offset + epoch % kTurns * (bytes / kTurns);
 }
 // Where a value of the exchanged activations lies, see kRoomColumns.
 __device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {

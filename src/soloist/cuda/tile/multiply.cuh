@@ -100,9 +100,6 @@ struct Sums {
   }
 };
 
-// A warp takes kBatch slots together, so that their loads and multiplies overlap.
-static_assert(kBatch <= kRingSlots, "a warp takes that many before it releases one");
-
 // A warp's weights of one slot: 16 rows of 64 columns of K, or 8 rows of them, and of those of the next step.
 struct Fragments {
   uint4 low[2], high[2];
@@ -146,15 +143,17 @@ struct SlotOrder {
 //
 // Weights of the first slots come to registers before the activations are waited for: that makes room in
 // the ring, and the stream goes on. `arrived` is called once the first activations are there.
-template <u32 kHalves, bool kAgain, class Op, class Arrived>
-__device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums, const Arrived& arrived) {
   using Order = SlotOrder<kHalves, Op::kDepth>;
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kSlots = Order::kCount;
   // Beside all that sampling several columns takes, sums in four chains leave registers for fewer.
-  constexpr u32 kMostEarly = kSamples && kMostColumns > 1 && kChains<Op> == 4 ? kEarlySlots / 2 : kEarlySlots;
+  constexpr u32 kMostEarly = kSamples && kMostColumns > 1 && kChains<Op> == 4 ? M::kEarlySlots / 2 : M::kEarlySlots;
   constexpr i32 kEarly = kAgain ? 0 : kSlots < kMostEarly ? kSlots : kMostEarly;  // groups need not wait
+  // A warp takes kBatch slots together, so that their loads and multiplies overlap.
+  static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kEarly % kBatch == 0 || kEarly == kSlots, "whole batches");
   static_assert(!Order::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   sums.clear();
@@ -240,8 +239,8 @@ __device__ __forceinline__ void multiply(Ring& ring, u32 warp, u32 lane, const G
 }
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.
-template <class Op, class Arrived>
-__device__ __forceinline__ void multiply_owned(Ring& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
+template <class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
                                                Sums<Op>& sums, const Arrived& arrived) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
   Ahead<Op> ahead;

@@ -13,10 +13,11 @@ struct Reduction {
   bool alone;
 
   // `wide`: far from attention, so that its queries, keys and values may be overwritten.
-  __device__ __forceinline__ Reduction(Context& cx, u32 all_rows, bool wide = false) {
+  template <class M>
+  __device__ __forceinline__ Reduction(Context<M>& cx, u32 all_rows, bool wide = false) {
     alone = cx.columns > 2;
     columns = alone ? (cx.columns <= 4 ? 4 : 8) : cx.columns;
-    const u32 bytes = !alone ? kReduceBytes / 2 : wide ? kWideReduceBytes : kReduceBytes;
+    const u32 bytes = !alone ? M::kReduceBytes / 2 : wide ? M::kWideReduceBytes : M::kReduceBytes;
     const u32 most = bytes / 4 / kConsumerWarps / columns & ~31u;
     rows = min(most, all_rows);
     stride = (rows + 31) & ~31u;
@@ -24,8 +25,8 @@ struct Reduction {
   }
 
   // Calls `consume(first row, end row)` in all warps, part by part.
-  template <class Op, class Consume>
-  __device__ __forceinline__ void for_each_part(const Context& cx, const Sums<Op>& sums, u32 half_tiles, u32 all_rows,
+  template <class Op, class Consume, class M>
+  __device__ __forceinline__ void for_each_part(const Context<M>& cx, const Sums<Op>& sums, u32 half_tiles, u32 all_rows,
                                                 const Consume& consume) {
 #pragma unroll 1
     for (u32 start = 0; start < all_rows; start += rows) {

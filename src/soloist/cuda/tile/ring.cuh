@@ -7,6 +7,7 @@
 // by every lane.
 inline constexpr u32 kReleases = kRacecheck ? kConsumerThreads : kConsumerWarps;
 
+template <class M>
 struct Ring {
   u32 base;   // shared address of slot 0
   u32 full;   // barriers: kStagingLanes arrivals, which wait for the slot's bytes
@@ -17,16 +18,16 @@ struct Ring {
   // Wait for the slot that is `ahead` places from the current one; returns its shared address. Pairs with
   // expect + copy in `produce`.
   __device__ __forceinline__ u32 wait(u32 ahead) const {
-    const bool wraps = slot + ahead >= kRingSlots;
-    const u32 at = slot + ahead - (wraps ? kRingSlots : 0);
+    const bool wraps = slot + ahead >= M::kRingSlots;
+    const u32 at = slot + ahead - (wraps ? M::kRingSlots : 0);
     if (kAblation < kNoStream) mbarrier_wait(full + at * 8, parity ^ wraps);
     return base + at * kSlotBytes;
   }
   // Go on by `count` slots, at most as many as the ring has.
   __device__ __forceinline__ void advance(u32 count) {
     slot += count;
-    if (slot < kRingSlots) return;
-    slot -= kRingSlots;
+    if (slot < M::kRingSlots) return;
+    slot -= M::kRingSlots;
     parity ^= 1;
   }
   // Wait for the current slot and go on to the next.
@@ -41,11 +42,11 @@ struct Ring {
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
     if (kAblation >= kNoStream) return;
     if constexpr (kRacecheck) {
-      for (u32 i = first; i < first + count; ++i) mbarrier_arrive(empty + (i < kRingSlots ? i : i - kRingSlots) * 8);
+      for (u32 i = first; i < first + count; ++i) mbarrier_arrive(empty + (i < M::kRingSlots ? i : i - M::kRingSlots) * 8);
       return;
     }
     __syncwarp();
     const u32 mine = first + lane;
-    if (lane < count) mbarrier_arrive(empty + (mine < kRingSlots ? mine : mine - kRingSlots) * 8);
+    if (lane < count) mbarrier_arrive(empty + (mine < M::kRingSlots ? mine : mine - M::kRingSlots) * 8);
   }
 };

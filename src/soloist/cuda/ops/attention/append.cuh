@@ -1,0 +1,44 @@
+// New keys and values join the cache: in a slot of the ring, and in the pool.
+#pragma once
+#include "tile/kv_page.cuh"
+
+// Keys and values of columns `begin` … `end - 1` join a granule that starts at position `start`: in the
+// ring's slot, or in the pool. Executed by a warp.
+template <class M>
+__device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
+  constexpr u32 kAtOnce = 2, kValues = M::kHeadDim / 32;
+#pragma unroll 1
+  for (u32 c = begin; c < end; c += kAtOnce) {
+    uint4 key[kAtOnce];
+    u16 value[kAtOnce][kValues];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u16* fresh = reinterpret_cast<const u16*>(cx.shared.new_kv()) + min(c + i, end - 1) * 2 * M::kHeadDim;
+      key[i] = reinterpret_cast<const uint4*>(fresh)[min(cx.lane, M::kHeadDim / 8 - 1)];
+#pragma unroll
+      for (u32 d = 0; d < kValues; ++d) value[i][d] = fresh[M::kHeadDim + d * 32 + cx.lane];
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const i32 row = cx.shared.control().position[min(c + i, end - 1)] - start;
+      if (c + i >= end || row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
+      if (cx.lane < M::kHeadDim / 8)
+        reinterpret_cast<uint4*>(keys + row * M::kKeyRowBytes)[M::key_chunk(row, cx.lane)] = key[i];
+#pragma unroll
+      for (u32 d = 0; d < kValues; ++d)
+        reinterpret_cast<u16*>(values)[M::value_place(row, d * 32 + cx.lane)] = value[i][d];
+    }
+  }
+}
+
+// New keys and values of the columns in `stored` go to the pool, where later rounds find them. A column to each warp.
+template <class M>
+__device__ __forceinline__ void store_fresh(const Context<M>& cx, u32 layer, u32 head, u32 stored) {
+  if (!(stored >> cx.warp & 1)) return;
+  const Control& control = cx.shared.control();
+  const i32 sequence = control.sequence[cx.warp], position = control.position[cx.warp];
+  const u32 page = position / kPagePositions, granule = position % kPagePositions / kGranulePositions;
+  const i32 id = cx.params.page_tables[sequence * cx.params.page_table_stride + page];
+  u8* pool = reinterpret_cast<u8*>(cx.params.pool + granule_offset<M>(cx.params.page_values, id, layer, head, granule));
+  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kGranulePositions - 1), pool, pool + M::kGranuleBytes);
+}

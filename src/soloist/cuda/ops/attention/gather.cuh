@@ -1,0 +1,130 @@
+// Inside a block: running softmaxes of its warps are merged and published.
+#pragma once
+#include "ops/attention/exchange.cuh"
+#include "ops/attention/softmax.cuh"
+#include "ops/attention/split.cuh"
+
+// Columns whose running softmaxes lie in shared memory until no more fit there or none is left: they are merged
+// together, and a warp that has none of one group's rows goes on with the next group's.
+template <class M>
+inline constexpr u32 kColumnLanesBytes = M::kSoftmaxLanes * M::kGroup * M::kHeadDim * 4;
+template <class M>
+inline constexpr u32 kFitting = M::kReduceBytes / kColumnLanesBytes<M>;
+template <class M>
+inline constexpr u32 kGatheredColumns = kFitting<M> < kMostColumns ? kFitting<M> : kMostColumns;
+// Rows swap groups of 8 values, so that lanes with different rows do not share banks.
+template <class M>
+inline constexpr u32 kRowSwap = M::kHeadDim % 64 == 0 ? 7 : 3;
+
+// What is to become of a gathered column: its attention (near), or a split's part of it (far).
+struct Gathered {
+  u32 bits;  // near, column, split
+
+  static __device__ __forceinline__ Gathered of(u32 column, const ColumnGroup& g) {
+    return {(g.split_bits == 0 ? 1u : 0u) | column << 1 | g.split << 4};
+  }
+  __device__ __forceinline__ bool near() const { return bits & 1; }
+  __device__ __forceinline__ u32 column() const { return bits >> 1 & 7; }
+  __device__ __forceinline__ u32 split() const { return bits >> 4; }
+};
+static_assert(kMaxColumns <= 8, "three bits");
+
+template <class M>
+struct LaneMerge {
+  static_assert(kFitting<M> > 0, "one column at least");
+  u32 count = 0;    // of columns gathered
+  Gathered newest;  // the last of them; of more, shared memory tells
+
+  static __device__ __forceinline__ Gathered* gathered() {
+    __shared__ u32 bits[kGatheredColumns<M>];
+    return reinterpret_cast<Gathered*>(bits);
+  }
+
+  // Softmaxes of a group's columns come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
+  // after it.
+  __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const ColumnGroup& g, u32 first_row,
+                                         u32 head, bool empty, bool last) {
+    constexpr u32 kRows = kGatheredColumns<M> * M::kGroup;
+    const u32 dims = value_set(cx) * kSetDim<M>, mine = softmax_lane(cx), q = cx.lane % 4;
+    float* values = reinterpret_cast<float*>(cx.shared.reduce());
+    float2* stats = cx.shared.stats();     // [lane][row]
+    float totals[M::kWarpTiles][kRowHalves<M>];  // every lane of a quad holds the maximum but only a part of the sum
+#pragma unroll
+    for (u32 m = 0; m < M::kWarpTiles; ++m)
+#pragma unroll
+      for (u32 i = 0; i < kRowHalves<M>; ++i) {
+        totals[m][i] = softmax.total[m][i];
+        totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 1);
+        totals[m][i] += __shfl_xor_sync(~0u, totals[m][i], 2);
+      }
+#pragma unroll 1
+    for (u32 first = empty ? g.end : g.begin;;) {
+      const u32 columns = min(kGatheredColumns<M> - count, g.end - first);
+#pragma unroll
+      for (u32 m = 0; m < M::kWarpTiles; ++m)
+#pragma unroll
+        for (u32 i = 0; i < kRowHalves<M>; ++i) {
+          const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * M::kGroup, row = count * M::kGroup + of_group;
+          if (of_group >= columns * M::kGroup) continue;
+          if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
+          float2* to = reinterpret_cast<float2*>(values + (mine * kRows + row) * M::kHeadDim + 2 * q);
+          const u32 swap = row & kRowSwap<M>;
+#pragma unroll
+          for (u32 n = 0; n < kSetDim<M> / 8; ++n)
+            to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+        }
+      // All warps write the same.
+      if (kGatheredColumns<M> > 1 && cx.lane < columns) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
+      newest = Gathered::of(first, g);
+      count += columns;
+      first += columns;
+      if (count == kGatheredColumns<M> || (last && first == g.end)) merge(cx, head);
+      if (first == g.end) break;
+    }
+  }
+
+  // What was gathered is merged, lane after lane, and published.
+  __device__ __forceinline__ void merge(const Context<M>& cx, u32 head) {
+    constexpr u32 kRows = kGatheredColumns<M> * M::kGroup;
+    const float* values = reinterpret_cast<const float*>(cx.shared.reduce());
+    const float2* stats = cx.shared.stats();
+    u8* attended = attended_operand(cx, cx.layers_done);
+    cx.sync();
+#pragma unroll 1
+    for (u32 i = cx.thread; i < count * M::kGroup * (M::kHeadDim / 2); i += kConsumerThreads) {
+      const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
+      const Gathered of = kGatheredColumns<M> > 1 ? gathered()[row / M::kGroup] : newest;
+      float2 part[M::kSoftmaxLanes];
+      float top = -kInfinity;
+#pragma unroll
+      for (u32 v = 0; v < M::kSoftmaxLanes; ++v) {
+        part[v] = stats[v * kRows + row];
+        top = fmaxf(top, part[v].x);
+      }
+      const float base = top == -kInfinity ? 0.0f : top;
+      float x = 0.0f, y = 0.0f, total = 0.0f;
+#pragma unroll
+      for (u32 v = 0; v < M::kSoftmaxLanes; ++v) {
+        const float* of_row = values + (v * kRows + row) * M::kHeadDim;
+        const float2 sum = *reinterpret_cast<const float2*>(of_row + (d ^ (row & kRowSwap<M>) * 8));
+        const float weight = exp2_fast(part[v].x - base);
+        x += sum.x * weight;
+        y += sum.y * weight;
+        total += part[v].y * weight;
+      }
+      const u32 query_head = head * M::kGroup + row % M::kGroup;
+      if (of.near()) {
+        const float scale = __fdividef(1.0f, total);
+        store_exchanged(operand_value(attended, of.column(), query_head * M::kHeadDim + d),
+                        present(pack_pair(x * scale, y * scale)));
+        continue;
+      }
+      float* to = partial_values(cx, cx.layers_done, of.column(), query_head) + of.split() * M::kHeadDim;
+      store_exchanged(to + d, present(x), present(y));
+      if (d == 0)
+        store_exchanged(partial_stats(cx, cx.layers_done, of.column(), query_head) + of.split(), present(top), present(total));
+    }
+    cx.sync();
+    count = 0;
+  }
+};

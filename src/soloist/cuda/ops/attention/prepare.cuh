@@ -1,0 +1,191 @@
+// Queries, keys and values of the round come to shared memory: norm, rope, rounding.
+#pragma once
+#include "ops/attention/exchange.cuh"
+#include "ops/attention/split.cuh"
+
+// Cosines and sines of the round's positions come to shared memory once a round. Warp c serves column c.
+template <class M>
+__device__ __forceinline__ void load_rope(const Context<M>& cx) {
+  if (cx.warp >= cx.columns) return;
+  const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control().position[cx.warp]) * (M::kHeadDim / 2);
+#pragma unroll 1
+  for (u32 p = cx.lane; p < M::kHeadDim / 2; p += 32) cx.shared.rope()[cx.warp * (M::kHeadDim / 2) + p] = __ldg(from + p);
+}
+
+// Where queries lie in shared memory: as the lanes of a warp read them for the first operand of m16n8k16,
+// [tile of 16 rows][32 of D][multiply][lane][16 bytes].
+template <class M>
+__device__ __forceinline__ u32 query_offset(u32 row, u32 d) {
+  const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
+  return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+}
+constexpr u32 kNoRow = ~0u;
+
+// One head vector [D] of a column, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
+template <class L>
+struct HeadVector {
+  using M = typename L::M;
+  static constexpr u32 kHalf = M::kHeadDim / 2, kPairs = (kHalf + 31) / 32;
+  float low_norm[2][kPairs], high_norm[2][kPairs];  // of queries and keys
+
+  // Asked for before q, k, v are there.
+  __device__ __forceinline__ void load_norms(const float* vectors, u32 lane) {
+    if constexpr (L::kQkNorm) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+        for (u32 j = 0; j < kPairs; ++j) {
+          const float* norm = vectors + (i ? L::kVecKNorm : L::kVecQNorm) + min(lane + 32 * j, kHalf - 1);
+          low_norm[i][j] = __ldg(norm);
+          high_norm[i][j] = __ldg(norm + kHalf);
+        }
+    }
+  }
+  // `turned` is null where nothing is rotated; a query has a row, a key lies as it comes. No branches before the
+  // stores, so that several vectors overlap.
+  __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
+                                         const float2* turned, u32 lane, bool stores) const {
+    if constexpr (L::kQkNorm) {
+      float squares = 0.0f;
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) squares += low[j] * low[j] + high[j] * high[j];
+      const float scale = rsqrtf(warp_sum(squares) * (1.0f / M::kHeadDim) + M::kEpsilon);
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        low[j] *= scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
+        high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
+      }
+    }
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      if (p >= kHalf) continue;
+      const float2 cs = turned ? turned[p] : make_float2(1.0f, 0.0f);
+      const float x = low[j] * cs.x - high[j] * cs.y, y = high[j] * cs.x + low[j] * cs.y;
+      const u32 at = row == kNoRow ? p * 2 : query_offset<M>(row, p);
+      const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset<M>(row, p + kHalf);
+      if (!stores) continue;
+      *reinterpret_cast<u16*>(to + at) = to_half(x);
+      *reinterpret_cast<u16*>(to + then) = to_half(y);
+    }
+  }
+};
+
+// The place of the n-th bit.
+__device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
+  return __ffs(__ballot_sync(~0u, (bits >> lane & 1) && __popc(bits & ((1u << lane) - 1)) == n)) - 1;
+}
+
+// Queries and keys that the block needs come to shared memory: `vectors` in all, of every warp's the next kAtOnce
+// from `first` on; and with them values, one to each of the last warps. The trip to the L2 is long, so that all
+// are asked for together. `factors_known` returns once every column's is.
+template <u32 kAtOnce, class L, class FactorsKnown, class M>
+__device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const HeadVector<L>& vector, u32 layer, u32 head,
+                                                u32 queried, u32 needed, u32 first, u32 vectors, bool has_value,
+                                                const FactorsKnown& factors_known) {
+  constexpr u32 kPairs = HeadVector<L>::kPairs, kHalf = HeadVector<L>::kHalf;
+  const Shared<M> shared = cx.shared.anew();
+  const u32 queries = vectors - __popc(needed);
+  const float* source = projected<L>(cx, cx.layers_done, 0) + head * kHeadRows<M>;
+  // The last ones are those of values.
+  float low[kAtOnce + 1][kPairs], high[kAtOnce + 1][kPairs];
+  u32 column[kAtOnce + 1], member[kAtOnce + 1];
+#pragma unroll
+  for (u32 v = 0; v < kAtOnce; ++v) {
+    const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // what there is none of is not stored
+    const bool query = i < queries;
+    column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / M::kGroup : i - queries, cx.lane);
+    member[v] = query ? i % M::kGroup : M::kGroup;
+  }
+  column[kAtOnce] = cx.columns == 1 || !has_value ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
+  member[kAtOnce] = M::kGroup + 1;
+  float low_bias[kAtOnce + 1][kPairs], high_bias[kAtOnce + 1][kPairs];
+  if constexpr (L::kQkvBias) {
+#pragma unroll
+    for (u32 v = 0; v <= kAtOnce; ++v)
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        const float* bias = cx.vectors(L::vectors(layer)) + L::kVecQkvBias + head * kHeadRows<M> + member[v] * M::kHeadDim;
+        low_bias[v][j] = __ldg(bias + min(cx.lane + 32 * j, kHalf - 1));
+        high_bias[v][j] = __ldg(bias + kHalf + min(cx.lane + 32 * j, kHalf - 1));
+      }
+  }
+#pragma unroll 1
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (u32 v = 0; v <= kAtOnce; ++v) {
+      const float* raw = source + column[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        const u32 p = cx.lane + 32 * j;
+        low[v][j] = high[v][j] = 0.0f;
+        if (p >= kHalf || (v == kAtOnce && !has_value)) continue;
+        low[v][j] = load_exchanged(raw + p);
+        high[v][j] = load_exchanged(raw + p + kHalf);
+      }
+    }
+#pragma unroll
+    for (u32 v = 0; v <= kAtOnce; ++v)
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
+    if (__all_sync(~0u, ready)) break;
+  }
+  factors_known();
+#pragma unroll
+  for (u32 v = 0; v <= kAtOnce; ++v) {
+    const float factor = shared.control().factor[column[v]];
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      low[v][j] *= factor;
+      high[v][j] *= factor;
+      if constexpr (L::kQkvBias) {
+        low[v][j] += low_bias[v][j];
+        high[v][j] += high_bias[v][j];
+      }
+    }
+  }
+  u8* fresh = shared.new_kv();
+#pragma unroll
+  for (u32 v = 0; v < kAtOnce; ++v) {
+    const u32 c = column[v], m = member[v];
+    vector.finish(low[v], high[v], m < M::kGroup ? shared.queries() : fresh + c * (4 * M::kHeadDim),
+                  m < M::kGroup ? c * M::kGroup + m : kNoRow, m == M::kGroup,
+                  M::rotated(layer) ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
+                  first + v * kConsumerWarps < vectors);
+  }
+  if (!has_value) return;
+  u16* value = reinterpret_cast<u16*>(fresh) + (column[kAtOnce] * 2 + 1) * M::kHeadDim + cx.lane;
+#pragma unroll
+  for (u32 j = 0; j < kPairs; ++j) {
+    if (cx.lane + 32 * j >= kHalf) continue;
+    value[32 * j] = to_half(low[kAtOnce][j]);
+    value[32 * j + kHalf] = to_half(high[kAtOnce][j]);
+  }
+}
+template <class L, class M>
+__device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const ColumnGroups<M>& groups) {
+  static_assert(kMaxColumns <= kConsumerWarps, "a value to each warp");
+  constexpr u32 kAtOnce = 2;
+  HeadVector<L> vector;
+  vector.load_norms(cx.vectors(L::vectors(layer)), cx.lane);
+  bool known = false;
+  const auto factors_known = [&] {  // each warp meets the others once, the first time
+    if (!known) cx.sync();
+    known = true;
+  };
+  if (cx.columns == 1) {
+#pragma unroll 1
+    for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kConsumerWarps)
+      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, first == kConsumerWarps - 1, factors_known);
+  } else {
+    const u32 queried = groups.queried(cx.lane), needed = groups.needed(cx.lane);
+    const u32 vectors = __popc(queried) * M::kGroup + __popc(needed);
+#pragma unroll 1
+    for (u32 first = cx.warp; first < vectors || first == cx.warp; first += kAtOnce * kConsumerWarps)
+      prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors,
+                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed), factors_known);
+  }
+  factors_known();
+  cx.sync();
+}

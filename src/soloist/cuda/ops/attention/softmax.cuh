@@ -1,0 +1,161 @@
+// A warp's running softmaxes over the granules that it takes.
+#pragma once
+#include "tile/context.cuh"
+
+// Warps that share a granule: for other rows each or, where one column leaves them none, for other values. Warps of a
+// quarter of the SM, which multiply in turn, do not share one.
+template <class M>
+inline constexpr u32 kLaneWarps = M::kRowTiles / M::kWarpTiles;
+template <class M>
+inline constexpr bool kSplitsValues =
+    kMostColumns == 1 && M::kGroup <= 16 * M::kWarpTiles && M::kHeadDim % (32 * kLaneWarps<M>) == 0;
+template <class M>
+inline constexpr u32 kTileSets = kSplitsValues<M> ? 1 : kLaneWarps<M>;
+template <class M>
+inline constexpr u32 kValueSets = kSplitsValues<M> ? kLaneWarps<M> : 1;
+template <class M>
+inline constexpr u32 kSetDim = M::kHeadDim / kValueSets<M>;
+// Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
+template <class M>
+inline constexpr u32 kRowHalves = kMostColumns * M::kGroup > 8 ? 2 : 1;
+// A warp that takes several tiles knows a way for up to 8 rows, such as one column's: it multiplies a quarter as much.
+template <class M>
+inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1;
+
+// A warp's part in attention.
+template <class M>
+__device__ __forceinline__ u32 softmax_lane(const Context<M>& cx) {
+  return kLaneWarps<M> > 1 ? cx.warp % M::kSoftmaxLanes : cx.warp;
+}
+template <class M>
+__device__ __forceinline__ u32 row_set(const Context<M>& cx) { return kTileSets<M> > 1 ? cx.warp / M::kSoftmaxLanes : 0; }
+template <class M>
+__device__ __forceinline__ u32 value_set(const Context<M>& cx) { return kValueSets<M> > 1 ? cx.warp / M::kSoftmaxLanes : 0; }
+
+// The first operand of a multiply of 8 rows: those of one half of a tile.
+__device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
+  return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
+}
+
+// Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
+template <class M>
+struct Softmax {
+  float out[M::kWarpTiles][kSetDim<M> / 8][4];
+  float best[M::kWarpTiles][kRowHalves<M>], total[M::kWarpTiles][kRowHalves<M>];  // best: of scores to base 2
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (u32 m = 0; m < M::kWarpTiles; ++m) {
+#pragma unroll
+      for (u32 n = 0; n < kSetDim<M> / 8; ++n)
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
+#pragma unroll
+      for (u32 r = 0; r < kRowHalves<M>; ++r) best[m][r] = -kInfinity, total[m][r] = 0.0f;
+    }
+  }
+
+  // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the granule. `queries`: the
+  // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `values`: from the warp's
+  // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
+  // Of 8 rows, kTiles = kHalves = 1, `upper` says which half of a tile they are; they come to the same bits in the lower.
+  template <u32 kTiles, u32 kHalves>
+  __device__ __forceinline__ void add(u32 queries, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
+                                      const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 lane) {
+    const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * M::kSwappedKeyBytes;
+    float score[kTiles][4][4];
+#pragma unroll
+    for (u32 m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
+    // Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; see key_chunk for the swap.
+    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * M::kKeyRowBytes + q * 16;
+    const u32 even = row + swapped, odd = row - swapped;
+#pragma unroll(M::kHeadDim % 64 == 0 ? 2 : 3)
+    for (u32 k = 0; k < M::kHeadDim / 32; ++k) {
+      uint4 x[4];
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
+#pragma unroll
+      for (u32 m = 0; m < kTiles; ++m) {
+        const u32 at = queries + (m * (M::kHeadDim / 32) + k) * 1024;
+        uint4 low = load_shared(at), high = load_shared(at + 512);
+        if (kHalves < kRowHalves<M>) low = lower_rows(low, upper), high = lower_rows(high, upper);
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) mma(score[m][t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) mma(score[m][t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
+      }
+    }
+    u32 weight[kTiles][4][2];
+#pragma unroll
+    for (u32 m = 0; m < kTiles; ++m) {
+      if (kTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) weight[m][t][0] = weight[m][t][1] = 0;
+        continue;
+      }
+#pragma unroll
+      for (u32 r = 0; r < kHalves; ++r) {
+        if (partly) {
+#pragma unroll
+          for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+            for (u32 e = 0; e < 2; ++e) {
+              const i32 position = start + static_cast<i32>(8 * q + 2 * t + e);
+              const bool seen = position <= last[m][r] && (window == 0 || position > last[m][r] - window);
+              if (!seen) score[m][t][2 * r + e] = -kInfinity;
+            }
+        }
+        float top = -kInfinity;
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(score[m][t][2 * r], score[m][t][2 * r + 1]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        top = fmaxf(best[m][r], top * M::kScoreScale);
+        const float base = top == -kInfinity ? 0.0f : top;
+        const float shrink = exp2_fast(best[m][r] - base);
+        const bool shrinks = __any_sync(~0u, shrink != 1.0f && best[m][r] != -kInfinity);
+        best[m][r] = top;
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+          for (u32 e = 0; e < 2; ++e) {
+            float& s = score[m][t][2 * r + e];
+            s = exp2_fast(s * M::kScoreScale - base);
+            sum += s;
+          }
+        total[m][r] = total[m][r] * shrink + sum;
+        if (shrinks) {
+#pragma unroll
+          for (u32 n = 0; n < kSetDim<M> / 8; ++n) {
+            out[m][n][2 * r] *= shrink;
+            out[m][n][2 * r + 1] *= shrink;
+          }
+        }
+      }
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) {
+        weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
+        weight[m][t][1] = kHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
+      }
+    }
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
+      uint4 v[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        v[i] = load_shared(values + (8 * (n + i) + g) * M::kValueRowBytes + q * 16);
+#pragma unroll
+      for (u32 m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][2][0], weight[m][2][1], weight[m][3][0], weight[m][3][1], v[i].z, v[i].w);
+      }
+    }
+  }
+};
