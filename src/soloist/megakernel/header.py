@@ -226,8 +226,9 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"  {_operation(plan.head, plan.image.head_offset)}"
     yield "  // Rows of the residual: attention_output and down of every layer have the same."
     yield f"  {_residual(plan.image)}"
-    yield f"  {inline} int window(unsigned layer) {{ return k{name}Window[layer]; }}"
-    yield f"  {inline} bool rotated(unsigned layer) {{ return k{name}Rotated[layer]; }}"
+    # By layer. References, since functions around the loads would make longer code of them.
+    yield f"  static constexpr const int (&kWindow)[{len(layers)}] = k{name}Window;"
+    yield f"  static constexpr const bool (&kRotated)[{len(layers)}] = k{name}Rotated;"
     for segment in loops:
         for first in segment.firsts:
             yield from _indented(_layer(name, plan, segment, first))

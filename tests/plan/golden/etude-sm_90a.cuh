@@ -376,8 +376,8 @@ struct Model {
   struct Head { static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 786432u; };
   // Rows of the residual: attention_output and down of every layer have the same.
   struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; };
-  static __device__ __forceinline__ int window(unsigned layer) { return kModelWindow[layer]; }
-  static __device__ __forceinline__ bool rotated(unsigned layer) { return kModelRotated[layer]; }
+  static constexpr const int (&kWindow)[8] = kModelWindow;
+  static constexpr const bool (&kRotated)[8] = kModelRotated;
   struct Layer0 {
     using M = Model;
     static constexpr bool kQkNorm = true;

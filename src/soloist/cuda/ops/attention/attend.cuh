@@ -95,7 +95,7 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork<M>& work = kMovesRegisters ? known : parked(cx).work;
   const u32 queries = shared_address(cx.shared.queries()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
-  const i32 window = M::window(layer);
+  const i32 window = M::kWindow[layer];
   Softmax<M> softmax;
   softmax.clear();
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the

@@ -151,7 +151,7 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
     const u32 c = column[v], m = member[v];
     vector.finish(low[v], high[v], m < M::kGroup ? shared.queries() : fresh + c * (4 * M::kHeadDim),
                   m < M::kGroup ? c * M::kGroup + m : kNoRow, m == M::kGroup,
-                  M::rotated(layer) ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
+                  M::kRotated[layer] ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
                   first + v * kConsumerWarps < vectors);
   }
   if (!has_value) return;

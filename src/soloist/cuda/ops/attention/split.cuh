@@ -8,7 +8,7 @@
 
 template <class M>
 __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
-  const i32 w = M::window(layer);
+  const i32 w = M::kWindow[layer];
   return w ? max(0, position - w + 1) : 0;
 }
 // Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
