@@ -107,21 +107,15 @@ def configured(
 
 
 def mixed_model() -> ModelConfig:
-    """Layers that differ: biases in every third, two sizes of MLP, a window in every second."""
+    """Layers of three kinds, two of which take turns: biases, sizes of MLP and windows differ."""
     plain = Attention(4, 2, 32)
-    layers = [
-        Layer(
-            replace(
-                plain, window=(None, 20)[i % 2], qkv_bias=i % 3 == 0, output_bias=i % 3 == 1,
-                qk_norm=i == 4, rope=i != 3,
-            ),
-            Mlp((160, 1056)[i % 2], bias=i % 3 == 2),
-        )
-        for i in range(6)
-    ]  # fmt: skip
+    biased = replace(plain, window=20, qkv_bias=True, output_bias=True)
+    normed = replace(plain, qk_norm=True, output_bias=True, rope=False)
+    narrow, wide = Layer(plain, Mlp(160)), Layer(biased, Mlp(1056, bias=True))
     return ModelConfig(
         family="llama", hidden_size=96, vocab_size=203, context_tokens=CONTEXT, norm_epsilon=1e-5,
-        layers=tuple(layers), rope=Rope(10_000.0), tied_head=False,
+        layers=(narrow, wide, narrow, wide, narrow, Layer(normed, Mlp(160))),
+        rope=Rope(10_000.0), tied_head=False,
     )  # fmt: skip
 
 

@@ -31,19 +31,19 @@ def test_layers_of_several_kinds(ranks: int, columns: int, monkeypatch: pytest.M
     monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
     config = mixed_model()
     plan = make_plan(config, Dtype.BF16, gpu(9), ranks)
-    assert len(plan.image.kinds) == 6
+    assert plan.image.kind_of == (0, 1, 0, 1, 0, 2)
     weights, ids = random_weights(config), prompt(config, TOKENS)
     seen = Bench(config, plan, weights).feed(ids[:40] if columns == 1 else ids, columns)
     wanted = reference_logits(config, weights, ids)[: len(seen)]
     torch.testing.assert_close(seen, wanted, rtol=0, atol=ATOL)
 
 
-def test_layers_of_one_kind_share_their_code() -> None:
-    config = mixed_model()
-    again = replace(config, layers=config.layers[:2] * 3)
-    image = make_plan(again, Dtype.BF16, gpu(9)).image
-    assert image.kind_of == (0, 1, 0, 1, 0, 1)
-    assert image.layer_offset(2) == sum(kind.num_bytes for kind in image.kinds)
+def test_windows_and_rope_make_no_kind() -> None:
+    plain = mixed_model().layers[0]
+    other = replace(plain, attention=replace(plain.attention, window=7, rope=False))
+    image = make_plan(replace(mixed_model(), layers=(plain, other)), Dtype.BF16, gpu(9)).image
+    assert image.kind_of == (0, 0)
+    assert image.layer_offset(1) == image.kinds[0].num_bytes
 
 
 @pytest.mark.parametrize("columns", [1, 8])

@@ -20,6 +20,7 @@ from soloist.megakernel.sampling_header import (
 )
 from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.trace import num_words as num_trace_words
+from soloist.megakernel.weight_format import READERS
 from soloist.model.dtype import Dtype
 from soloist.sampling.constraint import num_words
 
@@ -106,6 +107,7 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             sampling_words(),
             enumeration("Phase", (phase.name for phase in PHASES)),
             *(struct.cuda for struct in structs(first.ranks)),
+            *(f"struct {reader};" for reader in READERS),
             *(line for name, plan in plans.items() for line in _model(name, plan, build)),
             "",
         ]
@@ -157,6 +159,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
 def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     model, shape, attention = plan.model, plan.shape, plan.attention
     exchanges, shared = plan.exchanges, plan.shared
+    half_tiles = {op.matrix.format.half_tile_bytes for op in plan.operations}
     # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
     warp_tiles = 1 if build.columns == 1 else attention.warp_tiles
     constants: dict[str, Value] = {
@@ -196,6 +199,8 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kPageSlot": attention.page_slot,
         "kBlockStride": plan.image.block_stride,
         "kFinalNorm": plan.image.final_norm_offset,
+        # 0 where formats differ.
+        "kHalfTileBytes": next(iter(half_tiles)) if len(half_tiles) == 1 else 0,
     }
     constants |= _lanes(plan)
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
@@ -426,9 +431,11 @@ def _operation(op: Operation, offset: int) -> str:
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_half_tiles,
         "kDepth": op.depth,
+        "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kOffset": offset,
     }
-    return f"struct {_pascal(matrix.name)} {{ {' '.join(_constants(values, 'static '))} }};"
+    inside = " ".join([f"using Format = {matrix.format.reader};", *_constants(values, "static ")])
+    return f"struct {_pascal(matrix.name)} {{ {inside} }};"
 
 
 def _residual(image: Image) -> str:

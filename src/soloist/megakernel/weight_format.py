@@ -16,13 +16,15 @@ class WeightFormat:
     values, 'layers.0.qkv.scales' the scales.
 
     Attributes:
-        name: what people call it, and the CUDA structure that reads it (tile/formats.cuh).
+        name: what people call it.
+        reader: the CUDA structure that reads it, of tile/formats.cuh.
         value_bits: of one value.
         scale_bits: of one scale; 0 where values stand for themselves.
         group: columns of a row that share a scale; 0 where there is none.
     """
 
     name: str
+    reader: str
     value_bits: int
     scale_bits: int = 0
     group: int = 0
@@ -53,10 +55,13 @@ class WeightFormat:
         return self.half_tile_values_bytes + self.half_tile_scales_bytes
 
 
-BF16 = WeightFormat("bf16", 16)
-FP16 = WeightFormat("fp16", 16)
+BF16 = WeightFormat("bf16", "Plain16", 16)
+FP16 = WeightFormat("fp16", "Plain16", 16)
 # For tests of the seam alone: signed integers, times a power of two for 32 columns of a row.
-INT8_SCALED = WeightFormat("int8_scaled", 8, scale_bits=8, group=32)
+INT8_SCALED = WeightFormat("int8_scaled", "Int8Scaled", 8, scale_bits=8, group=32)
+
+
+READERS = tuple(dict.fromkeys(stored.reader for stored in (BF16, FP16, INT8_SCALED)))
 
 
 def format_of(dtype: Dtype) -> WeightFormat:

@@ -12,13 +12,15 @@ struct Slots {
 // What a block streams of one matrix.
 struct Part {
   const u8* source;
-  u32 halves;  // times 8 rows
+  u32 halves;  // half tiles of a step
   u32 steps;
+  u32 half_bytes;  // of a half tile
 };
 // `layer`: where it begins in a block's weights.
 template <class M, class Op>
 __device__ __forceinline__ Part part_of(const u8* image, u64 layer) {
-  return Part{weights_of<M, Op>(image, blockIdx.x, layer), num_units<Op>(lane_block<M>()) * Op::kUnitHalves, Op::kSteps};
+  return Part{weights_of<M, Op>(image, blockIdx.x, layer), num_units<Op>(lane_block<M>()) * Op::kUnitHalves, Op::kSteps,
+              Op::kHalfTileBytes};
 }
 enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedParts };
 
@@ -101,10 +103,12 @@ struct Producer {
   // Slots `begin` ... `end - 1` of this block's part of a matrix, one after the other; the last one may be half a slot.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
     if (lane < kStagingLanes) {
-      const u32 bytes = part.halves * part.steps * (kSlotBytes / 2);
-      end = min(end, (bytes + kSlotBytes - 1) / kSlotBytes);
+      // Where all matrices have one format the compiler knows how much a slot takes.
+      const u32 half_bytes = M::kHalfTileBytes ? M::kHalfTileBytes : part.half_bytes, slot_bytes = 2 * half_bytes;
+      const u32 bytes = part.halves * part.steps * half_bytes;
+      end = min(end, (bytes + slot_bytes - 1) / slot_bytes);
 #pragma unroll 1
-      for (u32 n = begin; n < end; ++n) copy<false>(part.source + n * kSlotBytes, min(kSlotBytes, bytes - n * kSlotBytes));
+      for (u32 n = begin; n < end; ++n) copy<false>(part.source + n * slot_bytes, min(slot_bytes, bytes - n * slot_bytes));
     }
     __syncwarp();
   }

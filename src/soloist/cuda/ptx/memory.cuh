@@ -33,6 +33,11 @@ __device__ __forceinline__ float2 load_exchanged2(const float* p) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared_half(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -38,7 +38,7 @@ __device__ __forceinline__ void fence_async_proxy_shared() {
 #else
 inline constexpr u32 kStagingLanes = 32;
 
-// `bytes` is a multiple of 512.
+// `bytes` is a multiple of 16.
 __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy, u32 lane) {
 #pragma unroll 4
   for (u32 at = lane * 16; at < bytes; at += 32 * 16)

@@ -4,7 +4,7 @@
 // a lane's 16 bytes of activations are 8 consecutive values, which serve two multiplies; packing.py
 // puts the weights in the matching order. Every warp ends with partial sums of all rows.
 #pragma once
-#include "ptx/mma.cuh"
+#include "tile/formats.cuh"
 #include "tile/ring.cuh"
 
 // Columns that exchanged activations have room for: [columns / 32][columns of the round][32].
@@ -100,20 +100,6 @@ struct Sums {
   }
 };
 
-// A warp's weights of one slot: 16 rows of 64 columns of K, or 8 rows of them, and of those of the next step.
-struct Fragments {
-  uint4 low[2], high[2];
-
-  __device__ __forceinline__ void load(u32 at, bool both) {
-    low[0] = load_shared(at);
-    low[1] = load_shared(at + 512);
-    if (both) {
-      high[0] = load_shared(at + kSlotBytes / 2);
-      high[1] = load_shared(at + kSlotBytes / 2 + 512);
-    }
-  }
-};
-
 // Which slots come in `kDepth` steps: of two steps at a time the tiles of the first, those of the second, and the 8 rows
 // that both have left over if `kHalves` is odd.
 template <u32 kHalves, u32 kDepth>
@@ -158,12 +144,13 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   static_assert(!Order::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   sums.clear();
   if (kAblation == kNoMultiply) return arrived();
-  const u32 offset = warp * 1024 + lane * 16;
+  using Fragments = typename Op::Format;
+  const u32 place = warp * Fragments::kWarpBytes + lane * 16;
   Fragments early[kSlots + 1];  // no more of them are used
   if (kEarly) {
     const u32 taken = ring.slot;
 #pragma unroll
-    for (i32 i = 0; i < kEarly; ++i) early[i].load(ring.take() + offset, Order::is_full(i));
+    for (i32 i = 0; i < kEarly; ++i) early[i].load(ring.take(), place, Order::is_full(i), Order::is_left_over(i));
     ring.release(lane, taken, kEarly);
   }
   arrived();
@@ -210,7 +197,7 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
         for (u32 j = 0; j < kBatch; ++j) {
           if (i + j >= kSlots || !exists(Order::step(i + j))) continue;
           Fragments& w = is_early ? early[i + j] : later[j];
-          w.load(ring.take() + offset, Order::is_full(i + j));
+          w.load(ring.take(), place, Order::is_full(i + j), Order::is_left_over(i + j));
           ++count;
         }
       }
