@@ -11,7 +11,8 @@ from soloist.jit.compiler import compile_source
 from soloist.jit.module import Module
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.plan import MAX_COLUMNS, THREADS, Plan
+from soloist.megakernel.limits import MAX_COLUMNS, THREADS
+from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from unit.megakernel import two_models
 from unit.prefill.models import random_weights

@@ -75,11 +75,12 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kPageSlot": plan.attention.page_slot,
         "kGranuleBytes": plan.kv_layout.granule_bytes,
         "kBlockStride": plan.image.block_stride,
-        "kLayerBytes": plan.image.kinds[0].num_bytes,
-        "kLayerVectors": plan.image.kinds[0].vector_values,
         "kTraceWords": num_words(plan),
     }
     assert {name: seen.get(name) for name in wanted} == wanted
+    (kind,) = plan.image.kinds
+    for stride in (kind.num_bytes, kind.vector_values):
+        assert f"(layer) * {stride}u; }}" in header(plan)
     assert seen["kScoreScale"] == pytest.approx(plan.shape.head_dim**-0.5 / math.log(2), rel=1e-6)
     assert seen["kEpsilon"] == pytest.approx(plan.model.norm_epsilon, rel=1e-6)
 

@@ -207,6 +207,8 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in exchanges.workspace.items():
+        if name.startswith("gated"):  # each layer knows its own
+            continue
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
     for name, buffer in exchanges.told.items():  # behind the lanes' workspaces

@@ -251,6 +251,8 @@ static_assert(OFFSET_OF(Params, sample) == 136, "sample");
 static_assert(OFFSET_OF(Params, rank) == 176, "rank");
 static_assert(OFFSET_OF(Params, peers) == 184, "peers");
 static_assert(OFFSET_OF(Params, masks) == 192, "masks");
+struct Plain16;
+struct Int8Scaled;
 __constant__ const int kModelWindow[] = {0, 0, 0, 0, 0, 0, 0, 0};
 __constant__ const bool kModelRotated[] = {1, 1, 1, 1, 1, 1, 1, 1};
 struct Model {
@@ -290,6 +292,7 @@ struct Model {
   static constexpr bool kPageSlot = true;
   static constexpr unsigned kBlockStride = 999424u;
   static constexpr unsigned kFinalNorm = 6144u;
+  static constexpr unsigned kHalfTileBytes = 8192u;
   static constexpr bool kHasLanes = false;
   static constexpr unsigned kLanes = 1u;
   static constexpr unsigned kLanesHere = 1u;
@@ -324,8 +327,6 @@ struct Model {
   static constexpr unsigned kWsHiddenMidBytes = 32768u;
   static constexpr unsigned kWsAttended = 65536u;
   static constexpr unsigned kWsAttendedBytes = 32768u;
-  static constexpr unsigned kWsGated = 98304u;
-  static constexpr unsigned kWsGatedBytes = 65536u;
   static constexpr unsigned kWsSquaresIn = 163840u;
   static constexpr unsigned kWsSquaresInBytes = 10240u;
   static constexpr unsigned kWsSquaresMid = 174080u;
@@ -373,7 +374,7 @@ struct Model {
   static __device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
   // From a granule's values to one number.
   static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kGranulePositions + row; }
-  struct Head { static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 786432u; };
+  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 786432u; };
   // Rows of the residual: attention_output and down of every layer have the same.
   struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; };
   static constexpr const int (&kWindow)[8] = kModelWindow;
@@ -394,10 +395,10 @@ struct Model {
     static constexpr unsigned kVecAttentionOutputBias = 0u;
     static constexpr unsigned kVecGateUpBias = 0u;
     static constexpr unsigned kVecDownBias = 0u;
-    struct Qkv { static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 0u; };
-    struct AttentionOutput { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 24576u; };
-    struct GateUp { static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kOffset = 32768u; };
-    struct Down { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kOffset = 81920u; };
+    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 0u; };
+    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 24576u; };
+    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 32768u; };
+    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 81920u; };
     // Where a layer begins: its weights in a block's, in bytes; its vectors, in values.
     static __device__ __forceinline__ unsigned long long weights(unsigned layer) { return static_cast<unsigned long long>(layer) * 98304u; }
     static __device__ __forceinline__ unsigned long long vectors(unsigned layer) { return static_cast<unsigned long long>(layer) * 768u; }

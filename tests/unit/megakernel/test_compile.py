@@ -290,6 +290,6 @@ def test_each_architecture_stages_its_own_way(arch: str) -> None:
     ptx = assembly(Source("kernels/decode.cu", header(plan)), arch).decode()
     found = {name for name in COPIED_BY_LANES | COPIED_IN_BULK if name in ptx}
     assert found == (COPIED_BY_LANES if arch in ("sm_80", "sm_86", "sm_89") else COPIED_IN_BULK)
-    assert ("setmaxnreg" in ptx) == GPUS[arch].moves_registers
+    assert ("setmaxnreg" in ptx) == GPUS[arch].architecture.moves_registers
     # A copy to shared::cluster would be a call of the system on sm_120.
     assert "shared::cluster" not in ptx
