@@ -8,11 +8,13 @@ import torch
 from reference.compare import divergence
 from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
 from reference.test_precision import in_16_bits
+from soloist.megakernel.share import Share
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.weights import TORCH_DTYPES, load_weights
 from soloist.prefill.pages import PagePool
+from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 
 CPU = torch.device("cpu")
@@ -34,7 +36,8 @@ def prefill(folder: Path, dtype: Dtype) -> Prefill:
     vectors = {name: x.float() for name, x in weights.items() if x.ndim == 1}
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 4, TORCH_DTYPES[dtype], CPU)
-    return Prefill(config, weights.__getitem__, vectors, pool, most_tokens=256)
+    share = Share(config, 1, 0)
+    return Prefill([Part(share, weights.__getitem__, vectors, pool, most_tokens=256)])
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)

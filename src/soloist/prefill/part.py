@@ -30,7 +30,7 @@ class Part:
     """What one rank, or the only one, has and does; `Prefill` runs all of them.
 
     Args:
-        share: which part of a model. Layers are of one size; windows, rope and biases may differ.
+        share: which part of a model. Layers have the same heads; all else may differ.
         matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, cut for
             the share (`shard_all`): [out, in], of lanes [l, out, in]; 'embedding' [V, H] is the
             whole table, and on several ranks there is a 'head' in any case.
