@@ -12,7 +12,7 @@ from soloist.megakernel.kv_layout import page_constants
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, THREADS, TURNS
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import LAYER, PHASES
+from soloist.megakernel.program import LAYER, PHASES, PRODUCTS
 from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
@@ -441,8 +441,8 @@ def _operation(op: Operation, offset: int) -> str:
 
 
 def _residual(image: Image) -> str:
-    adding = ("attention_output", "down")
-    down, *others = (kind.operations[name].matrix for kind in image.kinds for name in adding)
+    joining = [phase.name for phase in PRODUCTS if phase.product and phase.product.joins]
+    down, *others = (kind.operations[name].matrix for kind in image.kinds for name in joining)
     for other in others:
         assert (down.units, down.blocks) == (other.units, other.blocks), "rows of the residual"
     values: dict[str, Value] = {

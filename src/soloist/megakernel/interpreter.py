@@ -187,9 +187,8 @@ class Interpreter:
         if self.memory.embedding is not None:
             table = self.memory.embedding
         else:
-            vocab = range(self.plan.model.vocab_size)
-            rows = [self._embedding_values(t, range(self.plan.model.hidden_size)) for t in vocab]
-            table = torch.stack(rows)
+            head = [self._weights(self.plan.head, 0, block) for block in self._blocks()]
+            table = torch.cat(head)[: self.plan.model.vocab_size, : self.plan.model.hidden_size]
         return float(table.float().square().mean().rsqrt())
 
     def _check_owners(self) -> None:

@@ -101,6 +101,7 @@ def numbers(stored: WeightFormat, parts: Mapping[str, Tensor]) -> Tensor:
 
 def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: Tensor) -> None:
     """Copy a packed matrix into every block's part of the image [blocks, bytes or values]."""
+    image = _words(image)
     start, unit = _place(plan, operation, layer, image)
     by_unit = packed.view(image.dtype).view(operation.matrix.units, unit)
     for blocks, units in _shares(operation.matrix):
@@ -110,20 +111,26 @@ def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: T
 
 def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
     """The inverse of `place`: a packed matrix [half slots, bytes or values] out of the image."""
-    matrix = operation.matrix
+    matrix, given = operation.matrix, image.dtype
+    image = _words(image)
     start, unit = _place(plan, operation, layer, image)
     packed = torch.empty(matrix.units, unit, dtype=image.dtype, device=image.device)
     for blocks, units in _shares(matrix):
         stop = start + units.shape[1] * unit
         part = image[blocks.to(image.device), start:stop]
         packed[units.to(image.device)] = part.unflatten(1, (-1, unit))
-    return packed.view(matrix.units * matrix.unit_half_tiles * matrix.steps, -1)
+    return packed.view(given).view(matrix.units * matrix.unit_half_tiles * matrix.steps, -1)
+
+
+def _words(image: Tensor) -> Tensor:
+    """Bytes by eight, which all formats divide: fewer elements to copy; values as they are."""
+    return image.view(torch.int64) if image.dtype is torch.uint8 else image
 
 
 def _place(plan: Plan, operation: Operation, layer: int, image: Tensor) -> tuple[int, int]:
-    """Where a block's part of the image has a matrix, and how much a unit is: bytes or values."""
+    """Where a block's part of the image has a matrix, and how much a unit is: words or values."""
     matrix = operation.matrix
-    bytes_each = 1 if image.dtype is torch.uint8 else matrix.format.value_bits // 8
+    bytes_each = 8 if image.dtype is torch.int64 else matrix.format.value_bits // 8
     start = plan.image.matrix_offset(layer, matrix.name)
     return start // bytes_each, matrix.unit_bytes // bytes_each
 

@@ -1,7 +1,7 @@
-"""What a round and its layers are made of: phases in order, their matrices, what they exchange.
+"""What a round and its layers are made of: phases in order, and their matrices.
 
-Header, producer and consumers of the kernel, the interpreter, the trace, the watchdog's report, the
-exchange buffers and the planner all walk these tables. Pure data.
+The header (the order of a layer's phases in the kernel), kinds of layers, the interpreter, the
+trace and the watchdog's report walk these tables. Pure data.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,22 @@ class Product:
 
     Attributes:
         order: of its rows in the kernel; PAIRED may become FINELY_PAIRED where that is more even.
-        partial: on several ranks, products are partial sums, which ranks add before anyone reads.
+        joins: products join the residual stream, whose rows stay with their block.
     """
 
     order: RowOrder = RowOrder.NATURAL
-    partial: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step of a block's consumers, from what it waits for to what it publishes.
+    """One step of a block's consumers.
 
     Attributes:
         name: of the phase, of its CUDA function and of its matrix.
         needs: what it waits for, in words, as the watchdog reports it.
         marks: what lies between the phase's time stamps, in order.
         product: its matrix, or None.
-        reads: the exchange buffer that its matrix is multiplied with; '' without one.
-        publishes: exchange buffers that it writes for other blocks.
-        streams: what the producer brings for it.
         label: what traces and result files call it.
     """
 
@@ -42,9 +39,6 @@ class Phase:
     needs: str
     marks: tuple[str, ...]
     product: Product | None = None
-    reads: str = ""
-    publishes: tuple[str, ...] = ()
-    streams: str = ""
     label: str = ""
 
 
@@ -55,41 +49,39 @@ LAYER = (
     Phase(
         "qkv",
         "the residual stream of all blocks, from down of the layer before or from embed",
-        _MULTIPLY, Product(RowOrder.HEADS), "hidden_in", ("projected",), "weights",
+        _MULTIPLY,
+        Product(RowOrder.HEADS),
     ),
     Phase(
         "attention",
         "q, k and v from the blocks that own rows of its KV head, and at long context for partial "
         "results of the head's other splits",
-        ("wait", "pages", "store", "merge"), None, "projected",
-        ("partial", "partial_stats", "attended"), "pages",
+        ("wait", "pages", "store", "merge"),
     ),
     Phase(
         "attention_output",
         "attention of all heads, from the blocks that finish it",
-        _MULTIPLY, Product(partial=True), "attended", ("hidden_mid", "squares_mid"), "weights",
+        _MULTIPLY,
+        Product(joins=True),
         label="output",
     ),
     Phase(
         "gate_up",
         "the residual stream of all blocks, from attention_output",
-        _MULTIPLY, Product(RowOrder.PAIRED), "hidden_mid", ("gated",), "weights",
+        _MULTIPLY,
+        Product(RowOrder.PAIRED),
     ),
-    Phase(
-        "down",
-        "silu(gate) · up of all blocks",
-        _MULTIPLY, Product(partial=True), "gated", ("hidden_in", "squares_in"), "weights",
-    ),
-)  # fmt: skip
-EMBED = Phase("embed", "no other block", ("embed",), publishes=("hidden_in", "squares_in"))
-HEAD = Phase(
-    "head",
-    "the residual stream of all blocks, from down of the last layer",
-    ("wait", "multiply"), Product(), "hidden_in", ("best",), "weights",
-)  # fmt: skip
+    Phase("down", "silu(gate) · up of all blocks", _MULTIPLY, Product(joins=True)),
+)
+EMBED = Phase("embed", "no other block", ("embed",))
 LAST = (
-    HEAD,
-    Phase("choose", "the best token of every block", ("wait", "choose"), reads="best"),
+    Phase(
+        "head",
+        "the residual stream of all blocks, from down of the last layer",
+        ("wait", "multiply"),
+        Product(),
+    ),
+    Phase("choose", "the best token of every block", ("wait", "choose")),
     Phase(
         "conclude",
         "its own cleaner warp and, in block 0, the host to take the last round's tokens",
