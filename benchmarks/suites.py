@@ -204,3 +204,11 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
         for asked in (*_SHAPES, *(f"{_SHAPES[-1]} --weights {w}" for w in ("fp8", "int4")))
     )
 }
+
+# What `in_turn.py` runs with two commits in turn, and the file that the project keeps of it.
+IN_TURN = (
+    *(_decode(shape, f"{_RUN} --runs 3") for shape in _SHAPES),
+    _decode("qwen3-1.7b", "--prompt-tokens 2048 --new-tokens 64 --precision bf16 --runs 3"),
+    "bench startup etude --runs 1",
+)
+TURNS: Mapping[str, tuple[str, ...]] = {"h200-in-turn.json": IN_TURN}

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.plan import Plan
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import TILE_ROWS
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
+from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.folder import find_model
 from soloist.model.rope import Rope
@@ -48,6 +49,11 @@ SMALL = shaped((64, 96, 2, 4, 2, 32, 203))
 def etude() -> ModelConfig:
     """The model that ships."""
     return read_config(Path(find_model("etude")) / "config.json")
+
+
+def small_plan(model: ModelConfig, num_sms: int, ranks: int = 1) -> Plan:
+    """In bf16 on so many SMs."""
+    return make_plan(model, Dtype.BF16, Gpu("sm_90a", num_sms, 227 * 1024), ranks)
 
 
 def everything() -> dict[str, ModelConfig]:

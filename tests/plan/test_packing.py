@@ -7,20 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.shapes import SMALL, all_operations, models, operation
+from plan.cuda_text import functions
+from plan.shapes import SMALL, all_operations, models, operation, small_plan
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packing import ordered, pack, place, unordered, unpack
 from soloist.megakernel.partition import Matrix, RowOrder
-from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.tile import HALF_TILE_VALUES
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS, tile_places
 from soloist.megakernel.weight_format import BF16, INT8_SCALED
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-
-
-def small_plan(model: ModelConfig, num_sms: int) -> Plan:
-    return make_plan(model, Dtype.BF16, Gpu("sm_90a", num_sms, 227 * 1024))
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:
@@ -130,6 +127,23 @@ def test_fragments_of_a_tile() -> None:
     ]  # fmt: skip
     assert slot[256 + lane * 8] == 1012  # the second multiply
     assert slot[HALF_TILE_VALUES + lane * 8] == 1040  # the second half of the warp's columns
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_the_text_for_cuda_finds_every_value(rows: int) -> None:
+    """Of a tile and of a half tile: the kernel looks embeddings up in the packed head."""
+    plan, cuda = small_plan(SMALL, 7), functions("\n".join(tile_places()))
+    matrix = Matrix("any", rows, STEP_COLUMNS, RowOrder.NATURAL, blocks=1, format=BF16)
+    values = numbered(rows, STEP_COLUMNS)
+    packed = pack(plan, Operation(matrix, 1, plan.gpu), {"": values}).flatten().tolist()
+    for row in range(rows):
+        half, g = divmod(row, HALF_TILE_ROWS)
+        for column in range(STEP_COLUMNS):
+            if rows == 16:
+                place = cuda["tile_place"](half, g, column)
+            else:
+                place = cuda["half_tile_place"](row, column)
+            assert packed[place] == values[row, column], (row, column)
 
 
 def test_two_steps_share_the_slot_of_8_rows_left_over() -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plan.cuda_text import functions
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.weight_format import BF16, INT8_SCALED
 
@@ -36,6 +37,16 @@ def test_owner_is_the_inverse_of_first_unit(matrix: Matrix, data: st.DataObject)
     unit = data.draw(st.integers(0, matrix.units - 1))
     owner = matrix.owner(unit)
     assert matrix.first_unit(owner) <= unit < matrix.first_unit(owner + 1)
+
+
+@given(matrices())
+def test_the_text_for_cuda_says_the_same(matrix: Matrix) -> None:
+    cuda = functions("\n".join(matrix.cuda()))
+    for block in range(matrix.blocks):
+        assert cuda["first_unit"](block) == matrix.first_unit(block)
+        assert cuda["num_units"](block) == matrix.num_units(block)
+    for unit in range(0, matrix.units, 1 + matrix.units // 50):
+        assert cuda["owner"](unit) == matrix.owner(unit)
 
 
 @given(matrices())

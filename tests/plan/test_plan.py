@@ -70,7 +70,7 @@ def require_partition(plan: Plan) -> None:
 
 def require_head_groups_full(plan: Plan) -> None:
     matrix, group = plan.head.matrix, 2 * plan.head.group_tiles
-    counts = {matrix.first_unit(b + 1) - matrix.first_unit(b) for b in range(plan.blocks)}
+    counts = {matrix.num_units(b) for b in range(plan.blocks)}
     assert counts == {matrix.max_units}
     assert matrix.max_units % group == 0
     assert matrix.units * 8 >= plan.model.vocab_size

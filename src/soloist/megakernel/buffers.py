@@ -9,6 +9,7 @@ from soloist.megakernel.lanes import modules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, STATIC_SHARED_BYTES, TURNS
+from soloist.megakernel.program import PRODUCTS
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
 
@@ -38,13 +39,11 @@ class Exchanges:
     @cached_property
     def operands(self) -> dict[str, Operation]:
         """Buffers of 16-bit activations, and a matrix that each is multiplied with."""
-        first = self.kinds[0].operations
-        operands = {
-            "hidden_in": first["qkv"],
-            "hidden_mid": first["gate_up"],
-            "attended": first["attention_output"],
-            **{self.gated(kind): kind.operations["down"] for kind in self.kinds},
-        }
+        operands: dict[str, Operation] = {}
+        for phase in PRODUCTS:
+            for kind in self.kinds:
+                name = self.gated(kind) if phase.operand == "gated" else phase.operand
+                operands.setdefault(name, kind.operations[phase.name])
         return operands | ({"hidden_out": self.head} if self.shape.meets else {})
 
     def gated(self, kind: LayerKind) -> str:

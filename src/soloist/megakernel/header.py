@@ -18,7 +18,13 @@ from soloist.megakernel.sampling_header import (
     sampling_constants,
     sampling_words,
 )
-from soloist.megakernel.tile import SLOT_BYTES
+from soloist.megakernel.tile import (
+    HALF_TILE_ROWS,
+    HALF_TILE_VALUES,
+    SLOT_BYTES,
+    STEP_COLUMNS,
+    tile_places,
+)
 from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.megakernel.weight_format import READERS
 from soloist.model.dtype import Dtype
@@ -103,6 +109,7 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             '#include "ptx/types.cuh"',
             *_constants(_of_kernel(first, build) | {"kTraceWords": words}),
             *page_constants(),
+            *tile_places(),
             sampling_constants(),
             sampling_words(),
             enumeration("Phase", (phase.name for phase in PHASES)),
@@ -146,7 +153,12 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
         "kTurns": TURNS,
+        "kLayerPhases": len(LAYER),
+        "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
         "kSlotBytes": SLOT_BYTES,
+        "kStepColumns": STEP_COLUMNS,
+        "kHalfTileRows": HALF_TILE_ROWS,
+        "kHalfTileValues": HALF_TILE_VALUES,
         "kChunkPages": plan.attention.chunk_pages,
         "kPageCopies": tuning.page_copies_in_flight,
         "kFetchCycles": tuning.fetch_cycles,
@@ -296,11 +308,24 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[s
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
+    yield "  // Calls `use` with the matrix of a phase."
+    yield "  template <class Use>"
+    yield "  static __device__ __forceinline__ void of_phase(unsigned phase, const Use& use) {"
+    yield from _indented(_choice_of_matrix(), 2)
+    yield "  }"
     yield "  template <class C>"
     yield "  static __device__ __forceinline__ void run(C& cx, unsigned& layer) {"
     yield from (f"    {phase.name}(Layer{first}{{}}, cx, layer);" for phase in LAYER)
     yield "  }"
     yield "};"
+
+
+def _choice_of_matrix() -> Iterator[str]:
+    for place, phase in enumerate(LAYER):
+        if phase is LAYER[-1]:
+            yield f"use({_pascal(phase.name)}{{}});"
+        elif phase.product:
+            yield f"if (phase == {place}u) return use({_pascal(phase.name)}{{}});"
 
 
 def _place_of_layer(segment: "Segment", first: int, offset: Callable[[int], int]) -> str:
@@ -436,8 +461,8 @@ def _operation(op: Operation, offset: int) -> str:
         "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kOffset": offset,
     }
-    inside = " ".join([f"using Format = {matrix.format.reader};", *_constants(values, "static ")])
-    return f"struct {_pascal(matrix.name)} {{ {inside} }};"
+    lines = [f"using Format = {matrix.format.reader};", *_constants(values, "static ")]
+    return f"struct {_pascal(matrix.name)} {{ {' '.join([*lines, *matrix.cuda()])} }};"
 
 
 def _residual(image: Image) -> str:
@@ -450,7 +475,7 @@ def _residual(image: Image) -> str:
         "kMaxUnits": down.max_units,
         "kBlocks": down.blocks,
     }
-    return f"struct Residual {{ {' '.join(_constants(values, 'static '))} }};"
+    return f"struct Residual {{ {' '.join([*_constants(values, 'static '), *down.cuda()])} }};"
 
 
 def _constants(values: Mapping[str, Value], prefix: str = "") -> Iterator[str]:

@@ -20,12 +20,15 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS
+from soloist.megakernel.tile import (
+    COLUMN_DIGITS,
+    HALF_TILE_ORDER,
+    HALF_TILE_ROWS,
+    STEP_COLUMNS,
+    TILE_ORDER,
+)
 from soloist.megakernel.weight_format import WeightFormat
 
-# Columns of a step, from the slowest to the fastest: warp, half of its 64 columns, quarter of a
-# quad's 32, multiply, register, element.
-_COLUMNS = (8, 2, 4, 2, 2, 2)
 # Partitions that are remembered: every layer has the same, of a few matrices on each rank.
 _MATRICES = 64
 _PAIRED = (RowOrder.PAIRED, RowOrder.FINELY_PAIRED)
@@ -140,7 +143,7 @@ def _shares(matrix: Matrix) -> tuple[tuple[Tensor, Tensor], ...]:
     """Blocks [B] with equally many units, and which ones [B, units] they own."""
     by_count: dict[int, list[int]] = {}
     for block in range(matrix.blocks):
-        count = matrix.first_unit(block + 1) - matrix.first_unit(block)
+        count = matrix.num_units(block)
         by_count.setdefault(count, []).append(block)
     shares = []
     for count, blocks in by_count.items():
@@ -175,12 +178,11 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
 class _Layout:
     """In which order a part of a format lies in the halves of a slot.
 
-    Letters of dimensions: b block, t tile, h half of its rows, g row, s step, w warp, p half of its
-    64 columns, q quad, m multiply, r register, e element.
+    Letters of dimensions: b block, t tile, s step, and the digits of tile.py.
 
     Attributes:
         columns: sizes of the dimensions of one step of columns, w first.
-        tile: the order of a full tile's dimensions [b t h g s w p …], with b s t p first.
+        tile: the order of a full tile's dimensions [b t h g s w p …], with b s t first.
         half_tile: the same of half tiles [b t g s w p …], with b s t first.
     """
 
@@ -190,20 +192,19 @@ class _Layout:
 
 
 def _layout(columns: str, tile: str, half_tile: str) -> _Layout:
-    sizes = tuple(size for name, size in zip("wpqmre", _COLUMNS, strict=True) if name in columns)
     return _Layout(
-        sizes,
-        tuple(("bthgs" + columns).index(c) for c in "bstp" + tile),
+        tuple(COLUMN_DIGITS[c] for c in columns),
+        tuple(("bthgs" + columns).index(c) for c in "bst" + tile),
         tuple(("btgs" + columns).index(c) for c in "bst" + half_tile),
     )
 
 
 # A lane's 16 bytes are one multiply's values of 16 bits, or both multiplies' of 8.
 _BY_BITS = {
-    16: _layout("wpqmre", "wmgqrhe", "wpgqmre"),
-    8: _layout("wpqmre", "wgqmrhe", "wgqpmre"),
+    16: _layout("wpqmre", TILE_ORDER, HALF_TILE_ORDER),
+    8: _layout("wpqmre", "pwgqmrhe", "wgqpmre"),
 }
-_SCALES = _layout("wp", "wgh", "wgp")
+_SCALES = _layout("wp", "pwgh", "wgp")
 
 
 def _layouts(stored: WeightFormat) -> dict[str, _Layout]:

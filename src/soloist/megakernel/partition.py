@@ -85,13 +85,28 @@ class Matrix:
         """Where a block's units begin; `first_unit(blocks)` is the end."""
         return block * self.units // self.blocks
 
+    def num_units(self, block: int) -> int:
+        """How many units a block owns."""
+        return self.first_unit(block + 1) - self.first_unit(block)
+
     def owner(self, unit: int) -> int:
         """The block that owns a unit."""
         return ((unit + 1) * self.blocks - 1) // self.units
 
+    def cuda(self) -> list[str]:
+        """CUDA text of the same three: members of the matrix's struct, which need ptx/types.cuh."""
+        return [
+            f"static __device__ __forceinline__ u32 {function} {{ return {result}; }}"
+            for function, result in (
+                ("first_unit(u32 block)", f"block * {self.units}u / {self.blocks}u"),
+                ("num_units(u32 block)", "first_unit(block + 1) - first_unit(block)"),
+                ("owner(u32 unit)", f"((unit + 1) * {self.blocks}u - 1) / {self.units}u"),
+            )
+        ]
+
     def block_bytes(self, block: int) -> int:
         """Bytes that a block streams for this matrix."""
-        return (self.first_unit(block + 1) - self.first_unit(block)) * self.unit_bytes
+        return self.num_units(block) * self.unit_bytes
 
     @property
     def max_block_bytes(self) -> int:

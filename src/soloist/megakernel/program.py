@@ -1,7 +1,8 @@
-"""What a round and its layers are made of: phases in order, and their matrices.
+"""What a round and its layers are made of: phases in order, their matrices, what they exchange.
 
-The header (the order of a layer's phases in the kernel), kinds of layers, the interpreter, the
-trace and the watchdog's report walk these tables. Pure data.
+The header (the order of a layer's phases in the kernel, and of what its producer streams), kinds of
+layers, exchange buffers, the interpreter, the trace and the watchdog's report walk these tables.
+Pure data.
 """
 
 from dataclasses import dataclass
@@ -31,57 +32,96 @@ class Phase:
         name: of the phase, of its CUDA function and of its matrix.
         needs: what it waits for, in words, as the watchdog reports it.
         marks: what lies between the phase's time stamps, in order.
+        reads: exchange buffers that other blocks publish; the operand of its matrix comes first.
+        publishes: exchange buffers that it writes for other blocks.
         product: its matrix, or None.
+        streams_pages: the ring brings it pages of the KV cache.
         label: what traces and result files call it.
     """
 
     name: str
     needs: str
     marks: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    publishes: tuple[str, ...] = ()
     product: Product | None = None
+    streams_pages: bool = False
     label: str = ""
+
+    @property
+    def operand(self) -> str:
+        """The exchange buffer with the activations that its matrix is multiplied with."""
+        assert self.product is not None, f"{self.name} has no matrix"
+        return self.reads[0]
 
 
 _MULTIPLY = ("wait", "multiply", "finish")
+# The residual stream on its way to attention and to the MLP: activations, and sums of squares.
+_IN, _MID = ("hidden_in", "squares_in"), ("hidden_mid", "squares_mid")
 
-# A layer of attention and a gated MLP, both behind a norm.
+# A layer of attention and a gated MLP, both behind a norm. The producer streams the matrices and
+# pages of the phases in the same order. On ranks products that join the residual are partial sums.
 LAYER = (
     Phase(
         "qkv",
         "the residual stream of all blocks, from down of the layer before or from embed",
         _MULTIPLY,
-        Product(RowOrder.HEADS),
+        reads=_IN,
+        publishes=("projected",),
+        product=Product(RowOrder.HEADS),
     ),
     Phase(
         "attention",
         "q, k and v from the blocks that own rows of its KV head, and at long context for partial "
         "results of the head's other splits",
         ("wait", "pages", "store", "merge"),
+        reads=("projected", "partial", "partial_stats"),
+        publishes=("partial", "partial_stats", "attended"),
+        streams_pages=True,
     ),
     Phase(
         "attention_output",
         "attention of all heads, from the blocks that finish it",
         _MULTIPLY,
-        Product(joins=True),
+        reads=("attended", "sums_mid"),
+        publishes=("sums_mid", *_MID),
+        product=Product(joins=True),
         label="output",
     ),
     Phase(
         "gate_up",
         "the residual stream of all blocks, from attention_output",
         _MULTIPLY,
-        Product(RowOrder.PAIRED),
+        reads=_MID,
+        publishes=("gated",),
+        product=Product(RowOrder.PAIRED),
     ),
-    Phase("down", "silu(gate) · up of all blocks", _MULTIPLY, Product(joins=True)),
+    Phase(
+        "down",
+        "silu(gate) · up of all blocks",
+        _MULTIPLY,
+        reads=("gated", "sums_in"),
+        publishes=("sums_in", *_IN),
+        product=Product(joins=True),
+    ),
 )
-EMBED = Phase("embed", "no other block", ("embed",))
+EMBED = Phase("embed", "no other block", ("embed",), publishes=_IN)
+# Where lanes become one stream, the head reads `hidden_out` and `squares_out`, which it publishes.
 LAST = (
     Phase(
         "head",
         "the residual stream of all blocks, from down of the last layer",
         ("wait", "multiply"),
-        Product(),
+        reads=_IN,
+        publishes=("best", "logits"),
+        product=Product(),
     ),
-    Phase("choose", "the best token of every block", ("wait", "choose")),
+    Phase(
+        "choose",
+        "the best token of every block",
+        ("wait", "choose"),
+        reads=("best", "logits"),
+    ),
     Phase(
         "conclude",
         "its own cleaner warp and, in block 0, the host to take the last round's tokens",

@@ -25,7 +25,12 @@ constexpr unsigned kAblation = 0u;
 constexpr bool kTrace = false;
 constexpr unsigned kTraceRound = 0u;
 constexpr unsigned kTurns = 4u;
+constexpr unsigned kLayerPhases = 5u;
+constexpr unsigned kPagesPhase = 1u;
 constexpr unsigned kSlotBytes = 16384u;
+constexpr unsigned kStepColumns = 512u;
+constexpr unsigned kHalfTileRows = 8u;
+constexpr unsigned kHalfTileValues = 4096u;
 constexpr unsigned kChunkPages = 2u;
 constexpr unsigned kPageCopies = 3u;
 constexpr unsigned kFetchCycles = 800u;
@@ -35,6 +40,8 @@ constexpr unsigned kSampleWorkspaceBytes = 667008u;
 constexpr unsigned kTraceWords = 140u;
 constexpr unsigned kPagePositions = 64u;
 constexpr unsigned kGranulePositions = 32u;
+__device__ __forceinline__ constexpr u32 tile_place(u32 half, u32 row, u32 column) { return column % 64 / 32 * 4096 + column % 512 / 64 * 512 + column % 8 / 4 * 256 + row * 32 + column % 32 / 8 * 8 + column % 4 / 2 * 4 + half * 2 + column % 2; }
+__device__ __forceinline__ constexpr u32 half_tile_place(u32 row, u32 column) { return column % 512 / 64 * 512 + column % 64 / 32 * 256 + row * 32 + column % 32 / 8 * 8 + column % 8 / 4 * 4 + column % 4 / 2 * 2 + column % 2; }
 namespace sampling {
 __device__ constexpr unsigned int kPhiloxMultipliers[2] = {0xd2511f53u, 0xcd9e8d57u};
 __device__ constexpr unsigned int kPhiloxKeySteps[2] = {0x9e3779b9u, 0xbb67ae85u};
@@ -323,10 +330,10 @@ struct Model {
   static constexpr unsigned kWsSquaresOutBytes = 0u;
   static constexpr unsigned kWsHiddenIn = 0u;
   static constexpr unsigned kWsHiddenInBytes = 32768u;
-  static constexpr unsigned kWsHiddenMid = 32768u;
-  static constexpr unsigned kWsHiddenMidBytes = 32768u;
-  static constexpr unsigned kWsAttended = 65536u;
+  static constexpr unsigned kWsAttended = 32768u;
   static constexpr unsigned kWsAttendedBytes = 32768u;
+  static constexpr unsigned kWsHiddenMid = 65536u;
+  static constexpr unsigned kWsHiddenMidBytes = 32768u;
   static constexpr unsigned kWsSquaresIn = 163840u;
   static constexpr unsigned kWsSquaresInBytes = 10240u;
   static constexpr unsigned kWsSquaresMid = 174080u;
@@ -374,9 +381,9 @@ struct Model {
   static __device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
   // From a granule's values to one number.
   static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kGranulePositions + row; }
-  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 786432u; };
+  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 786432u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
   // Rows of the residual: attention_output and down of every layer have the same.
-  struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; };
+  struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
   static constexpr const int (&kWindow)[8] = kModelWindow;
   static constexpr const bool (&kRotated)[8] = kModelRotated;
   struct Layer0 {
@@ -395,13 +402,21 @@ struct Model {
     static constexpr unsigned kVecAttentionOutputBias = 0u;
     static constexpr unsigned kVecGateUpBias = 0u;
     static constexpr unsigned kVecDownBias = 0u;
-    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 0u; };
-    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 24576u; };
-    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 32768u; };
-    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 81920u; };
+    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 0u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 96u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 96u; } };
+    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 24576u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
+    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 32768u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 112u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 112u; } };
+    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 81920u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
     // Where a layer begins: its weights in a block's, in bytes; its vectors, in values.
     static __device__ __forceinline__ unsigned long long weights(unsigned layer) { return static_cast<unsigned long long>(layer) * 98304u; }
     static __device__ __forceinline__ unsigned long long vectors(unsigned layer) { return static_cast<unsigned long long>(layer) * 768u; }
+    // Calls `use` with the matrix of a phase.
+    template <class Use>
+    static __device__ __forceinline__ void of_phase(unsigned phase, const Use& use) {
+      if (phase == 0u) return use(Qkv{});
+      if (phase == 2u) return use(AttentionOutput{});
+      if (phase == 3u) return use(GateUp{});
+      use(Down{});
+    }
     template <class C>
     static __device__ __forceinline__ void run(C& cx, unsigned& layer) {
       qkv(Layer0{}, cx, layer);

@@ -16,7 +16,7 @@ template <class L, class M>
 __device__ __forceinline__ void qkv(L, Context<M>& cx, u32) {
   using Qkv = typename L::Qkv;
   cx.begin(Phase::kQkv);
-  const u32 units = num_units<Qkv>(cx.block), first = first_unit<Qkv>(cx.block) * 8, in = cx.next_in();
+  const u32 units = Qkv::num_units(cx.block), first = Qkv::first_unit(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
   GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx.warp, cx.lane, cx.columns);
   Scale<InStream<M>> scale;
@@ -84,11 +84,11 @@ template <class L, class M>
 __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   using AttentionOutput = typename L::AttentionOutput;
   cx.begin(Phase::kAttentionOutput);
-  const u32 units = num_units<AttentionOutput>(cx.block);
+  const u32 units = AttentionOutput::num_units(cx.block);
   RowVectors<AttentionOutput> vectors;
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
-  const RankRows<MidStream<M>> ranks(cx, cx.layers_done, first_unit<typename M::Residual>(cx.block) * 8 + cx.lane);
+  const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });

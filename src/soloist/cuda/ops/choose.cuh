@@ -59,8 +59,8 @@ struct OwnIds {
     if constexpr (M::kHasLanes && kPeers == 1) {
       using Head = typename M::Head;
       const u32 lane = block / M::kLaneBlocks, own = block % M::kLaneBlocks;
-      begin = id(lane, first_unit<Head>(own) * 8);
-      end = id(lane, first_unit<Head>(own + 1) * 8);
+      begin = id(lane, Head::first_unit(own) * 8);
+      end = id(lane, Head::first_unit(own + 1) * 8);
     } else {
       begin = first(block);
       end = first(block + 1);

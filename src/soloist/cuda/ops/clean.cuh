@@ -20,8 +20,8 @@ template <class Stream>
 __device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
   using M = typename Stream::M;
   using Rows = typename M::Residual;
-  clear_operand(turn<M>(params, Stream::kOperand, Stream::kBytes, epoch), columns, first_unit<Rows>(block) * 8,
-                num_units<Rows>(block) * 8, lane);
+  clear_operand(turn<M>(params, Stream::kOperand, Stream::kBytes, epoch), columns, Rows::first_unit(block) * 8,
+                Rows::num_units(block) * 8, lane);
   clear_words(turn<M>(params, Stream::kSquares, Stream::kSquaresBytes, epoch), M::kLaneBlocks * 8, columns, block * 2, 2, lane);
 }
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 
 #pragma unroll 1
     for (u32 rank = 0; rank < M::kRanks; ++rank)
       clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Rows::kUnits * 8 * 4,
-                  columns, first_unit<Rows>(block) * 8, num_units<Rows>(block) * 8, lane);
+                  columns, Rows::first_unit(block) * 8, Rows::num_units(block) * 8, lane);
   }
 }
 
@@ -66,10 +66,10 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
         using GateUp = typename L::GateUp;
         using Qkv = typename decltype(kind)::Qkv;
         clear_operand(turn<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), columns,
-                      first_unit<GateUp>(block) * (GateUp::kUnitHalves * 4),
-                      num_units<GateUp>(block) * (GateUp::kUnitHalves * 4), lane);
+                      GateUp::first_unit(block) * (GateUp::kUnitHalves * 4),
+                      GateUp::num_units(block) * (GateUp::kUnitHalves * 4), lane);
         clear_words(turn<M>(params, M::kWsProjected, M::kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
-                    first_unit<Qkv>(block) * 8, num_units<Qkv>(block) * 8, lane);
+                    Qkv::first_unit(block) * 8, Qkv::num_units(block) * 8, lane);
       });
       if (head < M::kKvHeads) {
         u8* partial = turn<M>(params, M::kWsPartial, M::kWsPartialBytes, layers + 2);

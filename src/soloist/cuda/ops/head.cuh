@@ -57,7 +57,7 @@ __device__ __forceinline__ u32 first_id(const Params& params) {
 template <class M>
 __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
   using Head = typename M::Head;
-  const u32 units = num_units<Head>(cx.block), first = first_unit<Head>(cx.block) * 8;
+  const u32 units = Head::num_units(cx.block), first = Head::first_unit(cx.block) * 8;
   using Stream = HeadStream<M>;
   const u32 in = M::kMeets ? cx.round + 1 : cx.next_in();
   // Who has this block's record reads its rows of the next round's embedding: a copy that the last layer had cleaned.

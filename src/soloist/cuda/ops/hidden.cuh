@@ -95,20 +95,16 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
     return from_half(__ldg(p.embedding + static_cast<u64>(token) * M::kHidden + k));
   } else {
     using Head = typename M::Head;
-    const u32 unit = token / 8, owner = ((unit + 1) * M::kLaneBlocks - 1) / Head::kUnits;
-    const u32 begin = first_unit<Head>(owner), units = num_units<Head>(owner), local = unit - begin;
+    const u32 unit = token / kHalfTileRows, owner = Head::owner(unit);
+    const u32 begin = Head::first_unit(owner), units = Head::num_units(owner), local = unit - begin;
     // The head is packed in groups of tiles, each group by steps.
     const u32 group = local / (2 * Head::kTiles), in_group = local % (2 * Head::kTiles);
     const u32 group_units = min(2 * Head::kTiles, units - group * 2 * Head::kTiles);
-    const u32 step = k / 512, warp = k % 512 / 64, half = k % 64 / 32, quad = k % 32 / 8, in = k % 8;
-    const u32 g = token % 8, tile = in_group / 2;
-    const u32 base = (group * 2 * Head::kTiles * Head::kSteps + step * group_units) * 4096;
-    u32 value;  // within the step of the group
-    if ((tile + 1) * 2 <= group_units)
-      value = (tile * 2 + half) * 4096 + warp * 512 + (in / 4) * 256 + (g * 4 + quad) * 8 +
-              ((in % 4 / 2) * 2 + in_group % 2) * 2 + in % 2;
-    else
-      value = tile * 2 * 4096 + warp * 512 + half * 256 + (g * 4 + quad) * 8 + in;
+    const u32 step = k / kStepColumns, tile = in_group / 2;
+    const u32 base = (group * 2 * Head::kTiles * Head::kSteps + step * group_units) * kHalfTileValues;
+    const u32 row = token % kHalfTileRows;
+    const u32 full = tile_place(in_group % 2, row, k), odd = half_tile_place(row, k);
+    const u32 value = tile * 2 * kHalfTileValues + ((tile + 1) * 2 <= group_units ? full : odd);  // within the step of the group
     return from_half(__ldg(reinterpret_cast<const u16*>(weights_of<M, Head>(p.image, owner, 0)) + base + value));
   }
 }
@@ -119,7 +115,7 @@ __device__ __forceinline__ void embed(Context<M>& cx) {
   if (cx.warp >= cx.columns) return;
   cx.scale = cx.params.embedding_scale;
   using Rows = typename M::Residual;
-  const u32 first = first_unit<Rows>(cx.block) * 8, rows = num_units<Rows>(cx.block) * 8;
+  const u32 first = Rows::first_unit(cx.block) * 8, rows = Rows::num_units(cx.block) * 8;
   if (rows == 0) return;
   const float* norm = cx.vectors(M::attention_norm(0));
   u8* now = stream_operand<InStream<M>>(cx, cx.next_in());
@@ -197,7 +193,7 @@ struct RowVectors {
 
   template <class M>
   __device__ __forceinline__ void load(const Context<M>& cx, const float* norms, const float* biases) {
-    const u32 rows = num_units<Op>(cx.block) * 8, first = first_unit<Op>(cx.block) * 8;
+    const u32 rows = Op::num_units(cx.block) * 8, first = Op::first_unit(cx.block) * 8;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 r = cx.lane + 32 * i;
@@ -211,7 +207,7 @@ struct RowVectors {
 template <class Stream, class Op, class M>
 __device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
                                               const RankRows<Stream>& ranks, u32 layer) {
-  const u32 units = num_units<Op>(cx.block), rows = units * 8, first = first_unit<Op>(cx.block) * 8;
+  const u32 units = Op::num_units(cx.block), rows = units * 8, first = Op::first_unit(cx.block) * 8;
   Reduction reduction(cx, Op::kTiles * 16);
   u8* now = stream_operand<Stream>(cx, epoch);
   float* residual = cx.shared.residual() + cx.warp * (Op::kMaxUnits * 8);

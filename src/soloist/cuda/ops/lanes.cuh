@@ -90,7 +90,7 @@ __device__ __forceinline__ void listen(const Context<M>& cx, u32 layer) {
     if (layer < M::kDelayLayers || layer >= M::kLayers) return;
     using Rows = typename M::Residual;
     constexpr u32 kEach = (Rows::kMaxUnits * 8 + 31) / 32;
-    const u32 rows = num_units<Rows>(cx.block) * 8, first = first_unit<Rows>(cx.block) * 8;
+    const u32 rows = Rows::num_units(cx.block) * 8, first = Rows::first_unit(cx.block) * 8;
     // The next layer has its number from qkv on.
     const u32 epoch = cx.layers_done + (Stream::kOperand == M::kWsHiddenMid) - M::kDelayLayers;
     if (kEach > 1) cx.sync();  // rows go to all warps, and others have just been writing the residual

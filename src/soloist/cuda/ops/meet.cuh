@@ -15,7 +15,7 @@ struct StreamOf<M, true> {
 template <class M>
 __device__ __forceinline__ void meet(Context<M>& cx) {
   using Rows = typename M::Residual;
-  const u32 epoch = cx.round + 1, rows = num_units<Rows>(cx.block) * 8, first = first_unit<Rows>(cx.block) * 8;
+  const u32 epoch = cx.round + 1, rows = Rows::num_units(cx.block) * 8, first = Rows::first_unit(cx.block) * 8;
   if (cx.warp >= cx.columns) return;
   if constexpr (!M::kSumBeforeNorm) {
     Scale<InStream<M>> scale;

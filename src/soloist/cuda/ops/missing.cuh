@@ -57,7 +57,7 @@ template <class M>
 __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatile Where* where) {
   const u32 round = where->round, layers_done = round * M::kLayers + where->layer + 1;
   using Rows = typename M::Residual;
-  const u32 first = first_unit<Rows>(lane_block<M>()) * 8, rows = num_units<Rows>(lane_block<M>()) * 8;
+  const u32 first = Rows::first_unit(lane_block<M>()) * 8, rows = Rows::num_units(lane_block<M>()) * 8;
   const Phase phase = static_cast<Phase>(where->phase);
   u32 missing = 0;
   if constexpr (M::kHasLanes) {

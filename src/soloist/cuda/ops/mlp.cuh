@@ -67,7 +67,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
   cx.begin(Phase::kGateUp);
   cx.let_clean(cx.layers_done + cx.round - 1);
-  const u32 units = num_units<GateUp>(cx.block), first = first_unit<GateUp>(cx.block) * kUnitNeurons<GateUp>;
+  const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
   const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
   GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Scale<MidStream<M>> scale;
@@ -104,11 +104,11 @@ template <class L, class M>
 __device__ __forceinline__ void down(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
   cx.begin(Phase::kDown);
-  const u32 units = num_units<Down>(cx.block);
+  const u32 units = Down::num_units(cx.block);
   RowVectors<Down> vectors;
   vectors.load(cx, cx.vectors(M::attention_norm(layer + 1)),
                L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecDownBias : nullptr);
-  const RankRows<InStream<M>> ranks(cx, cx.next_in(), first_unit<typename M::Residual>(cx.block) * 8 + cx.lane);
+  const RankRows<InStream<M>> ranks(cx, cx.next_in(), M::Residual::first_unit(cx.block) * 8 + cx.lane);
   GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });

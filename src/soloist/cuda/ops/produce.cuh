@@ -19,21 +19,16 @@ struct Part {
 // `layer`: where it begins in a block's weights.
 template <class M, class Op>
 __device__ __forceinline__ Part part_of(const u8* image, u64 layer) {
-  return Part{weights_of<M, Op>(image, blockIdx.x, layer), num_units<Op>(lane_block<M>()) * Op::kUnitHalves, Op::kSteps,
+  return Part{weights_of<M, Op>(image, blockIdx.x, layer), Op::num_units(lane_block<M>()) * Op::kUnitHalves, Op::kSteps,
               Op::kHalfTileBytes};
 }
-enum Streamed : u32 { kStreamQkv, kStreamPages, kStreamOutput, kStreamGateUp, kStreamDown, kStreamedParts };
-
-// What comes of a layer's weights in one of its parts.
+// What a phase of a layer streams of the weights.
 template <class M>
-__device__ __forceinline__ Part part_of_layer(const u8* image, u32 layer, u32 streamed) {
+__device__ __forceinline__ Part part_of_phase(const u8* image, u32 layer, u32 phase) {
   Part part;
   M::of_layer(layer, [&](auto kind) {
     using L = decltype(kind);
-    if (streamed == kStreamQkv) part = part_of<M, typename L::Qkv>(image, L::weights(layer));
-    else if (streamed == kStreamOutput) part = part_of<M, typename L::AttentionOutput>(image, L::weights(layer));
-    else if (streamed == kStreamGateUp) part = part_of<M, typename L::GateUp>(image, L::weights(layer));
-    else part = part_of<M, typename L::Down>(image, L::weights(layer));
+    L::of_phase(phase, [&](auto matrix) { part = part_of<M, decltype(matrix)>(image, L::weights(layer)); });
   });
   return part;
 }
@@ -175,7 +170,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
     if (round > 0) {
       // Not more than the ring holds: nobody consumes them if the launch ends here.
       const u32 before = p.issued;
-      p.weights(part_of_layer<M>(params.image, 0, kStreamQkv), 0, M::kRingSlots);
+      p.weights(part_of_phase<M>(params.image, 0, 0), 0, M::kRingSlots);
       begin = M::kRingSlots;
       // Pairs with conclude(): the new positions are known, the last keys and values written.
       mbarrier_wait(round_barrier, (round - 1) & 1);
@@ -184,17 +179,17 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
     }
     // One loop over everything that streams, so that the code for it is there once.
 #pragma unroll 1
-    for (u32 i = 0; i <= M::kLayers * kStreamedParts; ++i) {
-      const u32 layer = i / kStreamedParts, streamed = i % kStreamedParts;
+    for (u32 i = 0; i <= M::kLayers * kLayerPhases; ++i) {
+      const u32 layer = i / kLayerPhases, phase = i % kLayerPhases;
       where->producer_layer = layer;
-      if (streamed == kStreamPages) {
+      if (phase == kPagesPhase) {
         p.pages(*control, layer);
         continue;
       }
       Part part;
       p.of_head = layer == M::kLayers;
       if (layer == M::kLayers) part = part_of<M, typename M::Head>(params.image, 0);
-      else part = part_of_layer<M>(params.image, layer, streamed);
+      else part = part_of_phase<M>(params.image, layer, phase);
       p.weights(part, begin);
       begin = 0;
     }

@@ -143,14 +143,6 @@ struct Context {
   }
 };
 
-template <class Op>
-__device__ __forceinline__ u32 first_unit(u32 block) {
-  return block * Op::kUnits / Op::kBlocks;
-}
-template <class Op>
-__device__ __forceinline__ u32 num_units(u32 block) {
-  return first_unit<Op>(block + 1) - first_unit<Op>(block);
-}
 // A block's part of a matrix of the layer that begins so many bytes after the block's weights; `block` counts those of
 // all lanes here.
 template <class M, class Op>

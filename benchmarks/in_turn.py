@@ -1,0 +1,93 @@
+"""Measure two commits in turn on one machine: `python benchmarks/in_turn.py A=TREE B=TREE -o FILE`.
+
+Each round runs every command of `suites.IN_TURN` with one tree and then with the other, in
+processes of their own; the next round begins with the other tree. All rows are written, in the
+order in which they were measured. A table then says how far the medians over the rounds differ.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from suites import IN_TURN
+
+_FIGURES = ("decode_tokens_per_s", "ttft_ms", "total_s")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if every command succeeded in every round."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("trees", nargs=2, type=_tree, metavar="COMMIT=TREE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", metavar="TEXT", help="commands that contain it")
+    parser.add_argument("--seconds", type=float, default=1e9, help="then no round is begun")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args(given)
+    rows: list[dict[str, Any]] = []
+    failed, end = 0, time.monotonic() + asked.seconds
+    for place, command in product(range(asked.rounds), (c for c in IN_TURN if asked.only in c)):
+        if time.monotonic() > end:
+            print(f"stopped in round {place + 1} of {asked.rounds}")
+            break
+        for commit, tree in asked.trees if place % 2 == 0 else asked.trees[::-1]:
+            measured = _measure(commit, tree, command)
+            failed += not measured
+            rows += measured
+            asked.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    _print_changes(rows, *(commit for commit, _ in asked.trees))
+    return 1 if failed else 0
+
+
+def _tree(given: str) -> tuple[str, Path]:
+    commit, _, tree = given.partition("=")
+    if not (Path(tree) / "src" / "soloist").is_dir():
+        raise argparse.ArgumentTypeError(f"{given}: write COMMIT=FOLDER, of a source tree")
+    return commit, Path(tree).resolve()
+
+
+def _measure(commit: str, tree: Path, command: str) -> list[dict[str, Any]]:
+    """The rows of a command, none if it failed. A folder outside of git has no commit to tell."""
+    start = time.monotonic()
+    path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "soloist", *shlex.split(command), "--json"],
+        cwd=tree, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    print(f"{time.monotonic() - start:6.1f} s  {commit}  {command}", flush=True)
+    if done.returncode:
+        print(done.stderr.rstrip(), flush=True)
+        return []
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return [{**row, "commit": commit} for row in rows]
+
+
+def _print_changes(rows: Sequence[dict[str, Any]], before: str, after: str) -> None:
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        what = [str(row[k]) for k in ("shape", "prompt_tokens", "kernel_cache") if k in row]
+        for figure in _FIGURES:
+            if figure in row:
+                by_commit = found.setdefault((row.get("bench", "decode"), *what, figure), {})
+                by_commit.setdefault(row["commit"], []).append(row[figure]["median"])
+    for key, values in found.items():
+        a, b = values.get(before, []), values.get(after, [])
+        if a and b:
+            change = median(b) / median(a) - 1
+            sides = " → ".join(
+                f"{median(x):.4g} ({min(x):.4g}-{max(x):.4g}, {len(x)} rounds)" for x in (a, b)
+            )
+            print(f"{' '.join(key):60} {change:+7.2%}  {sides}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
