@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.gpu import TYPICAL, Gpu
-from soloist.megakernel.interpreter import Interpreter, Memory, round_of_ranks
+from soloist.megakernel.interpreter import (
+    Interpreter,
+    LaneInterpreter,
+    Memory,
+    lanes_of_plan,
+    round_of_lanes,
+    round_of_ranks,
+)
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.lane_interpreter import LaneInterpreter, lanes_of_plan, round_of_lanes
 from soloist.megakernel.packing import numbers, ordered, pack, place
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sharding import shard_all

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from interpreter.models import Bench, configured, load, prompt, reference_logits
 from plan.shapes import operation
-from soloist.megakernel import interpreter as module
+from soloist.megakernel.interpreter.exchange import Exchange, Operand
+from soloist.megakernel.interpreter.split import Splits
 from soloist.megakernel.launch import _fresh_workspace, _load_image
 from soloist.megakernel.limits import MAX_COLUMNS, TURNS
 from soloist.megakernel.partition import Matrix
@@ -46,7 +47,7 @@ def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConf
         buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
         assert seen.unique().tolist() == [-1, 0]
-        absent = module.Operand(plan, name).values.isnan()
+        absent = Operand(plan, name).values.isnan()
         assert torch.equal(seen.view(absent.shape) == -1, absent)
 
 
@@ -76,7 +77,7 @@ def test_pages_that_no_split_owns_are_missed(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(case)
-    monkeypatch.setattr(module.Interpreter, "_pages", lambda *_: [])
+    monkeypatch.setattr(Splits, "pages", lambda *_: [])
     with pytest.raises(AssertionError, match="a position counts once"):
         made.feed(prompt(case[0], 3))
 
@@ -94,7 +95,7 @@ def test_an_exchange_that_is_not_cleaned_is_written_twice(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(case)
-    monkeypatch.setattr(module.Exchange, "clear", lambda *_: None)
+    monkeypatch.setattr(Exchange, "clear", lambda *_: None)
     with pytest.raises(AssertionError, match="written twice"):
         made.feed(prompt(case[0], 5))
 
@@ -102,8 +103,8 @@ def test_an_exchange_that_is_not_cleaned_is_written_twice(
 def test_an_exchange_that_is_cleaned_early_is_read_absent(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, clear = bench(case), module.Exchange.clear
-    monkeypatch.setattr(module.Exchange, "clear", lambda self, epoch: clear(self, epoch - 2))
+    made, clear = bench(case), Exchange.clear
+    monkeypatch.setattr(Exchange, "clear", lambda self, epoch: clear(self, epoch - 2))
     with pytest.raises(AssertionError, match="read before it is written"):
         made.feed(prompt(case[0], 5))
 
@@ -111,11 +112,11 @@ def test_an_exchange_that_is_cleaned_early_is_read_absent(
 def test_rows_that_nobody_publishes_are_missed(
     case: tuple[ModelConfig, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, publish = bench(case), module.Operand.publish
+    made, publish = bench(case), Operand.publish
 
-    def short(self: module.Operand, epoch: int, columns: range, k: Tensor, values: Tensor) -> None:
+    def short(self: Operand, epoch: int, columns: range, k: range, values: Tensor) -> None:
         publish(self, epoch, columns, k[1:], values[:, 1:])
 
-    monkeypatch.setattr(module.Operand, "publish", short)
+    monkeypatch.setattr(Operand, "publish", short)
     with pytest.raises(AssertionError, match="hidden_in: turn 1 is read before it is written"):
         made.feed(prompt(case[0], 1))
