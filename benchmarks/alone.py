@@ -21,7 +21,7 @@ from soloist.engine.support import find_support
 from soloist.megakernel import launch
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.launch import Column, Decoder
+from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.trace import block_times, stretches
@@ -102,7 +102,7 @@ class _Alone:
     def _token_us(self, context: int, rounds: int) -> float:
         """Mean of one launch, as the host sees tokens come."""
         decoder = self._decoder
-        decoder.prepare(decoder.pack([Column(0, context, [_FIRST_TOKEN])], rounds))
+        decoder.prepare(decoder.pack([Query(0, context, [_FIRST_TOKEN])], rounds))
         decoder.go()
         decoder.mark_end()
         times = [time.perf_counter() for _ in decoder.tokens()]

@@ -168,9 +168,9 @@ def test_run_names_the_kernel(soloist) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize(
     "options",
-    [(), ("--columns", 8), ("--sequences", 4), ("--sequences", 2, "--columns", 2),
+    [(), ("--queries", 8), ("--sequences", 4), ("--sequences", 2, "--queries", 2),
      ("--context", 4000)],
-    ids=["one", "columns", "sequences", "both", "context"],
+    ids=["one", "queries", "sequences", "both", "context"],
 )  # fmt: skip
 def test_bench_of_a_shape(soloist, tmp_path, options) -> None:
     file = tmp_path / "row.json"

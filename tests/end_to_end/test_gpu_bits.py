@@ -27,7 +27,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import nvrtc_version
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.sharding import shard_all
 from soloist.model.dtype import Dtype
@@ -68,9 +68,9 @@ def hashed(content: Tensor | list[int]) -> str:
 def bits(model: KernelModel, vocab_size: int, ids: list[int]) -> dict[str, str]:
     """Hashes of what a model makes of some tokens."""
     one = forced_logits(model.decoder, vocab_size, ids[:FORCED_TOKENS], 1, ROUNDS)
-    several = forced_logits(model.decoder, vocab_size, ids[:FORCED_TOKENS], MAX_COLUMNS, ROUNDS)
+    several = forced_logits(model.decoder, vocab_size, ids[:FORCED_TOKENS], MAX_QUERIES, ROUNDS)
     assert torch.isfinite(one).all(), "finite logits"
-    require_same_bits(f"{MAX_COLUMNS} columns", one, several)
+    require_same_bits(f"{MAX_QUERIES} queries", one, several)
     found = {"logits": hashed(one)}
     for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         sampler = Sampler(params, vocab_size, ids)

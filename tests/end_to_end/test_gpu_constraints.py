@@ -14,7 +14,7 @@ from end_to_end.test_gpu_loop import end_of
 from end_to_end.test_gpu_sampling import model, prompt_ids
 from soloist.engine import Completion, Engine, EngineConfig, EngineLoop
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import num_words, words_of
 from soloist.text.answers import answer_grammar, json_form, regex_form
@@ -49,7 +49,7 @@ def kernel_logits(ids: list[int]) -> torch.Tensor:
     """[T, V] after each of these tokens, from the kernel, one a round."""
     decoder = model().decoder
     kept = torch.zeros(len(ids), 1, decoder.logits.shape[1], device="cuda")
-    decoder.run([Column(0, 0, ids)], len(ids), logits=kept)
+    decoder.run([Query(0, 0, ids)], len(ids), logits=kept)
     return kept[:, 0, : engine().config.vocab_size].cpu()
 
 
@@ -108,18 +108,18 @@ def test_requests_side_by_side_are_those_alone() -> None:
     loop.close()
 
 
-def masked_column(allowed: list[int], sequence: int = 0) -> Column:
+def masked_query(allowed: list[int], sequence: int = 0) -> Query:
     vocab = engine().config.vocab_size
     (first, *_) = prompt_ids()
     sampler = Sampler(SamplingParams(), vocab, prompt_ids())
     choice = Choice(sampler.params, sampler.counts, allowed=words_of(allowed, vocab))
-    return Column(sequence, 0, [first], choice=choice)
+    return Query(sequence, 0, [first], choice=choice)
 
 
 def test_a_host_that_takes_its_time_is_waited_for() -> None:
     """Longer than other waits may last."""
     decoder, vocab = model().decoder, engine().config.vocab_size
-    decoder.start([masked_column([7])], 3)
+    decoder.start([masked_query([7])], 3)
     made = []
     for number, (token_id,) in enumerate(decoder.tokens()):
         made.append(token_id)
@@ -130,9 +130,9 @@ def test_a_host_that_takes_its_time_is_waited_for() -> None:
 
 def test_the_host_ends_a_launch_where_a_mask_is_due() -> None:
     decoder, vocab = model().decoder, engine().config.vocab_size
-    free = Column(1, 0, [prompt_ids()[0]])
+    free = Query(1, 0, [prompt_ids()[0]])
     alone = decoder.run([free], 40)
-    decoder.start([masked_column([7]), free], 40)
+    decoder.start([masked_query([7]), free], 40)
     made = []
     for number, tokens in enumerate(decoder.tokens()):
         made.append(tokens)
@@ -140,7 +140,7 @@ def test_the_host_ends_a_launch_where_a_mask_is_due() -> None:
     assert [row[0] for row in made[:4]] == [7, 8, 9, 10]
     assert len(made) == 5, "the round that waits is the last"
     assert [row[1:] for row in made] == alone[:5], "and others' tokens in it count"
-    decoder.start([masked_column([7])], 40)
+    decoder.start([masked_query([7])], 40)
     assert next(decoder.tokens()) == [7]
     decoder.abandon()
     assert len(list(decoder.tokens())) < 5
@@ -151,7 +151,7 @@ def test_masks_reach_every_block() -> None:
     """One token of each block's share alone, and of the vocabulary's ends."""
     decoder, vocab = model().decoder, engine().config.vocab_size
     wanted = [0, vocab - 1, *range(13, vocab, vocab // 150)]
-    decoder.start([masked_column(wanted[:1])], len(wanted))
+    decoder.start([masked_query(wanted[:1])], len(wanted))
     made = []
     for number, (token_id,) in enumerate(decoder.tokens()):
         made.append(token_id)
@@ -167,7 +167,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.errors import KernelStuck
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import words_of
 
@@ -177,7 +177,7 @@ decoder.load(Build(mask_ns=300_000_000))
 sampler = Sampler(SamplingParams(), vocab, [1])
 choice = Choice(sampler.params, sampler.counts, allowed=words_of([7], vocab))
 try:
-    decoder.run([Column(0, 0, [1], choice=choice)], 4)
+    decoder.run([Query(0, 0, [1], choice=choice)], 4)
 except KernelStuck as error:
     print(error.message, flush=True)
 os._exit(0)  # the context is lost, and tidying up would say so

@@ -20,8 +20,8 @@ from soloist.megakernel import launch
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
@@ -55,17 +55,17 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
-def kept_logits(decoder: Decoder, columns: list[Column], rounds: int) -> Tensor:
-    """[rounds, columns, V]"""
-    kept = torch.zeros(rounds, len(columns), decoder.logits.shape[1], device="cuda")
-    decoder.run(columns, rounds, logits=kept)
+def kept_logits(decoder: Decoder, queries: list[Query], rounds: int) -> Tensor:
+    """[rounds, queries, V]"""
+    kept = torch.zeros(rounds, len(queries), decoder.logits.shape[1], device="cuda")
+    decoder.run(queries, rounds, logits=kept)
     return kept
 
 
-def forced_logits(decoder: Decoder, ids: list[int], columns: int, vocab_size: int) -> Tensor:
-    """[T, V] of forced tokens, `columns` positions side by side."""
-    side_by_side = [Column(0, c, ids[c::columns], stride=columns) for c in range(columns)]
-    kept = kept_logits(decoder, side_by_side, len(ids) // columns)
+def forced_logits(decoder: Decoder, ids: list[int], queries: int, vocab_size: int) -> Tensor:
+    """[T, V] of forced tokens, `queries` positions side by side."""
+    side_by_side = [Query(0, c, ids[c::queries], stride=queries) for c in range(queries)]
+    kept = kept_logits(decoder, side_by_side, len(ids) // queries)
     return kept.flatten(0, 1)[:, :vocab_size]
 
 
@@ -81,9 +81,9 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
     one_by_one = forced_logits(kernel.decoder, ids, 1, config.vocab_size)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR
-    for columns in (2, 5):
+    for queries in (2, 5):
         assert torch.equal(
-            forced_logits(kernel.decoder, ids, columns, config.vocab_size), one_by_one
+            forced_logits(kernel.decoder, ids, queries, config.vocab_size), one_by_one
         )
 
 
@@ -92,14 +92,14 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     config, plan = configured(name, folder, like=arch)
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {k: v.to(device, torch.bfloat16) for k, v in random_weights(config).items()}
-    pages = torch.arange(MAX_COLUMNS * (CONTEXT // PAGE_POSITIONS), dtype=torch.int32)
+    pages = torch.arange(MAX_QUERIES * (CONTEXT // PAGE_POSITIONS), dtype=torch.int32)
     layers, heads = plan.share.num_layers, plan.shape.pool_kv_heads
     pool = PagePool(layers, heads, plan.shape.head_dim, len(pages), torch.bfloat16, device)
     torch.manual_seed(0)
     pool.tensor.normal_()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, CONTEXT, device)
     decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
-    decoder.page_tables.copy_(pages.view(MAX_COLUMNS, -1))
+    decoder.page_tables.copy_(pages.view(MAX_QUERIES, -1))
     return decoder
 
 
@@ -114,17 +114,17 @@ def test_sequences_of_any_length_do_not_touch_each_other(
     name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block attends to several of them: some whole, parts of others, nothing of an empty part."""
-    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: PAGE_POSITIONS))
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: PAGE_POSITIONS))
     decoder = decoder_of_sequences(name, arch, tmp_path)
     rounds, given = 3, [5, 7, 11]
     starts = (186, 3, 140, 127, 64, 63, 100)
-    apart = [[Column(i, start, given)] for i, start in enumerate(starts)]
+    apart = [[Query(i, start, given)] for i, start in enumerate(starts)]
     # Two positions of one sequence at a time, where a split begins; and its neighbours.
-    apart[3] = [Column(3, 126, given, stride=2), Column(3, 127, given, stride=2)]
-    together = kept_logits(decoder, [column for columns in apart for column in columns], rounds)
+    apart[3] = [Query(3, 126, given, stride=2), Query(3, 127, given, stride=2)]
+    together = kept_logits(decoder, [query for queries in apart for query in queries], rounds)
     assert torch.isfinite(together).all()
     first = 0
-    for columns in apart:
-        alone = kept_logits(decoder, columns, rounds)
-        assert torch.equal(alone, together[:, first : first + len(columns)])
-        first += len(columns)
+    for queries in apart:
+        alone = kept_logits(decoder, queries, rounds)
+        assert torch.equal(alone, together[:, first : first + len(queries)])
+        first += len(queries)

@@ -9,7 +9,7 @@ from interpreter.test_kinds_and_formats import matrices_of
 from soloist.bench.agreement import forced_logits
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.weight_format import INT8_SCALED
@@ -47,7 +47,7 @@ def require_reference(model: KernelModel, ids: list[int], wanted: Tensor, vocab_
     one_by_one = forced_logits(model.decoder, vocab_size, ids, 1, TOKENS)
     require_near(one_by_one, wanted)
     assert torch.equal(
-        forced_logits(model.decoder, vocab_size, ids, MAX_COLUMNS, TOKENS), one_by_one
+        forced_logits(model.decoder, vocab_size, ids, MAX_QUERIES, TOKENS), one_by_one
     )
     for start, stop in ((0, 70), (70, TOKENS - 1)):
         logits = model.prefill.run(ids[start:stop], start, model.page_tables[0])

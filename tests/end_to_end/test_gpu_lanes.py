@@ -13,8 +13,8 @@ from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
@@ -57,13 +57,11 @@ class Spread:
             self.decoders.append(decoder)
         self.ranks = Ranks(self.decoders)
 
-    def logits(self, ids: list[int], columns: int, sequence: int = 0) -> Tensor:
-        """[T, V] of forced tokens, `columns` positions side by side."""
-        rounds = len(ids) // columns
-        kept = torch.zeros(rounds, columns, self.plan.exchanges.sampled_rows, device="cuda")
-        side_by_side = [
-            Column(sequence, c, ids[c::columns], stride=columns) for c in range(columns)
-        ]
+    def logits(self, ids: list[int], queries: int, sequence: int = 0) -> Tensor:
+        """[T, V] of forced tokens, `queries` positions side by side."""
+        rounds = len(ids) // queries
+        kept = torch.zeros(rounds, queries, self.plan.exchanges.sampled_rows, device="cuda")
+        side_by_side = [Query(sequence, c, ids[c::queries], stride=queries) for c in range(queries)]
         self.ranks.run(side_by_side, rounds, logits=kept)
         return kept.flatten(0, 1)[:, : self.plan.model.vocab_size]
 
@@ -82,8 +80,8 @@ def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> Non
     one_by_one = spread.logits(ids, 1)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR
-    for columns in (2, 5):
-        assert torch.equal(spread.logits(ids, columns), one_by_one)
+    for queries in (2, 5):
+        assert torch.equal(spread.logits(ids, queries), one_by_one)
     assert torch.equal(spread.logits(ids, 3, sequence=1), one_by_one)
 
 
@@ -94,11 +92,11 @@ def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, tmp_p
     ids = prompt(config, 96)
     spread = Spread(config, plan, weights)
     wanted = spread.logits(ids, 1)
-    assert torch.equal(spread.logits(ids, MAX_COLUMNS), wanted)
+    assert torch.equal(spread.logits(ids, MAX_QUERIES), wanted)
     for decoder in spread.decoders:
         decoder.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
-    for columns in (1, MAX_COLUMNS):
-        assert torch.equal(spread.logits(ids, columns), wanted), columns
+    for queries in (1, MAX_QUERIES):
+        assert torch.equal(spread.logits(ids, queries), wanted), queries
 
 
 def test_bits_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
@@ -115,22 +113,22 @@ def test_bits_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
 def test_lanes_choose_alike_again_and_again(ranks: int, tmp_path: Path) -> None:
     config, plan, weights = configured("seven layers", tmp_path, ranks)
     spread = Spread(config, plan, weights)
-    columns = [Column(0, 0, prompt(config, 20)), Column(1, 0, prompt(config, 9, seed=1))]
-    made = spread.ranks.run(columns, 150)
+    queries = [Query(0, 0, prompt(config, 20)), Query(1, 0, prompt(config, 9, seed=1))]
+    made = spread.ranks.run(queries, 150)
     chosen = [d._shown[:150, :2].tolist() for d in spread.decoders]
     assert chosen == [made] * ranks
     for _ in range(20):
-        assert spread.ranks.run(columns, 150) == made
+        assert spread.ranks.run(queries, 150) == made
 
 
 def test_a_launch_stops_on_request(tmp_path: Path) -> None:
     config, plan, weights = configured("mean of lanes", tmp_path, 2)
     spread = Spread(config, plan, weights)
-    spread.ranks.start([Column(0, 0, [1])], 150)
+    spread.ranks.start([Query(0, 0, [1])], 150)
     spread.ranks.stop()
     made = list(spread.ranks.tokens())
     assert 1 <= len(made) <= 150
-    assert spread.ranks.run([Column(0, 0, [1])], len(made)) == made
+    assert spread.ranks.run([Query(0, 0, [1])], len(made)) == made
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -141,8 +139,8 @@ def test_lanes_sample_as_the_host_does(name: str, ranks: int, tmp_path: Path) ->
     params = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.9, seed=3, ignore_eos=True)
     sampler = Sampler(params, config.vocab_size, [7])
     kept = torch.zeros(60, 1, plan.exchanges.sampled_rows, device="cuda")
-    column = Column(0, 0, [7], choice=Choice(params, sampler.counts, frozenset()))
-    made = launches.run([column], 60, logits=kept)
+    query = Query(0, 0, [7], choice=Choice(params, sampler.counts, frozenset()))
+    made = launches.run([query], 60, logits=kept)
     for i, (token,) in enumerate(made):
         assert sampler.pick(kept[i, 0, : config.vocab_size].cpu(), i + 1) == token
         sampler.observe(token)
@@ -171,7 +169,7 @@ def test_prompts_of_a_loaded_model(name: str, ranks: int, keep_rows: bool, tmp_p
         error = (logits.cpu() - wanted[stop - 1]).norm() / wanted[stop - 1].norm()
         assert error < MOST_ERROR
     kept = torch.zeros(20, 1, plan.exchanges.sampled_rows, device=device)
-    model.decoder.run([Column(0, TOKENS - 20, ids[-20:])], 20, logits=kept)
+    model.decoder.run([Query(0, TOKENS - 20, ids[-20:])], 20, logits=kept)
     made = kept[:, 0, : config.vocab_size].cpu()
     error = (made - wanted[-20:]).norm() / wanted[-20:].norm()
     assert error < MOST_ERROR

@@ -11,7 +11,7 @@ from torch import Tensor
 from soloist.bench.agreement import agreement, forced_logits
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.kernel import KernelModel
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
@@ -43,10 +43,10 @@ def text_ids() -> tuple[int, ...]:
     return tuple(model()[0].tokenizer.encode(source[:40_000])[:NUM_TOKENS])
 
 
-def kernel_logits(columns: int, rounds: int, ranks: int = 1) -> Tensor:
-    """[T, V] of the text, `columns` positions side by side, at most `rounds` rounds a launch."""
+def kernel_logits(queries: int, rounds: int, ranks: int = 1) -> Tensor:
+    """[T, V] of the text, `queries` positions side by side, at most `rounds` rounds a launch."""
     engine, kernel = model(ranks)
-    return forced_logits(kernel.decoder, engine.config.vocab_size, text_ids(), columns, rounds)
+    return forced_logits(kernel.decoder, engine.config.vocab_size, text_ids(), queries, rounds)
 
 
 @cache
@@ -71,14 +71,14 @@ def test_logits_are_nearer_to_fp32_than_a_16_bit_forward_is(ranks: int):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "columns", "rounds"),
+    ("ranks", "queries", "rounds"),
     [
         *((1, *steps) for steps in ((1, 1), (1, 64), (2, 256), (4, 16), (8, 64), (8, 1))),
         *((ranks, *steps) for ranks in (2, 4, 8) for steps in ((1, 64), (8, 16))),
     ],
 )
-def test_bits_do_not_depend_on_columns_or_launches(ranks: int, columns: int, rounds: int):
-    assert torch.equal(kernel_logits(columns, rounds, ranks), kernel_logits(1, NUM_TOKENS, ranks))
+def test_bits_do_not_depend_on_queries_or_launches(ranks: int, queries: int, rounds: int):
+    assert torch.equal(kernel_logits(queries, rounds, ranks), kernel_logits(1, NUM_TOKENS, ranks))
 
 
 @pytest.mark.parametrize("subject", [("etude",), ("--shape", CONFIG)])
@@ -95,8 +95,8 @@ def test_the_command_finds_the_same(soloist, tmp_path, subject):
 
 def test_a_thousand_runs_are_one():
     decoder = model()[1].decoder
-    column = [Column(0, 0, list(text_ids()[:3]))]
-    tokens, logits = decoder.run(column, 64), decoder.logits[0].clone()
+    query = [Query(0, 0, list(text_ids()[:3]))]
+    tokens, logits = decoder.run(query, 64), decoder.logits[0].clone()
     for _ in range(999):
-        assert decoder.run(column, 64) == tokens
+        assert decoder.run(query, 64) == tokens
         assert torch.equal(decoder.logits[0], logits)

@@ -20,8 +20,8 @@ from soloist.errors import LaunchError
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
@@ -63,34 +63,34 @@ def test_logits_are_the_references(name: str, ranks: int, tmp_path: Path) -> Non
     one_by_one = forced_logits(model.decoder, config.vocab_size, ids, 1, TOKENS)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR
-    for columns in (2, 5):
-        again = forced_logits(model.decoder, config.vocab_size, ids, columns, TOKENS)
+    for queries in (2, 5):
+        again = forced_logits(model.decoder, config.vocab_size, ids, queries, TOKENS)
         assert torch.equal(again, one_by_one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("name", ["smollm3-nope-64", "qwen3-wide-32"])
 def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, tmp_path: Path) -> None:
-    """With as many columns as there are, one rank's cleaner or all of them late by a layer."""
+    """With as many queries as there are, one rank's cleaner or all of them late by a layer."""
     config, plan = configured(name, tmp_path, ranks=ranks)
     decoder = spread(config, plan).decoder
     ids = prompt(config, 96)
     wanted = forced_logits(decoder, config.vocab_size, ids, 1, 96)
-    assert torch.equal(forced_logits(decoder, config.vocab_size, ids, MAX_COLUMNS, 96), wanted)
+    assert torch.equal(forced_logits(decoder, config.vocab_size, ids, MAX_QUERIES, 96), wanted)
     parts = decoder.decoders if isinstance(decoder, Ranks) else [decoder]
     for late in (parts[-1:], parts):
         for part in late:
             part.load(Build(cleaner_cycles=CLEANER_CYCLES))
-        for columns in (1, MAX_COLUMNS):
-            again = forced_logits(decoder, config.vocab_size, ids, columns, 96)
-            assert torch.equal(again, wanted), f"{columns} columns, {len(late)} late"
+        for queries in (1, MAX_QUERIES):
+            again = forced_logits(decoder, config.vocab_size, ids, queries, 96)
+            assert torch.equal(again, wanted), f"{queries} queries, {len(late)} late"
 
 
 @pytest.mark.parametrize("name", ["qwen3-norms-128", "mistral-window-96"])
-def test_logits_of_columns_whose_cache_is_split(
+def test_logits_of_queries_whose_cache_is_split(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: 64))
     config, plan = configured(name, tmp_path, ranks=4)
     weights = {k: v.to(torch.bfloat16) for k, v in random_weights(config).items()}
     ids = prompt(config, TOKENS)
@@ -121,7 +121,7 @@ def test_the_kernel_goes_on_where_prefill_ended(
         assert error < 0.03
     first = TOKENS - 20
     kept = torch.zeros(20, 1, model.decoder.logits.shape[1], device="cuda")
-    model.decoder.run([Column(0, first, ids[first:])], 20, logits=kept)
+    model.decoder.run([Query(0, first, ids[first:])], 20, logits=kept)
     seen = kept[:, 0, : config.vocab_size].cpu()
     assert (seen - wanted[first:]).norm() / wanted[first:].norm() < MOST_ERROR
 
@@ -129,24 +129,24 @@ def test_the_kernel_goes_on_where_prefill_ended(
 def test_all_ranks_choose_alike_again_and_again(tmp_path: Path) -> None:
     config, plan = configured("qwen3-norms-128", tmp_path, ranks=4)
     ranks = ranks_of(spread(config, plan))
-    column = Column(0, 0, prompt(config, 20))
-    made = ranks.run([column], 150)
+    query = Query(0, 0, prompt(config, 20))
+    made = ranks.run([query], 150)
     chosen = [d._shown[:150, 0].tolist() for d in ranks.decoders]
     assert chosen == [[token for (token,) in made]] * 4
     for _ in range(20):
-        assert ranks.run([column], 150) == made
+        assert ranks.run([query], 150) == made
 
 
 def test_a_launch_of_ranks_stops_on_request(tmp_path: Path) -> None:
     config, plan = configured("llama-tied-64", tmp_path, ranks=2)
     ranks = ranks_of(spread(config, plan))
     for choice in (None, Choice(*_sampled(config.vocab_size))):
-        column = Column(0, 0, [1], choice=choice)
-        ranks.start([column], 150)
+        query = Query(0, 0, [1], choice=choice)
+        ranks.start([query], 150)
         ranks.stop()
         made = list(ranks.tokens())
         assert 1 <= len(made) <= 150
-        assert ranks.run([column], len(made)) == made
+        assert ranks.run([query], len(made)) == made
 
 
 def _sampled(vocab_size: int) -> tuple[SamplingParams, object, frozenset[int]]:
@@ -212,7 +212,7 @@ def test_sampled_tokens_are_the_definitions(names: Sequence[str], ranks: int) ->
     decoder, vocab = kernel_model(ranks).decoder, engine(1).config.vocab_size
     ids = ids_of("def fibonacci(n):\n    a, b = 0, 1\n")
     samplers = [Sampler(PARAMS.get(n, SamplingParams()), vocab, ids) for n in names]
-    decoder.run([Column(s, 0, ids[:-1]) for s in range(len(samplers))], len(ids) - 1)
+    decoder.run([Query(s, 0, ids[:-1]) for s in range(len(samplers))], len(ids) - 1)
     last, made = [ids[-1]] * len(samplers), 0
     for rounds in (1, 37, 64):
         kept = torch.zeros(rounds, len(samplers), decoder.logits.shape[1], device="cuda")
@@ -222,8 +222,8 @@ def test_sampled_tokens_are_the_definitions(names: Sequence[str], ranks: int) ->
             else Choice(s.params, s.counts, s.stop_test.ending_ids)
             for s in samplers
         ]  # fmt: skip
-        columns = [Column(s, position, [last[s]], choice=c) for s, c in enumerate(choices)]
-        tokens = decoder.run(columns, rounds, logits=kept)
+        queries = [Query(s, position, [last[s]], choice=c) for s, c in enumerate(choices)]
+        tokens = decoder.run(queries, rounds, logits=kept)
         assert len(tokens) == rounds
         for r, row in enumerate(tokens):
             for s, sampler in enumerate(samplers):
@@ -244,7 +244,7 @@ def test_all_ranks_heed_the_hosts_masks(ranks: int) -> None:
     sampler = Sampler(SamplingParams(temperature=1.0, seed=3), vocab, [5])
     choice = Choice(sampler.params, sampler.counts, frozenset(), words[0])
     kept = torch.zeros(rounds, 1, decoder.logits.shape[1], device="cuda")
-    decoder.start([Column(0, 0, [5], choice=choice)], rounds, logits=kept)
+    decoder.start([Query(0, 0, [5], choice=choice)], rounds, logits=kept)
     made = []
     for (token_id,) in decoder.tokens():
         made.append(token_id)
@@ -252,7 +252,7 @@ def test_all_ranks_heed_the_hosts_masks(ranks: int) -> None:
             decoder.allow(0, words[len(made)])
     logits = kept[:, 0, :vocab].cpu().where(allowed, -torch.inf)
     assert made == [sampler.pick(row, r + 1) for r, row in enumerate(logits)]
-    decoder.start([Column(0, 0, [5], choice=choice)], rounds)
+    decoder.start([Query(0, 0, [5], choice=choice)], rounds)
     decoder.abandon()
     assert len(list(decoder.tokens())) < rounds
 
@@ -344,7 +344,7 @@ import os, sys
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import KernelStuck
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 
 asked = EngineConfig("etude", device="cuda:0", context_tokens=256, rank_devices=(0, 0))
 ranks = Engine.load(asked).model.decoder
@@ -352,7 +352,7 @@ first, second = ranks.decoders
 first.load(Build(stuck_ns=int(sys.argv[1])))
 second.load(Build(silent_block=3, stuck_ns=int(sys.argv[2])))
 try:
-    ranks.run([Column(0, 0, [1])], 4)
+    ranks.run([Query(0, 0, [1])], 4)
 except KernelStuck as error:
     print(error.message, flush=True)
 os._exit(0)  # the context is lost, and tidying up would say so

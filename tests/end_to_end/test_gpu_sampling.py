@@ -12,7 +12,7 @@ from soloist.engine.kernel import KernelModel
 from soloist.engine.support import find_support
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.megakernel.sampling_header import bad_score
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
@@ -87,17 +87,17 @@ def decode(samplers: Sequence[Sampler], most_rounds: int, rounds: int = NUM_ROUN
     """Tokens of one sequence a sampler, each what its sampler picks from the logits kept."""
     decoder, vocab = model().decoder, engine().config.vocab_size
     ids = prompt_ids()
-    decoder.run([Column(s, 0, ids[:-1]) for s in range(len(samplers))], len(ids) - 1)
+    decoder.run([Query(s, 0, ids[:-1]) for s in range(len(samplers))], len(ids) - 1)
     made: list[list[int]] = []
     last = [ids[-1]] * len(samplers)
     while len(made) < rounds:
         here, position = min(most_rounds, rounds - len(made)), len(ids) - 1 + len(made)
         kept = torch.zeros(here, len(samplers), decoder.logits.shape[1], device="cuda")
-        columns = [
-            Column(s, position, [last[s]], choice=choice_of(sampler))
+        queries = [
+            Query(s, position, [last[s]], choice=choice_of(sampler))
             for s, sampler in enumerate(samplers)
         ]
-        tokens = decoder.run(columns, here, logits=kept)
+        tokens = decoder.run(queries, here, logits=kept)
         assert len(tokens) == here
         host = kept[:, :, :vocab].cpu()
         for r, row in enumerate(tokens):
@@ -120,7 +120,7 @@ def test_tokens_are_the_definitions(params: SamplingParams, most_rounds: int) ->
 @pytest.mark.parametrize("pair", [
     ("greedy", "filters"), ("all", "greedy"), ("penalties", "all"), ("temperature", "top_p"),
 ], ids="-".join)  # fmt: skip
-def test_columns_choose_each_in_its_own_way(pair: tuple[str, str]) -> None:
+def test_queries_choose_each_in_its_own_way(pair: tuple[str, str]) -> None:
     requests = [PARAMS.get(name, SamplingParams()) for name in pair]
     both = decode(samplers_of(*requests), 64)
     for s, params in enumerate(requests):
@@ -132,8 +132,8 @@ def test_positions_of_one_sequence_side_by_side() -> None:
     ids = prompt_ids()[: len(prompt_ids()) // 4 * 4]
     (sampler,) = samplers_of(PARAMS["filters"])
     kept = torch.zeros(len(ids) // 4, 4, decoder.logits.shape[1], device="cuda")
-    columns = [Column(0, c, ids[c::4], stride=4, choice=choice_of(sampler)) for c in range(4)]
-    tokens = decoder.run(columns, len(kept), logits=kept)
+    queries = [Query(0, c, ids[c::4], stride=4, choice=choice_of(sampler)) for c in range(4)]
+    tokens = decoder.run(queries, len(kept), logits=kept)
     for position, logits in enumerate(kept.flatten(0, 1)[:, :vocab].cpu()):
         assert tokens[position // 4][position % 4] == sampler.pick(logits, position + 1)
 
@@ -142,9 +142,9 @@ def test_scores_of_which_none_is_finite_end_the_launch() -> None:
     decoder, vocab = model().decoder, engine().config.vocab_size
     (sampler,) = samplers_of(SamplingParams(temperature=1.0, seed=1, min_tokens=9))
     everything = Choice(sampler.params, sampler.counts, frozenset(range(vocab)))
-    ((word,),) = decoder.run([Column(0, 0, [5], choice=everything)], 50)
+    ((word,),) = decoder.run([Query(0, 0, [5], choice=everything)], 50)
     assert bad_score(word) == -math.inf
-    plain = decoder.run([Column(0, 0, [5])], 5)
+    plain = decoder.run([Query(0, 0, [5])], 5)
     assert len(plain) == 5, "the next launch is as ever"
 
 

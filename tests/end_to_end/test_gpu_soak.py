@@ -13,7 +13,7 @@ import torch
 
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Ticket
 from soloist.engine.kernel import KernelModel
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Ranks
 from soloist.sampling import SamplingParams
 
@@ -117,7 +117,7 @@ def test_all_ranks_choose_alike_through_10_000_tokens() -> None:
     made = 0
     while made < 10_000:
         count = min(ranks.max_rounds, 1000)
-        tokens = ranks.run([Column(0, made % 3000, [made % 8000])], count)
+        tokens = ranks.run([Query(0, made % 3000, [made % 8000])], count)
         assert len(tokens) == count
         first, *others = [d._shown[:count, 0].tolist() for d in ranks.decoders]
         assert first == [token for (token,) in tokens]

@@ -65,7 +65,7 @@ def test_nothing_is_used_before_it_is_made(soloist, tmp_path: Path) -> None:
     assert soloist("trace", "etude", "-o", file).status == 0
     ends = defaultdict(list)
     for s in read(file).slices:
-        ends[s.stretch.layer, s.stretch.phase, s.stretch.name].append(s.end_ns)
+        ends[s.span.layer, s.span.phase, s.span.name].append(s.end_ns)
     pairs = [("output", "gate_up"), ("gate_up", "down"), ("down", "qkv")]
     for made, used in pairs:
         for layer in range(7):
@@ -91,12 +91,12 @@ import os
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import KernelStuck
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 
 decoder = Engine.load(EngineConfig("etude", device="cuda", context_tokens=256)).model.decoder
 decoder.load(Build(silent_block=3, stuck_ns=100_000_000))
 try:
-    decoder.run([Column(0, 0, [1])], 4)
+    decoder.run([Query(0, 0, [1])], 4)
 except KernelStuck as error:
     print(error.message, flush=True)
 os._exit(0)  # the context is lost, and tidying up would say so

@@ -10,8 +10,8 @@ from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import compile_source
 from soloist.jit.module import Module
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS, THREADS
+from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.limits import MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from unit.megakernel import two_models
@@ -31,30 +31,30 @@ def loaded(config: ModelConfig, plan: Plan) -> Decoder:
     return model.decoder
 
 
-def columns_of(config: ModelConfig, count: int) -> list[Column]:
+def queries_of(config: ModelConfig, count: int) -> list[Query]:
     """Positions side by side of one sequence, whose tokens are given."""
     ids = prompt(config, count * ROUNDS)
-    return [Column(0, c, ids[c::count], stride=count) for c in range(count)]
+    return [Query(0, c, ids[c::count], stride=count) for c in range(count)]
 
 
-@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize(
     "names",
     [("qwen3-norms-128", "llama-untied-biases-32"), ("mistral-window-96", "smollm3-nope-64")],
     ids="-then-".join,
 )
-def test_two_models_in_one_kernel(names: tuple[str, str], columns: int, tmp_path: Path) -> None:
+def test_two_models_in_one_kernel(names: tuple[str, str], queries: int, tmp_path: Path) -> None:
     configs, plans = zip(*(configured(name, tmp_path) for name in names), strict=True)
     first, second = plans = two_models.with_one_grid(*plans)
     decoders = [loaded(*pair) for pair in zip(configs, plans, strict=True)]
-    build = Build(columns=1 if columns == 1 else MAX_COLUMNS)
+    build = Build(queries=1 if queries == 1 else MAX_QUERIES)
     source = two_models.source(first, second, build, tmp_path)
     module = Module(compile_source(source, first.gpu.arch), two_models.ENTRY)
-    free = [[Column(0, 0, prompt(config, 5))] for config in configs]
-    given = free if columns == 1 else [columns_of(config, columns) for config in configs]
-    rounds = ROUNDS if columns == 1 else CONTEXT // columns
+    free = [[Query(0, 0, prompt(config, 5))] for config in configs]
+    given = free if queries == 1 else [queries_of(config, queries) for config in configs]
+    rounds = ROUNDS if queries == 1 else CONTEXT // queries
     wanted = [d.run(c, rounds) for d, c in zip(decoders, given, strict=True)]
-    logits = [d.logits[:columns].clone() for d in decoders]
+    logits = [d.logits[:queries].clone() for d in decoders]
     for _ in range(3):
         for decoder, launch in zip(decoders, given, strict=True):
             # What the other launch left must not pass for this one's.
@@ -70,5 +70,5 @@ def test_two_models_in_one_kernel(names: tuple[str, str], columns: int, tmp_path
         torch.cuda.synchronize()
         for decoder, tokens, scores in zip(decoders, wanted, logits, strict=True):
             assert decoder.fault is None
-            assert decoder._shown[: len(tokens), :columns].tolist() == tokens
-            assert torch.equal(decoder.logits[:columns], scores)
+            assert decoder._shown[: len(tokens), :queries].tolist() == tokens
+            assert torch.equal(decoder.logits[:queries], scores)

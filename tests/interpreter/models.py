@@ -132,11 +132,11 @@ def quantised(weights: Weights, names: Sequence[str]) -> tuple[Weights, Weights]
     """
     parts, meant = dict(weights), dict(weights)
     for name in names:
-        rows, columns = weights[name].shape
-        groups = torch.nn.functional.pad(weights[name], (0, -columns % 32)).view(rows, -1, 32)
+        rows, queries = weights[name].shape
+        groups = torch.nn.functional.pad(weights[name], (0, -queries % 32)).view(rows, -1, 32)
         exponents = (groups.abs().amax(2) / 127).clamp(min=2.0**-100).log2().ceil()
         values = (groups / exponents.exp2()[:, :, None]).round().to(torch.int8)
-        parts[name] = values.flatten(1)[:, :columns].contiguous()
+        parts[name] = values.flatten(1)[:, :queries].contiguous()
         parts[f"{name}.scales"] = (exponents + 127).to(torch.uint8)
         meant[name] = numbers(INT8_SCALED, {"": parts[name], ".scales": parts[f"{name}.scales"]})
     return parts, meant
@@ -225,7 +225,7 @@ class Launch:
     def round(
         self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """(logits [columns, V], chosen tokens)."""
+        """(logits [queries, V], chosen tokens)."""
         return round_of_ranks(self.ranks, tokens, sequences, positions)
 
 
@@ -239,7 +239,7 @@ class LaneLaunch:
     def round(
         self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """(logits [columns, V], chosen tokens)."""
+        """(logits [queries, V], chosen tokens)."""
         return round_of_lanes(self.ranks, tokens, sequences, positions, self.order)
 
 
@@ -290,11 +290,11 @@ class Bench:
         ]
         return Launch(ranks)
 
-    def feed(self, ids: list[int], columns: int = 1, sequence: int = 0) -> Tensor:
+    def feed(self, ids: list[int], queries: int = 1, sequence: int = 0) -> Tensor:
         """Logits [T, V] of forced tokens, so many positions of a sequence side by side."""
         launch, out = self.launch(), []
-        for start in range(0, len(ids), columns):
-            part = ids[start : start + columns]
+        for start in range(0, len(ids), queries):
+            part = ids[start : start + queries]
             positions = range(start, start + len(part))
             out.append(launch.round(part, [sequence] * len(part), positions)[0])
         return torch.cat(out)

@@ -11,7 +11,7 @@ from plan.shapes import operation
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
 from soloist.megakernel.interpreter.split import Splits
 from soloist.megakernel.launch import _fresh_workspace, _load_image
-from soloist.megakernel.limits import MAX_COLUMNS, TURNS
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES, STEP_COLUMNS
@@ -42,7 +42,7 @@ def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> Non
 
 def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
-    fresh = _fresh_workspace(plan, MAX_COLUMNS)
+    fresh = _fresh_workspace(plan, MAX_QUERIES)
     for name in ("hidden_in", "gated"):
         buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
@@ -51,15 +51,15 @@ def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConf
         assert torch.equal(seen.view(absent.shape) == -1, absent)
 
 
-def test_of_one_column_they_lie_without_room_for_more(case: tuple[ModelConfig, Plan]) -> None:
+def test_of_one_query_they_lie_without_room_for_more(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
-    fresh, all_columns = _fresh_workspace(plan, 1), _fresh_workspace(plan, MAX_COLUMNS)
-    assert len(fresh) == len(all_columns)
+    fresh, all_queries = _fresh_workspace(plan, 1), _fresh_workspace(plan, MAX_QUERIES)
+    assert len(fresh) == len(all_queries)
     for name, op in (("hidden_in", operation(plan, "qkv")), ("gated", operation(plan, "down"))):
         buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
         padded = op.matrix.steps * STEP_COLUMNS
-        one = seen.view(TURNS, MAX_COLUMNS, padded)[:, 0]
+        one = seen.view(EXCHANGE_COPIES, MAX_QUERIES, padded)[:, 0]
         assert (one[:, : op.matrix.columns] == -1).all()
         assert (one[:, op.matrix.columns :] == 0).all()
 
@@ -114,9 +114,9 @@ def test_rows_that_nobody_publishes_are_missed(
 ) -> None:
     made, publish = bench(case), Operand.publish
 
-    def short(self: Operand, epoch: int, columns: range, k: range, values: Tensor) -> None:
-        publish(self, epoch, columns, k[1:], values[:, 1:])
+    def short(self: Operand, epoch: int, queries: range, k: range, values: Tensor) -> None:
+        publish(self, epoch, queries, k[1:], values[:, 1:])
 
     monkeypatch.setattr(Operand, "publish", short)
-    with pytest.raises(AssertionError, match="hidden_in: turn 1 is read before it is written"):
+    with pytest.raises(AssertionError, match="hidden_in: epoch 1 is read before it is written"):
         made.feed(prompt(case[0], 1))

@@ -25,15 +25,15 @@ def matrices_of(config: ModelConfig) -> list[str]:
     return [*(f"layers.{i}.{name}" for i in range(config.num_layers) for name in names), "head"]
 
 
-@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_layers_of_several_kinds(ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
+def test_layers_of_several_kinds(ranks: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: 64))
     config = mixed_model()
     plan = make_plan(config, Dtype.BF16, gpu(9), ranks)
     assert plan.image.kind_of == (0, 1, 0, 1, 0, 2)
     weights, ids = random_weights(config), prompt(config, TOKENS)
-    seen = Bench(config, plan, weights).feed(ids[:40] if columns == 1 else ids, columns)
+    seen = Bench(config, plan, weights).feed(ids[:40] if queries == 1 else ids, queries)
     wanted = reference_logits(config, weights, ids)[: len(seen)]
     torch.testing.assert_close(seen, wanted, rtol=0, atol=ATOL)
 
@@ -46,8 +46,8 @@ def test_windows_and_rope_make_no_kind() -> None:
     assert image.layer_offset(1) == image.kinds[0].num_bytes
 
 
-@pytest.mark.parametrize("columns", [1, 8])
-def test_matrices_in_8_bits(columns: int) -> None:
+@pytest.mark.parametrize("queries", [1, 8])
+def test_matrices_in_8_bits(queries: int) -> None:
     """All of them, so that nothing but the format rounds."""
     config = mixed_model()
     names = matrices_of(config)
@@ -55,7 +55,7 @@ def test_matrices_in_8_bits(columns: int) -> None:
     plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats)
     parts, meant = quantised(random_weights(config), names)
     ids = prompt(config, TOKENS)
-    seen = Bench(config, plan, parts).feed(ids[:40] if columns == 1 else ids, columns)
+    seen = Bench(config, plan, parts).feed(ids[:40] if queries == 1 else ids, queries)
     wanted = reference_logits(config, meant, ids)[: len(seen)]
     torch.testing.assert_close(seen, wanted, rtol=0, atol=ATOL)
 

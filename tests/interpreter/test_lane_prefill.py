@@ -43,8 +43,8 @@ def test_the_kernel_goes_on_where_a_prompt_ends(
         logits = prefill.run(ids[start:stop], start, table)
         torch.testing.assert_close(logits, wanted[stop - 1], rtol=0, atol=ATOL)
     for position in (end + 1, end + 3):
-        columns = ids[position : position + 2]
-        made, _ = bench.launch().round(columns, [0, 0], [position, position + 1])
+        queries = ids[position : position + 2]
+        made, _ = bench.launch().round(queries, [0, 0], [position, position + 1])
         torch.testing.assert_close(made, wanted[position : position + 2], rtol=0, atol=ATOL)
 
 

@@ -25,11 +25,11 @@ ATOL = 1e-4
 
 
 def require_logits(
-    launch: Any, ids: Sequence[int], start: int, columns: int, wanted: Tensor
+    launch: Any, ids: Sequence[int], start: int, queries: int, wanted: Tensor
 ) -> None:
-    """Of `columns` positions side by side."""
-    for first in range(start, len(ids), columns):
-        part = ids[first : first + columns]
+    """Of `queries` positions side by side."""
+    for first in range(start, len(ids), queries):
+        part = ids[first : first + queries]
         positions = range(first, first + len(part))
         logits, chosen = launch.round(part, [0] * len(part), positions)
         torch.testing.assert_close(logits, wanted[positions], rtol=0, atol=ATOL)
@@ -42,8 +42,8 @@ def require_logits(
 def test_lanes_give_the_references_logits(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight columns over two pages, near and far, then one; lanes go on in a random order."""
-    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
+    """Eight queries over two pages, near and far, then one; lanes go on in a random order."""
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: 64))
     config, plan, weights = configured("mean of lanes", tmp_path, ranks)
     ids = prompt(config, 74)
     wanted = reference_logits(config, weights, ids)
@@ -67,10 +67,10 @@ def test_sequences_side_by_side(tmp_path: Path) -> None:
     wanted = [reference_logits(config, weights, ids) for ids in prompts]
     launch = Bench(config, plan, weights).launch(random.Random(0))
     for position in range(0, 9, 2):
-        columns = [(s, p) for s in range(3) for p in range(position, min(9, position + 2))]
-        words = [prompts[s][p] for s, p in columns]
-        logits, _ = launch.round(words, *zip(*columns, strict=True))
-        expected = torch.stack([wanted[s][p] for s, p in columns])
+        queries = [(s, p) for s in range(3) for p in range(position, min(9, position + 2))]
+        words = [prompts[s][p] for s, p in queries]
+        logits, _ = launch.round(words, *zip(*queries, strict=True))
+        expected = torch.stack([wanted[s][p] for s, p in queries])
         torch.testing.assert_close(logits, expected, rtol=0, atol=ATOL)
 
 
@@ -95,19 +95,19 @@ class Hasty(random.Random):
 
 
 @pytest.mark.parametrize("name", ["seven layers", "seven layers, no early sum", "delay 1"])
-def test_fewer_turns_would_be_too_few(
+def test_fewer_copies_would_be_too_few(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lane gets ahead of the others by as much as the turns allow for, and no further."""
+    """A lane gets ahead of the others by as much as the copies allow for, and no further."""
     config, plan, weights = configured(name, tmp_path, 4)
     ids = prompt(config, 3)
     wanted = reference_logits(config, weights, ids)
     require_logits(Bench(config, plan, weights).launch(Hasty(0)), ids, 0, 1, wanted)
     monkeypatch.setattr(
-        ModelShape, "lane_turns", property(lambda p: 2 * p.model.lanes.delay_layers - 1)
+        ModelShape, "lane_copies", property(lambda p: 2 * p.model.lanes.delay_layers - 1)
     )
     fewer = Plan(plan.model, plan.dtype, plan.gpu, plan.blocks, plan.ranks)
-    with pytest.raises(AssertionError, match=r"told_.*: overwritten"):
+    with pytest.raises(AssertionError, match=r"published_.*: overwritten"):
         require_logits(Bench(config, fewer, weights).launch(Hasty(0)), ids, 0, 1, wanted)
 
 
@@ -147,6 +147,6 @@ def test_what_the_kernel_cannot_run_is_refused(
 def test_the_plan_says_what_lanes_tell(tmp_path: Path) -> None:
     plan = configured("mean of lanes", tmp_path, 2)[1]
     assert (
-        "4 of 8 lanes a rank, 3 blocks each; of 10 partial results a round a lane tells 6, "
-        "576 bytes to each rank, heard 2 layers later; 4 are waited for"
+        "4 of 8 lanes a rank, 3 blocks each; of 10 partial results a round a lane publishes 6, "
+        "576 bytes to each rank, received 2 layers later; 4 are waited for"
     ) in plan.describe()

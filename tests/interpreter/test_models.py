@@ -40,30 +40,30 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=[64, None], ids=["near and far", "near"])
 def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to which position one block of a KV head serves a column: a page, or everywhere."""
+    """Up to which position one block of a KV head serves a query: a page, or everywhere."""
     if request.param is not None:
-        monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: request.param))
+        monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: request.param))
 
 
 def require_close(seen: Tensor, wanted: Tensor, atol: float = ATOL) -> None:
     torch.testing.assert_close(seen, wanted, rtol=0, atol=atol)
 
 
-def test_one_column_gives_the_references_logits(model: Model) -> None:
+def test_one_query_gives_the_references_logits(model: Model) -> None:
     config, plan, weights, ids, wanted = model
     """Positions one after the other, across a page's end, in one launch."""
     require_close(Bench(config, plan, weights).feed(ids[:72]), wanted[:72])
 
 
 @pytest.mark.usefixtures("near")
-def test_eight_columns_of_a_sequence_give_the_same(model: Model) -> None:
+def test_eight_queries_of_a_sequence_give_the_same(model: Model) -> None:
     config, plan, weights, ids, wanted = model
-    require_close(Bench(config, plan, weights).feed(ids, columns=8), wanted)
+    require_close(Bench(config, plan, weights).feed(ids, queries=8), wanted)
 
 
 @pytest.mark.usefixtures("near")
-def test_columns_of_several_sequences(model: Model) -> None:
-    """Three prompts of other tokens and lengths, two and more columns each, in one launch."""
+def test_queries_of_several_sequences(model: Model) -> None:
+    """Three prompts of other tokens and lengths, two and more queries each, in one launch."""
     config, plan, weights, _, _ = model
     bench = Bench(config, plan, weights)
     prompts = [prompt(config, 69, seed) for seed in (1, 2, 3)]

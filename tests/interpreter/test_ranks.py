@@ -35,8 +35,8 @@ def cases() -> Iterator[object]:
 def test_ranks_give_the_references_logits(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight columns, near and far, then one."""
-    monkeypatch.setattr(AttentionPlan, "near_positions", property(lambda _: 64))
+    """Eight queries, near and far, then one."""
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: 64))
     config, plan = configured(name, tmp_path, ranks=ranks)
     weights, ids = random_weights(config), prompt(config, 74)
     wanted = reference_logits(config, weights, ids)

@@ -10,7 +10,7 @@ import pytest
 from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build, Segment, header, header_of, segments
-from soloist.megakernel.limits import MAX_COLUMNS, THREADS, TURNS
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.trace import num_words
@@ -56,8 +56,8 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kBf16": True,
         "kNumBlocks": plan.blocks,
         "kThreads": THREADS,
-        "kMaxColumns": MAX_COLUMNS,
-        "kTurns": TURNS,
+        "kMaxQueries": MAX_QUERIES,
+        "kExchangeCopies": EXCHANGE_COPIES,
         "kSlotBytes": SLOT_BYTES,
         "kRingSlots": plan.shared.ring_slots,
         "kLayers": plan.model.num_layers,
@@ -73,7 +73,7 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kSplits": plan.attention.splits,
         "kSoftmaxLanes": plan.attention.softmax_lanes,
         "kPageSlot": plan.attention.page_slot,
-        "kGranuleBytes": plan.kv_layout.granule_bytes,
+        "kHalfPageBytes": plan.kv_layout.half_page_bytes,
         "kBlockStride": plan.image.block_stride,
         "kTraceWords": num_words(plan),
     }
@@ -94,9 +94,9 @@ def test_offsets_are_the_plans(plan: Plan) -> None:
     for name, buffer in plan.exchanges.workspace.items():
         assert seen[f"kWs{camel(name)}"] == buffer.offset
         assert seen[f"kWs{camel(name)}Bytes"] == buffer.num_bytes
-        if name != "best":  # the kernel divides by the number of turns
-            assert buffer.num_bytes == math.prod(buffer.shape), "no rounding between turns"
-            assert buffer.num_bytes % (16 * TURNS) == 0, "turns are aligned"
+        if name != "best":  # the kernel divides by the number of copies
+            assert buffer.num_bytes == math.prod(buffer.shape), "no rounding between copies"
+            assert buffer.num_bytes % (16 * EXCHANGE_COPIES) == 0, "copies are aligned"
     for name, buffer in plan.shared.buffers.items():
         assert seen[f"kSh{camel(name)}"] == buffer.offset
     for name, buffer in plan.image.kinds[0].vectors.items():
@@ -144,19 +144,19 @@ def test_a_build_for_tests_is_asked_for() -> None:
         assert f"{constant};" in broken
 
 
-def test_a_build_for_one_column_keeps_the_order_of_sums(plan: Plan) -> None:
-    single, _ = parsed(plan, Build(columns=1))
+def test_a_build_for_one_query_keeps_the_order_of_sums(plan: Plan) -> None:
+    single, _ = parsed(plan, Build(queries=1))
     several, _ = parsed(plan)
-    assert (single["kMostColumns"], several["kMostColumns"]) == (1, MAX_COLUMNS)
-    # As many warps share a granule of positions, for fewer tiles of rows.
+    assert (single["kMostQueries"], several["kMostQueries"]) == (1, MAX_QUERIES)
+    # As many warps share a half page of positions, for fewer tiles of rows.
     assert single["kWarpTiles"] == 1
     sharing = {build["kRowTiles"] / build["kWarpTiles"] for build in (single, several)}
     assert sharing == {plan.attention.row_tiles // plan.attention.warp_tiles}
     changed = {name for name in single if single[name] != several[name]}
     memory = {name for name in changed if name.startswith("kSh")}
     memory |= {"kRingSlots", "kEarlySlots", "kReduceBytes", "kWideReduceBytes"}
-    assert changed - memory <= {"kMostColumns", "kRowTiles", "kWarpTiles"}
-    assert single["kRingSlots"] >= several["kRingSlots"], "fewer columns leave it more room"
+    assert changed - memory <= {"kMostQueries", "kRowTiles", "kWarpTiles"}
+    assert single["kRingSlots"] >= several["kRingSlots"], "fewer queries leave it more room"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_
 from soloist.megakernel.header import header
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
-from soloist.megakernel.limits import CONSUMER_WARPS, LEAST_RING_SLOTS, MAX_COLUMNS, THREADS
+from soloist.megakernel.limits import CONSUMER_WARPS, LEAST_RING_SLOTS, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
@@ -37,9 +37,9 @@ def require_sound(plan: Plan) -> None:
     (kind,) = plan.image.kinds
     require_partition(plan)
     require_head_groups_full(plan)
-    for columns in (1, MAX_COLUMNS):
+    for queries in (1, MAX_QUERIES):
         for samples in (False, True):
-            require_shared_memory(plan.with_room_for(columns, samples=samples))
+            require_shared_memory(plan.with_room_for(queries, samples=samples))
     require_disjoint(list(plan.exchanges.workspace.values()), plan.exchanges.num_bytes)
     require_disjoint(list(kind.vectors.values()), kind.vector_values * 4)
     require_attention(plan)
@@ -85,10 +85,10 @@ def require_shared_memory(plan: Plan) -> None:
     )
     fixed = plan.shared.num_bytes - plan.shared.ring_slots * SLOT_BYTES
     require_disjoint(list(plan.shared.buffers.values()), fixed)
-    several = plan.columns > 1 or plan.samples
+    several = plan.queries > 1 or plan.samples
     assert plan.shared.buffers["reduce"].num_bytes == plan.shared.reduce_bytes
-    # The smallest piece in which all columns' rows meet must hold one tile.
-    assert not several or plan.shared.reduce_bytes // 4 // CONSUMER_WARPS // MAX_COLUMNS - 4 >= 16
+    # The smallest piece in which all queries' rows meet must hold one tile.
+    assert not several or plan.shared.reduce_bytes // 4 // CONSUMER_WARPS // MAX_QUERIES - 4 >= 16
 
 
 def require_disjoint(buffers: list[Buffer], total_bytes: int) -> None:
@@ -104,14 +104,14 @@ def require_attention(plan: Plan) -> None:
     attention = plan.attention
     assert attention.splits.bit_count() == 1, "a power of 2"
     assert plan.attention.splits * plan.shape.kv_heads <= plan.blocks
-    assert plan.attention.row_tiles * 16 >= MAX_COLUMNS * plan.shape.group
+    assert plan.attention.row_tiles * 16 >= MAX_QUERIES * plan.shape.group
     assert (
         plan.attention.softmax_lanes * plan.attention.row_tiles
         == CONSUMER_WARPS * plan.attention.warp_tiles
     )
-    assert plan.attention.near_positions % PAGE_POSITIONS == 0
+    assert plan.attention.unsplit_positions % PAGE_POSITIONS == 0
     pieces = 4 if plan.attention.page_slot else 2
-    assert pieces * plan.kv_layout.granule_bytes <= SLOT_BYTES
+    assert pieces * plan.kv_layout.half_page_bytes <= SLOT_BYTES
 
 
 @settings(max_examples=60, deadline=None)
@@ -333,7 +333,7 @@ def test_blocks_that_stream_little_keep_the_memory_free_for_exchanges(
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 1), (2, 4), (4, 4)])
 def test_ranks_let_a_block_attend_for_some_layers_on_end(ranks: int, layers: int) -> None:
     plan = make_plan(PUBLIC["llama-3.1-8b"], Dtype.BF16, TYPICAL["sm_90a"], ranks)
-    assert f"kTurnLayers = {layers}u;" in header(plan)
+    assert f"kRotationLayers = {layers}u;" in header(plan)
 
 
 def test_only_gpus_that_can_bring_weights_to_the_l2_are_asked_to() -> None:
@@ -348,7 +348,7 @@ def slots(plan: Plan) -> int:
 
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_one_greedy_column_leaves_the_ring_more_room(name: str, ranks: int) -> None:
+def test_one_greedy_query_leaves_the_ring_more_room(name: str, ranks: int) -> None:
     plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"], ranks)
     single = plan.with_room_for(1, samples=False)
     assert slots(single) >= slots(plan.with_room_for(1, samples=True)) >= slots(plan)

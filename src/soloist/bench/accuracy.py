@@ -26,8 +26,8 @@ from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import BitsDiffer, SettingError, UserError
-from soloist.megakernel.launch import Column
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
@@ -202,10 +202,10 @@ def _kernel_logits(
     all_of_them = len(ids)
     first = forced_logits(decoder, vocab_size, ids, 1, all_of_them)
     ways = {
-        f"{MAX_COLUMNS} columns": (MAX_COLUMNS, all_of_them),
+        f"{MAX_QUERIES} columns": (MAX_QUERIES, all_of_them),
         "64 rounds a launch": (1, 64),
         "1 round a launch": (1, 1),
-        f"{MAX_COLUMNS} columns, 1 round a launch": (MAX_COLUMNS, 1),
+        f"{MAX_QUERIES} columns, 1 round a launch": (MAX_QUERIES, 1),
     }
     for name, (columns, rounds) in ways.items():
         other = forced_logits(decoder, vocab_size, ids, columns, rounds)
@@ -216,7 +216,7 @@ def _kernel_logits(
 def _require_repeats(repeats: int, decoder: Launcher, ids: list[int]) -> None:
     if not repeats:
         return
-    column = [Column(0, 0, ids[:3])]
+    column = [Query(0, 0, ids[:3])]
     tokens = decoder.run(column, _REPEATED_TOKENS)
     logits = decoder.logits[0].clone()
     for i in range(1, repeats):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import BitsDiffer
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Launcher
 
 # Positions compared at once: distributions are computed in fp64.
@@ -88,7 +88,7 @@ def forced_logits(
         )
         decoder.run(
             [
-                Column(0, position + c, ids[position + c : end : side_by_side], stride=side_by_side)
+                Query(0, position + c, ids[position + c : end : side_by_side], stride=side_by_side)
                 for c in range(side_by_side)
             ],
             here,

@@ -32,7 +32,7 @@ def picture(made: Timeline, layer: int) -> str:
     Raises:
         SettingError: the model has no such layer.
     """
-    slices = [s for s in made.slices if s.stretch.layer == layer]
+    slices = [s for s in made.slices if s.span.layer == layer]
     if not slices:
         raise SettingError("--layer", layer, f"0 … {made.about.num_layers - 1}")
     blocks, phases = len(made.sms), times_by_phase(slices, len(made.sms))
@@ -81,7 +81,7 @@ def _blocks(slices: Sequence[Slice], num_blocks: int, height: int) -> list[str]:
         width = (s.end_ns - s.start_ns) * scale
         if width > 0:
             x, y = _LEFT + (s.start_ns - start) * scale, _TOP + s.block * row
-            paths[s.stretch.activity].append(f"M{x:.1f} {y}h{width:.1f}v{row}h-{width:.1f}z")
+            paths[s.span.activity].append(f"M{x:.1f} {y}h{width:.1f}v{row}h-{width:.1f}z")
     lines = [f'<path fill="{_FILLS[k]}" d="{"".join(path)}"/>' for k, path in paths.items() if path]
     lines.append(f'<text class="small" x="8" y="{_TOP + 10}">block 0</text>')
     lines.append(f'<text class="small" x="8" y="{_TOP + height}">block {num_blocks - 1}</text>')
@@ -92,7 +92,7 @@ def _phase_starts(slices: Sequence[Slice], start: int, scale: float) -> list[str
     """Names of phases where the middle block enters them."""
     lines, free = [], 0.0
     middle = [s for s in slices if s.block == max(s.block for s in slices) // 2]
-    for phase, of_phase in groupby(middle, lambda s: s.stretch.phase):
+    for phase, of_phase in groupby(middle, lambda s: s.span.phase):
         x = _LEFT + (next(of_phase).start_ns - start) * scale
         lines.append(f'<path class="line" d="M{x:.1f} {_TOP - 12}v10"/>')
         x = max(x, free)  # names of short phases would lie over each other

@@ -35,8 +35,8 @@ from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
-from soloist.megakernel.launch import Column
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -155,9 +155,9 @@ def _check(plan: Plan) -> None:
         ("--context", plan.start, 1),
         ("--busy", plan.num_busy, 0),
     )
-    if plan.all_columns > MAX_COLUMNS:
+    if plan.all_columns > MAX_QUERIES:
         raise SettingError(
-            "--columns times --sequences", plan.all_columns, f"at most {MAX_COLUMNS}"
+            "--columns times --sequences", plan.all_columns, f"at most {MAX_QUERIES}"
         )
     if plan.new_tokens > _MOST_ROUNDS:
         raise SettingError("--new-tokens", plan.new_tokens, f"at most {_MOST_ROUNDS} with --shape")
@@ -200,7 +200,7 @@ def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
         if i == 0:
             ttft_s = time.perf_counter() - start
     columns = [
-        Column(s, plan.start + c, [token_id])
+        Query(s, plan.start + c, [token_id])
         for s, token_id in enumerate(first)
         for c in range(plan.columns)
     ]

@@ -1,7 +1,7 @@
 """A traced round as slices of time: from stamps, to and from a file, and summed by phase. Pure.
 
 The file is Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing show: a
-track for each block, and in it layers, in them phases, in them stretches. It holds all that a table
+track for each block, and in it layers, in them phases, in them spans. It holds all that a table
 or a picture needs, so both can be made again where there is no GPU.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from soloist.errors import UserError
-from soloist.megakernel.trace import Activity, BlockTimes, Stretch
+from soloist.megakernel.trace import Activity, BlockTimes, Span
 
 _ACTIVITIES = get_args(Activity)
 
@@ -58,10 +58,10 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One stretch of one block; times count from the first block's start, in ns."""
+    """One span of one block; times count from the first block's start, in ns."""
 
     block: int
-    stretch: Stretch
+    span: Span
     start_ns: int
     end_ns: int
 
@@ -105,13 +105,13 @@ class PhaseTime:
         return self.waiting_us + self.multiplying_us + self.finishing_us
 
 
-def timeline(blocks: Sequence[BlockTimes], between: Sequence[Stretch], about: About) -> Timeline:
+def timeline(blocks: Sequence[BlockTimes], between: Sequence[Span], about: About) -> Timeline:
     """Marks of all blocks, and what lies between each two of them."""
     origin = min(block.marks_ns[0] for block in blocks)
     slices = [
-        Slice(number, stretch, start - origin, end - origin)
+        Slice(number, span, start - origin, end - origin)
         for number, block in enumerate(blocks)
-        for stretch, (start, end) in zip(between, pairwise(block.marks_ns), strict=True)
+        for span, (start, end) in zip(between, pairwise(block.marks_ns), strict=True)
     ]
     return Timeline(about, tuple(block.sm for block in blocks), tuple(slices))
 
@@ -120,8 +120,8 @@ def times_by_phase(slices: Iterable[Slice], num_blocks: int) -> list[PhaseTime]:
     """Where the time went, in the order in which phases come."""
     sums: dict[str, dict[Activity, int]] = {}
     for s in slices:
-        of_phase = sums.setdefault(s.stretch.phase, dict.fromkeys(_ACTIVITIES, 0))
-        of_phase[s.stretch.activity] += s.end_ns - s.start_ns
+        of_phase = sums.setdefault(s.span.phase, dict.fromkeys(_ACTIVITIES, 0))
+        of_phase[s.span.activity] += s.end_ns - s.start_ns
     return [
         PhaseTime(phase, *(of_phase[activity] / num_blocks / 1e3 for activity in _ACTIVITIES))
         for phase, of_phase in sums.items()
@@ -164,16 +164,16 @@ def _events(made: Timeline) -> Iterable[dict[str, Any]]:
         name = f"block {block} on SM {sm}"
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": block, "args": {"name": name}}
     for _, of_block in groupby(made.slices, lambda s: s.block):
-        for layer, of_layer in groupby(of_block, lambda s: s.stretch.layer):
+        for layer, of_layer in groupby(of_block, lambda s: s.span.layer):
             in_layer = list(of_layer)
             if layer is not None:
                 yield _event(f"layer {layer}", "layer", in_layer, {})
-            for phase, of_phase in groupby(in_layer, lambda s: s.stretch.phase):
+            for phase, of_phase in groupby(in_layer, lambda s: s.span.phase):
                 in_phase = list(of_phase)
                 yield _event(phase, "phase", in_phase, {})
                 for s in in_phase:
-                    args = {"stretch": s.stretch.name, "phase": phase, "layer": layer}
-                    yield _event(s.stretch.name, s.stretch.activity, [s], args)
+                    args = {"stretch": s.span.name, "phase": phase, "layer": layer}
+                    yield _event(s.span.name, s.span.activity, [s], args)
 
 
 def _event(
@@ -190,6 +190,6 @@ def _slice(event: dict[str, Any]) -> Slice:
     args, activity = event["args"], event["cat"]
     if activity not in _ACTIVITIES:
         raise ValueError(activity)
-    stretch = Stretch(args["layer"], args["phase"], args["stretch"], cast("Activity", activity))
+    span = Span(args["layer"], args["phase"], args["stretch"], cast("Activity", activity))
     start_ns = round(event["ts"] * 1e3)
-    return Slice(event["tid"], stretch, start_ns, start_ns + round(event["dur"] * 1e3))
+    return Slice(event["tid"], span, start_ns, start_ns + round(event["dur"] * 1e3))

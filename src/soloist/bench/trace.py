@@ -24,8 +24,8 @@ from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import GpuCount, Precision
 from soloist.errors import SettingError
 from soloist.megakernel.header import ABLATIONS, Build
-from soloist.megakernel.launch import Column
-from soloist.megakernel.trace import BlockTimes, block_times, stretches
+from soloist.megakernel.launch import Query
+from soloist.megakernel.trace import BlockTimes, block_times, spans
 from soloist.sampling import Sampler, SamplingParams
 
 # Launches that are timed, after one that is not.
@@ -117,7 +117,7 @@ def trace(plan: Plan) -> Timeline:
     blocks = _traced(subject, [first], plan.at_round, "none")
     position = subject.start + plan.at_round
     kernel = subject.model.plan
-    between = stretches(kernel)
+    between = spans(kernel)
     about = About(
         shape=subject.name,
         device=subject.device_name,
@@ -143,7 +143,7 @@ def trace(plan: Plan) -> Timeline:
 
 def _tokens(subject: Subject, first: int, rounds: int) -> list[int]:
     """What the whole kernel makes after `first`."""
-    chosen = subject.model.decoder.run([Column(0, subject.start, [first])], rounds)
+    chosen = subject.model.decoder.run([Query(0, subject.start, [first])], rounds)
     return [tokens[0] for tokens in chosen]
 
 
@@ -153,7 +153,7 @@ def _traced(
     """Marks of one round of a build, which is given these tokens first."""
     decoder = subject.model.decoder
     decoder.load(Build(trace_round=at_round, ablation=ABLATIONS[leaves_out]))
-    decoder.run([Column(0, subject.start, tokens)], at_round + 2)
+    decoder.run([Query(0, subject.start, tokens)], at_round + 2)
     return [block_times(row) for row in decoder.trace.tolist()]
 
 
@@ -238,7 +238,7 @@ def _round_us(
     """
     start, results = subject.start if position is None else position, []
     for _ in range(_LAUNCHES + 1):
-        subject.model.decoder.start([Column(0, start, tokens)], rounds)
+        subject.model.decoder.start([Query(0, start, tokens)], rounds)
         times = [time.perf_counter() for _ in subject.model.decoder.tokens()]
         results.append((times[-1] - times[0]) / (rounds - 1) * 1e6)
     return median(results[1:])

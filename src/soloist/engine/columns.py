@@ -27,8 +27,8 @@ from soloist.engine.rooms import Host, Room, Rooms
 from soloist.errors import BadLogits
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.launch import Column
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.upload import TokenIds
 from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS
@@ -75,7 +75,7 @@ class Launches(Protocol):
         """The first pages of a sequence."""
         ...
 
-    def start(self, columns: Sequence[Column], rounds: int) -> None:
+    def start(self, columns: Sequence[Query], rounds: int) -> None:
         """Start a launch."""
         ...
 
@@ -95,7 +95,7 @@ class Launches(Protocol):
         """Have the launch end soon; nobody asks what its tokens are."""
         ...
 
-    def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
+    def run(self, columns: Sequence[Query], rounds: int) -> list[list[int]]:
         """A launch from start to end."""
         ...
 
@@ -175,7 +175,7 @@ class KernelExecutor(Executor):
         if keeps_prefixes and (narrow := [w for w in whole if w <= most]):
             self._widest = narrow[-1], whole[-1]
             self.grid = Grid(BLOCK_TOKENS, BLOCK_TOKENS)
-        self.num_columns = min(MAX_COLUMNS, decoder.page_tables.shape[0])
+        self.num_columns = min(MAX_QUERIES, decoder.page_tables.shape[0])
         self.rooms = Rooms(
             self.num_columns, num_pages, self.grid, keeps_prefixes=keeps_prefixes, host=host
         )
@@ -338,8 +338,8 @@ class KernelExecutor(Executor):
         # Columns side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
         ids, slot = running.prompt_ids, self._show(running)
-        width, last = min(len(ids), MAX_COLUMNS), (len(ids) - 1) % MAX_COLUMNS
-        columns = [Column(slot, c, ids[c::width], stride=width) for c in range(width)]
+        width, last = min(len(ids), MAX_QUERIES), (len(ids) - 1) % MAX_QUERIES
+        columns = [Query(slot, c, ids[c::width], stride=width) for c in range(width)]
         token_id = self._launches.run(columns, -(-len(ids) // width))[-1][last]
         running.num_read = len(ids)
         return token_id, last
@@ -359,9 +359,9 @@ class KernelExecutor(Executor):
         # is read again in the same way, since prefill's keys and values have other bits.
         ids, slot, start = running.prompt_ids, self._show(running), running.num_read
         stop = min(start + SCORED_TOKENS, len(ids))
-        for first in range(start, stop, MAX_COLUMNS):
-            part = ids[first : min(first + MAX_COLUMNS, stop)]
-            self._launches.run([Column(slot, first + c, [x]) for c, x in enumerate(part)], 1)
+        for first in range(start, stop, MAX_QUERIES):
+            part = ids[first : min(first + MAX_QUERIES, stop)]
+            self._launches.run([Query(slot, first + c, [x]) for c, x in enumerate(part)], 1)
             rows = self._launches.logits[: len(part), : self._vocab_size]
             running.score(first, rows)
         running.num_read = stop
@@ -382,11 +382,11 @@ class KernelExecutor(Executor):
         slot, first = self._show(running), start - len(running.prompt_ids)
         ids = running.sampler.output_ids[first : first + stop - start]
         # Whole rounds only: what follows the last token may be somebody else's page.
-        full = len(ids) // MAX_COLUMNS * MAX_COLUMNS
+        full = len(ids) // MAX_QUERIES * MAX_QUERIES
         for begin, part in ((0, ids[:full]), (full, ids[full:])):
-            width = min(len(part), MAX_COLUMNS)
+            width = min(len(part), MAX_QUERIES)
             columns = [
-                Column(slot, start + begin + c, part[c::width], stride=width) for c in range(width)
+                Query(slot, start + begin + c, part[c::width], stride=width) for c in range(width)
             ]
             if columns:
                 self._launches.run(columns, len(part) // width)
@@ -485,11 +485,11 @@ def _room_of(running: Running) -> Room:
     return running.room
 
 
-def _column(running: Running, slot: int) -> Column:
+def _column(running: Running, slot: int) -> Query:
     # Of more stop tokens the caller sees the others.
     stops = sorted(running.sampler.stop_test.ending_ids)[:MAX_STOPS]
     choice = _choice(running.sampler)
-    return Column(slot, running.position, [running.last], stops, choice=choice)
+    return Query(slot, running.position, [running.last], stops, choice=choice)
 
 
 def _choice(sampler: Sampler) -> Choice | None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import (
@@ -127,8 +127,8 @@ def resolve(
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise SettingError("precision", asked.precision, "auto, fp32, bf16, fp16")
-    if not 1 <= asked.sequences <= MAX_COLUMNS:
-        raise SettingError("sequences", asked.sequences, f"1 … {MAX_COLUMNS}")
+    if not 1 <= asked.sequences <= MAX_QUERIES:
+        raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(

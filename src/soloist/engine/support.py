@@ -9,7 +9,7 @@ from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import BUILT_FOR
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes
 from soloist.megakernel.share import share_of
@@ -40,7 +40,7 @@ class Support:
             return None
         plan = self.plan
         # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
-        logits_bytes = (3 * MAX_COLUMNS + 1) * plan.exchanges.sampled_rows * 4
+        logits_bytes = (3 * MAX_QUERIES + 1) * plan.exchanges.sampled_rows * 4
         # The workspace, and one that stays fresh for each build.
         exchange_bytes = (1 + len(BUILT_FOR)) * plan.exchanges.num_bytes
         scratch_bytes = sample_workspace_bytes(plan.grid_blocks)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 
 MAX_STOPS = 16
 
@@ -156,11 +156,11 @@ def _aligned(num_bytes: int, alignment: int) -> int:
     return math.ceil(num_bytes / alignment) * alignment
 
 
-_PER_COLUMN = Length("kMaxColumns", MAX_COLUMNS)
+_PER_QUERY = Length("kMaxQueries", MAX_QUERIES)
 
-COLUMN_START = Struct(
-    "ColumnStart",
-    "One column of a launch.",
+QUERY_START = Struct(
+    "QueryStart",
+    "One query of a launch.",
     (
         Field("sequence", "i32", "row of the page tables"),
         Field("position", "i32", "of the first round"),
@@ -174,7 +174,7 @@ COLUMN_START = Struct(
 
 SAMPLE_PARAMS = Struct(
     "SampleParams",
-    "How one column samples. A limit of 0 is off.",
+    "How one query samples. A limit of 0 is off.",
     (
         Field("temperature", "float"),
         Field("flags", "u32", "bits kSample…"),
@@ -197,7 +197,7 @@ SAMPLE_PARAMS = Struct(
 
 SAMPLE_STEP = Struct(
     "SampleStep",
-    "What changes with every token that a column samples.",
+    "What changes with every token that a query samples.",
     (
         Field("position_low", "u32"),
         Field("position_high", "u32"),
@@ -210,12 +210,12 @@ LAUNCH = Struct(
     "Launch",
     "Written by the host for each launch.",
     (
-        Field("columns", "u32"),
+        Field("queries", "u32"),
         Field("rounds", "u32"),
         Field("logits_round_stride", "u64", "values; 0 overwrites the logits in every round"),
-        Field("column", COLUMN_START, "", _PER_COLUMN),
-        Field("sampling", SAMPLE_PARAMS, "this and step: for kernels that sample", _PER_COLUMN),
-        Field("step", SAMPLE_STEP, "of the first round", _PER_COLUMN),
+        Field("query", QUERY_START, "", _PER_QUERY),
+        Field("sampling", SAMPLE_PARAMS, "this and step: for kernels that sample", _PER_QUERY),
+        Field("step", SAMPLE_STEP, "of the first round", _PER_QUERY),
     ),
 )
 
@@ -223,8 +223,8 @@ SAMPLE_BUFFERS = Struct(
     "SampleBuffers",
     "What kernels that sample need beside the workspace.",
     (
-        Field("seen", "u32*", "[column][kSampledRows]"),
-        Field("adjusted", "float*", "[column][kSampledRows]"),
+        Field("seen", "u32*", "[query][kSampledRows]"),
+        Field("adjusted", "float*", "[query][kSampledRows]"),
         Field("workspace", "u8*", "zeroed for each launch"),
         Field("list_ids", "const u32*", "of all bans and biases"),
         Field("list_values", "const float*", "biases, at the same places"),
@@ -233,13 +233,13 @@ SAMPLE_BUFFERS = Struct(
 
 MASKS = Struct(
     "Masks",
-    "Host memory: what masked columns may choose. See `wait_for_masks` in ops/choose.cuh.",
+    "Host memory: what masked queries may choose. See `wait_for_masks` in ops/choose.cuh.",
     (
-        Field("words", "const u32*", "[column][kVocabWords], a bit a token"),
+        Field("words", "const u32*", "[query][kVocabWords], a bit a token"),
         Field(
-            "turns",
+            "ready",
             "const u32*",
-            "[column][kMaskTurnWords]: rounds whose masks are there, or kMaskEnd",
+            "[query][kMaskReadyWords]: rounds whose masks are there, or kMaskEnd",
         ),
     ),
 )
@@ -286,10 +286,10 @@ def params(ranks: int) -> Struct:
             Field("page_tables", "const i32*", "[sequence][page]"),
             Field("rope", "const float2*", "[position][D / 2] cosine, sine"),
             Field("workspace", "u8*", "exchange buffers"),
-            Field("logits", "float*", "[column][kVocabRows], of all lanes here"),
-            Field("forced", "const u32*", "[column][rounds] input tokens"),
+            Field("logits", "float*", "[query][kVocabRows], of all lanes here"),
+            Field("forced", "const u32*", "[query][rounds] input tokens"),
             Field("launch", "const Launch*"),
-            Field("emitted", "u32*", "host: [round][column]"),
+            Field("emitted", "u32*", "host: [round][query]"),
             Field("progress", "u32*", "host: rounds emitted"),
             Field("yield_requested", "const u32*", "host: wish to stop at the next round"),
             Field("fault", "Fault*", "host"),
@@ -315,7 +315,7 @@ def params(ranks: int) -> Struct:
 def structs(ranks: int) -> tuple[Struct, ...]:
     """All of them for a plan of so many ranks, each after those that it has."""
     return (
-        SAMPLE_PARAMS, SAMPLE_STEP, COLUMN_START, LAUNCH, SAMPLE_BUFFERS, MASKS, WHERE, FAULT,
+        SAMPLE_PARAMS, SAMPLE_STEP, QUERY_START, LAUNCH, SAMPLE_BUFFERS, MASKS, WHERE, FAULT,
         params(ranks),
     )  # fmt: skip
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.kv_layout import PAGE_GRANULES, PAGE_POSITIONS, KvLayout
-from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS
+from soloist.megakernel.kv_layout import PAGE_HALVES, PAGE_POSITIONS, KvLayout
+from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 
@@ -33,8 +33,8 @@ class AttentionPlan:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows (column, query head) that 8 columns need; a power of 2."""
-        tiles = -(-MAX_COLUMNS * self.shape.group // TILE_ROWS)
+        """Tiles of 16 rows (query, query head) that 8 queries need; a power of 2."""
+        tiles = -(-MAX_QUERIES * self.shape.group // TILE_ROWS)
         return 1 << (tiles - 1).bit_length()
 
     @property
@@ -45,12 +45,12 @@ class AttentionPlan:
 
     @property
     def softmax_lanes(self) -> int:
-        """Independent running softmaxes in a block; fixed, so that a column's bits are."""
+        """Independent running softmaxes in a block; fixed, so that a query's bits are."""
         return CONSUMER_WARPS * self.warp_tiles // self.row_tiles
 
     @property
-    def near_positions(self) -> int:
-        """Seen positions below which a column's cache is one split."""
+    def unsplit_positions(self) -> int:
+        """Seen positions below which a query's cache is one split."""
         page_bytes = self.kv.format.num_bytes(2 * self.shape.head_dim * PAGE_POSITIONS)
         return self.gpu.architecture.tuning.unsplit_bytes // page_bytes * PAGE_POSITIONS
 
@@ -60,14 +60,14 @@ class AttentionPlan:
 
         On one GPU a step of 8 long sequences would merge too many splits, were they smaller.
         """
-        near, tuning = self.near_positions, self.gpu.architecture.tuning
-        return near if self.shape.ranks == 1 else min(near, tuning.ranks_split_positions)
+        unsplit, tuning = self.unsplit_positions, self.gpu.architecture.tuning
+        return unsplit if self.shape.ranks == 1 else min(unsplit, tuning.ranks_split_positions)
 
     @property
-    def turn_layers(self) -> int:
+    def rotation_layers(self) -> int:
         """Layers after which the blocks of a KV head take turns at its splits."""
         tuning = self.gpu.architecture.tuning
-        return tuning.turn_layers if self.shape.ranks == 1 else tuning.ranks_turn_layers
+        return tuning.rotation_layers if self.shape.ranks == 1 else tuning.ranks_rotation_layers
 
     @property
     def chunk_pages(self) -> int:
@@ -76,5 +76,5 @@ class AttentionPlan:
 
     @property
     def page_slot(self) -> bool:
-        """A ring slot takes both granules of a page, not one."""
-        return 2 * PAGE_GRANULES * self.kv.granule_bytes <= SLOT_BYTES
+        """A ring slot takes both half pages of a page, not one."""
+        return 2 * PAGE_HALVES * self.kv.half_page_bytes <= SLOT_BYTES

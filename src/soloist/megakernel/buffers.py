@@ -8,7 +8,12 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.lanes import modules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation
 from soloist.megakernel.layout import Buffer, end_of, stack
-from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, STATIC_SHARED_BYTES, TURNS
+from soloist.megakernel.limits import (
+    CONSUMER_WARPS,
+    EXCHANGE_COPIES,
+    MAX_QUERIES,
+    STATIC_SHARED_BYTES,
+)
 from soloist.megakernel.program import PRODUCTS
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
@@ -20,7 +25,7 @@ OPERAND_COLUMNS = 32
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Buffers in global memory through which the blocks of all ranks tell each other results.
+    """Buffers in global memory through which the blocks of all ranks exchange results.
 
     Attributes:
         shape: sizes.
@@ -57,31 +62,31 @@ class Exchanges:
 
     @cached_property
     def workspace(self) -> dict[str, Buffer]:
-        """Buffers of one rank (or lane), in copies that take turns."""
-        shape, columns, blocks = self.shape, MAX_COLUMNS, self.blocks
+        """Buffers of one rank (or lane), in copies that are used in turn."""
+        shape, queries, blocks = self.shape, MAX_QUERIES, self.blocks
 
         def operand(op: Operation) -> tuple[int, ...]:
-            # [32 columns of the matrix][column of the round][32] 16-bit values
+            # [32 columns of the matrix][query of the round][32] 16-bit values
             chunks = op.matrix.steps * STEP_COLUMNS // OPERAND_COLUMNS
-            return (TURNS, chunks, columns, OPERAND_COLUMNS * 2)
+            return (EXCHANGE_COPIES, chunks, queries, OPERAND_COLUMNS * 2)
 
-        partial = (TURNS, columns, shape.query_heads, self.attention.splits)
+        partial = (EXCHANGE_COPIES, queries, shape.query_heads, self.attention.splits)
         buffers = {
             **{name: operand(op) for name, op in self.operands.items() if name != "hidden_out"},
-            "squares_in": (TURNS, columns, blocks, 2 * 4),
-            "squares_mid": (TURNS, columns, blocks, 2 * 4),
-            "projected": (TURNS, columns, self._rows("qkv"), 4),
+            "squares_in": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
+            "squares_mid": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
+            "projected": (EXCHANGE_COPIES, queries, self._rows("qkv"), 4),
             "partial": (*partial, shape.head_dim, 4),
             "partial_stats": (*partial, 2 * 4),
         }
         if shape.meets:
             buffers["hidden_out"] = operand(self.head)
-            buffers["squares_out"] = (TURNS, columns, blocks, 2 * 4)
+            buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)
         if shape.model.lanes is None:
-            buffers["best"] = (2, columns, shape.ranks * blocks, 16)
+            buffers["best"] = (2, queries, shape.ranks * blocks, 16)
         if shape.model.lanes is None and shape.ranks > 1:
             # Partial sums of the rows that a block owns, from every rank.
-            sums = (TURNS, shape.ranks, columns, self.hidden_rows, 4)
+            sums = (EXCHANGE_COPIES, shape.ranks, queries, self.hidden_rows, 4)
             buffers |= {"sums_mid": sums, "sums_in": sums}
             # For kernels that sample: which blocks' logits are here, and all of them.
             buffers |= self._sampled(blocks)
@@ -97,21 +102,21 @@ class Exchanges:
         return self.kinds[0].operations[name].matrix.units * HALF_TILE_ROWS
 
     @cached_property
-    def told(self) -> dict[str, Buffer]:
-        """What lanes tell each other, once in each rank, behind its lanes' workspaces.
+    def published(self) -> dict[str, Buffer]:
+        """Lanes' partial results for each other, once in each rank, behind its lanes' workspaces.
 
-        Values are pairs of 32 bits: a number and the turn that it is of.
+        Values are pairs of 32 bits: a number and its epoch.
         """
         model = self.shape.model
         if model.lanes is None:
             return {}
-        lanes, columns, rows = self.shape.lanes, MAX_COLUMNS, self.hidden_rows
-        buffers: dict[str, tuple[int, ...]] = {"best": (2, columns, lanes * self.blocks, 16)}
-        for name, module in zip(("told_mid", "told_in"), modules_of(model), strict=True):
-            if any(module.tells(layer) for layer in range(model.num_layers)):
-                buffers[name] = (self.shape.lane_turns, lanes, columns, rows, 8)
+        lanes, queries, rows = self.shape.lanes, MAX_QUERIES, self.hidden_rows
+        buffers: dict[str, tuple[int, ...]] = {"best": (2, queries, lanes * self.blocks, 16)}
+        for name, module in zip(("published_mid", "published_in"), modules_of(model), strict=True):
+            if any(module.publishes(layer) for layer in range(model.num_layers)):
+                buffers[name] = (self.shape.lane_copies, lanes, queries, rows, 8)
         if self.shape.meets:
-            buffers["told_out"] = (lanes, columns, rows, 8)
+            buffers["published_out"] = (lanes, queries, rows, 8)
         if self.shape.ranks > 1:
             buffers |= self._sampled(self.blocks * self.shape.lanes_here)
         return stack(buffers, value_bytes=1)
@@ -124,18 +129,18 @@ class Exchanges:
     @property
     def num_bytes(self) -> int:
         """All exchange buffers of a rank."""
-        return self.lane_bytes * self.shape.lanes_here + end_of(self.told)
+        return self.lane_bytes * self.shape.lanes_here + end_of(self.published)
 
     @property
     def logit_rows(self) -> int:
-        """A column's logits that a rank makes, in the order of the vocabulary, and padding."""
+        """A query's logits that a rank makes, in the order of the vocabulary, and padding."""
         if self.shape.model.lanes is None:
             return self.head.matrix.units * HALF_TILE_ROWS
         return _padded(self.shape.share.vocab_size * self.shape.lanes_here)
 
     @property
     def sampled_rows(self) -> int:
-        """Logits from one column to the next where tokens are sampled: on ranks, all of them."""
+        """Logits from one query to the next where tokens are sampled: on ranks, all of them."""
         if self.shape.ranks == 1:
             return self.logit_rows
         return _padded(self.shape.model.vocab_size)
@@ -143,7 +148,7 @@ class Exchanges:
     def _sampled(self, blocks: int) -> dict[str, tuple[int, ...]]:
         return {
             "arrivals": (self.shape.ranks, blocks, 4),
-            "logits": (MAX_COLUMNS, self.sampled_rows, 4),
+            "logits": (MAX_QUERIES, self.sampled_rows, 4),
         }
 
 
@@ -161,7 +166,7 @@ class SharedMemory:
         operations: all multiplies.
         hidden_rows: of the residual stream, in the block that has the most.
         room: bytes that a block may take.
-        columns: of a launch, at most.
+        queries: of a launch, at most.
         samples: there is also room for choosing tokens otherwise than by the largest logit.
     """
 
@@ -170,22 +175,22 @@ class SharedMemory:
     operations: Sequence[Operation]
     hidden_rows: int
     room: int
-    columns: int
+    queries: int
     samples: bool
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """What lies behind the ring, in bytes from its end."""
-        columns, head_dim = self.columns, self.shape.head_dim
-        rows = TILE_ROWS if columns == 1 else TILE_ROWS * self.attention.row_tiles
+        queries, head_dim = self.queries, self.shape.head_dim
+        rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.row_tiles
         return stack(
             {
                 "reduce": (self.reduce_bytes,),
-                "queries": (rows, head_dim, 2),
-                "new_kv": (columns, 2, head_dim, 2),
-                "residual": (columns, self.hidden_rows, 4),
+                "q_rows": (rows, head_dim, 2),
+                "new_kv": (queries, 2, head_dim, 2),
+                "residual": (queries, self.hidden_rows, 4),
                 "stats": (self.attention.softmax_lanes, rows, 2, 4),
-                "rope": (columns, head_dim // 2, 2, 4),
+                "rope": (queries, head_dim // 2, 2, 4),
                 "sampling": (768,),
                 "control": (384,),
             },
@@ -196,10 +201,10 @@ class SharedMemory:
     def reduce_bytes(self) -> int:
         """Room in which warps add up their sums, and softmax lanes their results.
 
-        One column needs room for the rows of the largest multiply, twice, so that a reduction may
+        One query needs room for the rows of the largest multiply, twice, so that a reduction may
         start while the last one is still read. What samples has its scratch there, too.
         """
-        if self.columns > 1 or self.samples:
+        if self.queries > 1 or self.samples:
             return _REDUCE_BYTES
         tiles = max(op.group_tiles for op in self.operations)
         rows = -(-tiles * TILE_ROWS // 32) * 32

@@ -1,4 +1,4 @@
-"""How the columns of a launch choose their tokens, packed for the kernel. No torch, no device."""
+"""How the queries of a launch choose their tokens, packed for the kernel. No torch, no device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soloist.megakernel.abi import SAMPLE_PARAMS, SAMPLE_STEP
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.sampling_header import (
     SEEN_IN_PROMPT,
     ListSpan,
@@ -21,11 +21,11 @@ from soloist.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a column's tokens are chosen where the largest logit alone does not decide.
+    """How a query's tokens are chosen where the largest logit alone does not decide.
 
     Attributes:
         params: what the request asks for; with a seed, unless greedy.
-        counts: prompt and output when the launch starts, the column's first input token included.
+        counts: prompt and output when the launch starts, the query's first input token included.
             The kernel counts on from there by itself; this one stays as it is.
         ending_ids: token ids that are banned while the output is shorter than min_tokens.
         allowed: bits [ceil(V / 32)] of the tokens that the first choice of the launch may take; the
@@ -43,12 +43,12 @@ class PackedChoices:
     """Choices as the kernel reads them.
 
     Attributes:
-        params: [MAX_COLUMNS] of `SAMPLE_PARAMS`.
-        steps: [MAX_COLUMNS] of `SAMPLE_STEP`, for the first round.
+        params: [MAX_QUERIES] of `SAMPLE_PARAMS`.
+        steps: [MAX_QUERIES] of `SAMPLE_STEP`, for the first round.
         list_ids: token ids of all bans and biases.
         list_values: biases at the same places, zeros beside bans.
-        seen: by column that has penalties, [V]: times in the output, and `SEEN_IN_PROMPT`.
-        masks: by column that the host says tokens of, bits [ceil(V / 32)] for its first choice.
+        seen: by query that has penalties, [V]: times in the output, and `SEEN_IN_PROMPT`.
+        masks: by query that the host says tokens of, bits [ceil(V / 32)] for its first choice.
     """
 
     params: NDArray[np.void]
@@ -62,14 +62,14 @@ class PackedChoices:
 def pack_choices(
     choices: Sequence[Choice | None], positions: Sequence[int], vocab_size: int
 ) -> PackedChoices:
-    """Pack one choice a column, None for the largest logit.
+    """Pack one choice a query, None for the largest logit.
 
     Args:
-        choices: at most MAX_COLUMNS.
-        positions: of the columns' first input tokens; the first choice is for the next position.
+        choices: at most MAX_QUERIES.
+        positions: of the queries' first input tokens; the first choice is for the next position.
         vocab_size: V.
     """
-    params, steps = (np.zeros(MAX_COLUMNS, s.dtype) for s in (SAMPLE_PARAMS, SAMPLE_STEP))
+    params, steps = (np.zeros(MAX_QUERIES, s.dtype) for s in (SAMPLE_PARAMS, SAMPLE_STEP))
     ids: list[int] = []
     values: list[float] = []
     seen: dict[int, NDArray[np.uint32]] = {}
@@ -81,7 +81,7 @@ def pack_choices(
         values.extend(items.values())
         return ListSpan(begin, len(items))
 
-    for column, (choice, position) in enumerate(zip(choices, positions, strict=True)):
+    for query, (choice, position) in enumerate(zip(choices, positions, strict=True)):
         asked = SamplingParams() if choice is None else choice.params
         num_output, ban = 0, ListSpan()
         if choice is not None:
@@ -90,14 +90,14 @@ def pack_choices(
             if num_output < asked.min_tokens:
                 ban = span(dict.fromkeys(sorted(choice.ending_ids), 0.0))
             if asked.has_penalties:
-                seen[column] = seen_words(choice.counts)
+                seen[query] = seen_words(choice.counts)
             if choice.allowed is not None:
-                masks[column] = choice.allowed
+                masks[query] = choice.allowed
         bias = span(dict(asked.logit_bias))
-        params[column] = packed_params(
-            asked, vocab_size, ban, bias, history=column, is_masked=column in masks
+        params[query] = packed_params(
+            asked, vocab_size, ban, bias, history=query, is_masked=query in masks
         )
-        steps[column] = packed_step(position + 1, num_output)
+        steps[query] = packed_step(position + 1, num_output)
     return PackedChoices(
         params, steps, np.array(ids, np.uint32), np.array(values, np.float32), seen, masks
     )

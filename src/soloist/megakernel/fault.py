@@ -122,15 +122,15 @@ class RanksFault:
     @property
     def seen(self) -> str:
         """How far its weight loads are, and which rank waited for which."""
-        told = [self._own.seen]
+        parts = [self._own.seen]
         for rank, fault in self.faults.items():
             if fault is None:
-                told.append(f"{self._name(rank)} reported nothing")
+                parts.append(f"{self._name(rank)} reported nothing")
             elif rank != self.rank:
                 others = self._awaited(rank)
                 awaited = _listed(others) if others else "blocks of its own"
-                told.append(f"{self._name(rank)} waited for {awaited} ({fault.where})")
-        return "; ".join(told)
+                parts.append(f"{self._name(rank)} waited for {awaited} ({fault.where})")
+        return "; ".join(parts)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on GPU {self.devices[rank]}"

@@ -10,7 +10,7 @@ from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.image import Image
 from soloist.megakernel.kv_layout import page_constants
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import CONSUMER_WARPS, MAX_COLUMNS, THREADS, TURNS
+from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER, PHASES, PRODUCTS
 from soloist.megakernel.sampling_header import (
@@ -32,15 +32,15 @@ from soloist.sampling.constraint import num_words
 
 Value: TypeAlias = bool | int | float
 
-# Columns that a launch may have, of each of the two builds that serve requests.
-BUILT_FOR = (1, MAX_COLUMNS)
+# Queries that a launch may have, of each of the two builds that serve requests.
+BUILT_FOR = (1, MAX_QUERIES)
 # A block that gets nowhere for so long is stuck.
 STUCK_NS = 2_000_000_000
 # The same where it waits for the host to say which tokens are allowed: that may take a while on a
 # busy machine, and is no fault of the kernel's.
 MASK_NS = 60_000_000_000
-# Words from one column's turn to the next: each in a cache line of its own.
-MASK_TURN_WORDS = 16
+# Words from one query's count of masks to the next: each in a cache line of its own.
+MASK_READY_WORDS = 16
 # No block has this number.
 _NO_BLOCK = 0xFFFFFFFF
 
@@ -50,23 +50,23 @@ class Build:
     """How a kernel is built beside its plan; as it stands here, to run greedy requests.
 
     Attributes:
-        samples: choose tokens by their columns' `Choice`, not only the largest logit.
-        columns: how many a launch may have: one, which takes the least code, or `MAX_COLUMNS`. A
-            column's bits are the same.
+        samples: choose tokens by their queries' `Choice`, not only the largest logit.
+        queries: how many a launch may have: one, which takes the least code, or `MAX_QUERIES`. A
+            query's bits are the same.
         trace_round: take time stamps in this round of a launch.
         ablation: leave something out: a value of `ABLATIONS`. Its tokens mean nothing.
         silent_block: a block that never publishes its activations, so that the others get stuck.
         cleaner_cycles: by which all cleaning of exchange buffers is late: no bit depends on that.
         stuck_ns: how long a block may get nowhere, less than 2^32.
         mask_ns: how long it may wait for the host to say which tokens are allowed.
-        alone: the first rank of several runs without the others: what it tells them, it tells
-            itself in their stead. To see what a token would take; its own mean nothing.
+        alone: the first rank of several runs without the others, and publishes to itself what they
+            would. To see what a token would take; its own tokens mean nothing.
         racecheck: for compute-sanitizer's tool of that name: every thread tells a slot's barrier
             itself what its warp's first lane tells for all, and the watchdog does not look.
     """
 
     samples: bool = False
-    columns: int = MAX_COLUMNS
+    queries: int = MAX_QUERIES
     trace_round: int | None = None
     ablation: int = 0
     silent_block: int | None = None
@@ -95,7 +95,7 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
         build: how the kernel is built.
     """
     plans = {
-        name: plan.with_room_for(build.columns, samples=build.samples)
+        name: plan.with_room_for(build.queries, samples=build.samples)
         for name, plan in plans.items()
     }
     first = next(iter(plans.values()))
@@ -138,13 +138,13 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kMovesRegisters": plan.gpu.architecture.moves_registers,
         "kConsumerRegisters": plan.gpu.architecture.consumer_registers,
         "kHelperRegisters": plan.gpu.architecture.helper_registers,
-        "kMaxColumns": MAX_COLUMNS,
-        "kMostColumns": build.columns,
+        "kMaxQueries": MAX_QUERIES,
+        "kMostQueries": build.queries,
         "kSamples": build.samples,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
         "kMaskNs": build.mask_ns,
-        "kMaskTurnWords": MASK_TURN_WORDS,
+        "kMaskReadyWords": MASK_READY_WORDS,
         "kRacecheck": build.racecheck,
         "kAlone": build.alone,
         "kSilentBlock": _NO_BLOCK if build.silent_block is None else build.silent_block,
@@ -152,7 +152,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kAblation": build.ablation,
         "kTrace": build.trace_round is not None,
         "kTraceRound": build.trace_round or 0,
-        "kTurns": TURNS,
+        "kExchangeCopies": EXCHANGE_COPIES,
         "kLayerPhases": len(LAYER),
         "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
         "kSlotBytes": SLOT_BYTES,
@@ -172,8 +172,8 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     model, shape, attention = plan.model, plan.shape, plan.attention
     exchanges, shared = plan.exchanges, plan.shared
     half_tiles = {op.matrix.format.half_tile_bytes for op in plan.operations}
-    # The rows of one column fit a tile; which warps have rows is left as it is, for the bits' sake.
-    warp_tiles = 1 if build.columns == 1 else attention.warp_tiles
+    # The rows of one query fit a tile; which warps have rows is left as it is, for the bits' sake.
+    warp_tiles = 1 if build.queries == 1 else attention.warp_tiles
     constants: dict[str, Value] = {
         "kLaneBlocks": plan.blocks,
         "kLayers": model.num_layers,
@@ -201,9 +201,9 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kWideReduceBytes": shared.wide_reduce_bytes,
         "kSplits": attention.splits,
         "kSplitBits": attention.splits.bit_length() - 1,
-        "kNearPositions": attention.near_positions,
+        "kUnsplitPositions": attention.unsplit_positions,
         "kSplitPositions": attention.split_positions,
-        "kTurnLayers": attention.turn_layers,
+        "kRotationLayers": attention.rotation_layers,
         "kEarlySlots": plan.early_slots,
         "kRowTiles": attention.row_tiles // attention.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
@@ -223,7 +223,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
             continue
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
-    for name, buffer in exchanges.told.items():  # behind the lanes' workspaces
+    for name, buffer in exchanges.published.items():  # behind the lanes' workspaces
         constants[f"kWs{_pascal(name)}"] = exchanges.lane_bytes * shape.lanes_here + buffer.offset
     for name, buffer in shared.buffers.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
@@ -334,13 +334,13 @@ def _place_of_layer(segment: "Segment", first: int, offset: Callable[[int], int]
     if segment.end - segment.first == period:
         return f"{offset(first)}ull"
     stride = offset(first + period) - offset(first)
-    turns = "static_cast<unsigned long long>(layer)"
+    count = "static_cast<unsigned long long>(layer)"
     if segment.first:
-        turns = f"static_cast<unsigned long long>(layer - {segment.first}u)"
+        count = f"static_cast<unsigned long long>(layer - {segment.first}u)"
     if period > 1:
-        turns = f"({turns} / {period}u)"
+        count = f"({count} / {period}u)"
     base = f"{offset(first)}ull + " if offset(first) else ""
-    return f"{base}{turns} * {stride}u"
+    return f"{base}{count} * {stride}u"
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +420,7 @@ _VECTORS = (
 
 
 def _lanes(plan: Plan) -> dict[str, Value]:
-    """Constants of lanes; an ordinary model has one, which hears nobody."""
+    """Constants of lanes; an ordinary model has one, which receives nothing."""
     constants: dict[str, Value] = {
         "kHasLanes": plan.model.lanes is not None,
         "kLanes": plan.shape.lanes,
@@ -428,20 +428,20 @@ def _lanes(plan: Plan) -> dict[str, Value]:
         "kLaneWorkspaceBytes": plan.exchanges.lane_bytes,
         "kLaneVectors": plan.image.vector_values if plan.shape.vector_lanes > 1 else 0,
         "kMeets": plan.shape.meets,
-        "kWsToldMid": 0, "kWsToldIn": 0, "kWsToldOut": 0,
+        "kWsPublishedMid": 0, "kWsPublishedIn": 0, "kWsPublishedOut": 0,
     }  # fmt: skip
     if plan.model.lanes is None:
         return constants | {
-            "kDelayLayers": 1, "kLaneTurns": 1, "kEarlySum": False, "kAttentionTalks": False,
-            "kMlpTalks": False, "kSumBeforeNorm": False, "kAloneScale": 1.0,
+            "kDelayLayers": 1, "kLaneCopies": 1, "kEarlySum": False, "kSumBeforeNorm": False,
+            "kAttentionCommunicates": False, "kMlpCommunicates": False, "kAloneScale": 1.0,
         }  # fmt: skip
     lanes = plan.model.lanes
     return constants | {
         "kDelayLayers": lanes.delay_layers,
-        "kLaneTurns": plan.shape.lane_turns,
+        "kLaneCopies": plan.shape.lane_copies,
         "kEarlySum": lanes.early_sum,
-        "kAttentionTalks": lanes.attention_comm,
-        "kMlpTalks": lanes.mlp_comm,
+        "kAttentionCommunicates": lanes.attention_comm,
+        "kMlpCommunicates": lanes.mlp_comm,
         "kSumBeforeNorm": lanes.sum_before_norm,
         "kAloneScale": math.sqrt(lanes.num_lanes),
     }

@@ -1,7 +1,7 @@
 """Where keys and values lie in the pages of a pool: the one definition, for Python and CUDA.
 
-A page holds 64 positions of all layers and KV heads, [layer][head], and of each two granules of 32
-positions. In a granule keys come first, [32 positions][D] in chunks of 8 numbers. Where D is a
+A page holds 64 positions of all layers and KV heads, [layer][head], and of each two half pages of
+32 positions. In a half page keys come first, [32 positions][D] in chunks of 8 numbers. Where D is a
 multiple of 64, odd rows swap neighbouring groups of four chunks (chunk c lies at c ^ 4), so that
 two rows that a warp reads from shared memory never share banks. Values follow, transposed,
 [D][32 positions]. A sequence's page table lists its pages in the order of its positions.
@@ -18,8 +18,8 @@ from soloist.errors import ShapeUnsupported
 from soloist.model.kv_format import KvFormat
 
 PAGE_POSITIONS = 64
-GRANULE_POSITIONS = 32
-PAGE_GRANULES = PAGE_POSITIONS // GRANULE_POSITIONS
+HALF_PAGE_POSITIONS = 32
+PAGE_HALVES = PAGE_POSITIONS // HALF_PAGE_POSITIONS
 # Numbers that a thread moves at once, 16 bytes of the formats there are.
 CHUNK_VALUES = 8
 # Odd rows swap groups of so many, a power of 2.
@@ -54,19 +54,19 @@ class KvLayout:
             )
 
     @property
-    def granule_values(self) -> int:
-        """Numbers of a granule: its keys or its values."""
-        return GRANULE_POSITIONS * self.head_dim
+    def half_page_values(self) -> int:
+        """Numbers of a half page: its keys or its values."""
+        return HALF_PAGE_POSITIONS * self.head_dim
 
     @property
-    def granule_bytes(self) -> int:
+    def half_page_bytes(self) -> int:
         """The same in bytes."""
-        return self.format.num_bytes(self.granule_values)
+        return self.format.num_bytes(self.half_page_values)
 
     @property
     def page_values(self) -> int:
         """Numbers of a page."""
-        return self.granule_place(self.num_layers, 0, 0)
+        return self.half_page_place(self.num_layers, 0, 0)
 
     @property
     def page_bytes(self) -> int:
@@ -78,15 +78,15 @@ class KvLayout:
         return num_pages * self.page_bytes
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
-        """[pages, layers, K, granules, (keys, values), 32 · D]: a pool as a tensor."""
+        """[pages, layers, K, half pages, (keys, values), 32 · D]: a pool as a tensor."""
         parts = len(self.format.parts)
         heads = (num_pages, self.num_layers, self.num_heads)
-        return (*heads, PAGE_GRANULES, parts, self.granule_values)
+        return (*heads, PAGE_HALVES, parts, self.half_page_values)
 
-    def granule_place(self, layer: int, head: int, granule: int) -> int:
-        """From the start of a page to a granule's keys."""
-        index = (layer * self.num_heads + head) * PAGE_GRANULES + granule
-        return index * len(self.format.parts) * self.granule_values
+    def half_page_place(self, layer: int, head: int, half_page: int) -> int:
+        """From the start of a page to a half page's keys."""
+        index = (layer * self.num_heads + head) * PAGE_HALVES + half_page
+        return index * len(self.format.parts) * self.half_page_values
 
     @property
     def swaps_chunks(self) -> bool:
@@ -94,14 +94,14 @@ class KvLayout:
         return self.head_dim % (2 * SWAPPED_VALUES) == 0
 
     def key_places(self) -> NDArray[np.int64]:
-        """[32 rows, D]: from a granule's keys to each number."""
-        row, d = np.arange(GRANULE_POSITIONS)[:, None], np.arange(self.head_dim)
+        """[32 rows, D]: from a half page's keys to each number."""
+        row, d = np.arange(HALF_PAGE_POSITIONS)[:, None], np.arange(self.head_dim)
         return row * self.head_dim + (d ^ row % 2 * SWAPPED_VALUES if self.swaps_chunks else d)
 
     def value_places(self) -> NDArray[np.int64]:
-        """[32 rows, D]: from a granule's values to each number."""
-        row, d = np.arange(GRANULE_POSITIONS)[:, None], np.arange(self.head_dim)
-        return d * GRANULE_POSITIONS + row
+        """[32 rows, D]: from a half page's values to each number."""
+        row, d = np.arange(HALF_PAGE_POSITIONS)[:, None], np.arange(self.head_dim)
+        return d * HALF_PAGE_POSITIONS + row
 
     @property
     def cuda(self) -> str:
@@ -117,13 +117,13 @@ class KvLayout:
         # A chunk of the neighbouring group, a number in it: bits of an odd row, shifted.
         chunk_shift, value_shift = (n.bit_length() - 1 for n in (SWAPPED_CHUNKS, SWAPPED_VALUES))
         swaps = self.swaps_chunks
-        constants = {"kPoolKvHeads": self.num_heads, "kGranuleBytes": self.granule_bytes}
+        constants = {"kPoolKvHeads": self.num_heads, "kHalfPageBytes": self.half_page_bytes}
         derived = {
-            "kPageGranules": PAGE_GRANULES,
+            "kPageHalves": PAGE_HALVES,
             "kKvParts": len(self.format.parts),
-            "kGranuleValues": self.granule_values,
+            "kHalfPageValues": self.half_page_values,
             "kKeyRowBytes": self.format.num_bytes(self.head_dim),
-            "kValueRowBytes": self.format.num_bytes(GRANULE_POSITIONS),
+            "kValueRowBytes": self.format.num_bytes(HALF_PAGE_POSITIONS),
             "kSwappedKeyBytes": self.format.num_bytes(SWAPPED_VALUES) if swaps else 0,
         }
 
@@ -136,11 +136,11 @@ class KvLayout:
             "enum : unsigned {",
             *(f"  {name} = {value}u," for name, value in derived.items()),
             "};",
-            "// From the start of the pool to a granule's keys; its values follow them.",
+            "// From the start of the pool to a half page's keys; its values follow them.",
             function(
-                "u64 granule_place(u64 page_values, i32 page, u32 layer, u32 head, u32 granule)",
+                "u64 half_page_place(u64 page_values, i32 page, u32 layer, u32 head, u32 half)",
                 "page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * "
-                "kPageGranules + granule) * (kKvParts * kGranuleValues)",
+                "kPageHalves + half) * (kKvParts * kHalfPageValues)",
             ),
             "// Which chunk of its row a chunk of a key takes.",
             function(
@@ -152,12 +152,12 @@ class KvLayout:
                 "u32 key_column(u32 row, u32 d)",
                 f"d ^ (row & 1) << {value_shift}" if swaps else "d",
             ),
-            "// From a granule's values to one number.",
-            function("u32 value_place(u32 row, u32 d)", "d * kGranulePositions + row"),
+            "// From a half_page's values to one number.",
+            function("u32 value_place(u32 row, u32 d)", "d * kHalfPagePositions + row"),
         ]
 
 
 def page_constants() -> list[str]:
     """CUDA text of what all models have alike."""
-    constants = {"kPagePositions": PAGE_POSITIONS, "kGranulePositions": GRANULE_POSITIONS}
+    constants = {"kPagePositions": PAGE_POSITIONS, "kHalfPagePositions": HALF_PAGE_POSITIONS}
     return [f"constexpr unsigned {name} = {value}u;" for name, value in constants.items()]

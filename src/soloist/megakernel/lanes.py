@@ -1,4 +1,4 @@
-"""What Laneformer's lanes mean to the kernel: whose they are, when they hear each other. Pure.
+"""What Laneformer's lanes mean to the kernel: whose they are, and who receives what when. Pure.
 
 A lane has its own residual stream and whole heads and neurons, so for the kernel it is a small
 model of its own, on blocks of its own. A rank runs some lanes side by side.
@@ -42,7 +42,7 @@ class LaneShare:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Attention or the MLP of all layers, as far as lanes hear of what it gives.
+    """Attention or the MLP of all layers, as far as its results concern other lanes.
 
     Attributes:
         lanes: the rules.
@@ -58,11 +58,11 @@ class Module:
         """A lane adds the sum of all lanes' partial results of this very layer."""
         return layer < self.lanes.delay_layers and self.lanes.early_sum
 
-    def hears(self, layer: int) -> bool:
+    def receives(self, layer: int) -> bool:
         """A lane adds the others' partial results of `delay_layers` before, and its own."""
         return self.communicates and layer >= self.lanes.delay_layers
 
-    def tells(self, layer: int) -> bool:
+    def publishes(self, layer: int) -> bool:
         """Somebody needs a lane's partial result of this layer, now or later."""
         later = layer + self.lanes.delay_layers
         return self.sums(layer) or (self.communicates and later < self.num_layers)

@@ -19,13 +19,13 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
-from soloist.megakernel.abi import COLUMN_START, LAUNCH, MASKS, MAX_STOPS, SAMPLE_BUFFERS, params
+from soloist.megakernel.abi import LAUNCH, MASKS, MAX_STOPS, QUERY_START, SAMPLE_BUFFERS, params
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
-from soloist.megakernel.header import BUILT_FOR, MASK_TURN_WORDS, Build, header
+from soloist.megakernel.header import BUILT_FOR, MASK_READY_WORDS, Build, header
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import Buffer, end_of
-from soloist.megakernel.limits import MAX_COLUMNS, THREADS, TURNS
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.packing import ordered, pack, place
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
@@ -41,18 +41,18 @@ _STRIDE_AT = LAUNCH.offsets["logits_round_stride"] // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a launch: a sequence that goes on, or positions of it side by side.
+class Query:
+    """One query of a launch: a sequence that goes on, or positions of it side by side.
 
     Attributes:
         sequence: row of the page tables.
         position: of the first round's token.
         tokens: input tokens of the first rounds, at least one; later rounds take what was chosen.
-        stops: token ids that end the launch when this column chooses one.
+        stops: token ids that end the launch when this query chooses one.
         stride: positions from round to round.
         keep: rounds in which a stop token does not count yet.
         choice: how tokens are chosen; None takes the largest logit. Penalties count the tokens that
-            this very column takes, so they need a stride of 1.
+            this very query takes, so they need a stride of 1.
     """
 
     sequence: int
@@ -69,21 +69,21 @@ class Given:
     """What a launch is given, ready to be copied: the same for all ranks.
 
     Attributes:
-        words: a `LAUNCH`, then input tokens [column][round].
-        num_columns: 1 … 8.
-        num_given: by column, rounds whose input tokens are given.
-        choices: None where every column takes its largest logit.
+        words: a `LAUNCH`, then input tokens [query][round].
+        num_queries: 1 … 8.
+        num_given: by query, rounds whose input tokens are given.
+        choices: None where every query takes its largest logit.
     """
 
     words: NDArray[np.int32]
-    num_columns: int
+    num_queries: int
     num_given: list[int]
     choices: PackedChoices | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Modules:
-    """Two builds of the kernel, for launches of one column and of more."""
+    """Two builds of the kernel, for launches of one query and of more."""
 
     single: Module
     several: Module
@@ -95,57 +95,58 @@ class _Sampler:
     def __init__(self, plan: Plan, modules: _Modules, device: torch.device) -> None:
         rows = plan.exchanges.sampled_rows
         self.modules = modules
-        self._seen = torch.zeros(MAX_COLUMNS, rows, dtype=torch.int32, device=device)
-        self._adjusted = torch.zeros(MAX_COLUMNS, rows, dtype=torch.float32, device=device)
+        self._seen = torch.zeros(MAX_QUERIES, rows, dtype=torch.int32, device=device)
+        self._adjusted = torch.zeros(MAX_QUERIES, rows, dtype=torch.float32, device=device)
         workspace_bytes = sample_workspace_bytes(plan.grid_blocks)
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._lists = (torch.empty(0), torch.empty(0))
         words = num_words(plan.model.vocab_size)
-        # Two take turns where other ranks may still read one though the first has shown its token.
+        # Two are used alternately where other ranks may still read one after the first rank has
+        # shown its token.
         self._copies = 1 if plan.ranks == 1 else 2
         self.masks = torch.zeros(
-            self._copies, MAX_COLUMNS, words, dtype=torch.int32, pin_memory=True
+            self._copies, MAX_QUERIES, words, dtype=torch.int32, pin_memory=True
         )
-        self.turns = torch.zeros(MAX_COLUMNS, MASK_TURN_WORDS, dtype=torch.int32, pin_memory=True)
+        self.ready = torch.zeros(MAX_QUERIES, MASK_READY_WORDS, dtype=torch.int32, pin_memory=True)
         self._mask_words = self.masks.numpy().view(np.uint32)
-        self._turn_words = self.turns.numpy().view(np.uint32)
-        self._told: dict[int, int] = {}  # by masked column, the latest turn
+        self._ready_words = self.ready.numpy().view(np.uint32)
+        self._allowed: dict[int, int] = {}  # by masked query, the latest round with a mask
 
     def begin(self, masks: dict[int, Words], num_given: Sequence[int]) -> None:
-        """Forget the last launch's masks; give what each column's first choice may take.
+        """Forget the last launch's masks; give what each query's first choice may take.
 
         Args:
-            masks: by column.
-            num_given: by column, rounds whose input tokens are given: before, it chooses nothing.
+            masks: by query.
+            num_given: by query, rounds whose input tokens are given: before, it chooses nothing.
         """
-        self._told = {column: num_given[column] - 1 for column in masks}
-        for column, words in masks.items():
-            self.allow(column, words)
+        self._allowed = {query: num_given[query] - 1 for query in masks}
+        for query, words in masks.items():
+            self.allow(query, words)
 
-    def allow(self, column: int, words: Words | None) -> None:
+    def allow(self, query: int, words: Words | None) -> None:
         """See Decoder."""
-        if column not in self._told:
+        if query not in self._allowed:
             return
         if words is None:
-            del self._told[column]
-            turn = MASK_END
+            del self._allowed[query]
+            last = MASK_END
         else:
-            turn = self._told[column] = self._told[column] + 1
-            self._mask_words[turn % self._copies, column] = words
+            last = self._allowed[query] = self._allowed[query] + 1
+            self._mask_words[last % self._copies, query] = words
         # After the words: x86 keeps stores in order. Pairs with `wait_for_masks` in choose.cuh.
-        self._turn_words[column, 0] = turn
+        self._ready_words[query, 0] = last
 
     def abandon(self) -> None:
-        """No masked column gets a mask any more."""
-        for column in list(self._told):
-            self.allow(column, None)
+        """No masked query gets a mask any more."""
+        for query in list(self._allowed):
+            self.allow(query, None)
 
     def upload(self, packed: PackedChoices) -> NDArray[np.void]:
         """Make the buffers ready for a launch; return where they are, as `SAMPLE_BUFFERS`."""
         device = self._seen.device
         self._workspace.zero_()
-        for column, words in packed.seen.items():
-            self._seen[column, : len(words)].copy_(torch.from_numpy(words.view(np.int32)))
+        for query, words in packed.seen.items():
+            self._seen[query, : len(words)].copy_(torch.from_numpy(words.view(np.int32)))
         # Kept until the next launch: this one reads them.
         self._lists = (
             torch.from_numpy(packed.list_ids.view(np.int32)).to(device),
@@ -163,7 +164,7 @@ class _Sampler:
     @property
     def where_masks_are(self) -> NDArray[np.void]:
         """As `MASKS`."""
-        return MASKS.record(words=self.masks.data_ptr(), turns=self.turns.data_ptr())
+        return MASKS.record(words=self.masks.data_ptr(), ready=self.ready.data_ptr())
 
 
 class Decoder:
@@ -192,7 +193,7 @@ class Decoder:
         *,
         rank: int = 0,
         max_rounds: int = 4096,
-        max_sequences: int = MAX_COLUMNS,
+        max_sequences: int = MAX_QUERIES,
         cache: Path | None = None,
         build: Build = Build(),  # noqa: B008 - frozen
         keep_rows: bool = False,
@@ -208,12 +209,12 @@ class Decoder:
         self._cache = cache
         self.load(build)
         self._fresh_workspaces = {n: _fresh_workspace(plan, n).to(device) for n in BUILT_FOR}
-        self._workspace = torch.empty_like(self._fresh_workspaces[MAX_COLUMNS])
+        self._workspace = torch.empty_like(self._fresh_workspaces[MAX_QUERIES])
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
         self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
         self.logits = torch.zeros(
-            MAX_COLUMNS, plan.exchanges.logit_rows, dtype=torch.float32, device=device
+            MAX_QUERIES, plan.exchanges.logit_rows, dtype=torch.float32, device=device
         )
         pages = -(-rope.shape[0] // PAGE_POSITIONS)
         self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
@@ -221,15 +222,15 @@ class Decoder:
         def pinned(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-        # What a launch is given: a `LAUNCH`, then input tokens [column][round].
-        self._given_on_host = pinned(_LAUNCH_WORDS + MAX_COLUMNS * max_rounds)
+        # What a launch is given: a `LAUNCH`, then input tokens [query][round].
+        self._given_on_host = pinned(_LAUNCH_WORDS + MAX_QUERIES * max_rounds)
         self._given = torch.zeros_like(self._given_on_host, device=device)
 
-        self._emitted, self._signals = pinned(max_rounds * MAX_COLUMNS), pinned(64)
+        self._emitted, self._signals = pinned(max_rounds * MAX_QUERIES), pinned(64)
         self._progress, self._yield_requested, self._fault = (
             self._signals[0:1], self._signals[16:17], self._signals[32:48]
         )  # fmt: skip
-        self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_COLUMNS)
+        self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_QUERIES)
         self._signal_values = self._signals.numpy()
         self._stream = torch.cuda.Stream(device)
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -239,7 +240,7 @@ class Decoder:
         """Take another build of the kernel, on the same weights; no launch may be running.
 
         Args:
-            build: for any number of columns; the one for a single column is loaded beside it.
+            build: for any number of queries; the one for a single query is loaded beside it.
         """
         self._build_as = build
         self.__dict__.pop("_sampler", None)
@@ -254,13 +255,13 @@ class Decoder:
     def _shared_bytes(self) -> int:
         """Dynamic shared memory of a block: what the build that takes more of it needs."""
         return max(
-            self.plan.with_room_for(columns, samples=samples).shared.num_bytes
-            for columns in BUILT_FOR
+            self.plan.with_room_for(queries, samples=samples).shared.num_bytes
+            for queries in BUILT_FOR
             for samples in (False, True)
         )
 
     def _loaded(self, build: Build) -> _Modules:
-        builds = [replace(build, columns=columns) for columns in BUILT_FOR]
+        builds = [replace(build, queries=queries) for queries in BUILT_FOR]
         with ThreadPoolExecutor(len(builds), "soloist-compile") as pool:
             cubins = list(pool.map(self._built, builds))
         with torch.cuda.device(self._device):  # a module belongs to the context it is loaded in
@@ -288,38 +289,36 @@ class Decoder:
         squares = math.fsum((x * x).sum().item() for x in map(Tensor.float, chunks))
         return float((squares / (self.plan.model.vocab_size * self.plan.model.hidden_size)) ** -0.5)
 
-    def start(
-        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
-    ) -> None:
-        """Start a launch of at most `rounds` rounds; it ends early when a column stops.
+    def start(self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None) -> None:
+        """Start a launch of at most `rounds` rounds; it ends early when a query stops.
 
-        For a plan of one rank. Where a column has a `Choice`, the kernel that samples runs, and its
-        launch also ends where a column's best score is not finite.
+        For a plan of one rank. Where a query has a `Choice`, the kernel that samples runs, and its
+        launch also ends where a query's best score is not finite.
 
         Args:
-            columns: 1 … 8; columns of one sequence lie side by side with rising positions.
+            queries: 1 … 8; queries of one sequence lie side by side with rising positions.
             rounds: 1 … max_rounds.
-            logits: [rounds, columns, rows] fp32 to keep the logits of every round.
+            logits: [rounds, queries, rows] fp32 to keep the logits of every round.
         """
         assert self.plan.ranks == 1, "ranks start together"
-        self.prepare(self.pack(columns, rounds), logits)
+        self.prepare(self.pack(queries, rounds), logits)
         self.go()
         self.mark_end()
 
-    def pack(self, columns: Sequence[Column], rounds: int) -> Given:
+    def pack(self, queries: Sequence[Query], rounds: int) -> Given:
         """What a launch is given; arguments as of `start`."""
-        assert 1 <= len(columns) <= MAX_COLUMNS, f"{len(columns)} columns"
+        assert 1 <= len(queries) <= MAX_QUERIES, f"{len(queries)} queries"
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
         launch = np.zeros((), LAUNCH.dtype)
-        launch["columns"], launch["rounds"] = len(columns), rounds
-        packed = self._packed_choices(columns)
+        launch["queries"], launch["rounds"] = len(queries), rounds
+        packed = self._packed_choices(queries)
         if packed is not None:
             launch["sampling"], launch["step"] = packed.params, packed.steps
-        forced = np.zeros((len(columns), rounds), np.int32)
-        for i, c in enumerate(columns):
+        forced = np.zeros((len(queries), rounds), np.int32)
+        for i, c in enumerate(queries):
             given = list(c.tokens)[:rounds]
             forced[i, : len(given)] = given
-            launch["column"][i] = COLUMN_START.record(
+            launch["query"][i] = QUERY_START.record(
                 sequence=c.sequence,
                 position=c.position,
                 stride=c.stride,
@@ -331,8 +330,8 @@ class Decoder:
         words = np.zeros(_LAUNCH_WORDS + forced.size, np.int32)
         words[: LAUNCH.num_bytes // 4] = np.frombuffer(launch.tobytes(), np.int32)
         words[_LAUNCH_WORDS:] = forced.ravel()
-        num_given = launch["column"]["forced"][: len(columns)].tolist()
-        return Given(words, len(columns), num_given, packed)
+        num_given = launch["query"]["forced"][: len(queries)].tolist()
+        return Given(words, len(queries), num_given, packed)
 
     def prepare(self, given: Given, logits: Tensor | None = None) -> None:
         """Queue the copies of what a launch reads; `logits` as of `start`.
@@ -345,13 +344,13 @@ class Decoder:
         words = self._given_on_host.numpy()
         words[:count] = given.words
         if logits is not None:
-            stride = given.num_columns * logits.shape[2]
+            stride = given.num_queries * logits.shape[2]
             words[_STRIDE_AT : _STRIDE_AT + 2] = np.array([stride], np.uint64).view(np.int32)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
-            built_for = 1 if given.num_columns == 1 else MAX_COLUMNS
+            built_for = 1 if given.num_queries == 1 else MAX_QUERIES
             self._workspace.copy_(self._fresh_workspaces[built_for])
             modules = self._modules
             sample, masks = np.zeros((), SAMPLE_BUFFERS.dtype), np.zeros((), MASKS.dtype)
@@ -389,8 +388,8 @@ class Decoder:
             self._params = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
             if self.plan.ranks > 1:
                 self._ready.record(stream)
-        self._launched = modules.single if given.num_columns == 1 else modules.several
-        self._columns = given.num_columns
+        self._launched = modules.single if given.num_queries == 1 else modules.several
+        self._queries = given.num_queries
 
     def await_copies(self) -> None:
         """Return once what was prepared is in the GPU's memory, of a plan of several ranks."""
@@ -420,22 +419,22 @@ class Decoder:
 
     @property
     def workspace_address(self) -> int:
-        """Where other ranks store what they tell this one."""
+        """Where other ranks store their data for this one."""
         return self._workspace.data_ptr()
 
-    def _packed_choices(self, columns: Sequence[Column]) -> PackedChoices | None:
-        if all(c.choice is None for c in columns):
+    def _packed_choices(self, queries: Sequence[Query]) -> PackedChoices | None:
+        if all(c.choice is None for c in queries):
             return None
-        for c in columns:
+        for c in queries:
             counts = c.choice is not None and c.choice.params.has_penalties
             assert not counts or c.stride == 1, "penalties need a stride of 1"
         vocab_size = self.plan.model.vocab_size
-        return pack_choices([c.choice for c in columns], [c.position for c in columns], vocab_size)
+        return pack_choices([c.choice for c in queries], [c.position for c in queries], vocab_size)
 
     def tokens(self) -> Iterator[list[int]]:
-        """The launch's tokens, one list (a token for each column) a round, as they come.
+        """The launch's tokens, one list (a token for each query) a round, as they come.
 
-        A column without a finite best score has a word of `NO_TOKEN` (sampling_header.py) instead.
+        A query without a finite best score has a word of `NO_TOKEN` (sampling_header.py) instead.
 
         Raises:
             KernelStuck: a wait inside the kernel lasted too long.
@@ -446,7 +445,7 @@ class Decoder:
             done = self._finished()
             ready = int(self._signal_values[0])
             while seen < ready:
-                yield self._shown[seen, : self._columns].tolist()
+                yield self._shown[seen, : self._queries].tolist()
                 seen += 1
             if done:
                 return
@@ -483,20 +482,20 @@ class Decoder:
         """Ask the running launch to end at its next round."""
         self._signal_values[16] = 1
 
-    def allow(self, column: int, words: Words | None) -> None:
-        """Say what a column of the running launch may choose next.
+    def allow(self, query: int, words: Words | None) -> None:
+        """Say what a query of the running launch may choose next.
 
-        The kernel waits for it in every round of a column that began with a mask
-        (`Choice.allowed`). Call it once for each of the column's tokens; calls after None, and
-        for other columns, change nothing.
+        The kernel waits for it in every round of a query that began with a mask
+        (`Choice.allowed`). Call it once for each of the query's tokens; calls after None, and
+        for other queries, change nothing.
 
         Args:
-            column: of the launch.
+            query: of the launch.
             words: bits [ceil(V / 32)] of the tokens; None ends the launch with the round that
-                waits, in which the column's token means nothing.
+                waits, in which the query's token means nothing.
         """
         if "_sampler" in self.__dict__:
-            self._sampler.allow(column, words)
+            self._sampler.allow(query, words)
 
     def abandon(self) -> None:
         """`stop`, and let nobody wait for masks: tokens that still come mean nothing."""
@@ -505,34 +504,34 @@ class Decoder:
             self._sampler.abandon()
 
     def run(
-        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
+        self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None
     ) -> list[list[int]]:
         """`start`, then all of its tokens."""
-        self.start(columns, rounds, logits=logits)
+        self.start(queries, rounds, logits=logits)
         return list(self.tokens())
 
 
-def _fresh_workspace(plan: Plan, columns: int) -> Tensor:
-    """Everything absent, but columns of padding are zeros for good.
+def _fresh_workspace(plan: Plan, queries: int) -> Tensor:
+    """Sentinels everywhere, but columns of padding are zeros for good.
 
     Args:
         plan: of the kernel.
-        columns: that a build has room for.
+        queries: that a build has room for.
     """
     fresh = torch.full((plan.exchanges.lane_bytes,), 0xFF, dtype=torch.uint8)
     exchanges = plan.exchanges
     for name, op in exchanges.operands.items():
         buffer = exchanges.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
-        of_turns = values.view(TURNS, -1, 32)
-        chunks = of_turns.shape[1] // MAX_COLUMNS  # [chunk][column][32], for fewer columns in front
-        padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(columns)
+        copies = values.view(EXCHANGE_COPIES, -1, 32)
+        chunks = copies.shape[1] // MAX_QUERIES  # [chunk][query][32], for fewer queries in front
+        padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(queries)
         is_padding = torch.arange(32) >= padding[:, None]
-        of_turns[:, : chunks * columns].masked_fill_(is_padding, 0)
+        copies[:, : chunks * queries].masked_fill_(is_padding, 0)
     if plan.model.lanes is not None:
-        told = torch.full((end_of(exchanges.told),), 0xFF, dtype=torch.uint8)
-        _clear(told, exchanges.told["best"])
-        return torch.cat([*[fresh] * plan.shape.lanes_here, told])
+        published = torch.full((end_of(exchanges.published),), 0xFF, dtype=torch.uint8)
+        _clear(published, exchanges.published["best"])
+        return torch.cat([*[fresh] * plan.shape.lanes_here, published])
     _clear(fresh, exchanges.workspace["best"])
     return fresh
 

@@ -37,10 +37,10 @@ class Operation:
         unrolled = max(2, tuning.unrolled_tile_steps // self.group_tiles)
         most = min(steps, tuning.max_depth, unrolled)
         # With registers to spare some of the unrolled steps may be left out at the end.
-        near = most // 2 if self.gpu.architecture.moves_registers else 1
+        least = most // 2 if self.gpu.architecture.moves_registers else 1
         pairs = self.matrix.shares_slots
         fit = [d for d in range(1, most + 1) if not pairs or d % 2 == 0 or d == steps]
-        return next((d for d in reversed(fit) if d > near and steps % d == 0), fit[-1])
+        return next((d for d in reversed(fit) if d > least and steps % d == 0), fit[-1])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from soloist.megakernel.image import Image
 from soloist.megakernel.kv_layout import KvLayout
 from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
-from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_COLUMNS
+from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.share import Share
@@ -43,8 +43,8 @@ class Plan:
         gpu: each rank's, or its part of one.
         blocks: of each rank, or of each of its lanes.
         ranks: over how many the model is spread.
-        columns: that shared memory has room for, up to `MAX_COLUMNS`. Fewer leave more of it to the
-            ring; the rest of the plan is the same, and so are a column's bits.
+        queries: that shared memory has room for, up to `MAX_QUERIES`. Fewer leave more of it to the
+            ring; the rest of the plan is the same, and so are a query's bits.
         samples: it also has room for choosing tokens otherwise than by the largest logit.
         formats: of matrices that are stored otherwise than in `dtype`, by the name of their tensor,
             such as 'layers.3.down'.
@@ -55,13 +55,13 @@ class Plan:
     gpu: Gpu
     blocks: int
     ranks: int = 1
-    columns: int = MAX_COLUMNS
+    queries: int = MAX_QUERIES
     samples: bool = True
     formats: dict[str, WeightFormat] = field(default_factory=dict, hash=False)
 
-    def with_room_for(self, columns: int, *, samples: bool) -> "Plan":
-        """The same plan for launches of so many columns at most, that sample or do not."""
-        return replace(self, columns=columns, samples=samples)
+    def with_room_for(self, queries: int, *, samples: bool) -> "Plan":
+        """The same plan for launches of so many queries at most, that sample or do not."""
+        return replace(self, queries=queries, samples=samples)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -145,7 +145,7 @@ class Plan:
         hidden_rows = max(kind.operations["down"].matrix.max_units for kind in self.image.kinds) * 8
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
-            self.columns, self.samples,
+            self.queries, self.samples,
         )  # fmt: skip
 
     # The stream -----------------------------------------------------------------------------------
@@ -205,14 +205,16 @@ class Plan:
 
     def _describe_lanes(self) -> str:
         lanes, (attention, mlp) = rules_of(self.model), modules_of(self.model)
-        told = sum(m.tells(i) for m in (attention, mlp) for i in range(self.model.num_layers))
+        published = sum(
+            m.publishes(i) for m in (attention, mlp) for i in range(self.model.num_layers)
+        )
         waits = sum(m.sums(i) for m in (attention, mlp) for i in range(self.model.num_layers))
         row_bytes = 8 * self.model.hidden_size
         return (
             f"{self.shape.lanes_here} of {self.shape.lanes} lanes a rank, {self.blocks} blocks "
-            f"each; of {2 * self.model.num_layers} partial results a round a lane tells {told}, "
-            f"{row_bytes:,} bytes to each rank, heard {lanes.delay_layers} layers later; "
-            f"{waits} are waited for"
+            f"each; of {2 * self.model.num_layers} partial results a round a lane publishes "
+            f"{published}, {row_bytes:,} bytes to each rank, received {lanes.delay_layers} layers "
+            f"later; {waits} are waited for"
         )
 
 

@@ -128,7 +128,7 @@ LAST = (
         ("conclude",),
     ),
 )
-# Inside of choose, for columns whose tokens a grammar allows or not.
+# Inside of choose, for queries whose tokens a grammar allows or not.
 MASK = Phase("mask", "the host to say which tokens the grammar allows next", ())
 # All that a block's consumers may be at, in the order of `Phase` in CUDA.
 PHASES = (EMBED, *LAYER, *LAST, MASK)

@@ -1,4 +1,4 @@
-"""Launches of several ranks: prepared everywhere, then started everywhere, then heard from one."""
+"""Launches of several ranks: prepared everywhere, then started everywhere, then read from one."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.jit.peers import allow_access
 from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Column, Decoder
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.
@@ -58,7 +58,7 @@ class Ranks:
     def logits(self) -> Tensor:
         """[8, at least V] of the last round, fetched from all ranks to the first one's GPU."""
         out = torch.empty(
-            MAX_COLUMNS, self.plan.exchanges.sampled_rows, device=self.decoders[0].pool.device
+            MAX_QUERIES, self.plan.exchanges.sampled_rows, device=self.decoders[0].pool.device
         )
         self._gather([d.logits for d in self.decoders], out)
         return out
@@ -78,22 +78,20 @@ class Ranks:
         for decoder in self.decoders:
             decoder.prepare_sampling()
 
-    def start(
-        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
-    ) -> None:
+    def start(self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None) -> None:
         """Start a launch; arguments as of `Decoder.start`.
 
         Args:
-            columns: the same for all ranks.
+            queries: the same for all ranks.
             rounds: 1 … max_rounds.
-            logits: [rounds, columns, at least V], filled once the launch has ended.
+            logits: [rounds, queries, at least V], filled once the launch has ended.
         """
-        given = self.decoders[0].pack(columns, rounds)
+        given = self.decoders[0].pack(queries, rounds)
         self._kept = None
         if logits is not None:
             rows = self.decoders[0].logits.shape[1]
             parts = [
-                torch.zeros(rounds, len(columns), rows, device=d.pool.device) for d in self.decoders
+                torch.zeros(rounds, len(queries), rows, device=d.pool.device) for d in self.decoders
             ]
             self._kept = (parts, logits)
         for rank, decoder in enumerate(self.decoders):
@@ -131,7 +129,7 @@ class Ranks:
             out[..., own.start : own.stop].copy_(part[..., : len(own)])
 
     def _failure(self) -> DeviceError:
-        """What all ranks tell of a launch that failed, as soon as they have ended."""
+        """What all ranks report of a launch that failed, as soon as they have ended."""
         deadline = time.monotonic() + _REPORTS_S
         endings = [d.ending() for d in self.decoders]
         while None in endings and time.monotonic() < deadline:
@@ -141,31 +139,31 @@ class Ranks:
         if any(fault is not None for fault in faults.values()):
             found = RanksFault(faults, self._devices)
             return KernelStuck(found.where, found.needs, found.seen)
-        told = [
+        reports = [
             f"rank {rank} on GPU {self._devices[rank]} "
             + ("goes on running" if ending is None else f"reports {ending}")
             for rank, ending in enumerate(endings)
             if ending != ""
         ]
-        return LaunchError("the decode kernel", "; ".join(told))
+        return LaunchError("the decode kernel", "; ".join(reports))
 
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""
         self.decoders[0].stop()
 
-    def allow(self, column: int, words: Words | None) -> None:
-        """As of `Decoder`; the first rank tells the others."""
-        self.decoders[0].allow(column, words)
+    def allow(self, query: int, words: Words | None) -> None:
+        """As of `Decoder`; the first rank passes it on."""
+        self.decoders[0].allow(query, words)
 
     def abandon(self) -> None:
         """As of `Decoder`."""
         self.decoders[0].abandon()
 
     def run(
-        self, columns: Sequence[Column], rounds: int, *, logits: Tensor | None = None
+        self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None
     ) -> list[list[int]]:
         """`start`, then all tokens."""
-        self.start(columns, rounds, logits=logits)
+        self.start(queries, rounds, logits=logits)
         return list(self.tokens())
 
 

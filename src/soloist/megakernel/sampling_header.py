@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from soloist.megakernel.abi import SAMPLE_PARAMS, SAMPLE_STEP
 from soloist.megakernel.layout import ALIGNMENT
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.sampling import constants
 from soloist.sampling.filters import fraction_steps
 from soloist.sampling.params import SamplingParams
@@ -32,14 +32,14 @@ NO_TOKEN = {
 SEEN_IN_PROMPT = 1 << 31
 
 
-# What the host stores as a column's turn, instead of the number of rounds whose masks are there, to
+# What the host stores for a query, instead of the number of rounds whose masks are there, to
 # have the launch end with the round that waits.
 MASK_END = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class ListSpan:
-    """Part of the lists of token ids that all columns share."""
+    """Part of the lists of token ids that all queries share."""
 
     begin: int = 0
     count: int = 0
@@ -71,7 +71,7 @@ def sample_workspace_bytes(blocks: int) -> int:
     """Size of the CUDA struct SampleWorkspace, which asserts that it is this."""
     histograms, records = 5 * 1024 * 16, 2 * blocks * 16
     ties = -(-blocks // 4) * 16
-    scratch, arrivals = MAX_COLUMNS * (histograms + records + ties), 4
+    scratch, arrivals = MAX_QUERIES * (histograms + records + ties), 4
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (scratch, arrivals))
 
 
@@ -84,7 +84,7 @@ def packed_params(
     *,
     is_masked: bool = False,
 ) -> NDArray[np.void]:
-    """SampleParams of one column, as a record of `SAMPLE_PARAMS`.
+    """SampleParams of one query, as a record of `SAMPLE_PARAMS`.
 
     Args:
         params: with a seed, unless greedy.
@@ -119,12 +119,12 @@ def packed_params(
 
 
 def bad_score(word: int) -> float:
-    """The best score, NaN or infinite, of a column for which the kernel emitted `word`."""
+    """The best score, NaN or infinite, of a query for which the kernel emitted `word`."""
     return dict(NO_TOKEN.values())[word]
 
 
 def packed_step(position: int, num_output: int) -> NDArray[np.void]:
-    """SampleStep of one column, as a record of `SAMPLE_STEP`."""
+    """SampleStep of one query, as a record of `SAMPLE_STEP`."""
     low, high = position & constants.WORD_MASK, position >> 32
     return SAMPLE_STEP.record(position_low=low, position_high=high, num_output=num_output, unused=0)
 

@@ -64,11 +64,11 @@ class ModelShape:
         return self.model.lanes is not None and self.model.lanes.head == "replicate"
 
     @property
-    def lane_turns(self) -> int:
-        """Copies of what lanes tell each other: a lane hears it d layers later, and then tells.
+    def lane_copies(self) -> int:
+        """Copies of lanes' partial results: a lane receives them d layers later, then publishes.
 
-        Who comes to a turn has heard everybody's of d layers before, who had by then heard what
-        was told d layers before that: what was told 2 d layers ago, nobody needs any more.
+        A lane at layer l has received all results of layer l - d. Their senders had by then
+        received all results of layer l - 2 d, so that nobody needs those any more.
         """
         assert self.model.lanes is not None, "lanes"
         return 2 * min(self.model.lanes.delay_layers, self.num_layers)

@@ -28,7 +28,7 @@ _CLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Span:
     """The time between two marks.
 
     Attributes:
@@ -58,11 +58,11 @@ class BlockTimes:
 
 
 def mark_names(plan: Plan) -> list[str]:
-    """The stretches of a round, in order, after the mark that starts them."""
-    return [_START, *(f"{x.phase} {x.name}" for x in stretches(plan))]
+    """The spans of a round, in order, after the mark that starts them."""
+    return [_START, *(f"{x.phase} {x.name}" for x in spans(plan))]
 
 
-def stretches(plan: Plan) -> list[Stretch]:
+def spans(plan: Plan) -> list[Span]:
     """What lies between each two marks, in the order of the kernel's `mark` calls."""
     layers = range(plan.model.num_layers)
     return [
@@ -92,6 +92,6 @@ def block_times(words: Sequence[int]) -> BlockTimes:
     )
 
 
-def _marked(layer: int | None, phase: Phase) -> list[Stretch]:
+def _marked(layer: int | None, phase: Phase) -> list[Span]:
     label = phase.label or phase.name
-    return [Stretch(layer, label, name, _ACTIVITIES[name]) for name in phase.marks]
+    return [Span(layer, label, name, _ACTIVITIES[name]) for name in phase.marks]

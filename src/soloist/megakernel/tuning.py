@@ -37,14 +37,14 @@ class Tuning:
         max_chains: sums of a tile that a warp adds to side by side.
         batch_slots: slots that a consumer warp takes before it gives one back.
         early_slots: slots whose weights wait in registers while activations are on their way.
-        unsplit_bytes: keys and values up to which one block serves a column of one KV head: it
+        unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
         ranks_split_positions: that a split has at least on several GPUs, whose blocks stream little
             else.
-        turn_layers: consecutive layers in which a split has the same block. On one GPU what a block
-            streams for it has to go round at once.
-        ranks_turn_layers: the same on several, which wait for it more than they stream: code that
-            is at hand is quicker.
+        rotation_layers: consecutive layers in which a split has the same block. On one GPU the
+            pages that a block streams have to go round at once.
+        ranks_rotation_layers: the same on several, which wait for pages more than they stream
+            them: code that is at hand is quicker.
         chunk_pages: pages that go to the same split: fewer partial results to merge.
         max_splits: blocks that share the cache of one KV head, at most.
         paired_warp_tiles: of attention's rows, that a warp takes where heads have up to 64 values.
@@ -70,8 +70,8 @@ class Tuning:
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128
-    turn_layers: int = 1
-    ranks_turn_layers: int = 4
+    rotation_layers: int = 1
+    ranks_rotation_layers: int = 4
     chunk_pages: int = 2
     max_splits: int = 64
     paired_warp_tiles: int = 2

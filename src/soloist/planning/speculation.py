@@ -13,7 +13,7 @@ Drafts looked up in the text so far cost nothing; a draft model makes them one a
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.planning.bounds import step_cost
 from soloist.planning.expectation import Expectation, expect
 from soloist.planning.hardware import Hardware
@@ -57,8 +57,8 @@ def read_speculation(
     """
     usual = LOOKED_UP if draft is None else DRAFTED
     count = usual[0] if drafts is None else drafts
-    if not 1 <= count < MAX_COLUMNS:
-        raise SettingError("--drafts", count, f"1 … {MAX_COLUMNS - 1}")
+    if not 1 <= count < MAX_QUERIES:
+        raise SettingError("--drafts", count, f"1 … {MAX_QUERIES - 1}")
     share = usual[1] if acceptance is None else acceptance
     if not 0 <= share <= 1:
         raise SettingError("--acceptance", share, "a share from 0 to 1, such as 0.6")

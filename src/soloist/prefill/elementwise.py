@@ -300,8 +300,8 @@ class TorchElementwise(Elementwise):
             keys = rms_norm(keys, vectors.k_norm, self.config.norm_epsilon)
         if attention.rope:
             rows = torch.arange(chunk.num_rows, device=product.device) + chunk.position
-            turns = self.rope_table[rows.clamp_(max=len(self.rope_table) - 1)]
-            queries, keys = _rotated(queries, turns), _rotated(keys, turns)
+            rotations = self.rope_table[rows.clamp_(max=len(self.rope_table) - 1)]
+            queries, keys = _rotated(queries, rotations), _rotated(keys, rotations)
         for exact, rounded in (
             (queries, heads.queries), (keys, heads.keys), (values, heads.values)
         ):  # fmt: skip
@@ -342,10 +342,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
 
 
-def _rotated(heads: Tensor, turns: Tensor) -> Tensor:
+def _rotated(heads: Tensor, rotations: Tensor) -> Tensor:
     """Heads [T, heads, D] with pairs (d, d + D / 2) turned by [T, D / 2, 2]."""
     first, second = heads.chunk(2, -1)
-    cos, sin = turns[:, None, :, 0], turns[:, None, :, 1]
+    cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 

@@ -13,7 +13,7 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
-from soloist.megakernel.kv_layout import GRANULE_POSITIONS
+from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.prefill.elementwise import (
     DTYPES,
@@ -33,7 +33,7 @@ from soloist.prefill.pages import PagePool
 _KERNEL = "kernels/prefill.cu"
 _ACCESS_VALUES = 8
 _STATIC_SMEM_BYTES = 48 * 1024
-# Enough to fill a GPU; each takes one granule of a head after the other.
+# Enough to fill a GPU; each takes one half page of a head after the other.
 _GATHERING_BLOCKS = 1024
 
 
@@ -265,9 +265,9 @@ class FusedElementwise(Elementwise):
             ctypes.c_int32(rows),
             ctypes.c_int32(self.rope_table.shape[0]),
         )
-        # A chunk may begin anywhere in a granule.
-        granules = -(-(rows + GRANULE_POSITIONS - 1) // GRANULE_POSITIONS)
-        self._launch("qkv_rope_store", granules * self._heads, args)
+        # A chunk may begin anywhere in a half page.
+        half_pages = -(-(rows + HALF_PAGE_POSITIONS - 1) // HALF_PAGE_POSITIONS)
+        self._launch("qkv_rope_store", half_pages * self._heads, args)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
@@ -282,8 +282,8 @@ class FusedElementwise(Elementwise):
             pointer(keys),
             pointer(values),
         )
-        # How many granules there are the device knows: a captured graph serves every position.
-        units = -(-keys.shape[0] // GRANULE_POSITIONS) * self.pool.num_kv_heads
+        # How many half pages there are the device knows: a captured graph serves every position.
+        units = -(-keys.shape[0] // HALF_PAGE_POSITIONS) * self.pool.num_kv_heads
         self._launch("gather", min(units, _GATHERING_BLOCKS), args)
 
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -153,7 +153,7 @@ class LaneCommunicator(Communicator):
             lanes.hear(streams, self._news(rows, chunk, module), weight, out, exact)
             return
         before, count = module - 1, chunk.num_rows
-        has_parts = before >= 0 and self._tells(before) and not self._sums_at_once(before)
+        has_parts = before >= 0 and self._publishes(before) and not self._sums_at_once(before)
         reach = self._reaches[before % self._num_slots]
         due = Due(has_parts, self._own(count), count)
         if self._late > _CLOSE:
@@ -188,7 +188,7 @@ class LaneCommunicator(Communicator):
                 return News(summed=given)
             sums = (self.last_ring if rows.is_last else self.ring).sums
             return News(sums=sums[module % len(sums)][: rows.num_rows])
-        if not kind.hears(layer):
+        if not kind.receives(layer):
             return News(own=given, own_scale=math.sqrt(self._rules.num_lanes))
         count, slot = chunk.num_rows, (module - self._late) % self._num_slots
         past = self._by_lane(self.ring.parts[slot][:count])
@@ -228,8 +228,8 @@ class LaneCommunicator(Communicator):
     def _sums_at_once(self, module: int) -> bool:
         return self._modules[module % 2].sums(module // 2)
 
-    def _tells(self, module: int) -> bool:
-        return self._modules[module % 2].tells(module // 2)
+    def _publishes(self, module: int) -> bool:
+        return self._modules[module % 2].publishes(module // 2)
 
     def _by_lane(self, x: Tensor) -> Tensor:
         return by_lane(x, self._work.lanes)

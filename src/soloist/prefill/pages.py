@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.kv_layout import (
-    GRANULE_POSITIONS,
+    HALF_PAGE_POSITIONS,
     KEYS,
     PAGE_POSITIONS,
     SWAPPED_VALUES,
@@ -24,7 +24,7 @@ class PagePool:
     """The pages of one model on one device, zero at first.
 
     Attributes:
-        tensor: [pages, layers, K, 2 granules, 2 (keys, values), 32 · D].
+        tensor: [pages, layers, K, 2 half pages, 2 (keys, values), 32 · D].
 
     Raises:
         ShapeUnsupported: D is no whole number of chunks.
@@ -63,13 +63,13 @@ class PagePool:
         """Store keys and values [T, K, D] of the positions from `position` on."""
         positions = torch.arange(position, position + keys.shape[0], device=self.device)
         pages = page_table[positions // PAGE_POSITIONS].long()[:, None, None]
-        granules = (positions % PAGE_POSITIONS // GRANULE_POSITIONS)[:, None, None]
-        rows = positions % GRANULE_POSITIONS
-        granule = (pages, layer, self._heads, granules)
+        half_pages = (positions % PAGE_POSITIONS // HALF_PAGE_POSITIONS)[:, None, None]
+        rows = positions % HALF_PAGE_POSITIONS
+        half_page = (pages, layer, self._heads, half_pages)
         # Of [T, K, D] every number has its place.
         key_places, value_places = self._key_places[rows, None], self._value_places[rows, None]
-        self.tensor[(*granule, KEYS, key_places)] = keys.to(self.dtype)
-        self.tensor[(*granule, VALUES, value_places)] = values.to(self.dtype)
+        self.tensor[(*half_page, KEYS, key_places)] = keys.to(self.dtype)
+        self.tensor[(*half_page, VALUES, value_places)] = values.to(self.dtype)
 
     def read(self, layer: int, page_table: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [K, stop - start, D] of a range of positions, copied.
@@ -84,13 +84,13 @@ class PagePool:
         keys = read[:, :, :, KEYS]
         if self._swaps_chunks:
             # [pages, K, 2, 16 pairs of rows, even and odd, groups of 8 chunks, 2 · 4, values]
-            keys = keys.view(*keys.shape[:3], GRANULE_POSITIONS // 2, 2, -1, 2, SWAPPED_VALUES)
+            keys = keys.view(*keys.shape[:3], HALF_PAGE_POSITIONS // 2, 2, -1, 2, SWAPPED_VALUES)
             ordered = keys.new_empty(heads, len(pages), *keys.shape[2:])
             ordered[:, :, :, :, 0] = keys[:, :, :, :, 0].transpose(0, 1)
             ordered[:, :, :, :, 1] = keys[:, :, :, :, 1].flip(-2).transpose(0, 1)
         else:
             ordered = keys.transpose(0, 1).contiguous()
         values = read[:, :, :, VALUES]
-        values = values.view(*values.shape[:3], dim, GRANULE_POSITIONS)
+        values = values.view(*values.shape[:3], dim, HALF_PAGE_POSITIONS)
         values = values.permute(1, 0, 2, 4, 3).reshape(heads, -1, dim)
         return ordered.view(heads, -1, dim)[:, part], values[:, part]

@@ -10,13 +10,13 @@ constexpr unsigned kThreads = 384u;
 constexpr bool kMovesRegisters = true;
 constexpr unsigned kConsumerRegisters = 216u;
 constexpr unsigned kHelperRegisters = 72u;
-constexpr unsigned kMaxColumns = 8u;
-constexpr unsigned kMostColumns = 8u;
+constexpr unsigned kMaxQueries = 8u;
+constexpr unsigned kMostQueries = 8u;
 constexpr bool kSamples = false;
 constexpr unsigned kMaxStops = 16u;
 constexpr unsigned kStuckNs = 2000000000u;
 constexpr unsigned long long kMaskNs = 60000000000ull;
-constexpr unsigned kMaskTurnWords = 16u;
+constexpr unsigned kMaskReadyWords = 16u;
 constexpr bool kRacecheck = false;
 constexpr bool kAlone = false;
 constexpr unsigned long long kSilentBlock = 4294967295ull;
@@ -24,7 +24,7 @@ constexpr unsigned kCleanerCycles = 0u;
 constexpr unsigned kAblation = 0u;
 constexpr bool kTrace = false;
 constexpr unsigned kTraceRound = 0u;
-constexpr unsigned kTurns = 4u;
+constexpr unsigned kExchangeCopies = 4u;
 constexpr unsigned kLayerPhases = 5u;
 constexpr unsigned kPagesPhase = 1u;
 constexpr unsigned kSlotBytes = 16384u;
@@ -39,7 +39,7 @@ constexpr unsigned kBatch = 2u;
 constexpr unsigned kSampleWorkspaceBytes = 667008u;
 constexpr unsigned kTraceWords = 140u;
 constexpr unsigned kPagePositions = 64u;
-constexpr unsigned kGranulePositions = 32u;
+constexpr unsigned kHalfPagePositions = 32u;
 __device__ __forceinline__ constexpr u32 tile_place(u32 half, u32 row, u32 column) { return column % 64 / 32 * 4096 + column % 512 / 64 * 512 + column % 8 / 4 * 256 + row * 32 + column % 32 / 8 * 8 + column % 4 / 2 * 4 + half * 2 + column % 2; }
 __device__ __forceinline__ constexpr u32 half_tile_place(u32 row, u32 column) { return column % 512 / 64 * 512 + column % 64 / 32 * 256 + row * 32 + column % 32 / 8 * 8 + column % 8 / 4 * 4 + column % 4 / 2 * 2 + column % 2; }
 namespace sampling {
@@ -72,7 +72,7 @@ constexpr unsigned int kSeenInPrompt = 0x80000000u;
 constexpr unsigned int kMaskEnd = 0xffffffffu;
 
 enum class Phase : u32 { kEmbed, kQkv, kAttention, kAttentionOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask };
-// How one column samples. A limit of 0 is off.
+// How one query samples. A limit of 0 is off.
 struct SampleParams {
   float temperature;
   u32 flags;  // bits kSample…
@@ -108,7 +108,7 @@ static_assert(OFFSET_OF(SampleParams, ban_count) == 48, "ban_count");
 static_assert(OFFSET_OF(SampleParams, bias_begin) == 52, "bias_begin");
 static_assert(OFFSET_OF(SampleParams, bias_count) == 56, "bias_count");
 static_assert(OFFSET_OF(SampleParams, history) == 60, "history");
-// What changes with every token that a column samples.
+// What changes with every token that a query samples.
 struct SampleStep {
   u32 position_low;
   u32 position_high;
@@ -120,8 +120,8 @@ static_assert(OFFSET_OF(SampleStep, position_low) == 0, "position_low");
 static_assert(OFFSET_OF(SampleStep, position_high) == 4, "position_high");
 static_assert(OFFSET_OF(SampleStep, num_output) == 8, "num_output");
 static_assert(OFFSET_OF(SampleStep, unused) == 12, "unused");
-// One column of a launch.
-struct ColumnStart {
+// One query of a launch.
+struct QueryStart {
   i32 sequence;  // row of the page tables
   i32 position;  // of the first round
   i32 stride;  // positions from one round to the next
@@ -130,34 +130,34 @@ struct ColumnStart {
   i32 keep;  // rounds before a stop token counts
   u32 stops[kMaxStops];  // token ids
 };
-static_assert(sizeof(ColumnStart) == 88, "ColumnStart");
-static_assert(OFFSET_OF(ColumnStart, sequence) == 0, "sequence");
-static_assert(OFFSET_OF(ColumnStart, position) == 4, "position");
-static_assert(OFFSET_OF(ColumnStart, stride) == 8, "stride");
-static_assert(OFFSET_OF(ColumnStart, forced) == 12, "forced");
-static_assert(OFFSET_OF(ColumnStart, num_stops) == 16, "num_stops");
-static_assert(OFFSET_OF(ColumnStart, keep) == 20, "keep");
-static_assert(OFFSET_OF(ColumnStart, stops) == 24, "stops");
+static_assert(sizeof(QueryStart) == 88, "QueryStart");
+static_assert(OFFSET_OF(QueryStart, sequence) == 0, "sequence");
+static_assert(OFFSET_OF(QueryStart, position) == 4, "position");
+static_assert(OFFSET_OF(QueryStart, stride) == 8, "stride");
+static_assert(OFFSET_OF(QueryStart, forced) == 12, "forced");
+static_assert(OFFSET_OF(QueryStart, num_stops) == 16, "num_stops");
+static_assert(OFFSET_OF(QueryStart, keep) == 20, "keep");
+static_assert(OFFSET_OF(QueryStart, stops) == 24, "stops");
 // Written by the host for each launch.
 struct Launch {
-  u32 columns;
+  u32 queries;
   u32 rounds;
   u64 logits_round_stride;  // values; 0 overwrites the logits in every round
-  ColumnStart column[kMaxColumns];
-  SampleParams sampling[kMaxColumns];  // this and step: for kernels that sample
-  SampleStep step[kMaxColumns];  // of the first round
+  QueryStart query[kMaxQueries];
+  SampleParams sampling[kMaxQueries];  // this and step: for kernels that sample
+  SampleStep step[kMaxQueries];  // of the first round
 };
 static_assert(sizeof(Launch) == 1360, "Launch");
-static_assert(OFFSET_OF(Launch, columns) == 0, "columns");
+static_assert(OFFSET_OF(Launch, queries) == 0, "queries");
 static_assert(OFFSET_OF(Launch, rounds) == 4, "rounds");
 static_assert(OFFSET_OF(Launch, logits_round_stride) == 8, "logits_round_stride");
-static_assert(OFFSET_OF(Launch, column) == 16, "column");
+static_assert(OFFSET_OF(Launch, query) == 16, "query");
 static_assert(OFFSET_OF(Launch, sampling) == 720, "sampling");
 static_assert(OFFSET_OF(Launch, step) == 1232, "step");
 // What kernels that sample need beside the workspace.
 struct SampleBuffers {
-  u32* seen;  // [column][kSampledRows]
-  float* adjusted;  // [column][kSampledRows]
+  u32* seen;  // [query][kSampledRows]
+  float* adjusted;  // [query][kSampledRows]
   u8* workspace;  // zeroed for each launch
   const u32* list_ids;  // of all bans and biases
   const float* list_values;  // biases, at the same places
@@ -168,14 +168,14 @@ static_assert(OFFSET_OF(SampleBuffers, adjusted) == 8, "adjusted");
 static_assert(OFFSET_OF(SampleBuffers, workspace) == 16, "workspace");
 static_assert(OFFSET_OF(SampleBuffers, list_ids) == 24, "list_ids");
 static_assert(OFFSET_OF(SampleBuffers, list_values) == 32, "list_values");
-// Host memory: what masked columns may choose. See `wait_for_masks` in ops/choose.cuh.
+// Host memory: what masked queries may choose. See `wait_for_masks` in ops/choose.cuh.
 struct Masks {
-  const u32* words;  // [column][kVocabWords], a bit a token
-  const u32* turns;  // [column][kMaskTurnWords]: rounds whose masks are there, or kMaskEnd
+  const u32* words;  // [query][kVocabWords], a bit a token
+  const u32* ready;  // [query][kMaskReadyWords]: rounds whose masks are there, or kMaskEnd
 };
 static_assert(sizeof(Masks) == 16, "Masks");
 static_assert(OFFSET_OF(Masks, words) == 0, "words");
-static_assert(OFFSET_OF(Masks, turns) == 8, "turns");
+static_assert(OFFSET_OF(Masks, ready) == 8, "ready");
 // Where a block is: consumers and producer write it, the watchdog reads it.
 struct Where {
   u32 round;  // of the consumers
@@ -219,10 +219,10 @@ struct Params {
   const i32* page_tables;  // [sequence][page]
   const float2* rope;  // [position][D / 2] cosine, sine
   u8* workspace;  // exchange buffers
-  float* logits;  // [column][kVocabRows], of all lanes here
-  const u32* forced;  // [column][rounds] input tokens
+  float* logits;  // [query][kVocabRows], of all lanes here
+  const u32* forced;  // [query][rounds] input tokens
   const Launch* launch;
-  u32* emitted;  // host: [round][column]
+  u32* emitted;  // host: [round][query]
   u32* progress;  // host: rounds emitted
   const u32* yield_requested;  // host: wish to stop at the next round
   Fault* fault;  // host
@@ -289,9 +289,9 @@ struct Model {
   static constexpr unsigned kWideReduceBytes = 22528u;
   static constexpr unsigned kSplits = 16u;
   static constexpr unsigned kSplitBits = 4u;
-  static constexpr unsigned kNearPositions = 768u;
+  static constexpr unsigned kUnsplitPositions = 768u;
   static constexpr unsigned kSplitPositions = 768u;
-  static constexpr unsigned kTurnLayers = 1u;
+  static constexpr unsigned kRotationLayers = 1u;
   static constexpr unsigned kEarlySlots = 4u;
   static constexpr unsigned kRowTiles = 2u;
   static constexpr unsigned kWarpTiles = 2u;
@@ -306,15 +306,15 @@ struct Model {
   static constexpr unsigned kLaneWorkspaceBytes = 1374208u;
   static constexpr unsigned kLaneVectors = 0u;
   static constexpr bool kMeets = false;
-  static constexpr unsigned kWsToldMid = 0u;
-  static constexpr unsigned kWsToldIn = 0u;
-  static constexpr unsigned kWsToldOut = 0u;
+  static constexpr unsigned kWsPublishedMid = 0u;
+  static constexpr unsigned kWsPublishedIn = 0u;
+  static constexpr unsigned kWsPublishedOut = 0u;
   static constexpr unsigned kDelayLayers = 1u;
-  static constexpr unsigned kLaneTurns = 1u;
+  static constexpr unsigned kLaneCopies = 1u;
   static constexpr bool kEarlySum = false;
-  static constexpr bool kAttentionTalks = false;
-  static constexpr bool kMlpTalks = false;
   static constexpr bool kSumBeforeNorm = false;
+  static constexpr bool kAttentionCommunicates = false;
+  static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
   static constexpr unsigned kWsSumsMid = 0u;
   static constexpr unsigned kWsSumsMidBytes = 0u;
@@ -348,8 +348,8 @@ struct Model {
   static constexpr unsigned kWsBestBytes = 10240u;
   static constexpr unsigned kShReduce = 0u;
   static constexpr unsigned kShReduceBytes = 16384u;
-  static constexpr unsigned kShQueries = 16384u;
-  static constexpr unsigned kShQueriesBytes = 4096u;
+  static constexpr unsigned kShQRows = 16384u;
+  static constexpr unsigned kShQRowsBytes = 4096u;
   static constexpr unsigned kShNewKv = 20480u;
   static constexpr unsigned kShNewKvBytes = 2048u;
   static constexpr unsigned kShResidual = 22528u;
@@ -364,23 +364,23 @@ struct Model {
   static constexpr unsigned kShControlBytes = 384u;
   // The layout of KV pages; see kv_layout.py.
   static constexpr unsigned kPoolKvHeads = 2u;
-  static constexpr unsigned kGranuleBytes = 4096u;
+  static constexpr unsigned kHalfPageBytes = 4096u;
   enum : unsigned {
-    kPageGranules = 2u,
+    kPageHalves = 2u,
     kKvParts = 2u,
-    kGranuleValues = 2048u,
+    kHalfPageValues = 2048u,
     kKeyRowBytes = 128u,
     kValueRowBytes = 64u,
     kSwappedKeyBytes = 64u,
   };
-  // From the start of the pool to a granule's keys; its values follow them.
-  static __device__ __forceinline__ u64 granule_place(u64 page_values, i32 page, u32 layer, u32 head, u32 granule) { return page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * kPageGranules + granule) * (kKvParts * kGranuleValues); }
+  // From the start of the pool to a half page's keys; its values follow them.
+  static __device__ __forceinline__ u64 half_page_place(u64 page_values, i32 page, u32 layer, u32 head, u32 half) { return page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * kPageHalves + half) * (kKvParts * kHalfPageValues); }
   // Which chunk of its row a chunk of a key takes.
   static __device__ __forceinline__ u32 key_chunk(u32 row, u32 chunk) { return chunk ^ (row & 1) << 2; }
   // Which number of its row a number of a key takes.
   static __device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
-  // From a granule's values to one number.
-  static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kGranulePositions + row; }
+  // From a half_page's values to one number.
+  static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kHalfPagePositions + row; }
   struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 786432u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
   // Rows of the residual: attention_output and down of every layer have the same.
   struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };

@@ -22,9 +22,15 @@ def alone(monkeypatch: pytest.MonkeyPatch):
 
 def test_constants_of_a_variant_are_set(alone) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], 8)
-    plain, seen = header(plan, BUILD).splitlines(), alone._with(plan, BUILD, "kCopies=5,kTurns=8")
+    plain, seen = (
+        header(plan, BUILD).splitlines(),
+        alone._with(plan, BUILD, "kCopies=5,kExchangeCopies=8"),
+    )
     changed = [line.strip() for line in seen.splitlines() if line not in plain]
-    assert changed == ["constexpr unsigned kTurns = 8;", "static constexpr unsigned kCopies = 5;"]
+    assert changed == [
+        "constexpr unsigned kExchangeCopies = 8;",
+        "static constexpr unsigned kCopies = 5;",
+    ]
     assert alone._with(plan, BUILD, "").splitlines() == plain
 
 

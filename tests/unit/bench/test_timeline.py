@@ -16,7 +16,7 @@ from soloist.cli import tracing
 from soloist.errors import SettingError, UserError
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.trace import block_times, mark_names, num_words, stretches
+from soloist.megakernel.trace import block_times, mark_names, num_words, spans
 from soloist.model.dtype import Dtype
 
 PLAN = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
@@ -29,7 +29,7 @@ ABOUT = About(
 
 
 def words(block: int, ghz: float = 2.0) -> list[int]:
-    """Block b starts b · 100 ns late; its stretch i takes 10 · (i % 7) ns, on its own clock."""
+    """Block b starts b · 100 ns late; its span i takes 10 · (i % 7) ns, on its own clock."""
     zero_cycles = 10**12 + 12_345 * block
     at = [50 + 100 * block]
     for i in range(len(mark_names(PLAN)) - 1):
@@ -46,14 +46,14 @@ def words(block: int, ghz: float = 2.0) -> list[int]:
 
 def made(num_blocks: int = 3) -> Timeline:
     blocks = [block_times(words(b, ghz=1.5 + 0.25 * b)) for b in range(num_blocks)]
-    return timeline(blocks, stretches(PLAN), ABOUT)
+    return timeline(blocks, spans(PLAN), ABOUT)
 
 
 def test_words_are_as_many_as_the_kernel_writes() -> None:
     assert len(words(0)) == num_words(PLAN)
-    assert len(stretches(PLAN)) == len(mark_names(PLAN)) - 1
-    for stretch, name in zip(stretches(PLAN), mark_names(PLAN)[1:], strict=True):
-        assert name in (f"{stretch.phase} {stretch.name}", stretch.name)
+    assert len(spans(PLAN)) == len(mark_names(PLAN)) - 1
+    for span, name in zip(spans(PLAN), mark_names(PLAN)[1:], strict=True):
+        assert name in (f"{span.phase} {span.name}", span.name)
 
 
 def test_blocks_come_to_one_clock() -> None:
@@ -74,7 +74,7 @@ def test_slices_have_no_gaps_and_start_with_the_first_block() -> None:
     whole = made()
     for block in range(3):
         own = [s for s in whole.slices if s.block == block]
-        assert [s.stretch for s in own] == stretches(PLAN)
+        assert [s.span for s in own] == spans(PLAN)
         assert all(a.end_ns == b.start_ns for a, b in pairwise(own))
         assert own[0].start_ns == pytest.approx(100 * block, abs=1)
     assert whole.sms == (0, 7, 14)
@@ -83,7 +83,7 @@ def test_slices_have_no_gaps_and_start_with_the_first_block() -> None:
 def test_times_add_up() -> None:
     whole = made()
     phases = times_by_phase(whole.slices, 3)
-    lengths = [10 * (i % 7) for i in range(len(stretches(PLAN)))]
+    lengths = [10 * (i % 7) for i in range(len(spans(PLAN)))]
     assert whole.round_us == pytest.approx(sum(lengths) / 1e3, rel=0.01)
     assert sum(p.total_us for p in phases) == pytest.approx(whole.round_us)
     assert whole.mbu == pytest.approx(ABOUT.streamed_bytes / whole.round_us / 1e6)
@@ -92,9 +92,9 @@ def test_times_add_up() -> None:
     ]  # fmt: skip
     down = next(p for p in phases if p.phase == "down")
     wanted = {"waiting": 0, "multiplying": 0, "finishing": 0}
-    for stretch, ns in zip(stretches(PLAN), lengths, strict=True):
-        if stretch.phase == "down":
-            wanted[stretch.activity] += ns
+    for span, ns in zip(spans(PLAN), lengths, strict=True):
+        if span.phase == "down":
+            wanted[span.activity] += ns
     assert down.waiting_us == pytest.approx(wanted["waiting"] / 1e3, abs=0.01)
     assert down.multiplying_us == pytest.approx(wanted["multiplying"] / 1e3, abs=0.01)
     assert down.finishing_us == pytest.approx(wanted["finishing"] / 1e3, abs=0.01)
@@ -220,7 +220,7 @@ def test_the_picture_shows_every_block_and_phase() -> None:
     paths = [e for e in root.iter("{http://www.w3.org/2000/svg}path") if "fill" in e.attrib]
     assert len(paths) == 3
     drawn = sum(path.attrib["d"].count("M") for path in paths)
-    slices = [s for s in made(40).slices if s.stretch.layer == 1 and s.end_ns > s.start_ns]
+    slices = [s for s in made(40).slices if s.span.layer == 1 and s.end_ns > s.start_ns]
     assert drawn == len(slices)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for rect in root.iter("{http://www.w3.org/2000/svg}rect"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from soloist.errors import BadLogits
 from soloist.megakernel.choice import pack_choices
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
@@ -53,14 +53,14 @@ def logits_after(ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Launch:
-    columns: tuple[Column, ...]
+    columns: tuple[Query, ...]
     rounds: int
 
 
 class FakeSampler:
     """Chooses a column's tokens by the definition, from what was packed when the launch started."""
 
-    def __init__(self, column: Column) -> None:
+    def __init__(self, column: Query) -> None:
         assert column.choice is not None
         self.params, self._column = column.choice.params, column
         packed = pack_choices([column.choice], [column.position], VOCAB)
@@ -114,7 +114,7 @@ class FakeDecoder:
         assert not self.is_running, "no launch reads them"
         self.page_tables[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def start(self, columns: Sequence[Column], rounds: int) -> None:
+    def start(self, columns: Sequence[Query], rounds: int) -> None:
         assert not self.is_running, "the last launch has ended"
         assert 1 <= len(columns) <= 8
         assert 1 <= rounds <= self.max_rounds
@@ -180,7 +180,7 @@ class FakeDecoder:
             if sampler is not None and sampler.is_masked:
                 sampler.is_ended = True
 
-    def run(self, columns: Sequence[Column], rounds: int) -> list[list[int]]:
+    def run(self, columns: Sequence[Query], rounds: int) -> list[list[int]]:
         self.start(columns, rounds)
         return list(self.tokens())
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from soloist.megakernel.abi import (
-    COLUMN_START,
     FAULT,
     LAUNCH,
+    QUERY_START,
     SAMPLE_PARAMS,
     Struct,
     enumeration,
     params,
     structs,
 )
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 
 RANKS = (1, 2, 8)
 _KINDS = {
@@ -61,18 +61,18 @@ def test_records_lie_as_the_text_asserts(ranks: int) -> None:
 
 
 def test_sizes_that_kernels_were_built_with() -> None:
-    assert (COLUMN_START.num_bytes, SAMPLE_PARAMS.num_bytes, FAULT.num_bytes) == (88, 64, 48)
-    assert LAUNCH.num_bytes == 16 + MAX_COLUMNS * (88 + 64 + 16)
+    assert (QUERY_START.num_bytes, SAMPLE_PARAMS.num_bytes, FAULT.num_bytes) == (88, 64, 48)
+    assert LAUNCH.num_bytes == 16 + MAX_QUERIES * (88 + 64 + 16)
     assert [params(ranks).num_bytes for ranks in RANKS] == [208, 216, 264]
 
 
 def test_a_record_takes_every_field() -> None:
-    fields = dict.fromkeys(COLUMN_START.offsets, 0) | {"position": -1, "stops": range(16)}
-    record = COLUMN_START.record(**fields)
+    fields = dict.fromkeys(QUERY_START.offsets, 0) | {"position": -1, "stops": range(16)}
+    record = QUERY_START.record(**fields)
     assert record["position"] == -1
     assert record.tobytes()[-64:] == np.arange(16, dtype=np.uint32).tobytes()
     with pytest.raises(AssertionError, match="keep"):
-        COLUMN_START.record(**{k: v for k, v in fields.items() if k != "keep"})
+        QUERY_START.record(**{k: v for k, v in fields.items() if k != "keep"})
 
 
 def test_an_enumeration_counts_from_zero() -> None:

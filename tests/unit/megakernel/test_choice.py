@@ -26,7 +26,7 @@ def test_words_count_the_output_and_mark_the_prompt() -> None:
     }  # fmt: skip
 
 
-def test_columns_share_the_lists() -> None:
+def test_queries_share_the_lists() -> None:
     counts = counts_of([4], [5, 6])
     choices = [
         Choice(SamplingParams(logit_bias={9: 2.5}, min_tokens=3), counts, frozenset({8, 7})),

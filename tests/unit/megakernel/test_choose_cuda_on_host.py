@@ -21,8 +21,8 @@ from soloist.errors import BadLogits
 from soloist.megakernel.abi import LAUNCH
 from soloist.megakernel.choice import Choice, pack_choices
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.header import MASK_TURN_WORDS, Build, header
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.header import MASK_READY_WORDS, Build, header
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_workspace_bytes
 from soloist.model.dtype import Dtype
@@ -55,8 +55,7 @@ u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-template <class Op> u32 first_unit(u32 block) { return block * Op::kUnits / kNumBlocks; }
-template <class M> inline float* all_logits(u8* workspace, u32 column);
+template <class M> inline float* all_logits(u8* workspace, u32 query);
 """
 
 HARNESS = r"""
@@ -78,14 +77,14 @@ alignas(128) static u8 exchanges[M::kRanks][M::kWsLogits + M::kWsLogitsBytes + 1
 static Params all_params[M::kRanks];
 static u32* tokens;
 static const u32 *all_masks, *ends;
-static u32 *mask_words, *mask_turns;
+static u32 *mask_words, *mask_ready;
 static Where where[M::kRanks * kNumBlocks];
 static u32 begun[M::kRanks * kNumBlocks];
 static u32 rank, num_rounds, random_state = 1;
 
 template <class M>
-inline float* all_logits(u8* workspace, u32 column) {
-  return reinterpret_cast<float*>(workspace + M::kWsLogits) + column * M::kSampledRows;
+inline float* all_logits(u8* workspace, u32 query) {
+  return reinterpret_cast<float*>(workspace + M::kWsLogits) + query * M::kSampledRows;
 }
 static u8* block_memory() { return memory[rank * kNumBlocks + blockIdx.x]; }
 static void pause(State state) {
@@ -107,9 +106,9 @@ u32 acquire_from_peers(const u32* p) {
 // As the head does: the ids of a rank's block, to all ranks.
 static void share_logits(const Params& params, u32 round) {
   const float* made = params.logits + round * params.launch->logits_round_stride;
-  for (u32 c = 0; c < params.launch->columns; ++c) {
-    const u32 end = first_unit<M::Head>(blockIdx.x + 1) * 8;
-    for (u32 row = first_unit<M::Head>(blockIdx.x) * 8 + threadIdx.x; row < end;
+  for (u32 c = 0; c < params.launch->queries; ++c) {
+    const u32 end = M::Head::first_unit(blockIdx.x + 1) * 8;
+    for (u32 row = M::Head::first_unit(blockIdx.x) * 8 + threadIdx.x; row < end;
          row += kConsumerThreads) {
       const u32 id = params.rank * M::kShareVocab + row;
       if (row >= M::kShareVocab || id >= M::kVocab) continue;
@@ -129,13 +128,13 @@ u32 load_host_acquire(const u32* p) {
 // end instead.
 static void allow(u32 round) {
   const Launch& launch = *all_params[0].launch;
-  constexpr u32 kCopyWords = kMaxColumns * M::kVocabWords;
+  constexpr u32 kCopyWords = kMaxQueries * M::kVocabWords;
   u32* turn_words = mask_words + (M::kRanks > 1 ? (round + 1) % 2 * kCopyWords : 0);
-  for (u32 c = 0; c < launch.columns; ++c) {
-    if (static_cast<i32>(round + 1) < launch.column[c].forced) continue;
-    const u32* words = all_masks + (round * kMaxColumns + c) * M::kVocabWords;
+  for (u32 c = 0; c < launch.queries; ++c) {
+    if (static_cast<i32>(round + 1) < launch.query[c].forced) continue;
+    const u32* words = all_masks + (round * kMaxQueries + c) * M::kVocabWords;
     std::memcpy(turn_words + c * M::kVocabWords, words, M::kVocabWords * 4);
-    mask_turns[c * kMaskTurnWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
+    mask_ready[c * kMaskReadyWords] = ends && ends[c] == round ? kMaskEnd : round + 1;
   }
 }
 
@@ -145,7 +144,7 @@ static void body() {
   Control& control = *reinterpret_cast<Control*>(shared_part<M>(M::kShControl));
   prepare_sampling<M>(*params.launch);
   if (threadIdx.x == 0) {
-    control.columns = Columns{params.launch->columns};
+    control.queries = Queries{params.launch->queries};
     control.rounds = params.launch->rounds;
     control.yield = 0;
   }
@@ -164,10 +163,10 @@ static void body() {
     choose_sampled<M>(params, round, &own_where());
     sync_consumers();
     const u32 c = threadIdx.x;
-    if (c < control.columns) {
+    if (c < control.queries) {
       const u32 at = rank * control.rounds + round;
-      if (blockIdx.x == 0) tokens[at * kMaxColumns + c] = control.chosen[c];
-      const bool is_given = static_cast<i32>(round + 1) < params.launch->column[c].forced;
+      if (blockIdx.x == 0) tokens[at * kMaxQueries + c] = control.chosen[c];
+      const bool is_given = static_cast<i32>(round + 1) < params.launch->query[c].forced;
       observe<M>(params, blockIdx.x, c, is_given ? params.forced[c * control.rounds + round + 1]
                                                  : min(control.chosen[c], M::kVocab - 1));
     }
@@ -186,9 +185,9 @@ static void body() {
 // Rounds done; -1 where threads wait for each other forever.
 extern "C" int run(const Launch* launch, const float* logits, const u32* forced, u32* seen,
                    float* adjusted, u8* workspace, const u32* ids, const float* values,
-                   const u32* yield, u32* chosen, const u32* masks, u32* words, u32* turns,
+                   const u32* yield, u32* chosen, const u32* masks, u32* words, u32* ready,
                    const u32* end_rounds) {
-  constexpr u32 kValues = kMaxColumns * M::kSampledRows;
+  constexpr u32 kValues = kMaxQueries * M::kSampledRows;
   std::memset(exchanges, 0xFF, sizeof exchanges);
   std::memset(begun, 0, sizeof begun);
   for (u32 r = 0; r < M::kRanks; ++r) {
@@ -200,7 +199,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
     if (r == 0) params.yield_requested = yield;  // the others are told
     u8* own = workspace + r * kSampleWorkspaceBytes;
     params.sample = {seen + r * kValues, adjusted + r * kValues, own, ids, values};
-    params.masks = {words, turns};
+    params.masks = {words, ready};
     params.rank = r;
     params.workspace = exchanges[r];
     for (u32 p = 0; p < M::kRanks; ++p) params.peers[p] = exchanges[p];
@@ -208,7 +207,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
   all_masks = masks;
   ends = end_rounds;
   mask_words = words;
-  mask_turns = turns;
+  mask_ready = ready;
   if (masks) allow(0);
   tokens = chosen;
   std::memset(memory, 0xA5, sizeof memory);
@@ -296,21 +295,21 @@ def launched(
     masks=None,
     ends=None,
 ):
-    """Tokens [rounds, columns]; sampler c has observed column c's first input token already.
+    """Tokens [rounds, queries]; sampler c has observed query c's first input token already.
 
-    masks: [rounds, MAX_COLUMNS, words] for columns whose sampler is constrained.
-    ends: by column, the round in which it ends the launch instead of getting a mask.
+    masks: [rounds, MAX_QUERIES, words] for queries whose sampler is constrained.
+    ends: by query, the round in which it ends the launch instead of getting a mask.
     """
-    rounds, columns = logits.shape[:2]
+    rounds, queries = logits.shape[:2]
     ranks, size = library.plan.ranks, library.plan.exchanges.sampled_rows
-    given = given or [[0]] * columns
-    strides = strides or [1] * columns
+    given = given or [[0]] * queries
+    strides = strides or [1] * queries
     launch = np.zeros((), LAUNCH.dtype)
-    launch["columns"], launch["rounds"] = columns, rounds
-    launch["logits_round_stride"] = columns * size
-    forced = np.zeros((columns, rounds), np.uint32)
-    for c in range(columns):
-        start = launch["column"][c]
+    launch["queries"], launch["rounds"] = queries, rounds
+    launch["logits_round_stride"] = queries * size
+    forced = np.zeros((queries, rounds), np.uint32)
+    for c in range(queries):
+        start = launch["query"][c]
         start["position"], start["stride"], start["forced"] = 70 + c, strides[c], len(given[c])
         forced[c, : len(given[c])] = given[c]
     choices = [
@@ -324,33 +323,33 @@ def launched(
         )
         for c, s in enumerate(samplers)
     ]
-    packed = pack_choices(choices, [70 + c for c in range(columns)], VOCAB)
+    packed = pack_choices(choices, [70 + c for c in range(queries)], VOCAB)
     launch["sampling"], launch["step"] = packed.params, packed.steps
-    seen = np.full((ranks, MAX_COLUMNS, size), 77, np.uint32)
+    seen = np.full((ranks, MAX_QUERIES, size), 77, np.uint32)
     for c, words in packed.seen.items():
         seen[:, c, :VOCAB] = words
-    adjusted = np.full((ranks, MAX_COLUMNS, size), np.nan, np.float32)
+    adjusted = np.full((ranks, MAX_QUERIES, size), np.nan, np.float32)
     workspace = np.zeros(ranks * sample_workspace_bytes(library.plan.blocks) + 128, np.uint8)
     aligned = workspace[-workspace.ctypes.data % 128 :]
-    tokens = np.zeros((ranks, rounds, MAX_COLUMNS), np.uint32)
+    tokens = np.zeros((ranks, rounds, MAX_QUERIES), np.uint32)
     yield_word = None if yield_in is None else np.array([yield_in], np.uint32)
-    padded = np.full((rounds, columns, size), np.inf, np.float32)
+    padded = np.full((rounds, queries, size), np.inf, np.float32)
     padded[:, :, :VOCAB] = logits
-    # The kernel's side of the masks: words of one round, of ranks of two, and turns.
-    words = np.zeros((2, MAX_COLUMNS, WORDS), np.uint32)
-    turns = np.zeros((MAX_COLUMNS, MASK_TURN_WORDS), np.uint32)
+    # The kernel's side of the masks: words of one round, of ranks of two, and ready.
+    words = np.zeros((2, MAX_QUERIES, WORDS), np.uint32)
+    ready = np.zeros((MAX_QUERIES, MASK_READY_WORDS), np.uint32)
     end_rounds = None if ends is None else np.array(ends, np.uint32)
     done = library.code.run(
         address(launch),
         *map(address, (padded, forced, seen, adjusted, aligned)),
         *map(address, (packed.list_ids, packed.list_values)),
         None if yield_word is None else address(yield_word), address(tokens),
-        None if masks is None else address(masks), address(words), address(turns),
+        None if masks is None else address(masks), address(words), address(ready),
         None if end_rounds is None else address(end_rounds),
     )  # fmt: skip
     assert done > 0, "threads wait for each other forever"
     assert (tokens[:, :done] == tokens[0, :done]).all(), "ranks choose alike"
-    return tokens[0, :done, :columns]
+    return tokens[0, :done, :queries]
 
 
 def sampler_of(params, prompt=(1, 5, 5, 7), observed=4, constraint=None):
@@ -359,9 +358,9 @@ def sampler_of(params, prompt=(1, 5, 5, 7), observed=4, constraint=None):
     return sampler
 
 
-def random_logits(rounds, columns, seed):
+def random_logits(rounds, queries, seed):
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(rounds, columns, VOCAB)).astype(np.float32) * 3
+    return rng.normal(size=(rounds, queries, VOCAB)).astype(np.float32) * 3
 
 
 def requests():
@@ -382,18 +381,18 @@ def requests():
 
 
 @ON_RANKS
-@pytest.mark.parametrize("columns", [1, 3, 5, 8])
-def test_rounds_of_a_launch_are_the_definitions(library, columns):
-    samplers = [sampler_of(p) for p in requests()[-columns:]]
+@pytest.mark.parametrize("queries", [1, 3, 5, 8])
+def test_rounds_of_a_launch_are_the_definitions(library, queries):
+    samplers = [sampler_of(p) for p in requests()[-queries:]]
     given = [[4], [4, 11, 4], [4, 8]] * 3
-    logits = random_logits(12, columns, seed=columns)
+    logits = random_logits(12, queries, seed=queries)
     plain = [c for c, s in enumerate(samplers) if s.params == SamplingParams()]
-    tokens = launched(library, samplers, logits, given=given[:columns], plain=plain)
+    tokens = launched(library, samplers, logits, given=given[:queries], plain=plain)
     assert len(tokens) == 12
     for c, sampler in enumerate(samplers):
         for r in range(12):
             expected = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
-            assert tokens[r, c] == expected, f"column {c}, round {r}: {sampler.params}"
+            assert tokens[r, c] == expected, f"query {c}, round {r}: {sampler.params}"
             sampler.observe(given[c][r + 1] if r + 1 < len(given[c]) else expected)
 
 
@@ -430,29 +429,29 @@ def test_bad_logits_end_the_launch(library, params, bad):
 MASKED = [2, 0, 5, 4, 7, 3, 6, 1]
 
 
-def masked_samplers(columns, seed):
+def masked_samplers(queries, seed):
     """Some constrained and some not, each in its own way."""
     requests_of = requests()
     return [
         sampler_of(
             requests_of[MASKED[c]], constraint=None if c % 3 == 1 else Drawn(VOCAB, seed + c)
         )
-        for c in range(columns)
+        for c in range(queries)
     ]
 
 
 @ON_RANKS
-@pytest.mark.parametrize("columns", [1, 3, 8])
-def test_columns_choose_what_the_host_allows(library, columns):
-    rounds, seed = 9, 40 * columns
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_queries_choose_what_the_host_allows(library, queries):
+    rounds, seed = 9, 40 * queries
     given = [[4], [4, 11, 4], [4, 8]] * 3
-    logits = random_logits(rounds, columns, seed)
+    logits = random_logits(rounds, queries, seed)
     samplers, masks = (
-        masked_samplers(columns, seed),
-        np.zeros((rounds, MAX_COLUMNS, WORDS), np.uint32),
+        masked_samplers(queries, seed),
+        np.zeros((rounds, MAX_QUERIES, WORDS), np.uint32),
     )
-    wanted = np.zeros((rounds, columns), np.uint32)
-    for c, sampler in enumerate(masked_samplers(columns, seed)):
+    wanted = np.zeros((rounds, queries), np.uint32)
+    for c, sampler in enumerate(masked_samplers(queries, seed)):
         for r in range(rounds):
             is_given = r + 1 < len(given[c])
             if sampler.is_constrained and not is_given:
@@ -462,9 +461,9 @@ def test_columns_choose_what_the_host_allows(library, columns):
                 free = sampler_like(sampler)
                 wanted[r, c] = free.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
             sampler.observe(given[c][r + 1] if is_given else int(wanted[r, c]))
-    tokens = launched(library, samplers, logits, given=given[:columns], masks=masks)
+    tokens = launched(library, samplers, logits, given=given[:queries], masks=masks)
     assert (tokens == wanted).all()
-    free = launched(library, [sampler_like(s) for s in samplers], logits, given=given[:columns])
+    free = launched(library, [sampler_like(s) for s in samplers], logits, given=given[:queries])
     assert (free != tokens).any(), "the masks matter"
 
 
@@ -477,24 +476,24 @@ def sampler_like(sampler):
 
 
 @ON_RANKS
-@pytest.mark.parametrize("column", [0, 2])
-def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, column):
+@pytest.mark.parametrize("query", [0, 2])
+def test_the_host_ends_a_launch_instead_of_giving_a_mask(library, query):
     samplers = masked_samplers(3, seed=2)
-    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    masks = np.full((9, MAX_QUERIES, WORDS), 0xFFFFFFFF, np.uint32)
     logits = random_logits(9, 3, seed=6)
-    ends = [99] * MAX_COLUMNS
+    ends = [99] * MAX_QUERIES
     whole = launched(library, samplers, logits, masks=masks, ends=ends)
     assert len(whole) == 9
-    ends[column] = 4
+    ends[query] = 4
     cut = launched(library, masked_samplers(3, seed=2), logits, masks=masks, ends=ends)
     assert len(cut) == 5, "all blocks end together"
-    assert (cut == whole[:5]).all(), "and the other columns' tokens count"
+    assert (cut == whole[:5]).all(), "and the other queries' tokens count"
 
 
 @ON_ONE
-def test_a_column_that_may_choose_nothing_is_told_so(library):
+def test_a_query_that_may_choose_nothing_is_told_so(library):
     samplers = masked_samplers(1, seed=3)
-    masks = np.full((9, MAX_COLUMNS, WORDS), 0xFFFFFFFF, np.uint32)
+    masks = np.full((9, MAX_QUERIES, WORDS), 0xFFFFFFFF, np.uint32)
     masks[3] = 0
     tokens = launched(library, samplers, random_logits(9, 1, seed=7), masks=masks)
     assert len(tokens) == 4

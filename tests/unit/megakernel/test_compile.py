@@ -28,7 +28,7 @@ from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
-from soloist.megakernel.limits import MAX_COLUMNS, THREADS
+from soloist.megakernel.limits import MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -120,13 +120,13 @@ def test_etude_compiles_with_sampling(arch: str, require_sound) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_one_column_compiles_cleanly(arch: str, require_sound) -> None:
-    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(columns=1))
+def test_one_query_compiles_cleanly(arch: str, require_sound) -> None:
+    require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(queries=1))
 
 
-def test_one_column_takes_less_code() -> None:
+def test_one_query_takes_less_code() -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"])
-    single, several = (compiled(plan, Build(columns=columns)) for columns in (1, MAX_COLUMNS))
+    single, several = (compiled(plan, Build(queries=queries)) for queries in (1, MAX_QUERIES))
     assert len(single.data) < 0.85 * len(several.data)
 
 
@@ -180,7 +180,7 @@ def test_public_shapes_on_ranks_compile_cleanly(samples: bool, require_sound) ->
 def test_a_rank_that_is_alone_compiles_cleanly(name: str, require_sound) -> None:
     config = etude() if name == "etude" else read_config(LANEFORMER)
     plan = make_plan(config, Dtype.FP16, TYPICAL["sm_90a"], 8)
-    require_sound(plan, Build(columns=1, alone=True))
+    require_sound(plan, Build(queries=1, alone=True))
 
 
 @pytest.mark.slow
@@ -249,14 +249,14 @@ def test_large_shapes_on_smaller_chips(name: str, arch: str, num_sms: int, requi
     require_sound(make_plan(read_config(SHAPES[name]), Dtype.BF16, gpu))
 
 
-@pytest.mark.parametrize(("arch", "columns"), [("sm_80", 1), ("sm_90a", MAX_COLUMNS)])
-def test_a_kernel_may_hold_two_models(arch: str, columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "queries"), [("sm_80", 1), ("sm_90a", MAX_QUERIES)])
+def test_a_kernel_may_hold_two_models(arch: str, queries: int, tmp_path: Path) -> None:
     plans = (
         make_plan(configured("llama-untied-biases-32", tmp_path), Dtype.BF16, GPUS[arch]),
         make_plan(etude(), Dtype.BF16, GPUS[arch]),
     )
     first, second = two_models.with_one_grid(*plans)
-    build = Build(columns=columns)
+    build = Build(queries=queries)
     cubin = compile_source(two_models.source(first, second, build, tmp_path), arch)
     taken = cubin.report.entries[two_models.ENTRY]
     assert taken.registers * THREADS <= REGISTERS

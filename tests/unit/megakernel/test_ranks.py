@@ -11,7 +11,7 @@ from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.megakernel import ranks as module
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.launch import Column
+from soloist.megakernel.launch import Query
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.share import Share
@@ -34,9 +34,9 @@ class FakeDecoder:
         self.end: str | None = ""
         self.fault: Fault | None = None
 
-    def pack(self, columns: object, rounds: int) -> tuple[object, int]:
+    def pack(self, queries: object, rounds: int) -> tuple[object, int]:
         self.log.append(("pack", self.rank))
-        return columns, rounds
+        return queries, rounds
 
     def prepare(self, given: tuple[object, int], logits: torch.Tensor | None) -> None:
         self.log.append(("prepare", self.rank))
@@ -83,7 +83,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def test_no_rank_starts_before_all_are_prepared_or_is_marked_before_all_started(made: Made) -> None:
-    assert made.ranks.run([Column(0, 0, [1])], 2) == [[7], [8]]
+    assert made.ranks.run([Query(0, 0, [1])], 2) == [[7], [8]]
     steps = [step for step, _ in made.log]
     assert steps == ["pack", *["prepare"] * 4, *["await"] * 4, *["go"] * 4, *["mark"] * 4]
     assert all(d.given is made.decoders[0].given for d in made.decoders)
@@ -95,7 +95,7 @@ def test_logits_come_together_by_token_id(made: Made) -> None:
         decoder.logits += torch.arange(own.start, own.start + ROWS)
     assert torch.equal(made.ranks.logits[3, :VOCAB], torch.arange(VOCAB).float())
     kept = torch.zeros(2, 1, PLAN.exchanges.sampled_rows)
-    made.ranks.run([Column(0, 0, [1])], 2, logits=kept)
+    made.ranks.run([Query(0, 0, [1])], 2, logits=kept)
     assert torch.equal(kept[1, 0, :VOCAB], torch.arange(VOCAB).float())
 
 
@@ -110,7 +110,7 @@ def test_a_stuck_rank_is_named_with_those_that_waited(made: Made) -> None:
         if rank == 2:
             decoder.fault = stuck(0b0100 | 0b0001)
     with pytest.raises(KernelStuck) as refused:
-        made.ranks.run([Column(0, 0, [1])], 2)
+        made.ranks.run([Query(0, 0, [1])], 2)
     for told in (
         "rank 2 on GPU 0: block 4 on SM 9", "attention of all heads",
         "rank 0 on GPU 0 waited for rank 2", "rank 3 on GPU 0 waited for rank 2",
@@ -122,7 +122,7 @@ def test_a_failure_without_a_report_names_the_rank(made: Made) -> None:
     made.decoders[1].error = LaunchError("the decode kernel", "gone")
     made.decoders[1].end, made.decoders[3].end = "an uncorrectable error", None
     with pytest.raises(LaunchError) as refused:
-        made.ranks.run([Column(0, 0, [1])], 2)
+        made.ranks.run([Query(0, 0, [1])], 2)
     assert "rank 1 on GPU 0 reports an uncorrectable error" in refused.value.message
     assert "rank 3 on GPU 0 goes on running" in refused.value.message
     assert "rank 2" not in refused.value.message
@@ -135,4 +135,4 @@ def test_a_rank_that_does_not_start_is_named(made: Made, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module.Decoder, "go", go)
     with pytest.raises(LaunchError, match=r"starting rank 3 on GPU 0.*CUDA_ERROR_LAUNCH_FAILED"):
-        made.ranks.run([Column(0, 0, [1])], 2)
+        made.ranks.run([Query(0, 0, [1])], 2)

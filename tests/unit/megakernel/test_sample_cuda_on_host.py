@@ -86,7 +86,7 @@ static u32* history;
 static u32 bounds[kNumBlocks + 1];
 static SampleScratch scratch;
 static SampleShared shared_memory[kNumBlocks];
-static SampleTurns turns[kAll];
+static SampleEpochs epochs[kAll];
 static u32 grid_syncs, random_state = 1;
 
 struct Grid {
@@ -109,8 +109,8 @@ static void body(unsigned id) {
   own.row_end = bounds[grid.block() + 1];
   own.note = 1000 + grid.block();
   SampleShared& shared = shared_memory[grid.block()];
-  sample_tokens(grid, own, scratch, shared, turns[id]);
-  for (u32 c = 0; c < args.columns; ++c) {
+  sample_tokens(grid, own, scratch, shared, epochs[id]);
+  for (u32 c = 0; c < args.queries; ++c) {
     const bool is_mine = grid.thread() == 0 && shared.results[c].status == kSampled;
     if (is_mine) record_token(history + static_cast<u64>(args.params[c].history) * args.stride,
                               shared.results[c].token, own.row_begin, own.row_end);
@@ -129,9 +129,9 @@ static void release(u32 begin, u32 end) {
 // Barriers over the grid; -1 where threads wait for each other forever, -2 where blocks disagree.
 extern "C" int choose(const SampleParams* params, const SampleStep* steps, const float* logits,
                       float* adjusted, u32* seen, const u32* ids, const float* values, u32 stride,
-                      u32 columns, const u32* row_bounds, const u32* masks, u32 mask_stride,
+                      u32 queries, const u32* row_bounds, const u32* masks, u32 mask_stride,
                       u32 masked, SampleResult* results) {
-  args = {params, steps, logits, adjusted, seen, ids, values, stride, 0, 0, columns, 0,
+  args = {params, steps, logits, adjusted, seen, ids, values, stride, 0, 0, queries, 0,
           masks, mask_stride, masked};
   history = seen;
   std::memcpy(bounds, row_bounds, sizeof bounds);
@@ -171,9 +171,9 @@ extern "C" int choose(const SampleParams* params, const SampleStep* steps, const
     }
     if (!moved) return -1;
   }
-  std::memcpy(results, shared_memory[0].results, columns * sizeof *results);
+  std::memcpy(results, shared_memory[0].results, queries * sizeof *results);
   for (u32 b = 0; b < kNumBlocks; ++b)
-    if (std::memcmp(results, shared_memory[b].results, columns * sizeof *results) ||
+    if (std::memcmp(results, shared_memory[b].results, queries * sizeof *results) ||
         shared_memory[b].note != 1000)
       return -2;
   return grid_syncs;
@@ -196,7 +196,7 @@ def build(folder: Path, blocks: int, threads: int) -> ctypes.CDLL:
         pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
     (folder / "ptx").mkdir(exist_ok=True)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY)
-    sizes = {"kNumBlocks": blocks, "kConsumerThreads": threads, "kMaxColumns": COLUMNS}
+    sizes = {"kNumBlocks": blocks, "kConsumerThreads": threads, "kMaxQueries": COLUMNS}
     lines = [f"constexpr unsigned {name} = {size};" for name, size in sizes.items()]
     (folder / "spec.cuh").write_text(
         "\n".join(["#pragma once", '#include "ptx/memory.cuh"', *lines, ""])
@@ -229,7 +229,7 @@ def bounds_of(vocab, blocks):
 
 
 class Round:
-    """Columns with their own requests, chosen by the sampler under test and by the definition."""
+    """Queries with their own requests, chosen by the sampler under test and by the definition."""
 
     def __init__(self, machine, vocab, requests, prompts, eos_ids, constraints=None):
         self.library, blocks = machine
@@ -257,15 +257,15 @@ class Round:
         self.params = np.array(packed, SAMPLE_PARAMS.dtype)
 
     def choose(self, logits, position):
-        """One token of every column, checked; returns the barriers over the grid."""
-        columns = len(self.samplers)
-        padded = np.full((columns, self.stride), np.nan, np.float32)
+        """One token of every query, checked; returns the barriers over the grid."""
+        queries = len(self.samplers)
+        padded = np.full((queries, self.stride), np.nan, np.float32)
         padded[:, : self.vocab] = logits
         adjusted = np.full_like(padded, np.nan)
         steps = np.array(
             [packed_step(position, len(s.output_ids)) for s in self.samplers], SAMPLE_STEP.dtype
         )
-        results = np.zeros(columns, RESULT)
+        results = np.zeros(queries, RESULT)
         masks, masked = np.zeros((COLUMNS, num_words(self.vocab) + 2), np.uint32), 0
         for c, sampler in enumerate(self.samplers):
             if sampler.is_constrained:
@@ -273,7 +273,7 @@ class Round:
                 masked |= 1 << c
         arrays = (self.params, steps, padded, adjusted, self.seen, self.ids, self.values)
         syncs = self.library.choose(
-            *map(address, arrays), self.stride, columns, address(self.bounds), address(masks),
+            *map(address, arrays), self.stride, queries, address(self.bounds), address(masks),
             masks.shape[1], masked, address(results),
         )  # fmt: skip
         assert syncs > 0, (
@@ -288,7 +288,7 @@ class Round:
                 assert not math.isfinite(results[c]["best"])
                 continue
             got = (int(results[c]["status"]), int(results[c]["token"]))
-            assert got == (0, expected), f"column {c}: {sampler.params}"
+            assert got == (0, expected), f"query {c}: {sampler.params}"
             sampler.observe(expected)
         return syncs
 
@@ -349,20 +349,20 @@ def random_logits(rng, vocab):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_column_takes_the_token_of_the_definition(machine, seed):
+def test_every_query_takes_the_token_of_the_definition(machine, seed):
     rng = np.random.default_rng([seed, machine[1]])
     for _ in range(30):
         vocab = int(rng.choice([17, 61, 333, 1000, 2003]))
-        columns = int(rng.integers(1, COLUMNS + 1))
-        requests = [random_params(rng, vocab) for _ in range(columns)]
-        prompts = [[int(i) for i in rng.choice(vocab, size=9)] for _ in range(columns)]
+        queries = int(rng.integers(1, COLUMNS + 1))
+        requests = [random_params(rng, vocab) for _ in range(queries)]
+        prompts = [[int(i) for i in rng.choice(vocab, size=9)] for _ in range(queries)]
         constraints = [
-            Drawn(vocab, int(s)) if s % 3 == 0 else None for s in rng.integers(99, size=columns)
+            Drawn(vocab, int(s)) if s % 3 == 0 else None for s in rng.integers(99, size=queries)
         ]
         batch = Round(machine, vocab, requests, prompts, (3, vocab - 1), constraints)
         position = int(rng.choice([0, 77, 2**32 + 5]))
         for step in range(4):
-            logits = np.stack([random_logits(rng, vocab) for _ in range(columns)])
+            logits = np.stack([random_logits(rng, vocab) for _ in range(queries)])
             batch.choose(logits, position + step)
 
 

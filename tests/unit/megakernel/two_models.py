@@ -44,5 +44,5 @@ def source(first: Plan, second: Plan, build: Build, folder: Path) -> Source:
 
 def shared_bytes(first: Plan, second: Plan, build: Build) -> int:
     """Dynamic shared memory of a block: what the model that takes more of it needs."""
-    plans = (p.with_room_for(build.columns, samples=build.samples) for p in (first, second))
+    plans = (p.with_room_for(build.queries, samples=build.samples) for p in (first, second))
     return max(plan.shared.num_bytes for plan in plans)

@@ -14,7 +14,7 @@ def test_every_constant_of_the_kernels() -> None:
         "constexpr unsigned kHeadDim = 64u;",
         "constexpr unsigned kIntermediate = 40u;",
         "constexpr unsigned kPagePositions = 64u;",
-        "constexpr unsigned kGranulePositions = 32u;",
+        "constexpr unsigned kHalfPagePositions = 32u;",
         "constexpr float kEpsilon = 0x1.4f8b580000000p-17f;",  # 1e-5, rounded to fp32
     ):
         assert line in text.splitlines()

@@ -165,7 +165,7 @@ def test_one_rank_waits_for_nobody(case) -> None:
 class Exact(Products):
     """Sums in 64 bits, so that a row's bits do not depend on how many there are."""
 
-    split_at = 0  # rows at which sums over columns are rounded in halves
+    split_at = 0  # rows at which sums over queries are rounded in halves
 
     def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
         given, matrix = lanes_of(x, out).double(), self.matrix(name).mT.double()

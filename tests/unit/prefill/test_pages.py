@@ -43,12 +43,12 @@ def test_every_number_lies_where_the_kernel_reads_it(head_dim: int, start: int, 
     keys, values = heads(stop - start, head_dim)
     wanted = torch.zeros(PAGES, LAYERS, HEADS, 2, 2, 32 * head_dim)
     for p in range(start, stop):
-        granules = wanted[int(TABLE[p // 64]), layer, :, p % 64 // 32]
+        half_pages = wanted[int(TABLE[p // 64]), layer, :, p % 64 // 32]
         for head in range(HEADS):
             for d in range(head_dim):
                 key, value = keys[p - start, head, d], values[p - start, head, d]
-                granules[head, 0, key_offset(p % 32, d, head_dim)] = key
-                granules[head, 1, value_offset(p % 32, d)] = value
+                half_pages[head, 0, key_offset(p % 32, d, head_dim)] = key
+                half_pages[head, 1, value_offset(p % 32, d)] = value
     written = pool(head_dim)
     written.write(layer, TABLE, start, keys, values)
     assert torch.equal(written.tensor, wanted)

@@ -32,7 +32,7 @@ struct Places {
   u32 queries_full, queries_empty, full, empty;
 };
 // The slots in turn: keys 0, keys 1, values 0, keys 2, values 1 and so on.
-using Turn = SlotTurn<kAttendSlots>;
+using Turn = SlotState<kAttendSlots>;
 struct Shape {
   u32 tokens, window, query_heads, group;  // no window: 0; of query heads that share keys
 };

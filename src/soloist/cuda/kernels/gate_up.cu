@@ -34,7 +34,7 @@ static_assert(kGateUpShared == kGateUpSlots * kSlotBytes + kMultiplyingWarps * k
 struct Slots {
   u32 data, full, empty;  // barriers have 8 bytes each
 };
-using Turn = SlotTurn<kGateUpSlots>;
+using Turn = SlotState<kGateUpSlots>;
 
 // One thread: everything that the block's products read. A slot's neurons come from both blocks of the cluster into both, so
 // it is free once both have read it.

@@ -8,7 +8,7 @@
 
 inline constexpr u32 kHalfDim = kHeadDim / 2;
 inline constexpr u32 kHeads = kQueryHeads + 2 * kKvHeads;  // of a lane, where there are any
-inline constexpr u64 kPageValues = static_cast<u64>(kLayers) * kPoolKvHeads * kPageGranules * kKvParts * kGranuleValues;
+inline constexpr u64 kPageValues = static_cast<u64>(kLayers) * kPoolKvHeads * kPageHalves * kKvParts * kHalfPageValues;
 
 static_assert(kHidden % 8 == 0 && kIntermediate % 8 == 0 && kHeadDim % 8 == 0, "16-byte accesses");
 
@@ -137,7 +137,7 @@ constexpr u32 row_lanes() {
 inline constexpr u32 kRowLanes = row_lanes();
 inline constexpr u32 kFours = (kHalfDim / 4 + kRowLanes - 1) / kRowLanes;  // of one lane in one row
 inline constexpr u32 kWarpRows = 32 / kRowLanes;
-inline constexpr u32 kPasses = (kGranulePositions + kWarps * kWarpRows - 1) / (kWarps * kWarpRows);
+inline constexpr u32 kPasses = (kHalfPagePositions + kWarps * kWarpRows - 1) / (kWarps * kWarpRows);
 __device__ __forceinline__ u32 row_of(u32 pass, u32 warp, u32 lane) {
   return (pass * kWarps + warp) * kWarpRows + lane / kRowLanes;
 }
@@ -151,7 +151,7 @@ struct Place {
 };
 
 // Product [T, (Q + 2K) D] to queries [T, Q, D], keys and values [T, K, D] and the pool's pages.
-// A block takes one head of the rows that lie in one granule, so that transposed values are written in
+// A block takes one head of the rows that lie in one half page, so that transposed values are written in
 // whole lines: blocks = ceil((T + 31) / 32) (Q + 2K). Of a model with lanes Q and K are a lane's, the product has
 // lanes first, and blocks, queries, keys and values are those of kLanes times as many heads. Norms and bias may be absent, and so may rope, a
 // table [positions, D / 2] of (cos, sin).
@@ -162,12 +162,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
                    u16* __restrict__ values, u16* __restrict__ pool, const i32* __restrict__ page_table,
                    const Place* __restrict__ where, u32 layer, i32 rows, i32 positions) {
   constexpr u32 kStride = kHeadDim + 2;  // rows of `turned` start in different banks
-  __shared__ __align__(4) u16 turned[kGranulePositions * kStride];
+  __shared__ __align__(4) u16 turned[kHalfPagePositions * kStride];
   const Place place = *where;
   const u32 head = blockIdx.x % kHeads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 stream = blockIdx.x / kHeads % kLanes;  // the model's lane
-  const i32 granule = place.position / kGranulePositions + blockIdx.x / (kHeads * kLanes);
-  const i32 first = granule * static_cast<i32>(kGranulePositions) - place.position;  // row of its start
+  const i32 half_page = place.position / kHalfPagePositions + blockIdx.x / (kHeads * kLanes);
+  const i32 first = half_page * static_cast<i32>(kHalfPagePositions) - place.position;  // row of its start
   if (first >= rows) return;
   const bool is_query = head < kQueryHeads, is_key = !is_query && head < kQueryHeads + kKvHeads;
   const bool is_value = !is_query && !is_key;
@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   const float* norm = is_query ? q_norm : is_key ? k_norm : nullptr;
   u16* pool_part = nullptr;
   if (!is_query && first < place.tokens) {
-    const i32 page = page_table[granule / kPageGranules];
-    pool_part = pool + granule_place(kPageValues, page, layer, kv_head, granule % kPageGranules) + is_value * kGranuleValues;
+    const i32 page = page_table[half_page / kPageHalves];
+    pool_part = pool + half_page_place(kPageValues, page, layer, kv_head, half_page % kPageHalves) + is_value * kHalfPageValues;
   }
 
   // All loads of a thread are on their way at once: four neighbours d and their partners d + D/2 of each of its rows.
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
       for (u32 step = kRowLanes / 2; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
       scale = __frsqrt_rn(squares * (1.0f / kHeadDim) + kEpsilon);
     }
-    if (r >= kGranulePositions || t < 0 || t >= rows) continue;
+    if (r >= kHalfPagePositions || t < 0 || t >= rows) continue;
     u16* out = is_query ? queries + (static_cast<u64>(t) * (kLanes * kQueryHeads) + query_head) * kHeadDim
                         : (is_key ? keys : values) + (static_cast<u64>(t) * kPoolKvHeads + kv_head) * kHeadDim;
     u16* pool_row = is_key && pool_part && t < place.tokens ? pool_part + r * kHeadDim : nullptr;
@@ -264,31 +264,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
 
 // The opposite for one layer: keys and values [S, K, D] of the positions up to the chunk's end, from the pool. With a
 // window, from the block on that holds the first position which the chunk's first token sees. A block takes one head's
-// granule after the other.
+// half page after the other.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     gather(const u16* __restrict__ pool, const i32* __restrict__ page_table, const Place* __restrict__ where, u32 layer,
            i32 window, uint4* __restrict__ keys, uint4* __restrict__ values) {
   constexpr u32 kChunks = kHeadDim / 8;  // 16-byte accesses of a row
   constexpr u32 kStride = kHeadDim + 8;  // rows of `turned` start in different banks
-  constexpr u32 kPasses = kGranulePositions / 8;
-  __shared__ __align__(16) u16 turned[kGranulePositions * kStride];
+  constexpr u32 kPasses = kHalfPagePositions / 8;
+  __shared__ __align__(16) u16 turned[kHalfPagePositions * kStride];
   const Place place = *where;
   const i32 stop = place.position + place.tokens;
   i32 begin = window ? max(0, place.position + 1 - window) : 0;
   begin -= begin % static_cast<i32>(kBlockPositions);
-  const u32 first = static_cast<u32>(begin) / kGranulePositions;
-  const u32 end = (static_cast<u32>(stop) + kGranulePositions - 1) / kGranulePositions;
+  const u32 first = static_cast<u32>(begin) / kHalfPagePositions;
+  const u32 end = (static_cast<u32>(stop) + kHalfPagePositions - 1) / kHalfPagePositions;
   for (u32 unit = first * kPoolKvHeads + blockIdx.x; unit < end * kPoolKvHeads; unit += gridDim.x) {
-    const u32 granule = unit / kPoolKvHeads, head = unit % kPoolKvHeads;
-    const i32 page = page_table[granule / kPageGranules];
-    const u64 place_in_pool = granule_place(kPageValues, page, layer, head, granule % kPageGranules);
+    const u32 half_page = unit / kPoolKvHeads, head = unit % kPoolKvHeads;
+    const i32 page = page_table[half_page / kPageHalves];
+    const u64 place_in_pool = half_page_place(kPageValues, page, layer, head, half_page % kPageHalves);
     const uint4* source = reinterpret_cast<const uint4*>(pool + place_in_pool);
-    const u32 rows = min(kGranulePositions, static_cast<u32>(stop) - granule * kGranulePositions);
-    const u64 target = (static_cast<u64>(granule) * kGranulePositions * kPoolKvHeads + head) * kChunks;
+    const u32 rows = min(kHalfPagePositions, static_cast<u32>(stop) - half_page * kHalfPagePositions);
+    const u64 target = (static_cast<u64>(half_page) * kHalfPagePositions * kPoolKvHeads + head) * kChunks;
     // Values lie [D][32]: chunk c of dimension d has its positions 8 c to 8 c + 7.
     for (u32 i = threadIdx.x; i < kHeadDim * kPasses; i += kThreads) {
       const u32 d = i % kHeadDim, c = i / kHeadDim;
-      const uint4 x = source[kGranuleValues / 8 + d * kPasses + c];
+      const uint4 x = source[kHalfPageValues / 8 + d * kPasses + c];
       const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) {

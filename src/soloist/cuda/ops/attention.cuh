@@ -1,9 +1,9 @@
 // qkv, attention over the paged KV cache, and the projection after it.
 //
-// A column of one split is near: its block publishes finished attention. Of a far one the splits' partial results
+// A query whose cache is unsplit has one block, which publishes finished attention. Of a split one the partial results
 // are merged. The cache streams through the weight ring. Inside a block kSoftmaxLanes running softmaxes take the
-// granules (32 positions) in turn. Which split and lane a granule belongs to depends on the column's position
-// only, and every merge has a fixed order: so a column's bits do not depend on the other columns.
+// half pages (32 positions) in turn. Which split and lane a half page belongs to depends on the query's position
+// only, and every merge has a fixed order: so a query's bits do not depend on the other queries.
 #pragma once
 #include "ops/attention/attend.cuh"
 #include "ops/attention/merge.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32) {
   cx.begin(Phase::kQkv);
   const u32 units = Qkv::num_units(cx.block), first = Qkv::first_unit(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
-  GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx.warp, cx.lane, cx.queries);
   Scale<InStream<M>> scale;
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32) {
   Reduction reduction(cx, Qkv::kTiles * 16);
   float* now = projected<L>(cx, cx.layers_done, cx.warp) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
-    if (cx.warp >= cx.columns) return;
+    if (cx.warp >= cx.queries) return;
 #pragma unroll 1
     for (u32 r = start + cx.lane; r < end; r += 32) store_exchanged(now + r, present(reduction.get(cx.warp, r - start)));
   });
@@ -47,13 +47,13 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
   }
-  u32 own = 0, stored = 0;  // groups to attend to, and columns to store
-  const auto grouped = [&] { return ColumnGroups<M>(cx.shared.control(), layer, own_place(cx), cx.columns, cx.lane); };
-  ColumnGroups<M> groups = grouped();
+  u32 own = 0, stored = 0;  // groups to attend to, and queries to store
+  const auto grouped = [&] { return QueryGroups<M>(cx.shared.control(), layer, own_place(cx), cx.queries, cx.lane); };
+  QueryGroups<M> groups = grouped();
   if (groups.own) {
     own = groups.own;
     stored = groups.stored(cx.shared.control(), cx.lane);
-    ColumnGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
+    QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
     prepare_heads<L>(cx, layer, own_head(cx), groups);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
   const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
-  GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx.warp, cx.lane, cx.queries);
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();

@@ -13,10 +13,10 @@ static_assert(sizeof(SampleWorkspace) == kSampleWorkspaceBytes, "sample_workspac
 
 // In shared memory, from round to round.
 struct SampleState {
-  SampleParams params[kMaxColumns];
-  SampleStep steps[kMaxColumns];
+  SampleParams params[kMaxQueries];
+  SampleStep steps[kMaxQueries];
   SampleArgs args;
-  SampleTurns turns;
+  SampleEpochs epochs;
   u32 arrivals;  // that the last barrier waited for
 };
 template <class M>
@@ -83,12 +83,12 @@ __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
   static_assert(kMostOwnIds<M> / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
   SampleState& state = sample_state<M>();
   const u32 c = threadIdx.x;
-  if (c < kMaxColumns) {
+  if (c < kMaxQueries) {
     state.params[c] = launch.sampling[c];
     state.steps[c] = launch.step[c];
   }
   if (c == 0) {
-    state.turns = SampleTurns{};
+    state.epochs = SampleEpochs{};
     state.arrivals = 0;
   }
 }
@@ -98,23 +98,23 @@ __device__ __forceinline__ u32 no_token(float best) {
   return best != best ? kNoTokenNan : best > 0.0f ? kNoTokenInfinite : kNoTokenNegativeInfinite;
 }
 
-// Thread 0 of every block waits for the host to say what masked columns may choose: a bit for each column of
-// which it said so. `ended`: it wants the launch to end with this round instead. One buffer a column is
+// Thread 0 of every block waits for the host to say what masked queries may choose: a bit for each query of
+// which it said so. `ended`: it wants the launch to end with this round instead. One buffer a query is
 // enough, since the host writes the next mask after it saw the round's token, for which all blocks had read
 // this one.
 template <class M>
-__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 columns, volatile Where* where,
+__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 queries, volatile Where* where,
                                               u32& ended) {
   u32 masked = 0;
   where->phase = static_cast<u32>(Phase::kMask);
 #pragma unroll 1
-  for (u32 c = 0; c < columns; ++c) {
+  for (u32 c = 0; c < queries; ++c) {
     if (!(sample_state<M>().params[c].flags & kSampleMasked)) continue;
-    if (static_cast<i32>(round + 1) < params.launch->column[c].forced) continue;  // the host gives the next token
-    u32 turn;
-    do turn = load_host_acquire(params.masks.turns + c * kMaskTurnWords);  // pairs with `allow` of launch.py
-    while (turn != kMaskEnd && turn != round + 1);
-    if (turn == kMaskEnd) ended = 1;
+    if (static_cast<i32>(round + 1) < params.launch->query[c].forced) continue;  // the host gives the next token
+    u32 ready;
+    do ready = load_host_acquire(params.masks.ready + c * kMaskReadyWords);  // pairs with `allow` of launch.py
+    while (ready != kMaskEnd && ready != round + 1);
+    if (ready == kMaskEnd) ended = 1;
     else masked |= 1u << c;
   }
   where->phase = static_cast<u32>(Phase::kChoose);
@@ -122,47 +122,47 @@ __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u
 }
 
 // One word from every block of every rank, [rank][block]: the number of rounds that it has logits of, and beside it
-// what block 0 of rank 0 tells. A block overwrites its word, and logits, in the next round's head: the sums over ranks
-// (or what lanes told) that it needed on the way there came after everybody's choice.
-constexpr u32 kToldBits = kMaxColumns + 1;  // masked columns, and whether the launch ends
+// what block 0 of rank 0 publishes. A block overwrites its word, and logits, in the next round's head: the sums over ranks
+// (or lanes' partial results) that it needed on the way there came after everybody's choice.
+constexpr u32 kOutcomeBits = kMaxQueries + 1;  // masked queries, and whether the launch ends
 template <class M>
 __device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
   return reinterpret_cast<u32*>(workspace + M::kWsArrivals) + rank * kNumBlocks;
 }
 template <class M>
-__device__ __forceinline__ bool any_masked(u32 columns) {
+__device__ __forceinline__ bool any_masked(u32 queries) {
   bool any = false;
 #pragma unroll 1
-  for (u32 c = 0; c < columns; ++c) any |= (sample_state<M>().params[c].flags & kSampleMasked) != 0;
+  for (u32 c = 0; c < queries; ++c) any |= (sample_state<M>().params[c].flags & kSampleMasked) != 0;
   return any;
 }
-// All consumer threads: afterwards all ranks' logits of the round are here. Returns what block 0 of rank 0 tells; only
-// it hears of the host's wishes, which may change meanwhile.
+// All consumer threads: afterwards all ranks' logits of the round are here. Returns the word of block 0 of rank 0; only
+// this block reads the host's wishes, which may change meanwhile.
 template <class M>
 __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 round, const Control& control,
                                           volatile Where* where) {
   sync_consumers();
   // Thread 0 speaks for its block, as at a barrier over the grid; its fence pairs with the loads below.
   if (threadIdx.x == 0) {
-    u32 word = (round + 1) << kToldBits;
+    u32 word = (round + 1) << kOutcomeBits;
     if (params.rank == 0 && block == 0) {
       u32 ended = *const_cast<const volatile u32*>(&control.yield);
-      const u32 masked = wait_for_masks<M>(params, round, control.columns, where, ended);
+      const u32 masked = wait_for_masks<M>(params, round, control.queries, where, ended);
       word |= masked << 1 | (ended ? 1 : 0);
     }
     __threadfence_system();
 #pragma unroll
     for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals<M>(params.peers[r], params.rank) + block, word);
-    if (any_masked<M>(control.columns)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
+    if (any_masked<M>(control.queries)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
   }
   const u32* words = arrivals<M>(params.workspace, 0);
 #pragma unroll 1
   for (u32 i = threadIdx.x; i < kPeers * kNumBlocks; i += kConsumerThreads)
-    while (acquire_from_peers(words + i) >> kToldBits != round + 1) {
+    while (acquire_from_peers(words + i) >> kOutcomeBits != round + 1) {
     }
   sync_consumers();
   if (threadIdx.x == 0) where->phase = static_cast<u32>(Phase::kChoose);
-  return acquire_from_peers(words) & ((1u << kToldBits) - 1);
+  return acquire_from_peers(words) & ((1u << kOutcomeBits) - 1);
 }
 
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
@@ -174,13 +174,13 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
   WholeGrid grid{&workspace.arrivals, state.arrivals};
-  SampleTurns turns = state.turns;
+  SampleEpochs epochs = state.epochs;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds<M> own(grid.block());
-  u32 told = 0;
+  u32 outcome = 0;
   if constexpr (kPeers > 1) {
     logits = all_logits<M>(params.workspace, 0);
-    told = meet_ranks<M>(params, grid.block(), round, control, where);
+    outcome = meet_ranks<M>(params, grid.block(), round, control, where);
   }
   const SampleArgs& args = state.args;
   if (grid.thread() == 0) {
@@ -188,22 +188,22 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
     const u32* masks = params.masks.words;
     if constexpr (kPeers == 1) {
       yield = *const_cast<volatile u32*>(&control.yield);
-      masked = wait_for_masks<M>(params, round, control.columns, where, yield);
+      masked = wait_for_masks<M>(params, round, control.queries, where, yield);
     } else {
-      yield = told & 1;
-      masked = told >> 1;
-      masks += (round + 1) % 2 * (kMaxColumns * M::kVocabWords);  // as the host's turns
+      yield = outcome & 1;
+      masked = outcome >> 1;
+      masks += (round + 1) % 2 * (kMaxQueries * M::kVocabWords);  // as the host does
     }
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
                   params.sample.list_ids, params.sample.list_values, M::kSampledRows, own.begin, own.end,
-                  control.columns, yield, masks, M::kVocabWords, masked};
+                  control.queries, yield, masks, M::kVocabWords, masked};
   }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
-  sample_tokens(grid, args, workspace.scratch, shared, turns);
+  sample_tokens(grid, args, workspace.scratch, shared, epochs);
   const u32 t = grid.thread();
-  if (t < args.columns) {
+  if (t < args.queries) {
     const SampleResult result = shared.results[t];
-    const u32 stride = params.launch->column[t].stride;
+    const u32 stride = params.launch->query[t].stride;
     control.chosen[t] = result.status == kSampled ? result.token : no_token(result.best);
     state.steps[t].position_low += stride;
     state.steps[t].num_output += stride;
@@ -211,18 +211,18 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   if (t == 0) {
     bool ended = shared.note;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c)
-      ended |= shared.results[c].status != kSampled && static_cast<i32>(round + 1) >= params.launch->column[c].forced;
+    for (u32 c = 0; c < args.queries; ++c)
+      ended |= shared.results[c].status != kSampled && static_cast<i32>(round + 1) >= params.launch->query[c].forced;
     control.yield_agreed = ended;
-    state.turns = turns;
+    state.epochs = epochs;
     state.arrivals = grid.arrivals;
   }
 }
 
-// The column's next token joins its output. By the thread that settles the column's round.
+// The query's next token joins its output. By the thread that settles the query's round.
 template <class M>
-__device__ __forceinline__ void observe(const Params& params, u32 block, u32 column, u32 id) {
-  const SampleParams& p = sample_state<M>().params[column];
+__device__ __forceinline__ void observe(const Params& params, u32 block, u32 query, u32 id) {
+  const SampleParams& p = sample_state<M>().params[query];
   const OwnIds<M> own(block);
   if (p.flags & kSamplePenalties)
     record_token(params.sample.seen + static_cast<u64>(p.history) * M::kSampledRows, id, own.begin, own.end);

@@ -1,91 +1,91 @@
-// The cleaner warp: makes the exchange buffers that this block wrote two turns ago absent again, off the
+// The cleaner warp: fills the exchange buffers that this block wrote two epochs ago with sentinels again, off the
 // path of the consumers, with the fence that this needs.
 #pragma once
 #include "ops/hidden.cuh"
 
-// Words `first` … `first + count - 1` (32 bits each) of every column.
-__device__ __forceinline__ void clear_words(u8* copy, u32 column_bytes, u32 columns, u32 first, u32 count, u32 lane) {
+// Words `first` … `first + count - 1` (32 bits each) of every query.
+__device__ __forceinline__ void clear_words(u8* copy, u32 query_bytes, u32 queries, u32 first, u32 count, u32 lane) {
 #pragma unroll 1
-  for (u32 i = lane; i < columns * count; i += 32)
-    store_exchanged(copy + i / count * column_bytes + (first + i % count) * 4, kAbsent);
+  for (u32 i = lane; i < queries * count; i += 32)
+    store_exchanged(copy + i / count * query_bytes + (first + i % count) * 4, kSentinel);
 }
 // Rows `first` … `first + rows - 1` of an operand, two to a word.
-__device__ __forceinline__ void clear_operand(u8* copy, u32 columns, u32 first, u32 rows, u32 lane) {
+__device__ __forceinline__ void clear_operand(u8* copy, u32 queries, u32 first, u32 rows, u32 lane) {
 #pragma unroll 1
-  for (u32 i = lane; i < columns * rows / 2; i += 32)
-    store_exchanged(operand_value(copy, i / (rows / 2), first + i % (rows / 2) * 2), kAbsent);
+  for (u32 i = lane; i < queries * rows / 2; i += 32)
+    store_exchanged(operand_value(copy, i / (rows / 2), first + i % (rows / 2) * 2), kSentinel);
 }
 
 template <class Stream>
-__device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
+__device__ __forceinline__ void clear_stream(const Params& params, u32 epoch, u32 queries, u32 block, u32 lane) {
   using M = typename Stream::M;
   using Rows = typename M::Residual;
-  clear_operand(turn<M>(params, Stream::kOperand, Stream::kBytes, epoch), columns, Rows::first_unit(block) * 8,
+  clear_operand(exchange_copy<M>(params, Stream::kOperand, Stream::kBytes, epoch), queries, Rows::first_unit(block) * 8,
                 Rows::num_units(block) * 8, lane);
-  clear_words(turn<M>(params, Stream::kSquares, Stream::kSquaresBytes, epoch), M::kLaneBlocks * 8, columns, block * 2, 2, lane);
+  clear_words(exchange_copy<M>(params, Stream::kSquares, Stream::kSquaresBytes, epoch), M::kLaneBlocks * 8, queries, block * 2, 2, lane);
 }
 
 // This block's rows of all ranks' partial sums.
 template <class Stream>
-__device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 columns, u32 block, u32 lane) {
+__device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 queries, u32 block, u32 lane) {
   using M = typename Stream::M;
   using Rows = typename M::Residual;
   if constexpr (M::kRanks > 1) {
 #pragma unroll 1
     for (u32 rank = 0; rank < M::kRanks; ++rank)
       clear_words(reinterpret_cast<u8*>(rank_sums<Stream>(params.workspace, epoch, rank, 0)), Rows::kUnits * 8 * 4,
-                  columns, Rows::first_unit(block) * 8, Rows::num_units(block) * 8, lane);
+                  queries, Rows::first_unit(block) * 8, Rows::num_units(block) * 8, lane);
   }
 }
 
 // Once a layer, in gate_up, for the layer after the next one: all but gated values of this layer are published, and
-// nobody reads those of two layers before. Once more at the end of a round, for the embedding's turn.
+// nobody reads those of two layers before. Once more at the end of a round, for the embedding's epoch.
 template <class M>
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
-  const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits, columns = control->columns;
+  const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits, queries = control->queries;
   u32 hidden_in = 0, layers = 0;
 #pragma unroll 1
-  for (u32 turns = 0;; ++turns) {
-    mbarrier_wait(cleanable, turns & 1);
+  for (u32 cleanings = 0;; ++cleanings) {
+    mbarrier_wait(cleanable, cleanings & 1);
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}
     ++hidden_in;
-    clear_stream<InStream<M>>(params, hidden_in + 2, columns, block, lane);
-    clear_sums<InStream<M>>(params, hidden_in + 3, columns, block, lane);  // of this layer's down: hidden_in + 1
-    if (turns % (M::kLayers + 1) == M::kLayers) {
+    clear_stream<InStream<M>>(params, hidden_in + 2, queries, block, lane);
+    clear_sums<InStream<M>>(params, hidden_in + 3, queries, block, lane);  // of this layer's down: hidden_in + 1
+    if (cleanings % (M::kLayers + 1) == M::kLayers) {
       if constexpr (M::kMeets)  // of this round: round + 1
-        clear_stream<OutStream<M>>(params, turns / (M::kLayers + 1) + 3, columns, block, lane);
+        clear_stream<OutStream<M>>(params, cleanings / (M::kLayers + 1) + 3, queries, block, lane);
       if (*const_cast<const volatile u32*>(&control->stop)) return;
     } else {
       ++layers;
-      clear_stream<MidStream<M>>(params, layers + 2, columns, block, lane);
-      clear_sums<MidStream<M>>(params, layers + 2, columns, block, lane);
-      // The layer of the turn that is cleaned.
-      M::of_layer((turns % (M::kLayers + 1) + 2) % M::kLayers, [=, &params](auto kind) {
+      clear_stream<MidStream<M>>(params, layers + 2, queries, block, lane);
+      clear_sums<MidStream<M>>(params, layers + 2, queries, block, lane);
+      // The layer of the epoch that is cleaned.
+      M::of_layer((cleanings % (M::kLayers + 1) + 2) % M::kLayers, [=, &params](auto kind) {
         using L = decltype(kind);
         using GateUp = typename L::GateUp;
         using Qkv = typename decltype(kind)::Qkv;
-        clear_operand(turn<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), columns,
+        clear_operand(exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), queries,
                       GateUp::first_unit(block) * (GateUp::kUnitHalves * 4),
                       GateUp::num_units(block) * (GateUp::kUnitHalves * 4), lane);
-        clear_words(turn<M>(params, M::kWsProjected, M::kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, columns,
+        clear_words(exchange_copy<M>(params, M::kWsProjected, M::kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, queries,
                     Qkv::first_unit(block) * 8, Qkv::num_units(block) * 8, lane);
       });
       if (head < M::kKvHeads) {
-        u8* partial = turn<M>(params, M::kWsPartial, M::kWsPartialBytes, layers + 2);
-        u8* stats = turn<M>(params, M::kWsPartialStats, M::kWsPartialStatsBytes, layers + 2);
-        u8* attended = turn<M>(params, M::kWsAttended, M::kWsAttendedBytes, layers + 2);
+        u8* partial = exchange_copy<M>(params, M::kWsPartial, M::kWsPartialBytes, layers + 2);
+        u8* stats = exchange_copy<M>(params, M::kWsPartialStats, M::kWsPartialStatsBytes, layers + 2);
+        u8* attended = exchange_copy<M>(params, M::kWsAttended, M::kWsAttendedBytes, layers + 2);
 #pragma unroll 1
-        for (u32 i = 0; i < columns * M::kGroup; ++i) {
+        for (u32 i = 0; i < queries * M::kGroup; ++i) {
           const u32 row = (i / M::kGroup * M::kQueryHeads + head * M::kGroup + i % M::kGroup) * M::kSplits + split;
           clear_words(partial, 0, 1, row * M::kHeadDim, M::kHeadDim, lane);
           clear_words(stats, 0, 1, row * 2, 2, lane);
         }
         constexpr u32 kChunks = M::kGroup * M::kHeadDim / 8;
 #pragma unroll 1
-        for (u32 i = lane * M::kSplits + split; i < columns * kChunks; i += 32 * M::kSplits)
+        for (u32 i = lane * M::kSplits + split; i < queries * kChunks; i += 32 * M::kSplits)
           store_exchanged(operand_value(attended, i / kChunks, head * M::kGroup * M::kHeadDim + i % kChunks * 8),
-                          make_uint4(kAbsent, kAbsent, kAbsent, kAbsent));
+                          make_uint4(kSentinel, kSentinel, kSentinel, kSentinel));
       }
     }
     if constexpr (M::kRanks > 1) __threadfence_system();

@@ -1,4 +1,4 @@
-// The LM head: logits to memory, and this block's best token of every column.
+// The LM head: logits to memory, and this block's best token of every query.
 #pragma once
 #include "ops/meet.cuh"
 
@@ -21,13 +21,13 @@ __device__ __forceinline__ Best warp_best(Best best) {
   }
   return best;
 }
-// {value, id, what the first block of rank 0 tells, round + 1}, [rank or lane][block]; two copies take turns, and the
+// {value, id, the word of the first block of rank 0, round + 1}, [rank or lane][block]; two copies are used alternately, and the
 // round says whose it is.
 template <class M>
 inline constexpr u32 kRecordSets = M::kRanks * M::kLanes;
 template <class M>
-__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 column, u32 set) {
-  const u32 at = ((round & 1) * kMaxColumns + column) * kRecordSets<M> + set;
+__device__ __forceinline__ uint4* best_records(u8* workspace, u32 round, u32 query, u32 set) {
+  const u32 at = ((round & 1) * kMaxQueries + query) * kRecordSets<M> + set;
   return reinterpret_cast<uint4*>(workspace + M::kWsBest) + at * M::kLaneBlocks;
 }
 template <class M>
@@ -37,15 +37,15 @@ __device__ __forceinline__ void publish_best(const Context<M>& cx, uint4 record)
   } else {
 #pragma unroll
     for (u32 r = 0; r < kPeers; ++r) {
-      const u32 set = M::kHasLanes ? told_by_lane<M>(cx.params, r) : told_by_rank(cx.params, r);
+      const u32 set = M::kHasLanes ? sender_lane<M>(cx.params, r) : sender_rank(cx.params, r);
       store_to_peer(best_records<M>(cx.params.peers[r], cx.round, cx.warp, set) + cx.block, record);
     }
   }
 }
-// Kernels that sample choose from the logits of all ranks, [column][kSampledRows], which each rank holds.
+// Kernels that sample choose from the logits of all ranks, [query][kSampledRows], which each rank holds.
 template <class M>
-__device__ __forceinline__ float* all_logits(u8* workspace, u32 column) {
-  return reinterpret_cast<float*>(workspace + M::kWsLogits) + static_cast<u64>(column) * M::kSampledRows;
+__device__ __forceinline__ float* all_logits(u8* workspace, u32 query) {
+  return reinterpret_cast<float*>(workspace + M::kWsLogits) + static_cast<u64>(query) * M::kSampledRows;
 }
 
 // Rows of the vocabulary before this rank's or lane's.
@@ -62,7 +62,7 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
   const u32 in = M::kMeets ? cx.round + 1 : cx.next_in();
   // Who has this block's record reads its rows of the next round's embedding: a copy that the last layer had cleaned.
   cx.wait_for_cleaner(cx.layers_done + cx.round);
-  GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.queries);
   Ahead<Head> ahead;
   Scale<Stream> scale;
   ahead.fill(operand);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
     if constexpr (!kMovesRegisters) cx.forget_addresses();  // or predicates that follow from them would be spilled
     Reduction reduction(cx, Head::kTiles * 16, true);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
-      if (cx.warp >= cx.columns) return;
+      if (cx.warp >= cx.queries) return;
 #pragma unroll 1
       for (u32 r = start + cx.lane; r < end; r += 32) {
         const u32 row = first + group * 8 + r, id = first_id<M>(cx.params) + row;
@@ -106,10 +106,10 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
     });
   }
   cx.mark();
-  if (cx.warp < cx.columns) {
+  if (cx.warp < cx.queries) {
     best = warp_best(best);
     if (cx.lane == 0) {
-      // The reporter's word is heard whenever it comes: this look is meant to be unordered.
+      // The reporter's word is taken whenever it comes: this read is unordered on purpose.
       const bool looks = cx.is_first() && !kRacecheck;
       const u32 yield = looks ? *const_cast<volatile u32*>(&cx.shared.control().yield) : 0;
       publish_best(cx, make_uint4(__float_as_uint(best.value), best.id, yield, cx.round + 1));
@@ -117,10 +117,10 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
   }
 }
 
-// Every block reads every block's best and comes to the same token. Warp c serves column c.
+// Every block reads every block's best and comes to the same token. Warp c serves query c.
 template <class M>
 __device__ __forceinline__ void choose(Context<M>& cx) {
-  if (cx.warp >= cx.columns) return;
+  if (cx.warp >= cx.queries) return;
   // Of several ranks or lanes some at once, as far as registers go: each time is a trip to the L2.
   constexpr u32 kSets = kRecordSets<M> < 4 ? kRecordSets<M> : 4, kMost = 512;
   constexpr u32 kRecords = kRecordSets<M> * M::kLaneBlocks, kFitting = kRecords < kMost ? kRecords : kMost;

@@ -10,8 +10,8 @@ struct InStream {  // what qkv reads, and the head of one stream
   static constexpr u32 kOperand = M::kWsHiddenIn, kBytes = M::kWsHiddenInBytes;
   static constexpr u32 kSquares = M::kWsSquaresIn, kSquaresBytes = M::kWsSquaresInBytes;
   static constexpr u32 kSums = M::kWsSumsIn, kSumsBytes = M::kWsSumsInBytes;
-  static constexpr u32 kTold = M::kWsToldIn;
-  static constexpr bool kTalks = M::kMlpTalks;  // MLPs add to it
+  static constexpr u32 kPublished = M::kWsPublishedIn;
+  static constexpr bool kCommunicates = M::kMlpCommunicates;  // MLPs add to it
 };
 template <class Of>
 struct MidStream {  // what gate_up reads
@@ -19,8 +19,8 @@ struct MidStream {  // what gate_up reads
   static constexpr u32 kOperand = M::kWsHiddenMid, kBytes = M::kWsHiddenMidBytes;
   static constexpr u32 kSquares = M::kWsSquaresMid, kSquaresBytes = M::kWsSquaresMidBytes;
   static constexpr u32 kSums = M::kWsSumsMid, kSumsBytes = M::kWsSumsMidBytes;
-  static constexpr u32 kTold = M::kWsToldMid;
-  static constexpr bool kTalks = M::kAttentionTalks;
+  static constexpr u32 kPublished = M::kWsPublishedMid;
+  static constexpr bool kCommunicates = M::kAttentionCommunicates;
 };
 template <class Of>
 struct OutStream {  // what the head reads where lanes become one
@@ -31,12 +31,12 @@ struct OutStream {  // what the head reads where lanes become one
 
 template <class Stream, class M>
 __device__ __forceinline__ u8* stream_operand(const Context<M>& cx, u32 epoch) {
-  return turn<M>(cx.params, Stream::kOperand, Stream::kBytes, epoch);
+  return exchange_copy<M>(cx.params, Stream::kOperand, Stream::kBytes, epoch);
 }
-// [column][block]: the block's sum of squares, and the scale its rows were published with.
+// [query][block]: the block's sum of squares, and the scale its rows were published with.
 template <class Stream, class M>
-__device__ __forceinline__ float2* stream_squares(const Context<M>& cx, u32 epoch, u32 column) {
-  return reinterpret_cast<float2*>(turn<M>(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + column * M::kLaneBlocks;
+__device__ __forceinline__ float2* stream_squares(const Context<M>& cx, u32 epoch, u32 query) {
+  return reinterpret_cast<float2*>(exchange_copy<M>(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + query * M::kLaneBlocks;
 }
 
 template <class Stream, class M>
@@ -47,7 +47,7 @@ __device__ __forceinline__ void publish_squares(const Context<M>& cx, u32 epoch,
 }
 
 // The factor that turns a product with published activations into one with normalised ones, for warps
-// below the number of columns. Asked for before the multiply, taken after it.
+// below the number of queries. Asked for before the multiply, taken after it.
 template <class Stream>
 struct Scale {
   using M = typename Stream::M;
@@ -55,7 +55,7 @@ struct Scale {
   float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
 
   __device__ __forceinline__ void load(const Context<M>& cx, u32 epoch) {
-    if (cx.warp >= cx.columns) return;
+    if (cx.warp >= cx.queries) return;
     const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
@@ -66,7 +66,7 @@ struct Scale {
   }
   // Also remembers the new scale.
   __device__ __forceinline__ float take(Context<M>& cx, u32 epoch) {
-    if (cx.warp >= cx.columns) return 0.0f;
+    if (cx.warp >= cx.queries) return 0.0f;
     for (;;) {
       bool ready = true;
 #pragma unroll
@@ -84,7 +84,7 @@ struct Scale {
   // The same for other warps, which know it after the next barrier.
   __device__ __forceinline__ void settle(Context<M>& cx, u32 epoch) {
     const float factor = take(cx, epoch);
-    if (cx.warp < cx.columns && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
+    if (cx.warp < cx.queries && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
   }
 };
 
@@ -109,10 +109,10 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
   }
 }
 
-// Rows of the embedding enter the residual. Warp c serves column c.
+// Rows of the embedding enter the residual. Warp c serves query c.
 template <class M>
 __device__ __forceinline__ void embed(Context<M>& cx) {
-  if (cx.warp >= cx.columns) return;
+  if (cx.warp >= cx.queries) return;
   cx.scale = cx.params.embedding_scale;
   using Rows = typename M::Residual;
   const u32 first = Rows::first_unit(cx.block) * 8, rows = Rows::num_units(cx.block) * 8;
@@ -134,14 +134,14 @@ __device__ __forceinline__ void embed(Context<M>& cx) {
   publish_squares<InStream<M>>(cx, cx.next_in(), squares);
 }
 
-// Partial sums from every rank: [rank][column][row].
+// Partial sums from every rank: [rank][query][row].
 template <class Stream>
-__device__ __forceinline__ float* rank_sums(u8* workspace, u32 epoch, u32 rank, u32 column) {
-  u8* now = workspace + Stream::kSums + epoch % kTurns * (Stream::kSumsBytes / kTurns);
-  return reinterpret_cast<float*>(now) + (rank * kMaxColumns + column) * (Stream::M::Residual::kUnits * 8);
+__device__ __forceinline__ float* rank_sums(u8* workspace, u32 epoch, u32 rank, u32 query) {
+  u8* now = workspace + Stream::kSums + epoch % kExchangeCopies * (Stream::kSumsBytes / kExchangeCopies);
+  return reinterpret_cast<float*>(now) + (rank * kMaxQueries + query) * (Stream::M::Residual::kUnits * 8);
 }
 
-// Rows of this warp's column, from one of them on for each lane, in all ranks' memory. Worked out while activations are
+// Rows of this warp's query, from one of them on for each lane, in all ranks' memory. Worked out while activations are
 // waited for: between a product and its sum it would take time that all ranks wait.
 template <class Stream>
 struct RankRows {
@@ -153,8 +153,8 @@ struct RankRows {
     if constexpr (M::kRanks > 1) {
 #pragma unroll
       for (u32 r = 0; r < M::kRanks; ++r) {
-        to[r] = rank_sums<Stream>(cx.params.peers[r], epoch, told_by_rank(cx.params, r), cx.warp) + row;
-        if constexpr (kMostColumns == 1) asm volatile("" : "+l"(to[r]));  // with more there are too few registers
+        to[r] = rank_sums<Stream>(cx.params.peers[r], epoch, sender_rank(cx.params, r), cx.warp) + row;
+        if constexpr (kMostQueries == 1) asm volatile("" : "+l"(to[r]));  // with more there are too few registers
       }
       from = rank_sums<Stream>(cx.params.workspace, epoch, 0, cx.warp) + row;
     }
@@ -163,7 +163,7 @@ struct RankRows {
   // The row that is `ahead` of the first, summed over ranks. Every rank stores its part to all of them, and each adds them
   // in the order of the ranks: so all come to the same bits, and to the same token without asking.
   __device__ __forceinline__ float sum(const Context<M>& cx, u32 ahead, bool valid, float x) const {
-    constexpr u32 kRankValues = kMaxColumns * (M::Residual::kUnits * 8);
+    constexpr u32 kRankValues = kMaxQueries * (M::Residual::kUnits * 8);
     const bool silent = kSilentBlock != kNoBlock && cx.block == kSilentBlock;
 #pragma unroll
     for (u32 r = 0; r < M::kRanks; ++r)
@@ -197,8 +197,8 @@ struct RowVectors {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
       const u32 r = cx.lane + 32 * i;
-      norm[i] = cx.warp < cx.columns && r < rows ? __ldg(norms + first + r) : 0.0f;
-      bias[i] = biases && cx.warp < cx.columns && r < rows ? __ldg(biases + first + r) : 0.0f;
+      norm[i] = cx.warp < cx.queries && r < rows ? __ldg(norms + first + r) : 0.0f;
+      bias[i] = biases && cx.warp < cx.queries && r < rows ? __ldg(biases + first + r) : 0.0f;
     }
   }
 };
@@ -213,7 +213,7 @@ __device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& su
   float* residual = cx.shared.residual() + cx.warp * (Op::kMaxUnits * 8);
   float squares = 0.0f;
   reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
-    if (cx.warp >= cx.columns) return;
+    if (cx.warp >= cx.queries) return;
 #pragma unroll
     for (u32 i = 0; i < RowVectors<Op>::kEach; ++i) {
       const u32 r = cx.lane + 32 * i;
@@ -226,9 +226,9 @@ __device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& su
       if (valid) residual[r] = x = residual[r] + x + vectors.bias[i];
       publish_pair(now, cx.warp, first + r, cx.lane, valid, x * vectors.norm[i] * cx.scale);
       if constexpr (M::kHasLanes)
-        if (tells_later<Stream>(layer)) tell<Stream>(cx, cx.layers_done, first + r, valid, partial);
+        if (publishes_later<Stream>(layer)) publish<Stream>(cx, cx.layers_done, first + r, valid, partial);
       squares += x * x;
     }
   });
-  if (rows && cx.warp < cx.columns) publish_squares<Stream>(cx, epoch, squares);
+  if (rows && cx.warp < cx.queries) publish_squares<Stream>(cx, epoch, squares);
 }

@@ -1,8 +1,9 @@
-// Lanes: residual streams side by side that hear each other late (delayed tensor parallelism).
+// Lanes: residual streams side by side that receive each other's results late (delayed tensor parallelism).
 //
-// A block of every lane owns the same rows. What its lane adds to them it tells to all ranks, once for all lanes there; the
-// blocks of the same rows hear it kDelayLayers later, long after it has come. A word is a value and the turn that it is
-// of, so nobody has to make it absent. Rules as in `Module` of lanes.py, turns as in `lane_turns` of plan.py.
+// A block of every lane owns the same rows. What its lane adds to them, its partial results, it publishes to all
+// ranks, once for all lanes there. The blocks of the same rows read them kDelayLayers later, long after they have come. A
+// word is a value and its epoch, so that no copy needs sentinels. Rules as in `Module` of lanes.py, copies as in
+// `lane_copies` of shape.py.
 #pragma once
 #include "tile/reduce.cuh"
 
@@ -12,48 +13,48 @@ __device__ __forceinline__ bool sums(u32 layer) {
   return M::kEarlySum && layer < M::kDelayLayers;
 }
 template <class Stream>
-__device__ __forceinline__ bool hears(u32 layer) {
-  return Stream::kTalks && layer >= Stream::M::kDelayLayers;
+__device__ __forceinline__ bool receives(u32 layer) {
+  return Stream::kCommunicates && layer >= Stream::M::kDelayLayers;
 }
-// What is not told already for the sum.
+// Partial results that were not published already for the sum.
 template <class Stream>
-__device__ __forceinline__ bool tells_later(u32 layer) {
+__device__ __forceinline__ bool publishes_later(u32 layer) {
   using M = typename Stream::M;
-  return Stream::kTalks && layer + M::kDelayLayers < M::kLayers && !sums<Stream>(layer);
+  return Stream::kCommunicates && layer + M::kDelayLayers < M::kLayers && !sums<Stream>(layer);
 }
 
-// [turn][lane][column][row]; the words of a row of all lanes are kLaneWords apart.
+// [copy][lane][query][row]; the words of a row of all lanes are kLaneWords apart.
 template <class M>
-inline constexpr u32 kLaneWords = kMaxColumns * M::kHidden;
+inline constexpr u32 kLaneWords = kMaxQueries * M::kHidden;
 template <class M>
-__device__ __forceinline__ u64* told_at(u8* workspace, u32 offset, u32 turn, u32 column, u32 row) {
-  return reinterpret_cast<u64*>(workspace + offset) + turn * (M::kLanes * kLaneWords<M>) + column * M::kHidden + row;
+__device__ __forceinline__ u64* published_at(u8* workspace, u32 offset, u32 copy, u32 query, u32 row) {
+  return reinterpret_cast<u64*>(workspace + offset) + copy * (M::kLanes * kLaneWords<M>) + query * M::kHidden + row;
 }
 template <class Stream>
-__device__ __forceinline__ u64* told(u8* workspace, u32 epoch, u32 column, u32 row) {
+__device__ __forceinline__ u64* published(u8* workspace, u32 epoch, u32 query, u32 row) {
   using M = typename Stream::M;
-  return told_at<M>(workspace, Stream::kTold, epoch % M::kLaneTurns, column, row);
+  return published_at<M>(workspace, Stream::kPublished, epoch % M::kLaneCopies, query, row);
 }
 
-// A row of this warp's column to all ranks.
+// A row of this warp's query to all ranks.
 template <class M>
-__device__ __forceinline__ void tell(const Context<M>& cx, u32 offset, u32 turn, u32 epoch, u32 row, bool valid, float x) {
+__device__ __forceinline__ void publish(const Context<M>& cx, u32 offset, u32 copy, u32 epoch, u32 row, bool valid, float x) {
   const bool silent = kSilentBlock != kNoBlock && blockIdx.x == kSilentBlock;
   const u64 word = static_cast<u64>(epoch) << 32 | __float_as_uint(x);
   if (!valid || silent) return;
 #pragma unroll
   for (u32 r = 0; r < kPeers; ++r)
     store_to_peer(
-        told_at<M>(cx.params.peers[r], offset, turn, cx.warp, row) + told_by_lane<M>(cx.params, r) * kLaneWords<M>, word);
+        published_at<M>(cx.params.peers[r], offset, copy, cx.warp, row) + sender_lane<M>(cx.params, r) * kLaneWords<M>, word);
 }
 template <class Stream, class M>
-__device__ __forceinline__ void tell(const Context<M>& cx, u32 epoch, u32 row, bool valid, float x) {
-  tell(cx, Stream::kTold, epoch % M::kLaneTurns, epoch, row, valid, x);
+__device__ __forceinline__ void publish(const Context<M>& cx, u32 epoch, u32 row, bool valid, float x) {
+  publish(cx, Stream::kPublished, epoch % M::kLaneCopies, epoch, row, valid, x);
 }
 
-// The sum over lanes in their order, without one of them. Executed by whole warps; waits until all have told it.
+// The sum over lanes in their order, without one of them. Executed by whole warps; waits until all lanes have published.
 template <class M>
-__device__ __forceinline__ float heard(const u64* words, u32 epoch, bool valid, u32 without) {
+__device__ __forceinline__ float received(const u64* words, u32 epoch, bool valid, u32 without) {
   u64 word[M::kLanes];
 #pragma unroll 1
   for (;;) {
@@ -72,21 +73,21 @@ __device__ __forceinline__ float heard(const u64* words, u32 epoch, bool valid, 
 }
 constexpr u32 kNoLane = ~0u;
 
-// What a row of this warp's column gains in a layer, beside what it heard before.
+// What a row of this warp's query gains in a layer, beside what it received before.
 template <class Stream, class M>
 __device__ __forceinline__ float joined(const Context<M>& cx, u32 layer, u32 row, bool valid, float x) {
   if (sums<Stream>(layer)) {
-    tell<Stream>(cx, cx.layers_done, row, valid, x);
-    return heard<M>(told<Stream>(cx.params.workspace, cx.layers_done, cx.warp, row), cx.layers_done, valid, kNoLane);
+    publish<Stream>(cx, cx.layers_done, row, valid, x);
+    return received<M>(published<Stream>(cx.params.workspace, cx.layers_done, cx.warp, row), cx.layers_done, valid, kNoLane);
   }
-  return hears<Stream>(layer) ? x : x * M::kAloneScale;
+  return receives<Stream>(layer) ? x : x * M::kAloneScale;
 }
 
-// Other lanes' parts of a layer's sum join the residual before the layer's own: they were told kDelayLayers ago. Called
+// Other lanes' parts of a layer's sum join the residual before the layer's own: they were published kDelayLayers ago. Called
 // with the last sum just published, so that the trip to the L2 passes while other blocks' rows are waited for.
 template <class Stream, class M>
 __device__ __forceinline__ void listen(const Context<M>& cx, u32 layer) {
-  if constexpr (M::kHasLanes && Stream::kTalks) {
+  if constexpr (M::kHasLanes && Stream::kCommunicates) {
     if (layer < M::kDelayLayers || layer >= M::kLayers) return;
     using Rows = typename M::Residual;
     constexpr u32 kEach = (Rows::kMaxUnits * 8 + 31) / 32;
@@ -95,11 +96,11 @@ __device__ __forceinline__ void listen(const Context<M>& cx, u32 layer) {
     const u32 epoch = cx.layers_done + (Stream::kOperand == M::kWsHiddenMid) - M::kDelayLayers;
     if (kEach > 1) cx.sync();  // rows go to all warps, and others have just been writing the residual
 #pragma unroll 1
-    for (u32 job = cx.warp; job < cx.columns * kEach; job += kConsumerWarps) {
-      const u32 column = kEach > 1 ? job % cx.columns : job, r = (kEach > 1 ? job / cx.columns * 32 : 0) + cx.lane;
-      const u64* words = told<Stream>(cx.params.workspace, epoch, column, first + r);
-      const float others = heard<M>(words, epoch, r < rows, own_lane<M>(cx.params));
-      if (r < rows) cx.shared.residual()[column * (Rows::kMaxUnits * 8) + r] += others;
+    for (u32 job = cx.warp; job < cx.queries * kEach; job += kConsumerWarps) {
+      const u32 query = kEach > 1 ? job % cx.queries : job, r = (kEach > 1 ? job / cx.queries * 32 : 0) + cx.lane;
+      const u64* words = published<Stream>(cx.params.workspace, epoch, query, first + r);
+      const float others = received<M>(words, epoch, r < rows, own_lane<M>(cx.params));
+      if (r < rows) cx.shared.residual()[query * (Rows::kMaxUnits * 8) + r] += others;
     }
   }
 }

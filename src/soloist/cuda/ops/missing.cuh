@@ -5,7 +5,7 @@
 __device__ __forceinline__ bool lacks_sums(const float* own_rows, u32 rows) {
   bool any = false;
 #pragma unroll 1
-  for (u32 r = 0; r < rows; ++r) any |= acquire_from_peers(reinterpret_cast<const u32*>(own_rows) + r) == kAbsent;
+  for (u32 r = 0; r < rows; ++r) any |= acquire_from_peers(reinterpret_cast<const u32*>(own_rows) + r) == kSentinel;
   return any;
 }
 template <class M>
@@ -13,22 +13,22 @@ __device__ __forceinline__ bool lacks_choice(const Params& params, u32 round, u3
   bool any = false;
 #pragma unroll 1
   for (u32 b = 0; b < (kSamples ? kNumBlocks : M::kLaneBlocks); ++b) {
-    if constexpr (kSamples) any |= acquire_from_peers(arrivals<M>(params.workspace, rank) + b) >> kToldBits != round + 1;
+    if constexpr (kSamples) any |= acquire_from_peers(arrivals<M>(params.workspace, rank) + b) >> kOutcomeBits != round + 1;
     else any |= acquire_from_peers(&best_records<M>(params.workspace, round, 0, rank)[b].w) != round + 1;
   }
   return any;
 }
 
-// What a lane tells has not come: `words` of `rows` rows, of a turn that has begun.
-__device__ __forceinline__ bool lacks_told(const u64* words, u32 rows, u32 epoch) {
+// A lane's partial results have not come: `words` of `rows` rows, of an epoch that has begun.
+__device__ __forceinline__ bool lacks_published(const u64* words, u32 rows, u32 epoch) {
   bool any = false;
 #pragma unroll 1
   for (u32 r = 0; r < rows; ++r) any |= static_cast<u32>(load_from_peers(words + r) >> 32) != epoch;
   return any;
 }
 template <class Stream>
-__device__ __forceinline__ bool lacks_turn(const Params& params, u32 lane, u32 epoch, u32 first, u32 rows) {
-  return lacks_told(told<Stream>(params.workspace, epoch, 0, first) + lane * kLaneWords<typename Stream::M>, rows, epoch);
+__device__ __forceinline__ bool lacks_epoch(const Params& params, u32 lane, u32 epoch, u32 first, u32 rows) {
+  return lacks_published(published<Stream>(params.workspace, epoch, 0, first) + lane * kLaneWords<typename Stream::M>, rows, epoch);
 }
 // Whether a lane is missing, in what `joined`, `listen`, `meet` and `choose` wait for.
 template <class M>
@@ -36,23 +36,23 @@ __device__ __forceinline__ bool lacks_lane(const Params& params, u32 lane, Phase
                                            u32 rows) {
   const u32 done = round * M::kLayers + layer + 1;
   if (phase == Phase::kAttentionOutput) {
-    if (sums<MidStream<M>>(layer)) return lacks_turn<MidStream<M>>(params, lane, done, first, rows);
-    return hears<InStream<M>>(layer) && lacks_turn<InStream<M>>(params, lane, done - M::kDelayLayers, first, rows);
+    if (sums<MidStream<M>>(layer)) return lacks_epoch<MidStream<M>>(params, lane, done, first, rows);
+    return receives<InStream<M>>(layer) && lacks_epoch<InStream<M>>(params, lane, done - M::kDelayLayers, first, rows);
   }
   if (phase == Phase::kDown) {
-    if (sums<InStream<M>>(layer)) return lacks_turn<InStream<M>>(params, lane, done, first, rows);
-    return layer + 1 < M::kLayers && hears<MidStream<M>>(layer + 1) &&
-           lacks_turn<MidStream<M>>(params, lane, done + 1 - M::kDelayLayers, first, rows);
+    if (sums<InStream<M>>(layer)) return lacks_epoch<InStream<M>>(params, lane, done, first, rows);
+    return layer + 1 < M::kLayers && receives<MidStream<M>>(layer + 1) &&
+           lacks_epoch<MidStream<M>>(params, lane, done + 1 - M::kDelayLayers, first, rows);
   }
   if (phase == Phase::kHead)
     return M::kMeets &&
-           lacks_told(told_at<M>(params.workspace, M::kWsToldOut, 0, 0, first) + lane * kLaneWords<M>, rows, round + 1);
+           lacks_published(published_at<M>(params.workspace, M::kWsPublishedOut, 0, 0, first) + lane * kLaneWords<M>, rows, round + 1);
   return (phase == Phase::kChoose || phase == Phase::kMask) &&
          lacks_choice<M>(params, round, kSamples ? lane / M::kLanesHere : lane);
 }
 
-// Bits of the ranks that the consumers' phase has not heard of. This rank's own is among them where the block has
-// not come as far as to tell the others: then it waits for blocks of its own rank.
+// Bits of the ranks whose data the consumers' phase lacks. This rank's own is among them where the block has
+// not yet published its own data: then it waits for blocks of its own rank.
 template <class M>
 __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatile Where* where) {
   const u32 round = where->round, layers_done = round * M::kLayers + where->layer + 1;

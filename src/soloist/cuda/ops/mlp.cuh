@@ -9,7 +9,7 @@ inline constexpr u32 kUnitNeurons = GateUp::kUnitHalves * 4;
 
 template <class L, class M>
 __device__ __forceinline__ u8* gated_operand(const Context<M>& cx, u32 epoch) {
-  return turn<M>(cx.params, L::kWsGated, L::kWsGatedBytes, epoch);
+  return exchange_copy<M>(cx.params, L::kWsGated, L::kWsGatedBytes, epoch);
 }
 
 // One of several groups: kTiles tiles, or what the last group of a block has.
@@ -36,26 +36,26 @@ __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>
   const Control& control = cx.shared.control();
   u8* now = gated_operand<L>(cx, cx.layers_done);
   Reduction reduction(cx, GateUp::kTiles * 16, true);
-  // Neurons go to all warps, 32 of a column at a time.
+  // Neurons go to all warps, 32 of a query at a time.
   reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kNeurons, [&](u32 start, u32 end) {
-    const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.columns;
+    const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.queries;
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
-      const u32 column = job % cx.columns, n = start / 2 + job / cx.columns * 32 + cx.lane, neuron = first_neuron + n;
+      const u32 query = job % cx.queries, n = start / 2 + job / cx.queries * 32 + cx.lane, neuron = first_neuron + n;
       const bool valid = n < end / 2;
       float gate = 0.0f, up = 0.0f;
       if (valid) {
         const u32 row = n / kNeurons * (2 * kNeurons) + n % kNeurons - start;
-        const float factor = control.factor[column];
-        gate = reduction.get(column, row) * factor;
-        up = reduction.get(column, row + kNeurons) * factor;
+        const float factor = control.factor[query];
+        gate = reduction.get(query, row) * factor;
+        up = reduction.get(query, row + kNeurons) * factor;
         if (bias) {
           const float* own = bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons;
           gate += __ldg(own);
           up += __ldg(own + kNeurons);
         }
       }
-      publish_pair(now, column, neuron, cx.lane, valid, silu(gate) * up);
+      publish_pair(now, query, neuron, cx.lane, valid, silu(gate) * up);
     }
   });
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   cx.let_clean(cx.layers_done + cx.round - 1);
   const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
   const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
-  GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx.warp, cx.lane, cx.queries);
   Scale<MidStream<M>> scale;
   const auto arrived = [&] {
     scale.load(cx, cx.layers_done);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void down(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(M::attention_norm(layer + 1)),
                L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecDownBias : nullptr);
   const RankRows<InStream<M>> ranks(cx, cx.next_in(), M::Residual::first_unit(cx.block) * 8 + cx.lane);
-  GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx.warp, cx.lane, cx.columns);
+  GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx.warp, cx.lane, cx.queries);
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
   cx.mark();

@@ -108,19 +108,19 @@ struct Producer {
     __syncwarp();
   }
 
-  // The pages of all columns that this block attends to; page ids are read 32 at a time. Where few blocks have any the
+  // The pages of all queries that this block attends to; page ids are read 32 at a time. Where few blocks have any the
   // others wait for them, and where they are many they take longer than all else: so as many copies are in flight as the
   // ring has room for. In between all blocks would ask for theirs while q, k and v are exchanged, and that would wait.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
     const u32 head = lane_block<M>() / M::kSplits;
     if (head >= M::kKvHeads) return;
-    const ColumnGroups<M> groups(control, layer, lane_block<M>() % M::kSplits, control.columns, lane);
+    const QueryGroups<M> groups(control, layer, lane_block<M>() % M::kSplits, control.queries, lane);
 #pragma unroll 1
     for (u32 own = groups.own; own; own &= own - 1) {
-      const ColumnGroup g = groups.at(control, __ffs(own) - 1);
+      const QueryGroup g = groups.at(control, __ffs(own) - 1);
       const i32* table = params.page_tables + g.sequence * params.page_table_stride;
       PageWalk<M> walk(g, layer);
-      const u32 num_groups = kMostColumns > 1 ? __popc(groups.own) : 1;
+      const u32 num_groups = kMostQueries > 1 ? __popc(groups.own) : 1;
       const u32 num_slots = num_groups * walk.count() * (M::kPageSlot ? 1 : 2);
       const u32 most = num_groups > 1 && num_slots <= 2 * M::kRingSlots ? kPageCopies : M::kRingSlots;
 #pragma unroll 1
@@ -131,13 +131,13 @@ struct Producer {
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
           if (lane >= kStagingLanes) continue;
-          // One copy for a page that fits a slot, else one for each granule.
-          const u32 first = walk.first_granule(), last = walk.last_granule();
+          // One copy for a page that fits a slot, else one for each half page.
+          const u32 first = walk.first_half_page(), last = walk.last_half_page();
 #pragma unroll 1
-          for (u32 granule = first; granule <= (M::kPageSlot ? first : last); ++granule) {
+          for (u32 half_page = first; half_page <= (M::kPageSlot ? first : last); ++half_page) {
             const u8* source = reinterpret_cast<const u8*>(
-                params.pool + granule_offset<M>(params.page_values, page, layer, head, granule));
-            copy<true>(source, (M::kPageSlot ? last - first + 1 : 1) * 2 * M::kGranuleBytes, most);
+                params.pool + half_page_offset<M>(params.page_values, page, layer, head, half_page));
+            copy<true>(source, (M::kPageSlot ? last - first + 1 : 1) * 2 * M::kHalfPageBytes, most);
           }
         }
       }

@@ -14,8 +14,8 @@
 #include "ops/produce.cuh"
 #include "ptx/registers.cuh"
 
-// Who tells that a round is over: racecheck wants to hear it from every lane that wrote the outcome.
-inline constexpr u32 kTellers = kRacecheck ? 32 : 1;
+// Arrivals that end a round: racecheck needs one from every lane that wrote the outcome.
+inline constexpr u32 kRoundArrivals = kRacecheck ? 32 : 1;
 
 struct Barriers {
   u32 round;     // consumers -> producer: the round's outcome is known
@@ -24,7 +24,7 @@ struct Barriers {
   u32 cleanable, cleaned;  // consumers -> cleaner and back
 };
 
-// The round's outcome: tokens to emit and the next round's columns. Lane c of warp 0 serves column c.
+// The round's outcome: tokens to emit and the next round's queries. Lane c of warp 0 serves query c.
 template <class M>
 __device__ __forceinline__ void conclude(Context<M>& cx, const Barriers& barriers) {
   // The producer copies pages that this round's keys and values went to, by this block or by others, whose records
@@ -37,8 +37,8 @@ __device__ __forceinline__ void conclude(Context<M>& cx, const Barriers& barrier
     if (cx.is_first() && cx.round > 0)
       mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
     bool ended = false;
-    if (cx.lane < cx.columns) {
-      const ColumnStart& start = cx.params.launch->column[cx.lane];
+    if (cx.lane < cx.queries) {
+      const QueryStart& start = cx.params.launch->query[cx.lane];
       const u32 token = control.chosen[cx.lane], next = cx.round + 1;
       control.emit[cx.lane] = token;
       if (static_cast<i32>(next) < start.forced) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void conclude(Context<M>& cx, const Barriers& barrier
     ended = __any_sync(~0u, ended);
     __syncwarp();  // what other lanes wrote belongs to the arrivals of lane 0
     if (cx.lane == 0) control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
-    if (cx.lane < kTellers) {
+    if (cx.lane < kRoundArrivals) {
       mbarrier_arrive(barriers.round);
       if (cx.is_first()) mbarrier_arrive(barriers.emit);
     }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
   for (u32 round = 0;; ++round) {
     mbarrier_wait(barriers.emit, round & 1);
     volatile Control* c = control;
-    for (u32 i = 0; i < c->columns; ++i) store_host(params.emitted + round * kMaxColumns + i, c->emit[i]);
+    for (u32 i = 0; i < c->queries; ++i) store_host(params.emitted + round * kMaxQueries + i, c->emit[i]);
     const bool stop = c->stop;
     store_host_release(params.progress, round + 1);
     if (stop) return;
@@ -146,15 +146,15 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
       mbarrier_init(full + i * 8, kStagingLanes);
       mbarrier_init(empty + i * 8, kReleases);
     }
-    for (u32 i = 0; i < 6; ++i) mbarrier_init(first + i * 8, i < 2 ? kTellers : 1);
+    for (u32 i = 0; i < 6; ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
     *where = Where{0, 0, 0, 0, 0, 0};
-    control->columns = Columns{params.launch->columns};
+    control->queries = Queries{params.launch->queries};
     control->rounds = params.launch->rounds;
     control->stop = control->yield = control->yield_agreed = 0;
     fence_async_proxy();
   }
-  if (thread < kMaxColumns) {
-    const ColumnStart& start = params.launch->column[thread];
+  if (thread < kMaxQueries) {
+    const QueryStart& start = params.launch->query[thread];
     control->sequence[thread] = start.sequence;
     control->position[thread] = start.position;
     control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{slots, full, empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
-               control->columns, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
+               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});

@@ -1,4 +1,4 @@
-// Which token follows from the logits of every column: docs/sampling.md, bit for bit, by all blocks.
+// Which token follows from the logits of every query: docs/sampling.md, bit for bit, by all blocks.
 //
 // Each block owns the logits of consecutive token ids, ascending with the block. The blocks exchange
 // 16-byte records of their best and, for filters, histograms of integers, so that no result depends
@@ -9,11 +9,11 @@
 //   void block_sync()  barrier over the consumer threads of this block
 //   u32 block(), u32 num_blocks(), u32 thread()   num_blocks() <= kNumBlocks
 //
-// spec.cuh gives kNumBlocks, kConsumerThreads (a divisor of 1024, multiple of 16), kMaxColumns, the
+// spec.cuh gives kNumBlocks, kConsumerThreads (a divisor of 1024, multiple of 16), kMaxQueries, the
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
 //
-// Barriers over the grid, shared by all columns: 1 without filters, 2 with min_p alone; otherwise 3,
-// one for each further digit of the slowest column (mostly 0 or 1; at most 4, or 8 with both top_k
+// Barriers over the grid, shared by all queries: 1 without filters, 2 with min_p alone; otherwise 3,
+// one for each further digit of the slowest query (mostly 0 or 1; at most 4, or 8 with both top_k
 // and top_p) and one where equal scores straddle a border.
 //
 // Loops stay rolled, or the code would be several times as large and need more registers.
@@ -22,20 +22,20 @@
 #include "tile/elementary.cuh"
 
 struct SampleArgs {
-  const SampleParams* params;  // [columns]
-  const SampleStep* steps;     // [columns]
-  const float* logits;         // [columns][stride]; this block's ids [row_begin, row_end) are read
-  float* adjusted;             // [columns][stride]; for columns with a mask, penalties, bias or ban; may be logits
+  const SampleParams* params;  // [queries]
+  const SampleStep* steps;     // [queries]
+  const float* logits;         // [queries][stride]; this block's ids [row_begin, row_end) are read
+  float* adjusted;             // [queries][stride]; for queries with a mask, penalties, bias or ban; may be logits
   const u32* seen;             // [rows][stride]: times in the output, kSeenInPrompt
   const u32* list_ids;         // token ids of all ban and bias lists
   const float* list_values;    // biases, at the same places
   u32 stride;
   u32 row_begin, row_end;      // without rows of padding
-  u32 columns;                 // 1 ... kMaxColumns
+  u32 queries;                 // 1 ... kMaxQueries
   u32 note;                    // of block 0: reaches all blocks as SampleShared::note
-  const u32* masks;            // host memory, [columns][mask_stride]: bits of the ids that may be chosen
+  const u32* masks;            // host memory, [queries][mask_stride]: bits of the ids that may be chosen
   u32 mask_stride;
-  u32 masked;                  // columns to which they apply: a bit each
+  u32 masked;                  // queries to which they apply: a bit each
 };
 
 enum SampleStatus : u32 { kSampled = 0, kBadLogits = 1 };
@@ -58,24 +58,24 @@ struct __align__(16) SampleBin {
 
 // Global memory, zeroed by the host at launch.
 //
-// `first` takes turns between calls and `more` between passes, so that a histogram is zeroed while
+// `first` changes its copy between calls and `more` between passes, so that a histogram is zeroed while
 // nobody reads or adds: a copy is zeroed one barrier after its last reader and one before its next
 // use. `records` alternates for the same reason; `ties` is used once a call.
 struct __align__(128) SampleScratch {
-  SampleBin first[2][kMaxColumns][kSampleBins];
-  SampleBin more[3][kMaxColumns][kSampleBins];
-  uint4 records[2][kMaxColumns][kNumBlocks];
-  u32 ties[kMaxColumns][(kNumBlocks + 3) / 4 * 4];
+  SampleBin first[2][kMaxQueries][kSampleBins];
+  SampleBin more[3][kMaxQueries][kSampleBins];
+  uint4 records[2][kMaxQueries][kNumBlocks];
+  u32 ties[kMaxQueries][(kNumBlocks + 3) / 4 * 4];
 };
 
 // Which copy of the scratch is next. Zero at launch, equal in all threads, kept from call to call.
-struct SampleTurns {
+struct SampleEpochs {
   u32 exchanges = 0;
   u32 searches = 0;
   u32 passes = 0;
 };
 
-// The border of a column's kept tokens, found digit by digit from the leading one of the rank key.
+// The border of a query's kept tokens, found digit by digit from the leading one of the rank key.
 enum SampleStage : u32 {
   kSeekCount,   // top_k
   kSeekShare,   // top_p: the total is not known yet
@@ -103,9 +103,9 @@ struct SampleShared {
   };
   struct Reduce {
     u64 choice[2][kConsumerThreads];
-    u64 group_choice[kMaxColumns][kGroups];
+    u64 group_choice[kMaxQueries][kGroups];
     u32 best[2][kConsumerThreads];
-    u32 group_best[kMaxColumns][kGroups];
+    u32 group_best[kMaxQueries][kGroups];
   };
   struct Scan {
     u64 weight[kConsumerThreads];
@@ -115,20 +115,20 @@ struct SampleShared {
   };
   static constexpr u32 kMaskWords = sizeof(Bins) / 4;
   union {
-    u32 mask[kMaskWords];  // of one column: words of this block's ids
+    u32 mask[kMaskWords];  // of one query: words of this block's ids
     Bins bins;
     struct {
       Reduce reduce;
-      Scan scan;  // used between two reduced columns
+      Scan scan;  // used between two reduced queries
     };
   };
-  SampleSearch search[kMaxColumns];
+  SampleSearch search[kMaxQueries];
   SampleBin found;
   u64 found_above_weight, found_needed;
   u32 found_above_count, found_bin;
   u32 again;
   u32 note;
-  SampleResult results[kMaxColumns];
+  SampleResult results[kMaxQueries];
 };
 static_assert(sizeof(SampleShared) <= 16 * 1024, "the scratch that the kernel sets aside");
 
@@ -141,15 +141,15 @@ template <class Grid>
 class TokenChoice {
  public:
   __device__ __forceinline__ TokenChoice(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
-                                         SampleShared& shared, SampleTurns& turns)
-      : grid(grid), args(args), scratch(scratch), shared(shared), turns(turns), t(grid.thread()),
+                                         SampleShared& shared, SampleEpochs& epochs)
+      : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), t(grid.thread()),
         per_thread((args.row_end - args.row_begin + kThreads - 1) / kThreads) {}
 
   __device__ __forceinline__ void run() {
     adjust();
     bool is_filtered = false;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       is_filtered |= has_filter(c);
       propose_best(c);
     }
@@ -160,20 +160,20 @@ class TokenChoice {
 
  private:
   static constexpr u32 kThreads = kConsumerThreads;
-  static constexpr u32 kLanes = kThreads / kMaxColumns;  // that read records of one column
+  static constexpr u32 kLanes = kThreads / kMaxQueries;  // that read records of one query
   static constexpr u32 kBinsPerThread = kSampleBins / kThreads;
   static_assert(kThreads % SampleShared::kGroup == 0 && kSampleBins % kThreads == 0 && kLanes > 0 &&
-                kThreads >= kMaxColumns, "threads of a block");
+                kThreads >= kMaxQueries, "threads of a block");
 
   Grid& grid;
   const SampleArgs& args;
   SampleScratch& scratch;
   SampleShared& shared;
-  SampleTurns& turns;
+  SampleEpochs& epochs;
   const u32 t;
   const u32 per_thread;  // consecutive ids where their order matters
 
-  // Columns -------------------------------------------------------------------------------------
+  // Queries -------------------------------------------------------------------------------------
 
   __device__ __forceinline__ bool is_greedy(u32 c) const { return args.params[c].flags & kSampleGreedy; }
   __device__ __forceinline__ bool has_filter(u32 c) const {
@@ -205,17 +205,17 @@ class TokenChoice {
   __device__ __forceinline__ void adjust() {
     bool any = false;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) any |= is_adjusted(c);
+    for (u32 c = 0; c < args.queries; ++c) any |= is_adjusted(c);
     if (!any) return;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       if (!is_adjusted(c)) continue;
       if (is_masked(c)) load_mask(c);
       penalize(c);
     }
     grid.block_sync();
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       const SampleParams& p = args.params[c];
       float* row = args.adjusted + static_cast<u64>(c) * args.stride;
 #pragma unroll 1
@@ -226,7 +226,7 @@ class TokenChoice {
     }
     grid.block_sync();
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       if (!is_banned(c)) continue;
       const SampleParams& p = args.params[c];
       float* row = args.adjusted + static_cast<u64>(c) * args.stride;
@@ -239,11 +239,11 @@ class TokenChoice {
     grid.block_sync();
   }
 
-  // This block's part of a column's mask to shared memory, each word on its way at the same time.
+  // This block's part of a query's mask to shared memory, each word on its way at the same time.
   __device__ __forceinline__ void load_mask(u32 c) {
     const u32 first = args.row_begin / 32, end = (args.row_end + 31) / 32;
     const u32* words = args.masks + static_cast<u64>(c) * args.mask_stride;
-    grid.block_sync();  // the last column's is read
+    grid.block_sync();  // the last query's is read
 #pragma unroll 1
     for (u32 i = first + t; i < end; i += kThreads) shared.mask[i - first] = load_host(words + i);
     grid.block_sync();
@@ -333,7 +333,7 @@ class TokenChoice {
     reduce_groups(c, best, choice);
   }
 
-  // All threads; two copies let the next column write while this one is read.
+  // All threads; two copies let the next query write while this one is read.
   __device__ __forceinline__ void reduce_groups(u32 c, u32 best, u64 choice) {
     auto& reduce = shared.reduce;
     reduce.best[c & 1][t] = best;
@@ -351,12 +351,12 @@ class TokenChoice {
     reduce.group_choice[c][t] = choice;
   }
 
-  // Every block's groups to all blocks: the results are in the first entries of `reduce`, by column.
+  // Every block's groups to all blocks: the results are in the first entries of `reduce`, by query.
   __device__ __forceinline__ void exchange() {
     auto& reduce = shared.reduce;
-    auto& records = scratch.records[turns.exchanges++ & 1];
+    auto& records = scratch.records[epochs.exchanges++ & 1];
     grid.block_sync();
-    if (t < args.columns) {
+    if (t < args.queries) {
       u32 best = 0;
       u64 choice = 0;
 #pragma unroll 1
@@ -371,7 +371,7 @@ class TokenChoice {
     const u32 c = t / kLanes, lane = t % kLanes;
     u32 best = 0;
     u64 choice = 0;
-    if (c < args.columns) {
+    if (c < args.queries) {
 #pragma unroll 1
       for (u32 b = lane; b < grid.num_blocks(); b += kLanes) {
         const uint4 record = load_exchanged(&records[c][b]);
@@ -383,8 +383,8 @@ class TokenChoice {
     reduce.best[1][t] = best;
     reduce.choice[1][t] = choice;
     grid.block_sync();
-    if (t < args.columns) {
-      // Thread t read records of another column; now it serves column t.
+    if (t < args.queries) {
+      // Thread t read records of another query; now it serves query t.
       best = 0;
       choice = 0;
 #pragma unroll 1
@@ -398,9 +398,9 @@ class TokenChoice {
     }
   }
 
-  // Thread c settles column c.
+  // Thread c settles query c.
   __device__ __forceinline__ void settle_best() {
-    if (t < args.columns) {
+    if (t < args.queries) {
       const float best = exact::value_of_key(shared.reduce.best[0][t]);
       const bool fine = exact::is_finite(best);
       const u32 id = ~static_cast<u32>(shared.reduce.choice[0][t]);
@@ -439,12 +439,12 @@ class TokenChoice {
   __device__ __forceinline__ bool any_open() const {
     bool any = false;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) any |= is_open(c);
+    for (u32 c = 0; c < args.queries; ++c) any |= is_open(c);
     return any;
   }
 
   __device__ __forceinline__ void run_filters() {
-    if (t < args.columns) {
+    if (t < args.queries) {
       const SampleParams& p = args.params[t];
       const bool is_sought = !has_filter(t) || shared.results[t].status != kSampled;
       SampleSearch search{};
@@ -455,45 +455,45 @@ class TokenChoice {
     }
     grid.block_sync();
     if (any_open()) {
-      auto& first = scratch.first[turns.searches & 1];
-      zero(scratch.first[++turns.searches & 1]);
+      auto& first = scratch.first[epochs.searches & 1];
+      zero(scratch.first[++epochs.searches & 1]);
       pass(first, first);
       while (any_open()) {
-        auto& more = scratch.more[turns.passes % 3];
-        turns.passes = (turns.passes + 1) % 3;
-        zero(scratch.more[turns.passes]);
+        auto& more = scratch.more[epochs.passes % 3];
+        epochs.passes = (epochs.passes + 1) % 3;
+        zero(scratch.more[epochs.passes]);
         pass(first, more);
       }
       exchange_ties();
     }
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       const bool is_chosen_here = has_filter(c) && shared.results[c].status == kSampled;
       reduce_groups(c, 0, is_chosen_here ? best_survivor(c) : 0);
     }
     exchange();
-    if (t < args.columns && has_filter(t) && shared.results[t].status == kSampled)
+    if (t < args.queries && has_filter(t) && shared.results[t].status == kSampled)
       shared.results[t].token = ~static_cast<u32>(shared.reduce.choice[0][t]);
     grid.block_sync();
   }
 
-  __device__ __forceinline__ void zero(SampleBin (&bins)[kMaxColumns][kSampleBins]) {
+  __device__ __forceinline__ void zero(SampleBin (&bins)[kMaxQueries][kSampleBins]) {
     uint4* all = reinterpret_cast<uint4*>(&bins[0][0]);
     const u32 stride = grid.num_blocks() * kThreads;
 #pragma unroll 1
-    for (u32 i = grid.block() * kThreads + t; i < kMaxColumns * kSampleBins; i += stride)
+    for (u32 i = grid.block() * kThreads + t; i < kMaxQueries * kSampleBins; i += stride)
       all[i] = make_uint4(0, 0, 0, 0);
   }
 
-  // One digit of every open column. `first` is kept for top_p, which starts over after top_k.
-  __device__ __forceinline__ void pass(SampleBin (&first)[kMaxColumns][kSampleBins],
-                                       SampleBin (&bins)[kMaxColumns][kSampleBins]) {
+  // One digit of every open query. `first` is kept for top_p, which starts over after top_k.
+  __device__ __forceinline__ void pass(SampleBin (&first)[kMaxQueries][kSampleBins],
+                                       SampleBin (&bins)[kMaxQueries][kSampleBins]) {
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c)
+    for (u32 c = 0; c < args.queries; ++c)
       if (is_open(c)) add_to_bins(c, bins[c]);
     grid.sync();
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       bool again = is_open(c);
       while (again) {
         find_bin(c, shared.search[c].digits ? bins[c] : first[c]);
@@ -533,7 +533,7 @@ class TokenChoice {
       atomicAdd(&bins[i].count, own.count[i]);
       if (own.weight[i]) atomicAdd(&bins[i].weight, own.weight[i]);
     }
-    // The next column's zeros come from the thread that has just read the same bins.
+    // The next query's zeros come from the thread that has just read the same bins.
   }
 
   struct Sums {
@@ -665,7 +665,7 @@ class TokenChoice {
   __device__ __forceinline__ void exchange_ties() {
     bool any = false;
 #pragma unroll 1
-    for (u32 c = 0; c < args.columns; ++c) {
+    for (u32 c = 0; c < args.queries; ++c) {
       if (shared.search[c].num_ties == kAllTies) continue;
       any = true;
       const Sums sums = sums_before(0, num_own_ties(c));
@@ -710,9 +710,9 @@ class TokenChoice {
 
 // By all consumer threads of all blocks, after a block barrier that follows the block's own writes to
 // logits. Afterwards `shared.results` and `shared.note` are the same in every block and visible to
-// all its threads; the next call may follow at once, with the same scratch and turns.
+// all its threads; the next call may follow at once, with the same scratch and epochs.
 template <class Grid>
 __device__ __forceinline__ void sample_tokens(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
-                                              SampleShared& shared, SampleTurns& turns) {
-  TokenChoice<Grid>(grid, args, scratch, shared, turns).run();
+                                              SampleShared& shared, SampleEpochs& epochs) {
+  TokenChoice<Grid>(grid, args, scratch, shared, epochs).run();
 }

@@ -16,6 +16,6 @@ __device__ __forceinline__ void take_registers() {
 // sample, there are none for it.
 __device__ __forceinline__ u32 kept_address(const void* p) {
   u32 address = shared_address(p);
-  if constexpr (kMovesRegisters && (kMostColumns == 1 || !kSamples)) asm volatile("" : "+r"(address));
+  if constexpr (kMovesRegisters && (kMostQueries == 1 || !kSamples)) asm volatile("" : "+r"(address));
   return address;
 }

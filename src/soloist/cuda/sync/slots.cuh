@@ -7,7 +7,7 @@
 
 // The slots in turn; `round` is the parity of their barriers.
 template <u32 kSlots>
-struct SlotTurn {
+struct SlotState {
   u32 slot = 0, round = 0;
   __device__ __forceinline__ void next() {
     if (++slot == kSlots) slot = 0, round ^= 1;

@@ -63,13 +63,13 @@ __device__ __forceinline__ void watch(const volatile Where* where, Fault* fault,
   }
 }
 
-// Data from other blocks carries its own readiness: memory holds kAbsent in every 32-bit word until the
-// word is written. kAbsent is a NaN that no arithmetic produces; `present` keeps data clear of it.
-constexpr u32 kAbsent = 0xffffffffu;
+// Data from other blocks carries its own readiness: memory holds kSentinel in every 32-bit word until the
+// word is written. kSentinel is a NaN that no arithmetic produces; `present` keeps data clear of it.
+constexpr u32 kSentinel = 0xffffffffu;
 
-__device__ __forceinline__ u32 present(u32 word) { return word == kAbsent ? 0x7fffffffu : word; }
+__device__ __forceinline__ u32 present(u32 word) { return word == kSentinel ? 0x7fffffffu : word; }
 __device__ __forceinline__ u32 present(float x) { return present(__float_as_uint(x)); }
-__device__ __forceinline__ bool is_present(u32 x) { return kAblation == kNoWaits || x != kAbsent; }
+__device__ __forceinline__ bool is_present(u32 x) { return kAblation == kNoWaits || x != kSentinel; }
 __device__ __forceinline__ bool is_present(float x) { return is_present(__float_as_uint(x)); }
 __device__ __forceinline__ bool is_present(float2 x) { return is_present(x.x) && is_present(x.y); }
 __device__ __forceinline__ bool is_present(uint4 x) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ bool is_present(float4 x) {
 }
 
 // The same for many words at once, by the units for floating point, which have little to do: 0 where all words are there.
-// kAbsent makes it NaN, and so may data that is no finite number; then the looks above decide.
-__device__ __forceinline__ float absence(uint4 x, float of_others) {
+// kSentinel makes it NaN, and so may data that is no finite number; then the looks above decide.
+__device__ __forceinline__ float sentinel_sum(uint4 x, float of_others) {
   of_others = __fmaf_rn(__uint_as_float(x.x), 0.0f, of_others);
   of_others = __fmaf_rn(__uint_as_float(x.y), 0.0f, of_others);
   of_others = __fmaf_rn(__uint_as_float(x.z), 0.0f, of_others);

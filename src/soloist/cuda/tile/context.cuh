@@ -2,27 +2,27 @@
 #pragma once
 #include "tile/multiply.cuh"
 
-// Of the launch. A build for one column knows so, and has no code for others.
-struct Columns {
+// Of the launch. A build for one query knows so, and has no code for others.
+struct Queries {
   u32 given;
 
-  __device__ __forceinline__ operator u32() const { return kMostColumns == 1 ? 1 : given; }
-  __device__ __forceinline__ operator u32() const volatile { return kMostColumns == 1 ? 1 : given; }
+  __device__ __forceinline__ operator u32() const { return kMostQueries == 1 ? 1 : given; }
+  __device__ __forceinline__ operator u32() const volatile { return kMostQueries == 1 ? 1 : given; }
 };
 
 // In shared memory: facts of the round that all warps read.
 struct Control {
-  Columns columns;
+  Queries queries;
   u32 rounds;
   u32 stop;   // set by the consumers: the launch ends with this round
   u32 yield;  // set by the host warp of block 0
-  u32 yield_agreed;  // what block 0 told all blocks
-  i32 sequence[kMaxColumns];
-  i32 position[kMaxColumns];
-  u32 token[kMaxColumns];
-  u32 chosen[kMaxColumns];
-  u32 emit[kMaxColumns];
-  float factor[kMaxColumns];  // of qkv's products, then of gate_up's
+  u32 yield_agreed;  // what block 0 published to all blocks
+  i32 sequence[kMaxQueries];
+  i32 position[kMaxQueries];
+  u32 token[kMaxQueries];
+  u32 chosen[kMaxQueries];
+  u32 emit[kMaxQueries];
+  float factor[kMaxQueries];  // of qkv's products, then of gate_up's
 };
 
 // The block's shared memory: the ring, then what the plan lays out.
@@ -42,7 +42,7 @@ struct Shared {
     return Shared<M>{at_shared<u8>(address)};
   }
   __device__ __forceinline__ u8* reduce() const { return base + M::kShReduce; }
-  __device__ __forceinline__ u8* queries() const { return base + M::kShQueries; }
+  __device__ __forceinline__ u8* q_rows() const { return base + M::kShQRows; }
   __device__ __forceinline__ u8* new_kv() const { return base + M::kShNewKv; }
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(base + M::kShResidual); }
   __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(base + M::kShStats); }
@@ -50,10 +50,10 @@ struct Shared {
   __device__ __forceinline__ Control& control() const { return *reinterpret_cast<Control*>(base + M::kShControl); }
 };
 
-// Every exchange has kTurns copies of its buffer that take turns: data of turn e goes to copy e % 4. Once
-// it is there, its block makes copy (e + 2) % 4 absent again (`ops/clean.cuh`). By then every reader of
-// turn e - 2 is done, since what it published afterwards was needed to come this far; and two more turns
-// pass before anyone reads the copy.
+// Every exchange has kExchangeCopies copies of its buffer, used in turn: data of epoch e goes to copy e % 4. Once the
+// data is there, its block fills copy (e + 2) % 4 with sentinels again (`ops/clean.cuh`). By then every reader of
+// epoch e - 2 is done, since the block needed results that the reader published afterwards; and two more epochs pass
+// before anyone reads the copy.
 
 // All consumer threads of the block.
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
@@ -65,12 +65,12 @@ template <class M>
 __device__ __forceinline__ u32 lane_block() { return M::kLanesHere == 1 ? blockIdx.x : blockIdx.x % M::kLaneBlocks; }
 template <class M>
 __device__ __forceinline__ u32 own_lane(const Params& params) { return params.rank * M::kLanesHere + lane_here<M>(); }
-// As whom this rank, or its lane, tells rank `to` something: in a build that is alone all peers are itself, and it leaves
+// The rank, or lane, that data for rank `to` is said to come from: in a build that is alone all peers are itself, and it leaves
 // what each of them would have left.
-__device__ __forceinline__ u32 told_by_rank(const Params& params, u32 to) { return kAlone ? to : params.rank; }
+__device__ __forceinline__ u32 sender_rank(const Params& params, u32 to) { return kAlone ? to : params.rank; }
 template <class M>
-__device__ __forceinline__ u32 told_by_lane(const Params& params, u32 to) {
-  return told_by_rank(params, to) * M::kLanesHere + lane_here<M>();
+__device__ __forceinline__ u32 sender_lane(const Params& params, u32 to) {
+  return sender_rank(params, to) * M::kLanesHere + lane_here<M>();
 }
 template <class M>
 __device__ __forceinline__ u8* lane_workspace(const Params& params) {
@@ -84,22 +84,22 @@ struct Context {
   Ring<M> ring;
   u32 round;
   u32 block, warp, lane, thread;  // block: of its lane
-  Columns columns;
+  Queries queries;
   u64* marks;  // where the next time stamp goes, in thread 0 of a traced round
-  u32 layers_done;  // of all rounds, the present one included: which turn the exchanges of a layer take
+  u32 layers_done;  // of all rounds, the present one included: the epoch of a layer's exchanges
   volatile Where* where;
   u32 cleanable, cleaned;  // barriers: to the cleaner, and back
   u32 reductions;  // so far: they alternate between halves of the shared buffer
-  float scale;  // of this warp's column: 1 / rms that published activations were multiplied by
+  float scale;  // of this warp's query: 1 / rms that published activations were multiplied by
 
   // Addresses and sizes that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {
-    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(columns.given));
+    asm volatile("" : "+r"(block), "+r"(warp), "+r"(lane), "+r"(thread), "+r"(queries.given));
   }
-  // Which turn the residual stream takes before the next layer's qkv, or before the head.
+  // The epoch of the residual stream before the next layer's qkv, or before the head.
   __device__ __forceinline__ u32 next_in() const { return layers_done + round + 1; }
-  // Until the cleaner is done with what it may clean, which is so `cleanings` times; it has long been, as a rule. What the
-  // block publishes after its next barrier tells others so.
+  // Until the cleaner is done with what it may clean, which is so `cleanings` times; it has long been, as a rule. Data that the
+  // block publishes after its next barrier says so to other blocks.
   __device__ __forceinline__ void wait_for_cleaner(u32 cleanings) const {
     if (thread == 0 && cleanings) mbarrier_wait(cleaned, (cleanings - 1) & 1);
   }
@@ -149,21 +149,21 @@ template <class M, class Op>
 __device__ __forceinline__ const u8* weights_of(const u8* image, u32 block, u64 layer) {
   return image + static_cast<u64>(block) * M::kBlockStride + layer + Op::kOffset;
 }
-// One turn's copy of an exchange buffer.
+// The copy of an exchange buffer that an epoch uses.
 template <class M>
-__device__ __forceinline__ u8* turn(const Params& params, u32 offset, u32 bytes, u32 epoch) {
-  return lane_workspace<M>(params) + offset + epoch % kTurns * (bytes / kTurns);
+__device__ __forceinline__ u8* exchange_copy(const Params& params, u32 offset, u32 bytes, u32 epoch) {
+  return lane_workspace<M>(params) + offset + epoch % kExchangeCopies * (bytes / kExchangeCopies);
 }
-// Where a value of the exchanged activations lies, see kRoomColumns.
-__device__ __forceinline__ u16* operand_value(u8* buffer, u32 column, u32 k) {
-  return reinterpret_cast<u16*>(buffer) + ((k / 32) * kRoomColumns + column) * 32 + k % 32;
+// Where a value of the exchanged activations lies, see kRoomQueries.
+__device__ __forceinline__ u16* operand_value(u8* buffer, u32 query, u32 k) {
+  return reinterpret_cast<u16*>(buffer) + ((k / 32) * kRoomQueries + query) * 32 + k % 32;
 }
-// Lanes of a whole warp hold consecutive rows of a column, an even number of them `valid`; every even
+// Lanes of a whole warp hold consecutive rows of a query, an even number of them `valid`; every even
 // lane stores two.
-__device__ __forceinline__ void publish_pair(u8* now, u32 column, u32 row, u32 lane, bool valid, float x) {
+__device__ __forceinline__ void publish_pair(u8* now, u32 query, u32 row, u32 lane, bool valid, float x) {
   if (kSilentBlock != kNoBlock && blockIdx.x == kSilentBlock) return;
   const u32 pair = pack_pair(x, __shfl_down_sync(~0u, x, 1));
-  if (lane % 2 == 0 && valid) store_exchanged(operand_value(now, column, row), present(pair));
+  if (lane % 2 == 0 && valid) store_exchanged(operand_value(now, query, row), present(pair));
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

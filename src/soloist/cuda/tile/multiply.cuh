@@ -1,4 +1,4 @@
-// Weights from the ring times activations: up to 8 columns in the n dimension of m16n8k16.
+// Weights from the ring times activations: up to 8 queries in the n dimension of m16n8k16.
 //
 // The eight warps split K: of every step of 512 columns a warp takes 64. Inside a block of 32 columns
 // a lane's 16 bytes of activations are 8 consecutive values, which serve two multiplies; packing.py
@@ -7,16 +7,16 @@
 #include "tile/formats.cuh"
 #include "tile/ring.cuh"
 
-// Columns that exchanged activations have room for: [columns / 32][columns of the round][32].
-inline constexpr u32 kRoomColumns = kMostColumns == 1 ? 1 : kMaxColumns;
+// Queries that exchanged activations have room for: [queries / 32][queries of the round][32].
+inline constexpr u32 kRoomQueries = kMostQueries == 1 ? 1 : kMaxQueries;
 
 // Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step, or four.
 template <class Op>
 inline constexpr u32 kChains = Op::kTiles <= 2 ? kMostChains : Op::kTiles <= 4 ? 2 : 1;
-// With one column both halves of a step come by one load: the second half takes the place of a second column, and of
+// With one query both halves of a step come by one load: the second half takes the place of a second query, and of
 // each chain's sums only those with its own half are looked at. Fewer requests for what all blocks wait for.
 template <class Op>
-inline constexpr bool kPairs = kRoomColumns == 1 && kChains<Op> > 1;
+inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 
 // Activations of the round in global memory.
 template <class Op>
@@ -25,12 +25,12 @@ struct GlobalOperand {
   const u8* lane_base;
   bool active;
 
-  __device__ __forceinline__ GlobalOperand(const u8* buffer, u32 warp, u32 lane, u32 columns)
-      : lane_base(buffer + (warp * 2 * kRoomColumns + lane / 4) * 64 + lane % 4 * 16),
-        active(lane / 4 < (kPairs<Op> ? 2 : columns)) {}
+  __device__ __forceinline__ GlobalOperand(const u8* buffer, u32 warp, u32 lane, u32 queries)
+      : lane_base(buffer + (warp * 2 * kRoomQueries + lane / 4) * 64 + lane % 4 * 16),
+        active(lane / 4 < (kPairs<Op> ? 2 : queries)) {}
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomColumns * 64));
+    if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
     return v;
   }
 };
@@ -45,10 +45,10 @@ struct Ahead {
 #pragma unroll
     for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.load(step, i);
   }
-  // `absence` of a step.
-  __device__ __forceinline__ float absent(u32 d, float of_others = 0.0f) const {
+  // The sum over sentinels of a step: 0 if all of its activations are there.
+  __device__ __forceinline__ float missing(u32 d, float of_others = 0.0f) const {
 #pragma unroll
-    for (u32 i = 0; i < kLoads; ++i) of_others = absence(b[d][i], of_others);
+    for (u32 i = 0; i < kLoads; ++i) of_others = sentinel_sum(b[d][i], of_others);
     return of_others;
   }
   __device__ __forceinline__ bool is_there(u32 d) const {
@@ -64,10 +64,10 @@ struct Ahead {
       bool ready = true;
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) load(operand, d, d);
-      float absences[2] = {0.0f, 0.0f};
+      float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) absences[d % 2] = absent(d, absences[d % 2]);
-      if (__all_sync(~0u, absences[0] + absences[1] == 0.0f)) return;
+      for (u32 d = 0; d < Op::kDepth; ++d) sums[d % 2] = missing(d, sums[d % 2]);
+      if (__all_sync(~0u, sums[0] + sums[1] == 0.0f)) return;
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_there(d);
       if (__all_sync(~0u, ready)) return;
@@ -135,8 +135,8 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   using Order = SlotOrder<kHalves, Op::kDepth>;
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kSlots = Order::kCount;
-  // Beside all that sampling several columns takes, sums in four chains leave registers for fewer.
-  constexpr u32 kMostEarly = kSamples && kMostColumns > 1 && kChains<Op> == 4 ? M::kEarlySlots / 2 : M::kEarlySlots;
+  // Beside all that sampling several queries takes, sums in four chains leave registers for fewer.
+  constexpr u32 kMostEarly = kSamples && kMostQueries > 1 && kChains<Op> == 4 ? M::kEarlySlots / 2 : M::kEarlySlots;
   constexpr i32 kEarly = kAgain ? 0 : kSlots < kMostEarly ? kSlots : kMostEarly;  // groups need not wait
   // A warp takes kBatch slots together, so that their loads and multiplies overlap.
   static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
     const auto await_activations = [&](u32 d) {
       if (first > 0 || Op::kSteps > Op::kDepth)
 #pragma unroll 1
-        while (!__all_sync(~0u, ahead.absent(d) == 0.0f) && !__all_sync(~0u, ahead.is_there(d)))
+        while (!__all_sync(~0u, ahead.missing(d) == 0.0f) && !__all_sync(~0u, ahead.is_there(d)))
           ahead.load(operand, d, first + d);
     };
     // After the last use of these activations: ask for those that take their registers.

@@ -2,23 +2,23 @@
 #pragma once
 #include "tile/context.cuh"
 
-// [warp][column][row]. Rows turn within 32 by 8 for every two columns, so that no two lanes of a warp share a
-// bank. One or two columns leave room for two reductions, so that a fast warp may start the next one while
+// [warp][query][row]. Rows rotate within 32 by 8 for every two queries, so that no two lanes of a warp share a
+// bank. One or two queries leave room for two reductions, so that a fast warp may start the next one while
 // the last is still read.
 struct Reduction {
   float* buffer;
-  u32 columns;  // allocated: 1, 2, 4 or 8
+  u32 queries;  // allocated: 1, 2, 4 or 8
   u32 rows;     // in one part of the exchange
   u32 stride;
   bool alone;
 
-  // `wide`: far from attention, so that its queries, keys and values may be overwritten.
+  // `wide`: outside of attention, so that its rows of q, keys and values may be overwritten.
   template <class M>
   __device__ __forceinline__ Reduction(Context<M>& cx, u32 all_rows, bool wide = false) {
-    alone = cx.columns > 2;
-    columns = alone ? (cx.columns <= 4 ? 4 : 8) : cx.columns;
+    alone = cx.queries > 2;
+    queries = alone ? (cx.queries <= 4 ? 4 : 8) : cx.queries;
     const u32 bytes = !alone ? M::kReduceBytes / 2 : wide ? M::kWideReduceBytes : M::kReduceBytes;
-    const u32 most = bytes / 4 / kConsumerWarps / columns & ~31u;
+    const u32 most = bytes / 4 / kConsumerWarps / queries & ~31u;
     rows = min(most, all_rows);
     stride = (rows + 31) & ~31u;
     buffer = reinterpret_cast<float*>(cx.shared.reduce() + (alone ? 0 : ++cx.reductions % 2 * bytes));
@@ -31,7 +31,7 @@ struct Reduction {
 #pragma unroll 1
     for (u32 start = 0; start < all_rows; start += rows) {
       if (alone) cx.sync();
-      put(sums, start, half_tiles, cx.columns, cx.warp, cx.lane);
+      put(sums, start, half_tiles, cx.queries, cx.warp, cx.lane);
       cx.sync();
       consume(start, min(all_rows, start + rows));
       if (!alone && start + rows < all_rows) cx.sync();
@@ -39,11 +39,11 @@ struct Reduction {
   }
 
   template <class Op>
-  __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_columns,
+  __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_queries,
                                       u32 warp, u32 lane) {
-    const u32 column = lane % 4 * 2;
-    if (column >= active_columns) return;
-    float* at = buffer + (warp * columns + column) * stride + lane / 4;
+    const u32 query = lane % 4 * 2;
+    if (query >= active_queries) return;
+    float* at = buffer + (warp * queries + query) * stride + lane / 4;
 #pragma unroll
     for (u32 t = 0; t < Op::kTiles; ++t) {
       const u32 start = t * 16;
@@ -52,18 +52,18 @@ struct Reduction {
       float* high = at + (start - first_row & ~31u) + (start + 8 + lane % 4 * 8) % 32;
       *low = sums.total(t, 0);
       *high = sums.total(t, 2);
-      if (column + 1 < active_columns) {
+      if (query + 1 < active_queries) {
         low[stride] = sums.total(t, 1);
         high[stride] = sums.total(t, 3);
       }
     }
   }
   // The sum over warps, always in the same order.
-  __device__ __forceinline__ float get(u32 column, u32 row) const {
-    const float* p = buffer + column * stride + (row & ~31u) + (row + column / 2 * 8) % 32;
+  __device__ __forceinline__ float get(u32 query, u32 row) const {
+    const float* p = buffer + query * stride + (row & ~31u) + (row + query / 2 * 8) % 32;
     float sum = p[0];
 #pragma unroll
-    for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * columns * stride];
+    for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * queries * stride];
     return sum;
   }
 };

@@ -10,15 +10,15 @@ __device__ __forceinline__ float warp_total(float x) {
   return x;
 }
 
-// Blocks that come here several times take turns 0 and 1, so that nobody overwrites what others still read.
-__device__ __forceinline__ float block_total(float x, u32 turn = 0) {
+// Blocks that come here several times use buffers 0 and 1 alternately, so that nobody overwrites what others still read.
+__device__ __forceinline__ float block_total(float x, u32 buffer = 0) {
   __shared__ float sums[2][kWarps];
   x = warp_total(x);
-  if (threadIdx.x % 32 == 0) sums[turn][threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) sums[buffer][threadIdx.x / 32] = x;
   __syncthreads();
   float total = 0.0f;
 #pragma unroll
-  for (u32 w = 0; w < kWarps; ++w) total += sums[turn][w];
+  for (u32 w = 0; w < kWarps; ++w) total += sums[buffer][w];
   return total;
 }
 

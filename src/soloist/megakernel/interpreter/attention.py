@@ -14,10 +14,10 @@ from soloist.megakernel.interpreter.partials import Partials
 from soloist.megakernel.interpreter.projection import Projection
 from soloist.megakernel.interpreter.softmax import Softmax, joined
 from soloist.megakernel.interpreter.split import Group, Splits
-from soloist.megakernel.kv_layout import GRANULE_POSITIONS
+from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS
 from soloist.megakernel.plan import Plan
 
-# A block merges so many neighbouring numbers of a column, and then others those after them.
+# A block merges so many neighbouring numbers of a query, and then others those after them.
 _PIECE = 8
 
 
@@ -41,7 +41,7 @@ class Attention:
         dtype: what the kernel rounds to; None for no rounding.
 
     Attributes:
-        attended: what comes of it, [columns, query heads · D].
+        attended: what comes of it, [queries, query heads · D].
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Attention:
     def run(
         self, number: int, epoch: int, sequences: Sequence[int], positions: Sequence[int]
     ) -> None:
-        """A layer, for columns of sequences at positions."""
+        """A layer, for queries of sequences at positions."""
         window = self._plan.model.layers[number].attention.window
         splits = Splits(self._plan.attention, number, window)
         layer = _Layer(number, epoch, splits, tuple(splits.groups(sequences, positions)))
@@ -72,9 +72,9 @@ class Attention:
                     self._attend(layer, head, split, group, seen[head])
         _check(splits, positions, seen)
         for head, place in self._owners():
-            for column, position in enumerate(positions):
+            for query, position in enumerate(positions):
                 if splits.count(position) > 1:
-                    self._merge(epoch, head, place, column, splits.in_order(position))
+                    self._merge(epoch, head, place, query, splits.in_order(position))
 
     def _owners(self) -> Iterator[tuple[int, int]]:
         """(KV head, place among those that have it) of all blocks that have one."""
@@ -83,14 +83,14 @@ class Attention:
 
     def _attend(self, layer: _Layer, head: int, split: int, group: Group, seen: Tensor) -> None:
         """One group's queries against the pages of one split."""
-        granules = list(layer.splits.granules(group, split))
-        if not granules:
+        half_pages = list(layer.splits.half_pages(group, split))
+        if not half_pages:
             return
         fresh = self._fresh(layer, head, group)
-        queries = torch.cat([x[:-2] for x in fresh[-len(group.columns) :]])
+        queries = torch.cat([x[:-2] for x in fresh[-len(group.queries) :]])
         lanes = range(self._plan.attention.softmax_lanes)
         parts = [Softmax.empty(*queries.shape) for _ in lanes]
-        for start, lane in granules:
+        for start, lane in half_pages:
             self._append(layer, head, group, start, fresh)
             keys, values = self._cache.read(layer.number, head, group.sequence, start)
             visible = _visible(layer.splits, group, start)
@@ -99,36 +99,36 @@ class Attention:
         self._publish(layer, head, split, group, joined(parts))
 
     def _fresh(self, layer: _Layer, head: int, group: Group) -> list[Tensor]:
-        """[group + 2, D] of each column whose keys and values come with this round."""
+        """[group + 2, D] of each query whose keys and values come with this round."""
         return [
-            self._projection.prepared(layer.number, layer.epoch, head, column, position)
-            for column, position in zip(group.fresh, group.fresh_positions, strict=True)
+            self._projection.prepared(layer.number, layer.epoch, head, query, position)
+            for query, position in zip(group.fresh, group.fresh_positions, strict=True)
         ]
 
     def _append(
         self, layer: _Layer, head: int, group: Group, start: int, fresh: Sequence[Tensor]
     ) -> None:
-        """Those of a granule, before the granule is read."""
+        """Those of a half page, before the half page is read."""
         for members, position in zip(fresh, group.fresh_positions, strict=True):
-            if position in range(start, start + GRANULE_POSITIONS):
+            if position in range(start, start + HALF_PAGE_POSITIONS):
                 self._cache.append(layer.number, head, group.sequence, position, members[-2:])
 
     def _publish(self, layer: _Layer, head: int, split: int, group: Group, part: Softmax) -> None:
-        """A near group's attention, or a far one's partial results."""
+        """An unsplit group's attention, or a split one's partial results."""
         if group.splits > 1:
-            self._partials.publish(layer.epoch, group.columns, head, split, part)
+            self._partials.publish(layer.epoch, group.queries, head, split, part)
             return
-        finished = part.mean.view(len(group.columns), -1)
-        self.attended.publish(layer.epoch, group.columns, self._rows(head), finished)
+        finished = part.mean.view(len(group.queries), -1)
+        self.attended.publish(layer.epoch, group.queries, self._rows(head), finished)
 
-    def _merge(self, epoch: int, head: int, place: int, column: int, splits: Sequence[int]) -> None:
-        """A block's pieces of a column whose cache is split."""
+    def _merge(self, epoch: int, head: int, place: int, query: int, splits: Sequence[int]) -> None:
+        """A block's pieces of a query whose cache is split."""
         rows, places = self._rows(head), self._plan.attention.splits
         pieces = len(rows) // _PIECE
-        own = [i for i in range(pieces) if (column * pieces + i) % places == place]
+        own = [i for i in range(pieces) if (query * pieces + i) % places == place]
         k = [rows[i * _PIECE + j] for i in own for j in range(_PIECE)]
-        merged = self._partials.merged(epoch, column, head, splits).view(pieces, _PIECE)
-        self.attended.publish(epoch, range(column, column + 1), k, merged[own].view(1, -1))
+        merged = self._partials.merged(epoch, query, head, splits).view(pieces, _PIECE)
+        self.attended.publish(epoch, range(query, query + 1), k, merged[own].view(1, -1))
 
     def _rows(self, head: int) -> range:
         """Where attention of a KV head's queries lies."""
@@ -137,28 +137,28 @@ class Attention:
 
 
 def _visible(splits: Splits, group: Group, start: int) -> Tensor:
-    """[columns, 32]: which positions of a granule each column sees."""
-    at = start + torch.arange(GRANULE_POSITIONS)
+    """[queries, 32]: which positions of a half page each query sees."""
+    at = start + torch.arange(HALF_PAGE_POSITIONS)
     first = torch.tensor([splits.window_start(p) for p in group.positions])[:, None]
     return (at >= first) & (at <= torch.tensor(group.positions)[:, None])
 
 
 def _scores(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
-    """[rows, 32], to base 2, minus infinity where a row's column does not see."""
+    """[rows, 32], to base 2, minus infinity where a row's query does not see."""
     scale: float = queries.shape[1] ** -0.5 * math.log2(math.e)
     scores, group = queries @ keys.T * scale, len(queries) // len(visible)
     return scores.masked_fill(~visible.repeat_interleave(group, dim=0), -math.inf)
 
 
 def _count(seen: Tensor, group: Group, start: int, visible: Tensor) -> None:
-    """Add what a group sees of a granule to one head's [columns, positions]."""
-    end = start + GRANULE_POSITIONS
-    counted = seen[group.columns.start : group.columns.stop, start:end]
+    """Add what a group sees of a half page to one head's [queries, positions]."""
+    end = start + HALF_PAGE_POSITIONS
+    counted = seen[group.queries.start : group.queries.stop, start:end]
     counted += visible[:, : counted.shape[1]]
 
 
 def _check(splits: Splits, positions: Sequence[int], seen: Tensor) -> None:
-    """[heads, columns, positions]: columns of every head have seen what they should, once."""
+    """[heads, queries, positions]: queries of every head have seen what they should, once."""
     for c, position in enumerate(positions):
         first = splits.window_start(position)
         assert not seen[:, c, :first].any(), "positions before the window"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.interpreter.memory import Memory
-from soloist.megakernel.kv_layout import GRANULE_POSITIONS, PAGE_POSITIONS
+from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS, PAGE_POSITIONS
 from soloist.megakernel.plan import Plan
 
 
@@ -23,19 +23,19 @@ class Cache:
 
     def append(self, layer: int, head: int, sequence: int, position: int, kv: Tensor) -> None:
         """Store the key and the value [2, D] of a position."""
-        keys, values = self._granule(layer, head, sequence, position)
-        row = position % GRANULE_POSITIONS
+        keys, values = self._half_page(layer, head, sequence, position)
+        row = position % HALF_PAGE_POSITIONS
         keys[self._key_places[row]], values[self._value_places[row]] = kv.to(keys.dtype)
 
     def read(self, layer: int, head: int, sequence: int, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [32, D] of a granule, which has its first position at `start`."""
-        keys, values = self._granule(layer, head, sequence, start)
+        """Keys and values [32, D] of a half page, which has its first position at `start`."""
+        keys, values = self._half_page(layer, head, sequence, start)
         return keys.float()[self._key_places], values.float()[self._value_places]
 
-    def _granule(self, layer: int, head: int, sequence: int, position: int) -> Tensor:
+    def _half_page(self, layer: int, head: int, sequence: int, position: int) -> Tensor:
         """[2, 32 · D], a view of the pool: keys and values around a position."""
         page, within = divmod(position, PAGE_POSITIONS)
-        granule, size = within // GRANULE_POSITIONS, self._layout.granule_values
-        start = self._layout.granule_place(layer, self._memory.first_head + head, granule)
+        half_page, size = within // HALF_PAGE_POSITIONS, self._layout.half_page_values
+        start = self._layout.half_page_place(layer, self._memory.first_head + head, half_page)
         values = self._memory.pool[int(self._memory.page_tables[sequence, page])].view(-1)
         return values[start : start + 2 * size].view(2, size)

@@ -1,4 +1,4 @@
-"""Buffers through which blocks tell each other results."""
+"""Buffers through which blocks exchange results."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import MAX_COLUMNS, TURNS
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import STEP_COLUMNS
 
@@ -17,7 +17,7 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class Exchange:
-    """One exchange buffer: values that blocks write for each other, NaN while they are absent."""
+    """One exchange buffer: values that blocks write for each other, NaN until they are written."""
 
     def __init__(self, plan: Plan, name: str, value_bytes: int = 4) -> None:
         self._name = name
@@ -25,25 +25,25 @@ class Exchange:
         self.values = torch.full((*shape, row_bytes // value_bytes), torch.nan)
 
     def write(self, epoch: int, where: tuple[object, ...], values: Tensor) -> None:
-        """Store at `where` of the epoch's turn, which must be absent."""
-        turn = self.values[epoch % TURNS]
-        assert turn[where].isnan().all(), f"{self._name}: a value of turn {epoch} is written twice"  # type: ignore[index]
+        """Store at `where` of the epoch's copy, where nothing may be yet."""
+        copy = self.values[epoch % EXCHANGE_COPIES]
+        assert copy[where].isnan().all(), f"{self._name}: epoch {epoch} is written twice"  # type: ignore[index]
         assert not values.isnan().any(), f"{self._name}: NaN is written"
-        turn[where] = values  # type: ignore[index]
+        copy[where] = values  # type: ignore[index]
 
     def read(self, epoch: int, where: tuple[object, ...]) -> Tensor:
         """What lies at `where`, all of which must have been written."""
-        values = self.values[epoch % TURNS][where]  # type: ignore[index]
-        assert not values.isnan().any(), f"{self._name}: turn {epoch} is read before it is written"
+        values = self.values[epoch % EXCHANGE_COPIES][where]  # type: ignore[index]
+        assert not values.isnan().any(), f"{self._name}: epoch {epoch} is read before it is written"
         return values
 
     def clear(self, epoch: int) -> None:
-        """What the cleaner warps of all blocks do to a turn."""
-        self.values[epoch % TURNS] = torch.nan
+        """What the cleaner warps of all blocks do to an epoch's copy."""
+        self.values[epoch % EXCHANGE_COPIES] = torch.nan
 
 
 class Operand(Exchange):
-    """Activations [k / 32][column][k % 32]; columns of padding are zeros for good.
+    """Activations [k / 32][query][k % 32]; columns of padding are zeros for good.
 
     Args:
         plan: the buffer's size.
@@ -61,17 +61,17 @@ class Operand(Exchange):
     def clear(self, epoch: int) -> None:
         """The same, but for the padding."""
         super().clear(epoch)
-        self.values[epoch % TURNS].masked_fill_(self._padding, 0)
+        self.values[epoch % EXCHANGE_COPIES].masked_fill_(self._padding, 0)
 
-    def publish(self, epoch: int, columns: range, k: Sequence[int], values: Tensor) -> None:
-        """Values [columns, k]."""
-        places, column = torch.tensor(k, dtype=torch.int64), torch.tensor(columns)[:, None]
-        self.write(epoch, (places // 32, column, places % 32), rounded(values, self._dtype))
+    def publish(self, epoch: int, queries: range, k: Sequence[int], values: Tensor) -> None:
+        """Values [queries, k]."""
+        places, query = torch.tensor(k, dtype=torch.int64), torch.tensor(queries)[:, None]
+        self.write(epoch, (places // 32, query, places % 32), rounded(values, self._dtype))
 
-    def read_for(self, op: Operation, epoch: int, columns: int) -> Tensor:
-        """[k, 8] for a matrix, zeros for columns that are not in use."""
+    def read_for(self, op: Operation, epoch: int, queries: int) -> Tensor:
+        """[k, 8] for a matrix, zeros for queries that are not in use."""
         chunks = op.matrix.steps * STEP_COLUMNS // 32
-        out = self.values.new_zeros(chunks * 32, MAX_COLUMNS)
-        part = self.read(epoch, (slice(chunks), slice(columns)))
-        out[:, :columns] = part.transpose(1, 2).flatten(0, 1)
+        out = self.values.new_zeros(chunks * 32, MAX_QUERIES)
+        part = self.read(epoch, (slice(chunks), slice(queries)))
+        out[:, :queries] = part.transpose(1, 2).flatten(0, 1)
         return out

@@ -14,7 +14,7 @@ from soloist.megakernel.interpreter.projection import Projection
 from soloist.megakernel.interpreter.residual import Residual, Stream
 from soloist.megakernel.interpreter.weights import Weights, rows_of
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER
 from soloist.model.weights import TORCH_DTYPES
@@ -31,8 +31,8 @@ class Interpreter:
 
     Attributes:
         peers: all ranks.
-        sums: by name, what ranks tell this one of its rows; no rank tells where there is one.
-        logits: what ranks tell this one, too.
+        sums: by name, partial sums that ranks publish; none where there is one rank.
+        logits: published by all ranks, too.
         records: the same.
     """
 
@@ -42,7 +42,7 @@ class Interpreter:
         self._plan, self._rank = plan, rank
         self._blocks = range(plan.blocks)
         self._vocabulary = plan.part_of(rank).vocabulary
-        self._heard = range(plan.model.vocab_size)  # token ids
+        self._sampled = range(plan.model.vocab_size)  # token ids
         self.peers: Sequence[Interpreter] = [self]
         workspace = plan.exchanges.workspace
         self.sums = {name: Exchange(plan, name) for name in workspace if name.startswith("sums")}
@@ -63,26 +63,26 @@ class Interpreter:
         """The round of one rank; stops where others have to come as far.
 
         Args:
-            tokens: of the columns.
-            sequences: of the columns; those of a sequence are side by side.
-            positions: of the columns.
+            tokens: of the queries.
+            sequences: of the queries; those of a sequence are side by side.
+            positions: of the queries.
 
         Returns:
-            Logits [columns, V] of all ranks as they lie here, and the chosen tokens.
+            Logits [queries, V] of all ranks as they lie here, and the chosen tokens.
         """
-        columns = len(tokens)
-        assert len(sequences) == len(positions) == columns <= MAX_COLUMNS, "columns"
+        queries = len(tokens)
+        assert len(sequences) == len(positions) == queries <= MAX_QUERIES, "queries"
         self._residual.embed(tokens)
-        self._residual.publish(self._in, columns, 0, "attention_norm")
+        self._residual.publish(self._in, queries, 0, "attention_norm")
         for layer in range(self._plan.model.num_layers):
             yield from self._layer(layer, sequences, positions)
-        yield from self._meet(columns)
+        yield from self._meet(queries)
         self.logits.clear()
         yield
-        self._head(columns)
-        yield from self._until_recorded(columns)
-        logits = self.logits.read(columns, self._heard)
-        chosen = self.records.choose(self._round, columns)
+        self._head(queries)
+        yield from self._until_recorded(queries)
+        logits = self.logits.read(queries, self._sampled)
+        chosen = self.records.choose(self._round, queries)
         self._in.clear()
         self._round += 1
         return logits, chosen
@@ -90,15 +90,15 @@ class Interpreter:
     def _layer(
         self, layer: int, sequences: Sequence[int], positions: Sequence[int]
     ) -> Iterator[None]:
-        columns = len(positions)
+        queries = len(positions)
         self._layers_done += 1
         done = self._layers_done
         run: dict[str, Callable[[], Iterator[None] | None]] = {
-            "qkv": lambda: self._qkv(layer, columns),
+            "qkv": lambda: self._qkv(layer, queries),
             "attention": lambda: self._attention.run(layer, done, sequences, positions),
-            "attention_output": lambda: self._attention_output(layer, columns),
-            "gate_up": lambda: self._gate_up(layer, columns),
-            "down": lambda: self._down(layer, columns),
+            "attention_output": lambda: self._attention_output(layer, queries),
+            "gate_up": lambda: self._gate_up(layer, queries),
+            "down": lambda: self._down(layer, queries),
         }
         for phase in LAYER:
             yield from run[phase.name]() or ()
@@ -106,75 +106,75 @@ class Interpreter:
     def _op(self, layer: int, name: str) -> Operation:
         return self._plan.image.operation(layer, name)
 
-    def _product(self, op: Operation, x: Tensor, layer: int, block: int, columns: int) -> Tensor:
-        """[rows, columns] of a block; what the multiply gives for other columns is left."""
-        return (self._weights.matrix(op, layer, block) @ x)[:, :columns]
+    def _product(self, op: Operation, x: Tensor, layer: int, block: int, queries: int) -> Tensor:
+        """[rows, columns] of a block; what the multiply gives for other queries is left."""
+        return (self._weights.matrix(op, layer, block) @ x)[:, :queries]
 
-    def _qkv(self, layer: int, columns: int) -> None:
+    def _qkv(self, layer: int, queries: int) -> None:
         op = self._op(layer, "qkv")
-        x = self._in.read_for(op, columns)
+        x = self._in.read_for(op, queries)
         for block in self._blocks:
-            y = self._product(op, x, layer, block, columns)
-            factor = self._residual.factor(self._in, block, columns)
+            y = self._product(op, x, layer, block, queries)
+            factor = self._residual.factor(self._in, block, queries)
             self._projection.publish(self._layers_done, block, rows_of(op, block), y.T, factor)
 
-    def _attention_output(self, layer: int, columns: int) -> Iterator[None]:
+    def _attention_output(self, layer: int, queries: int) -> Iterator[None]:
         op, attended = self._op(layer, "attention_output"), self._attention.attended
-        yield from self._join(op, attended, "mid", layer, columns)
-        self._residual.publish(self._mid, columns, layer, "mlp_norm")
-        yield from self._listen("in", layer, columns)
+        yield from self._join(op, attended, "mid", layer, queries)
+        self._residual.publish(self._mid, queries, layer, "mlp_norm")
+        yield from self._listen("in", layer, queries)
 
-    def _gate_up(self, layer: int, columns: int) -> None:
+    def _gate_up(self, layer: int, queries: int) -> None:
         self._clear()
         op = self._op(layer, "gate_up")
-        x = self._mid.read_for(op, columns)
+        x = self._mid.read_for(op, queries)
         for block in self._blocks:
             rows = rows_of(op, block)
-            y = self._product(op, x, layer, block, columns)
-            y = y * self._residual.factor(self._mid, block, columns)
+            y = self._product(op, x, layer, block, queries)
+            y = y * self._residual.factor(self._mid, block, queries)
             y = y + self._weights.vector(layer, "gate_up_bias", rows)[:, None]
             y = y.unflatten(0, (-1, 2, op.matrix.unit_neurons))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
             gated = torch.nn.functional.silu(gate) * up
             neurons = range(rows.start // 2, rows.stop // 2)
-            self._gated_in(layer).publish(self._layers_done, range(columns), neurons, gated.T)
+            self._gated_in(layer).publish(self._layers_done, range(queries), neurons, gated.T)
 
-    def _down(self, layer: int, columns: int) -> Iterator[None]:
+    def _down(self, layer: int, queries: int) -> Iterator[None]:
         op = self._op(layer, "down")
-        yield from self._join(op, self._gated_in(layer), "in", layer, columns)
+        yield from self._join(op, self._gated_in(layer), "in", layer, queries)
         last = layer + 1 == self._plan.model.num_layers
         norm = "final_norm" if last else "attention_norm"
-        self._residual.publish(self._in, columns, layer + 1, norm)
-        yield from self._listen("mid", layer + 1, columns)
+        self._residual.publish(self._in, queries, layer + 1, norm)
+        yield from self._listen("mid", layer + 1, queries)
 
     def _gated_in(self, layer: int) -> Operand:
         return self._gated[self._plan.exchanges.gated(self._plan.image.layer(layer))]
 
     def _join(
-        self, op: Operation, operand: Operand, name: str, layer: int, columns: int
+        self, op: Operation, operand: Operand, name: str, layer: int, queries: int
     ) -> Iterator[None]:
         """The product joins the residual, ranks summed in order; `name` of its next reader."""
         done = self._layers_done
-        x = operand.read_for(op, done, columns)
-        products = [self._product(op, x, layer, block, columns) for block in self._blocks]
+        x = operand.read_for(op, done, queries)
+        products = [self._product(op, x, layer, block, queries) for block in self._blocks]
         if self._plan.ranks > 1:
             for block, y in enumerate(products):
-                self._tell_sums(f"sums_{name}", rows_of(op, block), y)
+                self._publish_sums(f"sums_{name}", rows_of(op, block), y)
             yield
             all_rows = (rows_of(op, block) for block in self._blocks)
-            products = [self._told_sum(f"sums_{name}", rows, columns) for rows in all_rows]
+            products = [self._received_sum(f"sums_{name}", rows, queries) for rows in all_rows]
         for block, y in enumerate(products):
             self._residual.add(op, y, layer, block)
 
-    def _tell_sums(self, name: str, rows: range, product: Tensor) -> None:
+    def _publish_sums(self, name: str, rows: range, product: Tensor) -> None:
         """Partial sums [rows, columns], to all ranks."""
         where = (self._rank, slice(product.shape[1]), slice(rows.start, rows.stop), 0)
         for peer in self.peers:
             peer.sums[name].write(self._layers_done, where, product.T)
 
-    def _told_sum(self, name: str, rows: range, columns: int) -> Tensor:
+    def _received_sum(self, name: str, rows: range, queries: int) -> Tensor:
         """[rows, columns] from all ranks, in their order."""
-        where = (slice(None), slice(columns), slice(rows.start, rows.stop), 0)
+        where = (slice(None), slice(queries), slice(rows.start, rows.stop), 0)
         first, *others = self.sums[name].read(self._layers_done, where).unbind()
         return sum(others, first).T
 
@@ -188,40 +188,40 @@ class Interpreter:
         for kept in (*self._gated.values(), *self.sums.values()):
             kept.clear(epoch)
 
-    def _listen(self, name: str, layer: int, columns: int) -> Iterator[None]:  # noqa: ARG002
-        """What other lanes told joins the residual before a module adds to it."""
+    def _listen(self, name: str, layer: int, queries: int) -> Iterator[None]:  # noqa: ARG002
+        """What other lanes published joins the residual before a module adds to it."""
         yield from ()
 
-    def _meet(self, columns: int) -> Iterator[None]:  # noqa: ARG002
+    def _meet(self, queries: int) -> Iterator[None]:  # noqa: ARG002
         """Lanes become one stream."""
         yield from ()
 
-    def _until_recorded(self, columns: int) -> Iterator[None]:  # noqa: ARG002
+    def _until_recorded(self, queries: int) -> Iterator[None]:  # noqa: ARG002
         """Stop until all have come to their records."""
         yield
 
-    def _head_input(self, block: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Activations [k, 8], and [columns] what products are multiplied by."""
-        x = self._in.read_for(self._plan.head, columns)
-        return x, self._residual.factor(self._in, block, columns)
+    def _head_input(self, block: int, queries: int) -> tuple[Tensor, Tensor]:
+        """Activations [k, 8], and [queries] what products are multiplied by."""
+        x = self._in.read_for(self._plan.head, queries)
+        return x, self._residual.factor(self._in, block, queries)
 
-    def _record(self, column: int, block: int, best: tuple[float, int]) -> None:
-        """Tell all ranks a block's best logit and its token."""
+    def _record(self, query: int, block: int, best: tuple[float, int]) -> None:
+        """Publish a block's best logit and its token to all ranks."""
         place = self._rank * self._plan.blocks + block
         for peer in self.peers:
-            peer.records.write(self._round, column, place, best)
+            peer.records.write(self._round, query, place, best)
 
-    def _head(self, columns: int) -> None:
+    def _head(self, queries: int) -> None:
         for block in self._blocks:
-            x, factor = self._head_input(block, columns)
-            y = self._product(self._plan.head, x, 0, block, columns) * factor
+            x, factor = self._head_input(block, queries)
+            y = self._product(self._plan.head, x, 0, block, queries) * factor
             start = rows_of(self._plan.head, block).start
             logits = y[: max(0, len(self._vocabulary) - start)].T
             first = self._vocabulary.start + start
             for peer in self.peers:
                 peer.logits.write(first, logits)
-            for column, of_column in enumerate(logits):
-                self._record(column, block, _best(of_column, first))
+            for query, of_query in enumerate(logits):
+                self._record(query, block, _best(of_query, first))
 
 
 def _best(logits: Tensor, first: int) -> tuple[float, int]:
@@ -237,13 +237,13 @@ def round_of_ranks(
     sequences: Sequence[int],
     positions: Sequence[int],
 ) -> tuple[Tensor, list[int]]:
-    """(logits [columns, V], chosen tokens) of one round, run by all ranks side by side.
+    """(logits [queries, V], chosen tokens) of one round, run by all ranks side by side.
 
     Args:
         ranks: of one launch.
         tokens: as of `Interpreter.stages`, like the next two.
-        sequences: of the columns.
-        positions: of the columns.
+        sequences: of the queries.
+        positions: of the queries.
     """
     for rank in ranks:
         rank.peers = ranks

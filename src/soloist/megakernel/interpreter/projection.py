@@ -5,7 +5,7 @@ from torch import Tensor
 
 from soloist.megakernel.interpreter.exchange import Exchange, rounded
 from soloist.megakernel.interpreter.weights import Weights
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 
 
@@ -24,10 +24,10 @@ class Projection:
     ) -> None:
         self._plan, self._weights, self._rope, self._dtype = plan, weights, rope, dtype
         self._values = Exchange(plan, "projected")
-        self._factor = torch.zeros(plan.blocks, MAX_COLUMNS)
+        self._factor = torch.zeros(plan.blocks, MAX_QUERIES)
 
     def publish(self, epoch: int, block: int, rows: range, product: Tensor, factor: Tensor) -> None:
-        """A block's rows [columns, rows], and what it multiplies all rows of a column by."""
+        """A block's rows [queries, rows], and what it multiplies all rows of a query by."""
         where = (slice(len(product)), slice(rows.start, rows.stop), 0)
         self._values.write(epoch, where, product)
         self._factor[block, : len(factor)] = factor
@@ -36,10 +36,10 @@ class Projection:
         """See Exchange."""
         self._values.clear(epoch)
 
-    def prepared(self, layer: int, epoch: int, head: int, column: int, position: int) -> Tensor:
+    def prepared(self, layer: int, epoch: int, head: int, query: int, position: int) -> Tensor:
         """[group + 2, D]: queries, key and value of one KV head, normed, rotated and rounded."""
         attention = self._plan.model.layers[layer].attention
-        members = self._members(layer, epoch, head, column)
+        members = self._members(layer, epoch, head, query)
         rotating, value = members[:-1], members[-1:]
         if attention.qk_norm:
             rotating = self._normed(layer, rotating)
@@ -47,15 +47,15 @@ class Projection:
             rotating = _rotated(rotating, self._rope[position])
         return rounded(torch.cat([rotating, value]), self._dtype)
 
-    def _members(self, layer: int, epoch: int, head: int, column: int) -> Tensor:
+    def _members(self, layer: int, epoch: int, head: int, query: int) -> Tensor:
         """[group + 2, D] with biases."""
         shape = self._plan.shape
         size = (shape.group + 2) * shape.head_dim
         rows = range(head * size, (head + 1) * size)
         # One of those that may need them; all know the same factor.
         block = head * self._plan.attention.splits
-        members = self._values.read(epoch, (column, slice(rows.start, rows.stop), 0))
-        scaled = members * self._factor[block, column]
+        members = self._values.read(epoch, (query, slice(rows.start, rows.stop), 0))
+        scaled = members * self._factor[block, query]
         return (scaled + self._weights.vector(layer, "qkv_bias", rows)).view(-1, shape.head_dim)
 
     def _normed(self, layer: int, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Projection:
         return x * scale * torch.stack([*[q] * group, k])
 
 
-def _rotated(x: Tensor, turns: Tensor) -> Tensor:
+def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
     """[heads, D] at one position, whose [D / 2, 2] cosines and sines these are."""
-    (cos, sin), (low, high) = turns.unbind(1), x.chunk(2, dim=1)
+    (cos, sin), (low, high) = rotations.unbind(1), x.chunk(2, dim=1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], 1)

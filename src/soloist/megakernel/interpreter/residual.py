@@ -8,7 +8,7 @@ from torch import Tensor
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
 from soloist.megakernel.interpreter.weights import Weights, rows_of
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.limits import MAX_COLUMNS
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 
 
@@ -17,7 +17,7 @@ class Stream:
 
     Attributes:
         operand: its values, normed by an assumed scale.
-        squares: [column][block]: sum of squares, assumed scale.
+        squares: [query][block]: sum of squares, assumed scale.
         epoch: how often it has been published.
     """
 
@@ -26,9 +26,9 @@ class Stream:
         self.squares = Exchange(plan, f"squares_{name}")
         self.epoch = 0
 
-    def read_for(self, op: Operation, columns: int) -> Tensor:
+    def read_for(self, op: Operation, queries: int) -> Tensor:
         """[k, 8] of the last epoch, for a matrix."""
-        return self.operand.read_for(op, self.epoch, columns)
+        return self.operand.read_for(op, self.epoch, queries)
 
     def clear(self) -> None:
         """What the cleaner does while the last epoch is read."""
@@ -40,23 +40,23 @@ class Residual:
     """The stream in fp32, and by which scale each block expects that it is to be normed.
 
     Attributes:
-        values: [blocks, columns, rows of a block].
-        scale: [blocks, columns].
+        values: [blocks, queries, rows of a block].
+        scale: [blocks, queries].
     """
 
     def __init__(self, plan: Plan, weights: Weights) -> None:
         self._plan, self._weights = plan, weights
         self._embedding_scale = weights.embedding_scale()
-        self.values = torch.full((plan.blocks, MAX_COLUMNS, plan.shared.hidden_rows), torch.nan)
-        self.scale = torch.zeros(plan.blocks, MAX_COLUMNS)
+        self.values = torch.full((plan.blocks, MAX_QUERIES, plan.shared.hidden_rows), torch.nan)
+        self.scale = torch.zeros(plan.blocks, MAX_QUERIES)
 
     def rows(self, block: int) -> range:
         """The rows of a block, those of its part of `down` in every layer."""
         return rows_of(self._plan.image.operation(0, "down"), block)
 
-    def part(self, block: int, columns: int) -> Tensor:
-        """[columns, rows] of a block, to be changed in place."""
-        return self.values[block, :columns, : len(self.rows(block))]
+    def part(self, block: int, queries: int) -> Tensor:
+        """[queries, rows] of a block, to be changed in place."""
+        return self.values[block, :queries, : len(self.rows(block))]
 
     def embed(self, tokens: Sequence[int]) -> None:
         """Begin a round."""
@@ -74,21 +74,21 @@ class Residual:
         part = self.part(block, product.shape[1])
         part += (product + bias[:, None]).T
 
-    def publish(self, stream: Stream, columns: int, layer: int, norm: str) -> None:
+    def publish(self, stream: Stream, queries: int, layer: int, norm: str) -> None:
         """All blocks' rows as the stream's next epoch, times the weights of a norm."""
         stream.epoch += 1
         for block in range(self._plan.blocks):
-            rows, x = self.rows(block), self.part(block, columns)
-            scale = self.scale[block, :columns]
+            rows, x = self.rows(block), self.part(block, queries)
+            scale = self.scale[block, :queries]
             scaled = x * self._weights.vector(layer, norm, rows) * scale[:, None]
-            stream.operand.publish(stream.epoch, range(columns), rows, scaled)
+            stream.operand.publish(stream.epoch, range(queries), rows, scaled)
             squares = torch.stack([x.square().sum(1), scale], dim=1)
-            stream.squares.write(stream.epoch, (slice(columns), block), squares)
+            stream.squares.write(stream.epoch, (slice(queries), block), squares)
 
-    def factor(self, stream: Stream, block: int, columns: int) -> Tensor:
-        """[columns]: true scale over the assumed one; the true one is assumed from now on."""
-        squares, assumed = stream.squares.read(stream.epoch, (slice(columns),)).unbind(2)
+    def factor(self, stream: Stream, block: int, queries: int) -> Tensor:
+        """[queries]: true scale over the assumed one; the true one is assumed from now on."""
+        squares, assumed = stream.squares.read(stream.epoch, (slice(queries),)).unbind(2)
         assert (assumed == assumed[:, :1]).all(), "blocks assume different scales"
         mean = squares.sum(1) / self._plan.model.hidden_size
-        self.scale[block, :columns] = (mean + self._plan.model.norm_epsilon).rsqrt()
-        return self.scale[block, :columns] / assumed[:, 0]
+        self.scale[block, :queries] = (mean + self._plan.model.norm_epsilon).rsqrt()
+        return self.scale[block, :queries] / assumed[:, 0]

@@ -12,7 +12,7 @@ from soloist.megakernel.interpreter.exchange import rounded
 
 @dataclass(slots=True)
 class Softmax:
-    """Attention over some positions, for rows of (column, query head).
+    """Attention over some positions, for rows of (query, query head).
 
     Attributes:
         top: [rows] the largest score so far.

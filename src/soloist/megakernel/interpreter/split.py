@@ -1,28 +1,28 @@
-"""How the caches of a round's columns are split over the blocks of a KV head."""
+"""How the caches of a round's queries are split over the blocks of a KV head."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.kv_layout import GRANULE_POSITIONS, PAGE_GRANULES, PAGE_POSITIONS
+from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS, PAGE_HALVES, PAGE_POSITIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns side by side of one sequence, at rising positions, whose cache is split alike.
+    """Queries side by side of one sequence, at rising positions, whose cache is split alike.
 
     Attributes:
-        columns: of the group.
+        queries: of the group.
         sequence: whose they are.
-        positions: of the columns.
+        positions: of the queries.
         splits: blocks of a KV head that share the cache.
         first_place: which of the head's blocks serves the first of them; the next ones follow.
-        fresh: the group's columns and those of the sequence before them, whose keys and values come
+        fresh: the group's queries and those of the sequence before them, whose keys and values come
             with this round too.
         fresh_positions: of these.
     """
 
-    columns: range
+    queries: range
     sequence: int
     positions: tuple[int, ...]
     splits: int
@@ -38,7 +38,7 @@ class Splits:
     Attributes:
         plan: the rules.
         layer: which one.
-        window: positions that a column sees, or None for all.
+        window: positions that a query sees, or None for all.
     """
 
     plan: AttentionPlan
@@ -50,9 +50,9 @@ class Splits:
         return max(0, position - self.window + 1) if self.window else 0
 
     def count(self, position: int) -> int:
-        """Blocks of a KV head that share the cache of a column: a power of 2 up to all of them."""
+        """Blocks of a KV head that share the cache of a query: a power of 2 up to all of them."""
         seen = position - self.window_start(position)
-        if seen < self.plan.near_positions:
+        if seen < self.plan.unsplit_positions:
             return 1
         return min(self.plan.splits, 1 << (seen // self.plan.split_positions).bit_length())
 
@@ -64,37 +64,37 @@ class Splits:
         return [(first + i) % splits for i in range(count)]
 
     def groups(self, sequences: Sequence[int], positions: Sequence[int]) -> Iterator[Group]:
-        """All columns of a round; splits are dealt to the blocks of a head in turn."""
+        """All queries of a round; splits are dealt to the blocks of a head in turn."""
         dealt = self.layer
-        for columns in self._alike(sequences, positions):
-            sequence, splits = sequences[columns.start], self.count(positions[columns.start])
-            fresh = range(sequences.index(sequence), columns.stop)
-            own, of_sequence = (tuple(positions[c] for c in r) for r in (columns, fresh))
+        for queries in self._alike(sequences, positions):
+            sequence, splits = sequences[queries.start], self.count(positions[queries.start])
+            fresh = range(sequences.index(sequence), queries.stop)
+            own, of_sequence = (tuple(positions[c] for c in r) for r in (queries, fresh))
             place = dealt % self.plan.splits
-            yield Group(columns, sequence, own, splits, place, fresh, of_sequence)
+            yield Group(queries, sequence, own, splits, place, fresh, of_sequence)
             dealt += splits
 
     def _alike(self, sequences: Sequence[int], positions: Sequence[int]) -> Iterator[range]:
         """Neighbours of one sequence with as many splits."""
-        columns, begin = len(positions), 0
+        queries, begin = len(positions), 0
         kinds = list(zip(sequences, map(self.count, positions), strict=True))
-        power = 1 << (columns - 1).bit_length()
-        for end in range(1, columns + 1):
-            # No more columns in a group than it takes to give each block of the head a split.
+        power = 1 << (queries - 1).bit_length()
+        for end in range(1, queries + 1):
+            # No more queries in a group than it takes to give each block of the head a split.
             most = max(1, power * kinds[begin][1] // self.plan.splits)
-            if end < columns and kinds[end] == kinds[begin] and end - begin < most:
+            if end < queries and kinds[end] == kinds[begin] and end - begin < most:
                 continue
             yield range(begin, end)
             begin = end
 
-    def granules(self, group: Group, split: int) -> Iterator[tuple[int, int]]:
+    def half_pages(self, group: Group, split: int) -> Iterator[tuple[int, int]]:
         """(first position, softmax lane) of all that a split owns and the group sees."""
         first_seen, last_seen = self.window_start(group.positions[0]), group.positions[-1]
         for page in self.pages(group, split):
-            for half in range(PAGE_GRANULES):
-                start = page * PAGE_POSITIONS + half * GRANULE_POSITIONS
-                if start <= last_seen and start + GRANULE_POSITIONS > first_seen:
-                    ordinal = self._ordinal(page, group.splits) * PAGE_GRANULES + half
+            for half in range(PAGE_HALVES):
+                start = page * PAGE_POSITIONS + half * HALF_PAGE_POSITIONS
+                if start <= last_seen and start + HALF_PAGE_POSITIONS > first_seen:
+                    ordinal = self._ordinal(page, group.splits) * PAGE_HALVES + half
                     yield start, ordinal % self.plan.softmax_lanes
 
     def pages(self, group: Group, split: int) -> list[int]:

@@ -2,7 +2,7 @@
 #pragma once
 #include "tile/kv_page.cuh"
 
-// Keys and values of columns `begin` … `end - 1` join a granule that starts at position `start`: in the
+// Keys and values of queries `begin` … `end - 1` join a half page that starts at position `start`: in the
 // ring's slot, or in the pool. Executed by a warp.
 template <class M>
 __device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end,
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
       const i32 row = cx.shared.control().position[min(c + i, end - 1)] - start;
-      if (c + i >= end || row < 0 || row >= static_cast<i32>(kGranulePositions)) continue;
+      if (c + i >= end || row < 0 || row >= static_cast<i32>(kHalfPagePositions)) continue;
       if (cx.lane < M::kHeadDim / 8)
         reinterpret_cast<uint4*>(keys + row * M::kKeyRowBytes)[M::key_chunk(row, cx.lane)] = key[i];
 #pragma unroll
@@ -31,14 +31,14 @@ __device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end,
   }
 }
 
-// New keys and values of the columns in `stored` go to the pool, where later rounds find them. A column to each warp.
+// New keys and values of the queries in `stored` go to the pool, where later rounds find them. A query to each warp.
 template <class M>
 __device__ __forceinline__ void store_fresh(const Context<M>& cx, u32 layer, u32 head, u32 stored) {
   if (!(stored >> cx.warp & 1)) return;
   const Control& control = cx.shared.control();
   const i32 sequence = control.sequence[cx.warp], position = control.position[cx.warp];
-  const u32 page = position / kPagePositions, granule = position % kPagePositions / kGranulePositions;
+  const u32 page = position / kPagePositions, half_page = position % kPagePositions / kHalfPagePositions;
   const i32 id = cx.params.page_tables[sequence * cx.params.page_table_stride + page];
-  u8* pool = reinterpret_cast<u8*>(cx.params.pool + granule_offset<M>(cx.params.page_values, id, layer, head, granule));
-  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kGranulePositions - 1), pool, pool + M::kGranuleBytes);
+  u8* pool = reinterpret_cast<u8*>(cx.params.pool + half_page_offset<M>(cx.params.page_values, id, layer, head, half_page));
+  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kHalfPagePositions - 1), pool, pool + M::kHalfPageBytes);
 }

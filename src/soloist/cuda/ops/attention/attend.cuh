@@ -1,4 +1,4 @@
-// A block attends to its split of a group of columns: granule after granule, as they come through the ring.
+// A block attends to its split of a group of queries: half page after half page, as they come through the ring.
 #pragma once
 #include "ops/attention/append.cuh"
 #include "ops/attention/gather.cuh"
@@ -8,20 +8,20 @@
 template <class M>
 struct GroupWork {
   PageWalk<M> walk;
-  u32 skipped, end;  // granules, counted from the first page's first one
+  u32 skipped, end;  // half pages, counted from the first page's first one
   u32 own;           // the first that may be this warp's, modulo kSoftmaxLanes
 
-  __device__ __forceinline__ GroupWork(const Context<M>& cx, const ColumnGroup& g, u32 layer)
+  __device__ __forceinline__ GroupWork(const Context<M>& cx, const QueryGroup& g, u32 layer)
       : walk(g, layer), skipped(0), end(0) {
     const u32 pages = walk.count();
     if (pages > 0) {
-      skipped = walk.first_granule();
+      skipped = walk.first_half_page();
       end = 2 * pages - (walk.has(walk.ahead(pages - 1), 1) ? 0 : 1);
     }
     own = softmax_lane(cx) - walk.ordinal() * 2;
   }
-  __device__ __forceinline__ i32 start(u32 granule) const {
-    return walk.ahead(granule / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(granule % 2 * kGranulePositions);
+  __device__ __forceinline__ i32 start(u32 half_page) const {
+    return walk.ahead(half_page / 2) * static_cast<i32>(kPagePositions) + static_cast<i32>(half_page % 2 * kHalfPagePositions);
   }
 };
 // … and of the rows.
@@ -32,7 +32,7 @@ struct GroupRows {
   u32 first;      // of the tiles, or of that half
   i32 last[M::kWarpTiles][kRowHalves<M>];
 
-  __device__ __forceinline__ GroupRows(const Context<M>& cx, const ColumnGroup& g) {
+  __device__ __forceinline__ GroupRows(const Context<M>& cx, const QueryGroup& g) {
     const u32 begin = g.begin * M::kGroup, end = g.end * M::kGroup, own = row_set(cx) * M::kWarpTiles * 16;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
@@ -43,7 +43,7 @@ struct GroupRows {
     for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
       for (u32 i = 0; i < kRowHalves<M>; ++i)
-        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kGroup, kMaxColumns - 1)];
+        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kGroup, kMaxQueries - 1)];
   }
 };
 
@@ -51,9 +51,9 @@ struct GroupRows {
 // shared memory. All its lanes write and read the same.
 template <class M>
 struct Parked {
-  u32 round, layer, layers_done, columns, reductions, own, stored, gathered;
+  u32 round, layer, layers_done, queries, reductions, own, stored, gathered;
   float scale;
-  ColumnGroup group;
+  QueryGroup group;
   GroupWork<M> work;
 };
 template <class M>
@@ -62,21 +62,21 @@ __device__ __forceinline__ Parked<M>& parked(const Context<M>& cx) {
   return *reinterpret_cast<Parked<M>*>(of_warp[cx.warp]);
 }
 template <class M>
-__device__ __forceinline__ void park(const Context<M>& cx, u32 layer, u32 own, u32 stored, u32 gathered, const ColumnGroup& g,
+__device__ __forceinline__ void park(const Context<M>& cx, u32 layer, u32 own, u32 stored, u32 gathered, const QueryGroup& g,
                                      const GroupWork<M>& work) {
   if constexpr (!kMovesRegisters) {
-    parked(cx) = Parked<M>{cx.round, layer, cx.layers_done, cx.columns, cx.reductions, own, stored, gathered, cx.scale, g, work};
+    parked(cx) = Parked<M>{cx.round, layer, cx.layers_done, cx.queries, cx.reductions, own, stored, gathered, cx.scale, g, work};
     __syncwarp();
   }
 }
 template <class M>
-__device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32& stored, u32& gathered, ColumnGroup& g) {
+__device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32& stored, u32& gathered, QueryGroup& g) {
   if constexpr (!kMovesRegisters) {
     const Parked<M>& p = parked(cx);
     cx.round = p.round;
     layer = p.layer;
     cx.layers_done = p.layers_done;
-    cx.columns = Columns{p.columns};
+    cx.queries = Queries{p.queries};
     cx.reductions = p.reductions;
     own = p.own;
     stored = p.stored;
@@ -88,47 +88,47 @@ __device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32
 }
 
 template <class M>
-__device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, ColumnGroup& group,
+__device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
                                              const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
   if (known.end == 0 && merging.count == 0) return;
   park(cx, layer, own, stored, merging.count, group, known);
-  const ColumnGroup& g = kMovesRegisters ? group : parked(cx).group;
+  const QueryGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork<M>& work = kMovesRegisters ? known : parked(cx).work;
-  const u32 queries = shared_address(cx.shared.queries()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
+  const u32 q_rows = shared_address(cx.shared.q_rows()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = M::kWindow[layer];
   Softmax<M> softmax;
   softmax.clear();
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
-  // page's first granule that is seen.
-  constexpr u32 kSlotGranules = M::kPageSlot ? 2 : 1, kSlots = M::kRingSlots / 2;
+  // page's first half page that is seen.
+  constexpr u32 kSlotHalfPages = M::kPageSlot ? 2 : 1, kSlots = M::kRingSlots / 2;
   bool appended = false;
 #pragma unroll 1
   for (u32 begin = work.skipped; begin < work.end;) {
-    const u32 origin = M::kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kSlots * kSlotGranules);
-    const u32 slots = (stop - origin + kSlotGranules - 1) / kSlotGranules;
-    const auto keys_of = [&](u32 granule) {
-      const u32 slot = (granule - origin) / kSlotGranules;
-      const u32 in_slot = M::kPageSlot ? granule - max(begin, granule & ~1u) : 0;
-      return cx.ring.wait(slot) + in_slot * (2 * M::kGranuleBytes);
+    const u32 origin = M::kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kSlots * kSlotHalfPages);
+    const u32 slots = (stop - origin + kSlotHalfPages - 1) / kSlotHalfPages;
+    const auto keys_of = [&](u32 half_page) {
+      const u32 slot = (half_page - origin) / kSlotHalfPages;
+      const u32 in_slot = M::kPageSlot ? half_page - max(begin, half_page & ~1u) : 0;
+      return cx.ring.wait(slot) + in_slot * (2 * M::kHalfPageBytes);
     };
 #pragma unroll 1
-    for (u32 granule = begin + (work.own - begin) % M::kSoftmaxLanes; granule < stop; granule += M::kSoftmaxLanes) {
+    for (u32 half_page = begin + (work.own - begin) % M::kSoftmaxLanes; half_page < stop; half_page += M::kSoftmaxLanes) {
       if (!rows.tiles) break;
-      const i32 start = work.start(granule), behind = start + static_cast<i32>(kGranulePositions);
-      const u32 keys = keys_of(granule);
+      const i32 start = work.start(half_page), behind = start + static_cast<i32>(kHalfPagePositions);
+      const u32 keys = keys_of(half_page);
       if (behind > g.first_fresh) {
-        // All warps that share the granule write the same.
+        // All warps that share the half page write the same.
         u8* slot = at_shared<u8>(keys);
-        append(cx, g.fresh, g.end, start, slot, slot + M::kGranuleBytes);
+        append(cx, g.fresh, g.end, start, slot, slot + M::kHalfPageBytes);
         appended = true;
         __syncwarp();
       }
-      const u32 values = keys + M::kGranuleBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
+      const u32 values = keys + M::kHalfPageBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
       const bool partly = window || behind > g.first_position;
       if (kKnowsFewRows<M> && rows.few)
-        softmax.template add<1, 1>(queries, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
+        softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
       else
-        softmax.template add<M::kWarpTiles, kRowHalves<M>>(queries, rows.tiles, false, keys, values, start, rows.last,
+        softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, start, rows.last,
                                                            window, partly, cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would

@@ -6,23 +6,23 @@ template <class M>
 inline constexpr u32 kHeadRows = (M::kGroup + 2) * M::kHeadDim;  // rows of q, k, v of one KV head
 
 template <class L, class M>
-__device__ __forceinline__ float* projected(const Context<M>& cx, u32 epoch, u32 column) {
-  u8* now = turn<M>(cx.params, M::kWsProjected, M::kWsProjectedBytes, epoch);
-  return reinterpret_cast<float*>(now) + column * (L::Qkv::kUnits * 8);
+__device__ __forceinline__ float* projected(const Context<M>& cx, u32 epoch, u32 query) {
+  u8* now = exchange_copy<M>(cx.params, M::kWsProjected, M::kWsProjectedBytes, epoch);
+  return reinterpret_cast<float*>(now) + query * (L::Qkv::kUnits * 8);
 }
 
 template <class M>
-__device__ __forceinline__ float* partial_values(const Context<M>& cx, u32 epoch, u32 column, u32 query_head) {
-  return reinterpret_cast<float*>(turn<M>(cx.params, M::kWsPartial, M::kWsPartialBytes, epoch)) +
-         (column * M::kQueryHeads + query_head) * (M::kSplits * M::kHeadDim);
+__device__ __forceinline__ float* partial_values(const Context<M>& cx, u32 epoch, u32 query, u32 query_head) {
+  return reinterpret_cast<float*>(exchange_copy<M>(cx.params, M::kWsPartial, M::kWsPartialBytes, epoch)) +
+         (query * M::kQueryHeads + query_head) * (M::kSplits * M::kHeadDim);
 }
 template <class M>
-__device__ __forceinline__ float2* partial_stats(const Context<M>& cx, u32 epoch, u32 column, u32 query_head) {
-  return reinterpret_cast<float2*>(turn<M>(cx.params, M::kWsPartialStats, M::kWsPartialStatsBytes, epoch)) +
-         (column * M::kQueryHeads + query_head) * M::kSplits;
+__device__ __forceinline__ float2* partial_stats(const Context<M>& cx, u32 epoch, u32 query, u32 query_head) {
+  return reinterpret_cast<float2*>(exchange_copy<M>(cx.params, M::kWsPartialStats, M::kWsPartialStatsBytes, epoch)) +
+         (query * M::kQueryHeads + query_head) * M::kSplits;
 }
 
 template <class M>
 __device__ __forceinline__ u8* attended_operand(const Context<M>& cx, u32 epoch) {
-  return turn<M>(cx.params, M::kWsAttended, M::kWsAttendedBytes, epoch);
+  return exchange_copy<M>(cx.params, M::kWsAttended, M::kWsAttendedBytes, epoch);
 }

@@ -4,47 +4,47 @@
 #include "ops/attention/softmax.cuh"
 #include "ops/attention/split.cuh"
 
-// Columns whose running softmaxes lie in shared memory until no more fit there or none is left: they are merged
+// Queries whose running softmaxes lie in shared memory until no more fit there or none is left: they are merged
 // together, and a warp that has none of one group's rows goes on with the next group's.
 template <class M>
-inline constexpr u32 kColumnLanesBytes = M::kSoftmaxLanes * M::kGroup * M::kHeadDim * 4;
+inline constexpr u32 kQueryLanesBytes = M::kSoftmaxLanes * M::kGroup * M::kHeadDim * 4;
 template <class M>
-inline constexpr u32 kFitting = M::kReduceBytes / kColumnLanesBytes<M>;
+inline constexpr u32 kFitting = M::kReduceBytes / kQueryLanesBytes<M>;
 template <class M>
-inline constexpr u32 kGatheredColumns = kFitting<M> < kMostColumns ? kFitting<M> : kMostColumns;
+inline constexpr u32 kGatheredQueries = kFitting<M> < kMostQueries ? kFitting<M> : kMostQueries;
 // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
 template <class M>
 inline constexpr u32 kRowSwap = M::kHeadDim % 64 == 0 ? 7 : 3;
 
-// What is to become of a gathered column: its attention (near), or a split's part of it (far).
+// What is to become of a gathered query: its attention (unsplit), or the part of one split.
 struct Gathered {
-  u32 bits;  // near, column, split
+  u32 bits;  // unsplit, query, split
 
-  static __device__ __forceinline__ Gathered of(u32 column, const ColumnGroup& g) {
-    return {(g.split_bits == 0 ? 1u : 0u) | column << 1 | g.split << 4};
+  static __device__ __forceinline__ Gathered of(u32 query, const QueryGroup& g) {
+    return {(g.split_bits == 0 ? 1u : 0u) | query << 1 | g.split << 4};
   }
-  __device__ __forceinline__ bool near() const { return bits & 1; }
-  __device__ __forceinline__ u32 column() const { return bits >> 1 & 7; }
+  __device__ __forceinline__ bool is_unsplit() const { return bits & 1; }
+  __device__ __forceinline__ u32 query() const { return bits >> 1 & 7; }
   __device__ __forceinline__ u32 split() const { return bits >> 4; }
 };
-static_assert(kMaxColumns <= 8, "three bits");
+static_assert(kMaxQueries <= 8, "three bits");
 
 template <class M>
 struct LaneMerge {
-  static_assert(kFitting<M> > 0, "one column at least");
-  u32 count = 0;    // of columns gathered
-  Gathered newest;  // the last of them; of more, shared memory tells
+  static_assert(kFitting<M> > 0, "one query at least");
+  u32 count = 0;    // of queries gathered
+  Gathered newest;  // the last of them; of more, shared memory knows
 
   static __device__ __forceinline__ Gathered* gathered() {
-    __shared__ u32 bits[kGatheredColumns<M>];
+    __shared__ u32 bits[kGatheredQueries<M>];
     return reinterpret_cast<Gathered*>(bits);
   }
 
-  // Softmaxes of a group's columns come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
+  // Softmaxes of a group's queries come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
   // after it.
-  __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const ColumnGroup& g, u32 first_row,
+  __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
                                          u32 head, bool empty, bool last) {
-    constexpr u32 kRows = kGatheredColumns<M> * M::kGroup;
+    constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
     const u32 dims = value_set(cx) * kSetDim<M>, mine = softmax_lane(cx), q = cx.lane % 4;
     float* values = reinterpret_cast<float*>(cx.shared.reduce());
     float2* stats = cx.shared.stats();     // [lane][row]
@@ -59,13 +59,13 @@ struct LaneMerge {
       }
 #pragma unroll 1
     for (u32 first = empty ? g.end : g.begin;;) {
-      const u32 columns = min(kGatheredColumns<M> - count, g.end - first);
+      const u32 queries = min(kGatheredQueries<M> - count, g.end - first);
 #pragma unroll
       for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
           const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * M::kGroup, row = count * M::kGroup + of_group;
-          if (of_group >= columns * M::kGroup) continue;
+          if (of_group >= queries * M::kGroup) continue;
           if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
           float2* to = reinterpret_cast<float2*>(values + (mine * kRows + row) * M::kHeadDim + 2 * q);
           const u32 swap = row & kRowSwap<M>;
@@ -74,18 +74,18 @@ struct LaneMerge {
             to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
         }
       // All warps write the same.
-      if (kGatheredColumns<M> > 1 && cx.lane < columns) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
+      if (kGatheredQueries<M> > 1 && cx.lane < queries) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
       newest = Gathered::of(first, g);
-      count += columns;
-      first += columns;
-      if (count == kGatheredColumns<M> || (last && first == g.end)) merge(cx, head);
+      count += queries;
+      first += queries;
+      if (count == kGatheredQueries<M> || (last && first == g.end)) merge(cx, head);
       if (first == g.end) break;
     }
   }
 
   // What was gathered is merged, lane after lane, and published.
   __device__ __forceinline__ void merge(const Context<M>& cx, u32 head) {
-    constexpr u32 kRows = kGatheredColumns<M> * M::kGroup;
+    constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
     const float* values = reinterpret_cast<const float*>(cx.shared.reduce());
     const float2* stats = cx.shared.stats();
     u8* attended = attended_operand(cx, cx.layers_done);
@@ -93,7 +93,7 @@ struct LaneMerge {
 #pragma unroll 1
     for (u32 i = cx.thread; i < count * M::kGroup * (M::kHeadDim / 2); i += kConsumerThreads) {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
-      const Gathered of = kGatheredColumns<M> > 1 ? gathered()[row / M::kGroup] : newest;
+      const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       float2 part[M::kSoftmaxLanes];
       float top = -kInfinity;
 #pragma unroll
@@ -113,16 +113,16 @@ struct LaneMerge {
         total += part[v].y * weight;
       }
       const u32 query_head = head * M::kGroup + row % M::kGroup;
-      if (of.near()) {
+      if (of.is_unsplit()) {
         const float scale = __fdividef(1.0f, total);
-        store_exchanged(operand_value(attended, of.column(), query_head * M::kHeadDim + d),
+        store_exchanged(operand_value(attended, of.query(), query_head * M::kHeadDim + d),
                         present(pack_pair(x * scale, y * scale)));
         continue;
       }
-      float* to = partial_values(cx, cx.layers_done, of.column(), query_head) + of.split() * M::kHeadDim;
+      float* to = partial_values(cx, cx.layers_done, of.query(), query_head) + of.split() * M::kHeadDim;
       store_exchanged(to + d, present(x), present(y));
       if (d == 0)
-        store_exchanged(partial_stats(cx, cx.layers_done, of.column(), query_head) + of.split(), present(top), present(total));
+        store_exchanged(partial_stats(cx, cx.layers_done, of.query(), query_head) + of.split(), present(top), present(total));
     }
     cx.sync();
     count = 0;

@@ -63,32 +63,32 @@ struct Merging {
   }
 };
 
-// Far columns: the blocks of a head share the work of merging its splits' results and publish the outcome. Four
+// Queries with split caches: the blocks of a head share the work of merging its splits' results and publish the outcome. Four
 // lanes merge eight values.
 template <class M>
 __device__ __forceinline__ void merge_far(const Context<M>& cx, u32 layer, u32 head, u32 place) {
   constexpr u32 kPieces = M::kGroup * M::kHeadDim / 8, kAtOnce = kConsumerThreads / kMergeLanes;
   const Control& control = cx.shared.control();
-  const u32 far = __ballot_sync(~0u, split_bits_of<M>(layer, control.position[min(cx.lane, cx.columns - 1)]) > 0);
-  if (!far) return;
+  const u32 split = __ballot_sync(~0u, split_bits_of<M>(layer, control.position[min(cx.lane, cx.queries - 1)]) > 0);
+  if (!split) return;
   u8* now = attended_operand(cx, cx.layers_done);
-  const u32 pieces = cx.columns * kPieces, q = cx.lane % kMergeLanes;
+  const u32 pieces = cx.queries * kPieces, q = cx.lane % kMergeLanes;
 #pragma unroll 1
   for (u32 i = cx.thread / kMergeLanes * M::kSplits + place; __any_sync(~0u, i < pieces); i += kAtOnce * M::kSplits) {
-    const u32 column = min(i / kPieces, cx.columns - 1), k = i % kPieces * 8;
-    const bool valid = i < pieces && (far >> column & 1);
+    const u32 query = min(i / kPieces, cx.queries - 1), k = i % kPieces * 8;
+    const bool valid = i < pieces && (split >> query & 1);
     Merging<M> merging;
     if (valid)
-      merging.add(Splits<M>(control, layer, column), q,
-                  partial_stats(cx, cx.layers_done, column, head * M::kGroup + k / M::kHeadDim),
-                  partial_values(cx, cx.layers_done, column, head * M::kGroup + k / M::kHeadDim) + k % M::kHeadDim);
+      merging.add(Splits<M>(control, layer, query), q,
+                  partial_stats(cx, cx.layers_done, query, head * M::kGroup + k / M::kHeadDim),
+                  partial_values(cx, cx.layers_done, query, head * M::kGroup + k / M::kHeadDim) + k % M::kHeadDim);
     __syncwarp();
 #pragma unroll
     for (u32 apart = 1; apart < kMergeLanes; apart *= 2) merging.join(apart);
     if (!valid || q != 0) continue;
     const float scale = 1.0f / merging.total;
     const float(&x)[8] = merging.sum;
-    store_exchanged(operand_value(now, column, head * M::kGroup * M::kHeadDim + k),
+    store_exchanged(operand_value(now, query, head * M::kGroup * M::kHeadDim + k),
                     make_uint4(present(pack_pair(x[0] * scale, x[1] * scale)), present(pack_pair(x[2] * scale, x[3] * scale)),
                                present(pack_pair(x[4] * scale, x[5] * scale)), present(pack_pair(x[6] * scale, x[7] * scale))));
   }

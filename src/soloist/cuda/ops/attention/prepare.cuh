@@ -3,10 +3,10 @@
 #include "ops/attention/exchange.cuh"
 #include "ops/attention/split.cuh"
 
-// Cosines and sines of the round's positions come to shared memory once a round. Warp c serves column c.
+// Cosines and sines of the round's positions come to shared memory once a round. Warp c serves query c.
 template <class M>
 __device__ __forceinline__ void load_rope(const Context<M>& cx) {
-  if (cx.warp >= cx.columns) return;
+  if (cx.warp >= cx.queries) return;
   const float2* from = cx.params.rope + static_cast<u64>(cx.shared.control().position[cx.warp]) * (M::kHeadDim / 2);
 #pragma unroll 1
   for (u32 p = cx.lane; p < M::kHeadDim / 2; p += 32) cx.shared.rope()[cx.warp * (M::kHeadDim / 2) + p] = __ldg(from + p);
@@ -15,13 +15,13 @@ __device__ __forceinline__ void load_rope(const Context<M>& cx) {
 // Where queries lie in shared memory: as the lanes of a warp read them for the first operand of m16n8k16,
 // [tile of 16 rows][32 of D][multiply][lane][16 bytes].
 template <class M>
-__device__ __forceinline__ u32 query_offset(u32 row, u32 d) {
+__device__ __forceinline__ u32 q_offset(u32 row, u32 d) {
   const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
   return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
 }
 constexpr u32 kNoRow = ~0u;
 
-// One head vector [D] of a column, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
+// One head vector [D] of a query, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
 template <class L>
 struct HeadVector {
   using M = typename L::M;
@@ -62,8 +62,8 @@ struct HeadVector {
       if (p >= kHalf) continue;
       const float2 cs = turned ? turned[p] : make_float2(1.0f, 0.0f);
       const float x = low[j] * cs.x - high[j] * cs.y, y = high[j] * cs.x + low[j] * cs.y;
-      const u32 at = row == kNoRow ? p * 2 : query_offset<M>(row, p);
-      const u32 then = row == kNoRow ? (p + kHalf) * 2 : query_offset<M>(row, p + kHalf);
+      const u32 at = row == kNoRow ? p * 2 : q_offset<M>(row, p);
+      const u32 then = row == kNoRow ? (p + kHalf) * 2 : q_offset<M>(row, p + kHalf);
       if (!stores) continue;
       *reinterpret_cast<u16*>(to + at) = to_half(x);
       *reinterpret_cast<u16*>(to + then) = to_half(y);
@@ -78,26 +78,26 @@ __device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
 
 // Queries and keys that the block needs come to shared memory: `vectors` in all, of every warp's the next kAtOnce
 // from `first` on; and with them values, one to each of the last warps. The trip to the L2 is long, so that all
-// are asked for together. `factors_known` returns once every column's is.
+// are asked for together. `factors_known` returns once every query's is.
 template <u32 kAtOnce, class L, class FactorsKnown, class M>
 __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const HeadVector<L>& vector, u32 layer, u32 head,
-                                                u32 queried, u32 needed, u32 first, u32 vectors, bool has_value,
+                                                u32 attending, u32 needed, u32 first, u32 vectors, bool has_value,
                                                 const FactorsKnown& factors_known) {
   constexpr u32 kPairs = HeadVector<L>::kPairs, kHalf = HeadVector<L>::kHalf;
   const Shared<M> shared = cx.shared.anew();
-  const u32 queries = vectors - __popc(needed);
+  const u32 q_vectors = vectors - __popc(needed);
   const float* source = projected<L>(cx, cx.layers_done, 0) + head * kHeadRows<M>;
   // The last ones are those of values.
   float low[kAtOnce + 1][kPairs], high[kAtOnce + 1][kPairs];
-  u32 column[kAtOnce + 1], member[kAtOnce + 1];
+  u32 query[kAtOnce + 1], member[kAtOnce + 1];
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
     const u32 i = min(first + v * kConsumerWarps, vectors - 1);  // what there is none of is not stored
-    const bool query = i < queries;
-    column[v] = cx.columns == 1 ? 0 : nth_bit(query ? queried : needed, query ? i / M::kGroup : i - queries, cx.lane);
-    member[v] = query ? i % M::kGroup : M::kGroup;
+    const bool is_q = i < q_vectors;
+    query[v] = cx.queries == 1 ? 0 : nth_bit(is_q ? attending : needed, is_q ? i / M::kGroup : i - q_vectors, cx.lane);
+    member[v] = is_q ? i % M::kGroup : M::kGroup;
   }
-  column[kAtOnce] = cx.columns == 1 || !has_value ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
+  query[kAtOnce] = cx.queries == 1 || !has_value ? 0 : nth_bit(needed, kConsumerWarps - 1 - cx.warp, cx.lane);
   member[kAtOnce] = M::kGroup + 1;
   float low_bias[kAtOnce + 1][kPairs], high_bias[kAtOnce + 1][kPairs];
   if constexpr (L::kQkvBias) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
     bool ready = true;
 #pragma unroll
     for (u32 v = 0; v <= kAtOnce; ++v) {
-      const float* raw = source + column[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
+      const float* raw = source + query[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
         const u32 p = cx.lane + 32 * j;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
   factors_known();
 #pragma unroll
   for (u32 v = 0; v <= kAtOnce; ++v) {
-    const float factor = shared.control().factor[column[v]];
+    const float factor = shared.control().factor[query[v]];
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       low[v][j] *= factor;
@@ -148,14 +148,14 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
   u8* fresh = shared.new_kv();
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
-    const u32 c = column[v], m = member[v];
-    vector.finish(low[v], high[v], m < M::kGroup ? shared.queries() : fresh + c * (4 * M::kHeadDim),
+    const u32 c = query[v], m = member[v];
+    vector.finish(low[v], high[v], m < M::kGroup ? shared.q_rows() : fresh + c * (4 * M::kHeadDim),
                   m < M::kGroup ? c * M::kGroup + m : kNoRow, m == M::kGroup,
                   M::kRotated[layer] ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
                   first + v * kConsumerWarps < vectors);
   }
   if (!has_value) return;
-  u16* value = reinterpret_cast<u16*>(fresh) + (column[kAtOnce] * 2 + 1) * M::kHeadDim + cx.lane;
+  u16* value = reinterpret_cast<u16*>(fresh) + (query[kAtOnce] * 2 + 1) * M::kHeadDim + cx.lane;
 #pragma unroll
   for (u32 j = 0; j < kPairs; ++j) {
     if (cx.lane + 32 * j >= kHalf) continue;
@@ -164,8 +164,8 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
   }
 }
 template <class L, class M>
-__device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const ColumnGroups<M>& groups) {
-  static_assert(kMaxColumns <= kConsumerWarps, "a value to each warp");
+__device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
+  static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
   constexpr u32 kAtOnce = 2;
   HeadVector<L> vector;
   vector.load_norms(cx.vectors(L::vectors(layer)), cx.lane);
@@ -174,16 +174,16 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
     if (!known) cx.sync();
     known = true;
   };
-  if (cx.columns == 1) {
+  if (cx.queries == 1) {
 #pragma unroll 1
     for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kConsumerWarps)
       prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, first == kConsumerWarps - 1, factors_known);
   } else {
-    const u32 queried = groups.queried(cx.lane), needed = groups.needed(cx.lane);
-    const u32 vectors = __popc(queried) * M::kGroup + __popc(needed);
+    const u32 attending = groups.attending(cx.lane), needed = groups.needed(cx.lane);
+    const u32 vectors = __popc(attending) * M::kGroup + __popc(needed);
 #pragma unroll 1
     for (u32 first = cx.warp; first < vectors || first == cx.warp; first += kAtOnce * kConsumerWarps)
-      prepare_vectors<kAtOnce>(cx, vector, layer, head, queried, needed, first, vectors,
+      prepare_vectors<kAtOnce>(cx, vector, layer, head, attending, needed, first, vectors,
                                first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed), factors_known);
   }
   factors_known();

@@ -1,14 +1,14 @@
-// A warp's running softmaxes over the granules that it takes.
+// A warp's running softmaxes over the half pages that it takes.
 #pragma once
 #include "tile/context.cuh"
 
-// Warps that share a granule: for other rows each or, where one column leaves them none, for other values. Warps of a
+// Warps that share a half page: for other rows each or, where one query leaves them none, for other values. Warps of a
 // quarter of the SM, which multiply in turn, do not share one.
 template <class M>
 inline constexpr u32 kLaneWarps = M::kRowTiles / M::kWarpTiles;
 template <class M>
 inline constexpr bool kSplitsValues =
-    kMostColumns == 1 && M::kGroup <= 16 * M::kWarpTiles && M::kHeadDim % (32 * kLaneWarps<M>) == 0;
+    kMostQueries == 1 && M::kGroup <= 16 * M::kWarpTiles && M::kHeadDim % (32 * kLaneWarps<M>) == 0;
 template <class M>
 inline constexpr u32 kTileSets = kSplitsValues<M> ? 1 : kLaneWarps<M>;
 template <class M>
@@ -17,8 +17,8 @@ template <class M>
 inline constexpr u32 kSetDim = M::kHeadDim / kValueSets<M>;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 template <class M>
-inline constexpr u32 kRowHalves = kMostColumns * M::kGroup > 8 ? 2 : 1;
-// A warp that takes several tiles knows a way for up to 8 rows, such as one column's: it multiplies a quarter as much.
+inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
+// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much.
 template <class M>
 inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1;
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
   return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
 }
 
-// Running softmaxes over kWarpTiles · 16 rows (column, query head): sums of values, maxima, sums of weights.
+// Running softmaxes over kWarpTiles · 16 rows (query, query head): sums of values, maxima, sums of weights.
 template <class M>
 struct Softmax {
   float out[M::kWarpTiles][kSetDim<M> / 8][4];
@@ -55,12 +55,12 @@ struct Softmax {
     }
   }
 
-  // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the granule. `queries`: the
+  // Lane (g, q) holds rows g and g + 8 of each tile and positions 8q … 8q + 7 of the half page. `q_rows`: the
   // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `values`: from the warp's
   // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
   // Of 8 rows, kTiles = kHalves = 1, `upper` says which half of a tile they are; they come to the same bits in the lower.
   template <u32 kTiles, u32 kHalves>
-  __device__ __forceinline__ void add(u32 queries, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
+  __device__ __forceinline__ void add(u32 q_rows, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
                                       const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 lane) {
     const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * M::kSwappedKeyBytes;
     float score[kTiles][4][4];
@@ -78,7 +78,7 @@ struct Softmax {
       for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
-        const u32 at = queries + (m * (M::kHeadDim / 32) + k) * 1024;
+        const u32 at = q_rows + (m * (M::kHeadDim / 32) + k) * 1024;
         uint4 low = load_shared(at), high = load_shared(at + 512);
         if (kHalves < kRowHalves<M>) low = lower_rows(low, upper), high = lower_rows(high, upper);
 #pragma unroll

@@ -1,8 +1,8 @@
 // Who serves which part of the KV cache.
 //
-// Every KV head has kSplits blocks. How many of them share the cache of a column, its splits, follows from
+// Every KV head has kSplits blocks. How many of them share the cache of a query, its splits, follows from
 // how many positions it sees: chunks of kChunkPages pages (of 64 positions) go round over them. Which block
-// serves a split depends on the other columns: splits of all columns are dealt to the head's blocks in turn.
+// serves a split depends on the other queries: splits of all queries are dealt to the head's blocks in turn.
 #pragma once
 #include "tile/context.cuh"
 
@@ -11,11 +11,11 @@ __device__ __forceinline__ i32 window_start(u32 layer, i32 position) {
   const i32 w = M::kWindow[layer];
   return w ? max(0, position - w + 1) : 0;
 }
-// Blocks of a KV head that share the cache of a column: 2 to this power, up to all of them.
+// Blocks of a KV head that share the cache of a query: 2 to this power, up to all of them.
 template <class M>
 __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
   const u32 seen = position - window_start<M>(layer, position);
-  return seen < M::kNearPositions ? 0 : min(M::kSplitBits, 32 - __clz(seen / M::kSplitPositions));
+  return seen < M::kUnsplitPositions ? 0 : min(M::kSplitBits, 32 - __clz(seen / M::kSplitPositions));
 }
 
 // What the block serves: a KV head, as one of its blocks. The last blocks may have none.
@@ -24,10 +24,10 @@ __device__ __forceinline__ u32 own_head(const Context<M>& cx) { return cx.block 
 template <class M>
 __device__ __forceinline__ u32 own_place(const Context<M>& cx) { return cx.block % M::kSplits; }
 
-// Consecutive columns of one sequence at rising positions, which have as many splits.
-struct ColumnGroup {
+// Consecutive queries of one sequence at rising positions, which have as many splits.
+struct QueryGroup {
   u32 begin, end;
-  u32 fresh;  // from this column on, the sequence's keys and values come with this round
+  u32 fresh;  // from this query on, the sequence's keys and values come with this round
   u32 split_bits, split;  // how many splits, and which one is the block's
   i32 sequence, first_fresh, first_position, last_position;
 };
@@ -35,23 +35,23 @@ struct ColumnGroup {
 __device__ __forceinline__ u32 highest(u32 bits) { return 31 - __clz(bits); }
 __device__ __forceinline__ u32 up_to(u32 bit) { return (2u << bit) - 1; }
 
-// The groups of a layer and those whose cache the block has a split of: bits of their first columns. Executed by
-// whole warps; what has no set of bits, lane c knows of column c.
+// The groups of a layer and those whose cache the block has a split of: bits of their first queries. Executed by
+// whole warps; what has no set of bits, lane c knows of query c.
 template <class M>
-struct ColumnGroups {
+struct QueryGroups {
   u32 begins, own, sequences;
-  u32 columns, split_bits, split;
+  u32 queries, split_bits, split;
 
-  __device__ __forceinline__ ColumnGroups(const Control& c, u32 layer, u32 place, u32 columns, u32 lane)
-      : columns(columns) {
-    if (columns == 1) {  // what follows comes to this as well
+  __device__ __forceinline__ QueryGroups(const Control& c, u32 layer, u32 place, u32 queries, u32 lane)
+      : queries(queries) {
+    if (queries == 1) {  // what follows comes to this as well
       begins = sequences = 1;
       split_bits = split_bits_of<M>(layer, c.position[0]);
-      split = (place - layer / M::kTurnLayers) % M::kSplits;
+      split = (place - layer / M::kRotationLayers) % M::kSplits;
       own = split >> split_bits == 0;
       return;
     }
-    const u32 mine = min(lane, columns - 1), all = (1u << columns) - 1;
+    const u32 mine = min(lane, queries - 1), all = (1u << queries) - 1;
     const i32 sequence = c.sequence[mine];
     split_bits = split_bits_of<M>(layer, c.position[mine]);
     const i32 sequence_before = __shfl_up_sync(~0u, sequence, 1);
@@ -59,43 +59,43 @@ struct ColumnGroups {
     const bool first = lane == 0 || sequence != sequence_before;
     sequences = __ballot_sync(~0u, first) & all;
     const u32 alike = __ballot_sync(~0u, first || split_bits != bits_before) & all;
-    // No more columns in a group than it takes to give each block of the head a split: a power of 2.
-    const u32 size_bits = max(32 - __clz(columns - 1) + split_bits, M::kSplitBits) - M::kSplitBits;
-    const bool begin = lane < columns && ((mine - highest(alike & up_to(mine))) & ((1u << size_bits) - 1)) == 0;
+    // No more queries in a group than it takes to give each block of the head a split: a power of 2.
+    const u32 size_bits = max(32 - __clz(queries - 1) + split_bits, M::kSplitBits) - M::kSplitBits;
+    const bool begin = lane < queries && ((mine - highest(alike & up_to(mine))) & ((1u << size_bits) - 1)) == 0;
     begins = __ballot_sync(~0u, begin);
     u32 before = begin ? 1u << split_bits : 0;  // splits of earlier groups
 #pragma unroll
-    for (u32 o = 1; o < kMaxColumns; o *= 2) {
+    for (u32 o = 1; o < kMaxQueries; o *= 2) {
       const u32 x = __shfl_up_sync(~0u, before, o);
       if (lane >= o) before += x;
     }
     before -= begin ? 1u << split_bits : 0;
     // Whose turn it is moves on with the layers, so that all blocks have as much to do.
-    split = (place - before - layer / M::kTurnLayers) % M::kSplits;
+    split = (place - before - layer / M::kRotationLayers) % M::kSplits;
     own = __ballot_sync(~0u, begin && split >> split_bits == 0);
   }
-  __device__ __forceinline__ ColumnGroup at(const Control& c, u32 begin) const {
-    const u32 later = begins & ~up_to(begin), end = later ? __ffs(later) - 1 : columns;
+  __device__ __forceinline__ QueryGroup at(const Control& c, u32 begin) const {
+    const u32 later = begins & ~up_to(begin), end = later ? __ffs(later) - 1 : queries;
     const u32 fresh = highest(sequences & up_to(begin));
-    return ColumnGroup{begin, end, fresh, __shfl_sync(~0u, split_bits, begin), __shfl_sync(~0u, split, begin),
+    return QueryGroup{begin, end, fresh, __shfl_sync(~0u, split_bits, begin), __shfl_sync(~0u, split, begin),
                        c.sequence[begin], c.position[fresh], c.position[begin], c.position[end - 1]};
   }
-  // Columns whose queries the block needs.
-  __device__ __forceinline__ u32 queried(u32 lane) const {
-    return __ballot_sync(~0u, lane < columns && (own >> highest(begins & up_to(lane)) & 1));
+  // Query tokens that the block attends for.
+  __device__ __forceinline__ u32 attending(u32 lane) const {
+    return __ballot_sync(~0u, lane < queries && (own >> highest(begins & up_to(lane)) & 1));
   }
-  // Columns whose new keys and values it needs: all of a sequence before the end of an own group.
+  // Queries whose new keys and values it needs: all of a sequence before the end of an own group.
   __device__ __forceinline__ u32 needed(u32 lane) const {
-    const u32 later = sequences & ~up_to(lane), end = later ? __ffs(later) - 1 : columns;
-    const u32 from = lane < columns ? highest(begins & up_to(lane)) : 0;
-    return __ballot_sync(~0u, lane < columns && (own >> from & ((1u << (end - from)) - 1)) != 0);
+    const u32 later = sequences & ~up_to(lane), end = later ? __ffs(later) - 1 : queries;
+    const u32 from = lane < queries ? highest(begins & up_to(lane)) : 0;
+    return __ballot_sync(~0u, lane < queries && (own >> from & ((1u << (end - from)) - 1)) != 0);
   }
-  // Columns whose new keys and values it stores.
+  // Queries whose new keys and values it stores.
   __device__ __forceinline__ u32 stored(const Control& c, u32 lane) const {
-    if (columns == 1 && split_bits == 0) return 1;
-    const u32 mine = min(lane, columns - 1), begin = highest(begins & up_to(mine));
+    if (queries == 1 && split_bits == 0) return 1;
+    const u32 mine = min(lane, queries - 1), begin = highest(begins & up_to(mine));
     const u32 serving = __shfl_sync(~0u, split, begin), chunk = c.position[mine] / (kChunkPages * kPagePositions);
-    return __ballot_sync(~0u, lane < columns && (own >> begin & 1) && (chunk & ((1u << split_bits) - 1)) == serving);
+    return __ballot_sync(~0u, lane < queries && (own >> begin & 1) && (chunk & ((1u << split_bits) - 1)) == serving);
   }
 };
 
@@ -105,7 +105,7 @@ struct PageWalk {
   i32 page, last, first_seen, last_seen;
   u32 split_bits;
 
-  __device__ __forceinline__ PageWalk(const ColumnGroup& g, u32 layer) : split_bits(g.split_bits) {
+  __device__ __forceinline__ PageWalk(const QueryGroup& g, u32 layer) : split_bits(g.split_bits) {
     first_seen = window_start<M>(layer, g.first_position);
     last_seen = g.last_position;
     page = first_seen / kPagePositions;
@@ -131,22 +131,22 @@ struct PageWalk {
   __device__ __forceinline__ u32 ordinal() const {
     return (page / kChunkPages >> split_bits) * kChunkPages + page % kChunkPages;
   }
-  __device__ __forceinline__ bool has(i32 of_page, u32 granule) const {
-    const i32 start = of_page * kPagePositions + granule * kGranulePositions;
-    return start <= last_seen && start + static_cast<i32>(kGranulePositions) > first_seen;
+  __device__ __forceinline__ bool has(i32 of_page, u32 half_page) const {
+    const i32 start = of_page * kPagePositions + half_page * kHalfPagePositions;
+    return start <= last_seen && start + static_cast<i32>(kHalfPagePositions) > first_seen;
   }
-  __device__ __forceinline__ u32 first_granule() const { return has(page, 0) ? 0 : 1; }
-  __device__ __forceinline__ u32 last_granule() const { return has(page, 1) ? 1 : 0; }
+  __device__ __forceinline__ u32 first_half_page() const { return has(page, 0) ? 0 : 1; }
+  __device__ __forceinline__ u32 last_half_page() const { return has(page, 1) ? 1 : 0; }
 };
 
-// The splits that hold something a column sees: `count` of them from `first` on, in turn.
+// The splits that hold something a query sees: `count` of them from `first` on, in turn.
 template <class M>
 struct Splits {
   u32 first, count, mask;
 
-  __device__ __forceinline__ Splits(const Control& control, u32 layer, u32 column) {
+  __device__ __forceinline__ Splits(const Control& control, u32 layer, u32 query) {
     constexpr u32 kChunkPositions = kChunkPages * kPagePositions;
-    const i32 position = control.position[column];
+    const i32 position = control.position[query];
     const u32 to = position / kChunkPositions;
     first = window_start<M>(layer, position) / kChunkPositions;
     mask = (1u << split_bits_of<M>(layer, position)) - 1;
