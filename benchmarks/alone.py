@@ -24,7 +24,7 @@ from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.trace import block_times, stretches
+from soloist.megakernel.trace import block_times, spans
 from soloist.model.families import read_config, tensors
 from soloist.model.weights import TORCH_DTYPES, random_weights
 from soloist.prefill.elementwise import rope_table
@@ -115,9 +115,9 @@ class _Alone:
         sums: dict[str, int] = {}
         blocks = [block_times(words) for words in self._decoder.trace.tolist()]
         for block in blocks:
-            between = zip(stretches(self.plan), pairwise(block.marks_ns), strict=True)
-            for stretch, (start, end) in between:
-                name = f"{stretch.phase} {stretch.name}"
+            between = zip(spans(self.plan), pairwise(block.marks_ns), strict=True)
+            for span, (start, end) in between:
+                name = f"{span.phase} {span.name}"
                 sums[name] = sums.get(name, 0) + end - start
         layers = self.plan.model.num_layers
         each = {name: ns / len(blocks) / layers / 1e3 for name, ns in sums.items()}

@@ -73,11 +73,11 @@ def _speculation(subject: Subject, row: Reach) -> list[str]:
         f"speculating: {s.drafts} draft tokens a round, {source}; each is accepted with "
         f"probability a = {s.acceptance:.0%} if all before it are ({told}), so a round makes "
         f"1 + a + … + a^{s.drafts} = {s.tokens_per_round:.3g} tokens, in the time of "
-        f"{drafting}a step of {s.drafts + 1} columns"
+        f"{drafting}a step of {s.drafts + 1} query tokens"
     ]
     if subject.model.mixture is not None:
         lines.append(
-            f"speculating: each column chooses its own {subject.model.mixture.chosen} of "
+            f"speculating: each query chooses its own {subject.model.mixture.chosen} of "
             f"{subject.model.mixture.experts} experts, so a step of several reads more experts"
         )
     return lines

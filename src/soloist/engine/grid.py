@@ -3,8 +3,8 @@
 What a pass computes for a token may depend, in its last bits, on how many tokens the pass has and
 where it begins: libraries choose other kernels for other sizes. So boundaries follow from the
 position alone, never from the prompt: then a chunk that was read for one prompt has the bits it
-has in every other that begins alike. Where passes have widths that agree, a pass may be any number
-of chunks.
+has in every other that begins alike. Where widths are batch-invariant, a pass may be any number of
+chunks.
 """
 
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ class StepCost:
     Attributes:
         weight_bytes: weights read; of a mixture of experts only those that take part.
         kv_bytes: keys and values read, and what layers keep instead of them.
-        flops: multiplications and additions, of all columns.
+        flops: multiplications and additions, of all queries.
         layers: in which blocks wait for each other.
         kind: of their exchanges.
     """
@@ -65,7 +65,7 @@ def speed_limit(num_bytes: int, bandwidth: float, gpus: int) -> float:
 
 
 def step_cost(
-    model: Model, precision: Precision, context_tokens: int, *, columns: int = 1
+    model: Model, precision: Precision, context_tokens: int, *, queries: int = 1
 ) -> StepCost:
     """The step that sees `context_tokens` positions.
 
@@ -73,13 +73,13 @@ def step_cost(
         model: whose step it is.
         precision: of its weights.
         context_tokens: positions in sight.
-        columns: positions of the sequence that the step makes: they share what is read, but each
+        queries: positions of the sequence that the step makes: they share what is read, but each
             may choose experts of its own.
     """
     return StepCost(
-        weight_bytes=weight_bytes(model, precision, columns),
+        weight_bytes=weight_bytes(model, precision, queries),
         kv_bytes=kv_bytes_read(model, context_tokens),
-        flops=columns * (2 * _values_used(model) + attention_flops(model, context_tokens)),
+        flops=queries * (2 * _values_used(model) + attention_flops(model, context_tokens)),
         layers=model.num_layers,
         kind=_kind(model),
     )
@@ -93,16 +93,16 @@ def prompt_cost(model: Model, precision: Precision, tokens: int) -> StepCost:
     rest = tuple(spec for spec in model.specs if spec.name != "head")
     unfolded = tuple(replace(cache, flops=cache.prompt_flops) for cache in model.caches)
     headless = replace(model, specs=rest, tied_head=False, caches=unfolded)
-    return step_cost(headless, precision, max(1, tokens // 2), columns=tokens)
+    return step_cost(headless, precision, max(1, tokens // 2), queries=tokens)
 
 
-def weight_bytes(model: Model, precision: Precision, columns: int = 1) -> int:
-    """Weights that a step reads; of experts only those that its columns choose."""
+def weight_bytes(model: Model, precision: Precision, queries: int = 1) -> int:
+    """Weights that a step reads; of experts only those that its queries choose."""
     return streamed_bytes(
         model.specs,
         precision,
         tied_head=model.tied_head,
-        share_read=lambda spec: model.share_read(spec, columns),
+        share_read=lambda spec: model.share_read(spec, queries),
     )
 
 
@@ -126,7 +126,7 @@ def kv_bytes_per_token(model: Model) -> int:
 
 
 def attention_flops(model: Model, context_tokens: int) -> int:
-    """Scores and mixing of one column; a state decays, is read, corrected and read again."""
+    """Scores and mixing of one query; a state decays, is read, corrected and read again."""
     seen = sum(cache.flops * cache.seen(context_tokens) for cache in model.caches)
     return seen + 7 * model.state_values
 
@@ -136,7 +136,7 @@ def _state_bytes(model: Model) -> int:
 
 
 def _values_used(model: Model) -> float:
-    """Weights that one column multiplies with."""
+    """Weights that one query multiplies with."""
     return sum(
         spec.num_values * model.share_read(spec, 1)
         for spec in model.specs

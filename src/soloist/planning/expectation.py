@@ -25,8 +25,8 @@ Sources, all from H200s:
   less: the same chain waited 5.7 µs a layer on 2 GPUs.
 - Waiting with lanes: three rows of each of these files wait 3.2 to 4.3 µs a layer on 2 GPUs, 3.6
   to 5.6 on 4.
-- Waiting of a step of several columns: 8 instead of 1 add 2.8 to 7.0 µs a layer there, and
-  3.2 are taken; columns are padded to 8, so fewer cost the same. On several GPUs the same is
+- Waiting of a step of several queries: 8 instead of 1 add 2.8 to 7.0 µs a layer there, and
+  3.2 are taken; queries are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
 - Reading a prompt: its FLOPs at 76 % of the peak, or its weights once at 80 % of the read
   bandwidth, 40 µs a layer and 0.5 ms at the start; times to first token in that file, of 128 and
@@ -71,7 +71,7 @@ class Measured:
         layer_wait_s: number of GPUs → seconds that a layer's five exchanges add to the stream.
         lanes_wait_s: the same of a layer with lanes.
         lanes_gpus: numbers of GPUs on which the latter was measured.
-        columns_wait_s: what several columns add to that.
+        queries_wait_s: what several queries add to that.
         sources: for people.
     """
 
@@ -81,7 +81,7 @@ class Measured:
     layer_wait_s: Mapping[int, float]
     lanes_wait_s: Mapping[int, float]
     lanes_gpus: Sequence[int]
-    columns_wait_s: float
+    queries_wait_s: float
     sources: str
 
 
@@ -99,7 +99,7 @@ MEASURED = Measured(
     },
     lanes_wait_s={1: 3.0e-6, 2: 3.0e-6, 4: 4.6e-6, 8: 4.6e-6},
     lanes_gpus=(2, 4),
-    columns_wait_s=3.2e-6,
+    queries_wait_s=3.2e-6,
     sources="1, 2 and 4 GPUs: benchmarks/results/h200.json, 2-h200.json and 4-h200.json; 8 GPUs: a "
     "chain of multiplies and exchanges in the shape of a 2B model, without attention "
     "(src/soloist/planning/expectation.py)",
@@ -143,12 +143,12 @@ class Expectation:
         return max(parts, key=lambda wall: parts[wall])
 
 
-def expect(cost: StepCost, hardware: Hardware, gpus: int, columns: int = 1) -> Expectation:
-    """The formula above for 1, 2, 4 or 8 GPUs of this kind, and a step of `columns` columns."""
+def expect(cost: StepCost, hardware: Hardware, gpus: int, queries: int = 1) -> Expectation:
+    """The formula above for 1, 2, 4 or 8 GPUs of this kind, and a step of `queries` queries."""
     waits = MEASURED.lanes_wait_s if cost.kind is Kind.LANES else MEASURED.layer_wait_s
     of_layer = waits[gpus]
-    if columns > 1:
-        of_layer += MEASURED.columns_wait_s
+    if queries > 1:
+        of_layer += MEASURED.queries_wait_s
     compute = None if hardware.flops is None else cost.flops / (hardware.flops * gpus)
     stream = cost.num_bytes / (_read_rate(hardware) * gpus)
     return Expectation(stream, compute, cost.layers * of_layer)

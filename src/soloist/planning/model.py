@@ -20,7 +20,7 @@ class Cache:
 
     Attributes:
         values: numbers that a position adds.
-        flops: multiplications and additions of a step's column, for each position in sight.
+        flops: multiplications and additions of a step's query, for each position in sight.
         prompt_flops: the same while a prompt is read.
         heads: parts that GPUs can share out without cutting up positions.
         window: positions that are read at most; None: all.
@@ -49,15 +49,15 @@ class Mixture:
     experts: int
     chosen: int
 
-    def share_read(self, spec: TensorSpec, columns: int) -> float:
-        """Share of a tensor that a step of m columns reads: of experts 1 - (1 - k / E)^m.
+    def share_read(self, spec: TensorSpec, queries: int) -> float:
+        """Share of a tensor that a step of m query tokens reads: of experts 1 - (1 - k / E)^m.
 
-        What the router sees is not modelled: each column is taken to choose at random, which is the
+        What the router sees is not modelled: each query is taken to choose at random, which is the
         most that a step can read on average.
         """
         if EXPERTS not in spec.name:
             return 1.0
-        return 1 - (1 - self.chosen / self.experts) ** columns
+        return 1 - (1 - self.chosen / self.experts) ** queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Model:
     is_part: bool = False
     config: ModelConfig | None = None
 
-    def share_read(self, spec: TensorSpec, columns: int) -> float:
-        """Share of a tensor that a step of so many columns reads: less than all only of experts."""
-        return 1.0 if self.mixture is None else self.mixture.share_read(spec, columns)
+    def share_read(self, spec: TensorSpec, queries: int) -> float:
+        """Share of a tensor that a step of so many queries reads: less than all only of experts."""
+        return 1.0 if self.mixture is None else self.mixture.share_read(spec, queries)
 
 
 def active_parameters(model: Model) -> int:

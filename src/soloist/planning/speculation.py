@@ -1,11 +1,11 @@
 """What drafting tokens ahead makes of decode speed. Pure.
 
-A round drafts k tokens and checks all of them in one step of k + 1 columns. Of the drafts those up
+A round drafts k tokens and checks all of them in one step of k + 1 query tokens. Of the drafts those up
 to the first wrong one stand, and the step itself makes one more:
 
     tokens of a round = 1 + a + a² + … + a^k       (a: share of drafts accepted, each for itself)
 
-    time of a round = k × time of a draft's token + time of a step of k + 1 columns
+    time of a round = k × time of a draft's token + time of a step of k + 1 query tokens
 
 Drafts looked up in the text so far cost nothing; a draft model makes them one after the other.
 """
@@ -94,11 +94,11 @@ def expect_round(
     gpus: int,
 ) -> Round:
     """A round of the model in this precision, on `gpus` GPUs that share draft and model alike."""
-    columns = speculation.drafts + 1
-    cost = step_cost(model, precision, context_tokens, columns=columns)
+    queries = speculation.drafts + 1
+    cost = step_cost(model, precision, context_tokens, queries=queries)
     draft_s = 0.0
     if speculation.draft is not None:
         own = step_cost(speculation.draft, SIXTEEN_BIT, context_tokens)
         draft_s = speculation.drafts * expect(own, hardware, gpus).token_s
-    check = expect(cost, hardware, gpus, columns)
+    check = expect(cost, hardware, gpus, queries)
     return Round(speculation.tokens_per_round, draft_s, check)

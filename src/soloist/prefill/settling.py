@@ -1,4 +1,4 @@
-"""Which widths the products and the attention of a model agree on, tried on its own matrices."""
+"""Which widths are batch-invariant for a model's products and attention, tried on its matrices."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from soloist.prefill.agreement import attention_agrees, product_behaviours
+from soloist.prefill.invariance import attention_is_invariant, product_behaviours
 from soloist.prefill.part import Part
-from soloist.prefill.widths import Widths, agreeing_widths, candidate_widths
+from soloist.prefill.widths import Widths, batch_invariant_widths, candidate_widths
 
 Behaviours = dict[int, dict[str, Hashable | None]]
 
@@ -20,7 +20,7 @@ _MOST_ALIGNMENT = 256
 
 
 def settled_widths(parts: Sequence[Part]) -> Widths | None:
-    """Those that all ranks' products and attention agree on, if any."""
+    """Widths at which all ranks' products and attention are batch-invariant, if any."""
     if not all(tries_widths(part) for part in parts):
         return None
     of_parts = [behaviours(part) for part in parts]
@@ -28,8 +28,8 @@ def settled_widths(parts: Sequence[Part]) -> Widths | None:
         width: {name: _combined([of_one[width][name] for of_one in of_parts]) for name in seen}
         for width, seen in of_parts[0].items()
     }
-    widths = agreeing_widths(everywhere, () if parts[0].work.lanes else _PADDED)
-    if widths is None or not all(agrees_on(part, widths.passes) for part in parts):
+    widths = batch_invariant_widths(everywhere, () if parts[0].work.lanes else _PADDED)
+    if widths is None or not all(attention_is_invariant_at(part, widths.passes) for part in parts):
         return None
     return widths
 
@@ -41,7 +41,7 @@ def tries_widths(part: Part) -> bool:
 
 @torch.inference_mode()
 def behaviours(part: Part) -> Behaviours:
-    """Of every candidate width and product, equal where widths agree: for `agreeing_widths`."""
+    """Of every candidate width and product, for `batch_invariant_widths`."""
     part.work.operations.start()
     candidates, like = candidate_widths(part.most_tokens), part.work.buffers.normed
     of_products: dict[str, list[dict[int, int | None]]] = {}
@@ -60,14 +60,14 @@ def behaviours(part: Part) -> Behaviours:
 
 
 @torch.inference_mode()
-def agrees_on(part: Part, widths: tuple[int, ...]) -> bool:
-    """Whether attention agrees at these widths."""
+def attention_is_invariant_at(part: Part, widths: tuple[int, ...]) -> bool:
+    """Whether attention gives the same bits at these widths."""
     config = part.work.config
     a, most_keys = config.layers[0].attention, config.context_tokens
     heads = (a.num_query_heads, a.num_kv_heads, a.head_dim)
     windows = {layer.attention.window for layer in config.layers}
     like = part.work.buffers.normed
-    return all(attention_agrees(heads, window, most_keys, widths, like) for window in windows)
+    return all(attention_is_invariant(heads, window, most_keys, widths, like) for window in windows)
 
 
 def products_of(part: Part) -> list[tuple[str, int]]:

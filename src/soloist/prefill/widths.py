@@ -1,9 +1,9 @@
 """How many rows a pass may have where what it computes for a token must not depend on that. Pure.
 
 Libraries choose another kernel, and with it another order of adding, for another number of rows. A
-width is a pass's number of rows, padding included. Widths agree if each operation gives a row the
-same bits at all of them, wherever the row lies. Passes begin at multiples of `BLOCK_TOKENS`, so
-rows that are so many apart are all that has to be compared.
+width is a pass's number of rows, padding included. Widths are batch-invariant if each operation
+gives a row the same bits at all of them, wherever the row lies. Passes begin at multiples of
+`BLOCK_TOKENS`, so rows that are so many apart are all that has to be compared.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -37,20 +37,21 @@ class Widths:
     products: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-def agreeing_widths(
+def batch_invariant_widths(
     behaviours: Mapping[int, Mapping[str, Hashable | None]], padded: Collection[str]
 ) -> Widths | None:
-    """Those that agree with the widest one for which it is worth it, and narrower ones.
+    """Batch-invariant widths: equal to the widest one for which it is worth it, and narrower ones.
 
-    At the latter some products disagree, and are computed at the narrowest width that agrees.
+    At the latter some products differ, and are computed at the narrowest width that does not.
 
     Args:
-        behaviours: of each width and product, equal where widths agree; None where not even the
-            rows of a width agree.
+        behaviours: of each width and product, equal where widths give the same bits; None where
+            not even the rows of a width do.
         padded: products that can be computed on more rows than a pass has.
 
     Returns:
-        None where no two widths agree of which the narrowest is narrow enough for a prompt's end.
+        None where no two widths are batch-invariant, the narrowest of them narrow enough for a
+        prompt's end.
     """
     ascending = sorted(behaviours)
     for widest in reversed(ascending):
@@ -60,10 +61,10 @@ def agreeing_widths(
             continue
         products, narrower = {}, []
         for width in (w for w in ascending if w < passes[0]):
-            disagreeing = [name for name, seen in behaviours[width].items() if seen != wanted[name]]
-            if set(disagreeing) <= set(padded):
+            differing = [name for name, seen in behaviours[width].items() if seen != wanted[name]]
+            if set(differing) <= set(padded):
                 narrower.append(width)
-                products.update(dict.fromkeys(((name, width) for name in disagreeing), passes[0]))
+                products.update(dict.fromkeys(((name, width) for name in differing), passes[0]))
         return Widths((*narrower, *passes), products)
     return None
 

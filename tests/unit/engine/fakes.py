@@ -53,17 +53,17 @@ def logits_after(ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Launch:
-    columns: tuple[Query, ...]
+    queries: tuple[Query, ...]
     rounds: int
 
 
 class FakeSampler:
-    """Chooses a column's tokens by the definition, from what was packed when the launch started."""
+    """Chooses a query's tokens by the definition, from what was packed when the launch started."""
 
-    def __init__(self, column: Query) -> None:
-        assert column.choice is not None
-        self.params, self._column = column.choice.params, column
-        packed = pack_choices([column.choice], [column.position], VOCAB)
+    def __init__(self, query: Query) -> None:
+        assert query.choice is not None
+        self.params, self._query = query.choice.params, query
+        packed = pack_choices([query.choice], [query.position], VOCAB)
         self._position = int(packed.steps[0]["position_low"])
         span = slice(packed.params[0]["ban_begin"], None)
         self._banned = packed.list_ids[span][: packed.params[0]["ban_count"]].tolist()
@@ -77,10 +77,10 @@ class FakeSampler:
             self._counts.in_output = (packed.seen[0] & (SEEN_IN_PROMPT - 1)).astype("int32")
 
     def choose(self, logits: Tensor, number: int) -> int:
-        position = self._position + number * self._column.stride
+        position = self._position + number * self._query.stride
         if self.is_ended:
             return 1  # it means nothing
-        is_masked = self.is_masked and number + 1 >= len(self._column.tokens)
+        is_masked = self.is_masked and number + 1 >= len(self._query.tokens)
         assert not is_masked or self.allowed is not None, "the kernel would wait for ever"
         allowed, self.allowed = (self.allowed, None) if is_masked else (None, self.allowed)
         try:
@@ -114,25 +114,25 @@ class FakeDecoder:
         assert not self.is_running, "no launch reads them"
         self.page_tables[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def start(self, columns: Sequence[Query], rounds: int) -> None:
+    def start(self, queries: Sequence[Query], rounds: int) -> None:
         assert not self.is_running, "the last launch has ended"
-        assert 1 <= len(columns) <= 8
+        assert 1 <= len(queries) <= 8
         assert 1 <= rounds <= self.max_rounds
-        assert all(len(c.stops) <= 16 and c.tokens for c in columns)
-        self.launches.append(Launch(tuple(columns), rounds))
-        self._samplers = [FakeSampler(c) if c.choice else None for c in columns]
+        assert all(len(c.stops) <= 16 and c.tokens for c in queries)
+        self.launches.append(Launch(tuple(queries), rounds))
+        self._samplers = [FakeSampler(c) if c.choice else None for c in queries]
         self.is_running, self._is_asked_to_stop = True, False
 
     def tokens(self) -> Iterator[list[int]]:
         launch = self.launches[-1]
-        fed = [c.tokens[0] for c in launch.columns]
+        fed = [c.tokens[0] for c in launch.queries]
         for i in range(launch.rounds):
             if self.fault is not None:
                 self.is_running = False
                 raise self.fault
             chosen = self._round(launch, i, fed)
             is_last = self._is_asked_to_stop or i + 1 == launch.rounds
-            for n, c in enumerate(launch.columns):
+            for n, c in enumerate(launch.queries):
                 if i + 1 < len(c.tokens):
                     fed[n] = c.tokens[i + 1]
                 else:
@@ -150,8 +150,8 @@ class FakeDecoder:
 
     def _round(self, launch: Launch, number: int, fed: list[int]) -> list[int]:
         self.num_rounds += 1
-        positions = [c.position + number * c.stride for c in launch.columns]
-        tables = [self.page_tables[c.sequence].tolist() for c in launch.columns]
+        positions = [c.position + number * c.stride for c in launch.queries]
+        tables = [self.page_tables[c.sequence].tolist() for c in launch.queries]
         for pages, position, token_id in zip(tables, positions, fed, strict=True):
             self.cache.write(pages, position, token_id)
         for n, (pages, position) in enumerate(zip(tables, positions, strict=True)):
@@ -180,8 +180,8 @@ class FakeDecoder:
             if sampler is not None and sampler.is_masked:
                 sampler.is_ended = True
 
-    def run(self, columns: Sequence[Query], rounds: int) -> list[list[int]]:
-        self.start(columns, rounds)
+    def run(self, queries: Sequence[Query], rounds: int) -> list[list[int]]:
+        self.start(queries, rounds)
         return list(self.tokens())
 
 

@@ -78,11 +78,11 @@ def test_many_forced_tokens_ride_and_few_do_not() -> None:
     made = answer(p, prompt, sampler_of(prompt, PARAMS["greedy"], many))
     assert len(made) == 23
     first, whole, rest, last = p.decoder.launches
-    assert [len(x.columns) for x in (first, whole, rest, last)] == [1, 8, 3, 1]
+    assert [len(x.queries) for x in (first, whole, rest, last)] == [1, 8, 3, 1]
     assert [x.rounds for x in (whole, rest)] == [2, 1]
-    assert [c.position for c in whole.columns] == list(range(31, 39))
-    assert [c.position for c in rest.columns] == list(range(47, 50))
-    assert last.columns[0].position == 30 + 2 + 19 - 1
+    assert [c.position for c in whole.queries] == list(range(31, 39))
+    assert [c.position for c in rest.queries] == list(range(47, 50))
+    assert last.queries[0].position == 30 + 2 + 19 - 1
     assert p.decoder.num_rounds == 2 + 2 + 1 + 3, "a round more runs behind a span, and the end"
 
 

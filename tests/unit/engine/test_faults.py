@@ -312,7 +312,7 @@ def test_a_column_that_fails_on_the_host_leaves_its_neighbours_alone() -> None:
         assert ends[1][2].error.step == "delivering an answer"
         for n in (0, 2):
             assert ends[n][1] == expected(prompt_of(30, seed=n), params)
-        assert max(len(x.columns) for x in p.decoder.launches) == 3
+        assert max(len(x.queries) for x in p.decoder.launches) == 3
         p.require_sound()
 
 

@@ -122,9 +122,9 @@ def test_short_prompts_ride_and_longer_ones_do_not() -> None:
         p.answer(prompt_of(length), SamplingParams(max_tokens=1))
         (launch,) = p.decoder.launches
         assert launch.rounds == wanted
-        assert [c.position for c in launch.columns] == list(range(min(length, 8)))
+        assert [c.position for c in launch.queries] == list(range(min(length, 8)))
         assert not p.prefill.chunks
-        assert not any(c.stops for c in launch.columns)
+        assert not any(c.stops for c in launch.queries)
     p = parts()
     p.answer(prompt_of(25), SamplingParams(max_tokens=1))
     assert not p.decoder.launches
@@ -143,8 +143,8 @@ def test_a_greedy_request_is_one_launch_of_as_many_rounds_as_are_left() -> None:
     p.answer(prompt_of(30), SamplingParams(max_tokens=50, ignore_eos=True))
     (launch,) = p.decoder.launches
     assert launch.rounds == 49  # the first token came with the prompt
-    assert launch.columns[0].position == 30
-    assert not launch.columns[0].stops
+    assert launch.queries[0].position == 30
+    assert not launch.queries[0].stops
 
 
 @pytest.mark.parametrize("max_tokens", [10, 11, 12, 21, 22])
@@ -161,7 +161,7 @@ def test_the_kernel_is_told_how_to_choose(name: str) -> None:
     p, prompt = parts(), prompt_of(30)
     made = p.answer(prompt, PARAMS[name])
     (launch,) = p.decoder.launches
-    choice = launch.columns[0].choice
+    choice = launch.queries[0].choice
     assert choice is not None
     assert choice.params == PARAMS[name]
     assert p.decoder.num_rounds == len(made) - 1
@@ -178,7 +178,7 @@ def test_a_choice_goes_on_in_the_next_launch(name: str) -> None:
 def test_a_seed_is_drawn_once_for_all_launches() -> None:
     p, params = parts(max_rounds=5), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)
     p.answer(prompt_of(30), params)
-    choices = [x.columns[0].choice for x in p.decoder.launches]
+    choices = [x.queries[0].choice for x in p.decoder.launches]
     assert len({c.params.seed for c in choices if c is not None}) == 1
     assert all(c is not None and c.params.seed is not None for c in choices)
 
@@ -187,14 +187,14 @@ def test_the_kernel_ends_at_a_stop_token() -> None:
     p, prompt = parts(), prompt_of(30)
     made = p.answer(prompt, PARAMS["stop-ids"])
     (launch,) = p.decoder.launches
-    assert set(launch.columns[0].stops) == {3, 5, 17, 30, 44}
+    assert set(launch.queries[0].stops) == {3, 5, 17, 30, 44}
     assert p.decoder.num_rounds == len(made) - 1
 
 
 def test_the_kernel_bans_while_min_tokens_say_so() -> None:
     p = parts(max_rounds=19)
     p.answer(prompt_of(30), PARAMS["min-tokens"])
-    first, *later = (x.columns[0].choice for x in p.decoder.launches)
+    first, *later = (x.queries[0].choice for x in p.decoder.launches)
     assert first is not None
     assert first.ending_ids == frozenset({*range(30), *EOS})
     assert not any(later), "the largest logit decides"
@@ -203,7 +203,7 @@ def test_the_kernel_bans_while_min_tokens_say_so() -> None:
     p.answer(prompt_of(30), free)
     (launch,) = p.decoder.launches
     assert launch.rounds == 59
-    assert launch.columns[0].choice is None, "nothing to ban"
+    assert launch.queries[0].choice is None, "nothing to ban"
 
 
 @pytest.mark.parametrize("length", [5, 100])

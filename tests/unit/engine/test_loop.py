@@ -135,7 +135,7 @@ def test_requests_side_by_side_are_those_alone(parts, seed: int) -> None:
         assert end.text == text
         assert end.timings.prompt_tokens == len(prompt)
         assert 0 <= end.timings.queue_s <= end.timings.ttft_s <= end.timings.total_s
-    assert max(len(x.columns) for x in p.decoder.launches) > 1, "they shared launches"
+    assert max(len(x.queries) for x in p.decoder.launches) > 1, "they shared launches"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -270,7 +270,7 @@ def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_pref
     for ticket, (prompt, params) in zip(tickets, asked, strict=True):
         assert ended(ticket)[1] == expected(prompt, params)
     assert p.loop.load.num_pauses >= 2, "each takes eight to ten pages in the end"
-    assert max(len(x.columns) for x in p.decoder.launches) > 1, "and fewer at first"
+    assert max(len(x.queries) for x in p.decoder.launches) > 1, "and fewer at first"
 
 
 def test_a_request_that_waits_for_room_can_be_cancelled(parts) -> None:

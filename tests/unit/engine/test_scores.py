@@ -109,7 +109,7 @@ def test_others_wait_for_one_piece_of_a_scored_prompt(parts) -> None:
     # Launches of one round read the scored prompt, 8 tokens each; others are of the stream.
     streak, longest = 0, 0
     for launch in p.decoder.launches[at:]:
-        is_piece = launch.rounds == 1 and launch.columns[0].sequence != 0
+        is_piece = launch.rounds == 1 and launch.queries[0].sequence != 0
         streak = streak + 1 if is_piece else 0
         longest = max(longest, streak)
     assert longest == SCORED_TOKENS // 8

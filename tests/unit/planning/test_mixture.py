@@ -179,7 +179,7 @@ def test_columns_wake_more_experts(tmp_path):
     assert mixture.share_read(experts, 2) == pytest.approx(1 - (120 / 128) ** 2)
     assert mixture.share_read(experts, 8) * 128 / 8 == pytest.approx(6.45, abs=0.01)
     assert mixture.share_read(router, 8) == 1
-    one, eight = (step_cost(model, SIXTEEN_BIT, 1, columns=n) for n in (1, 8))
+    one, eight = (step_cost(model, SIXTEEN_BIT, 1, queries=n) for n in (1, 8))
     assert one.weight_bytes < eight.weight_bytes < 8 * one.weight_bytes
     assert eight.flops == pytest.approx(8 * one.flops)
 

@@ -1,4 +1,4 @@
-"""Rounds of drafting and checking against sums by hand and recorded columns."""
+"""Rounds of drafting and checking against sums by hand and recorded queries."""
 
 import json
 from pathlib import Path
@@ -41,8 +41,8 @@ def test_steps_of_eight_columns_are_met_within_6_percent() -> None:
     assert len(rows) >= 4
     for row in rows:
         seen = row["start_position"] + row["new_tokens"] // 2
-        cost = step_cost(shape(row["shape"]), SIXTEEN_BIT, seen, columns=8)
-        expected_s = expect(cost, H200, 1, columns=8).token_s
+        cost = step_cost(shape(row["shape"]), SIXTEEN_BIT, seen, queries=8)
+        expected_s = expect(cost, H200, 1, queries=8).token_s
         measured_s = 8 / row["decode_tokens_per_s"]["median"]
         assert expected_s == pytest.approx(measured_s, rel=0.06), row["shape"]
 
@@ -54,7 +54,7 @@ def test_a_round_with_a_draft_model() -> None:
     assert made.draft_s == pytest.approx(4 * expect(of_draft, H200, 1).token_s)
     assert made.tokens == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
     alone = expect(step_cost(model, SIXTEEN_BIT, 2000), H200, 1)
-    # Weights and cache are read once for all columns; each layer waits 3.2 µs longer.
+    # Weights and cache are read once for all queries; each layer waits 3.2 µs longer.
     assert made.check.stream_s == alone.stream_s
     assert made.check.token_s == pytest.approx(alone.token_s + 32 * 3.2e-6)
     assert made.tokens_per_s == pytest.approx(made.tokens / (made.draft_s + made.check.token_s))

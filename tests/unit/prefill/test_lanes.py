@@ -210,7 +210,7 @@ def test_widths_whose_products_split_their_sums_are_refused(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settling, "tries_widths", lambda _: True)
-    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
+    monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: True)
     config = read_config(written(tmp_path, fields_of("mean of lanes")))
     for split_at, left in (
         (0, (256, 384, 512, 768)),

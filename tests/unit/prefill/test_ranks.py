@@ -105,10 +105,12 @@ def test_all_ranks_have_the_widths_on_which_all_agree(
         return {width: {"attention_output": number} for width, number in told.items()}
 
     monkeypatch.setattr(settling, "behaviours", behaviours)
-    monkeypatch.setattr(settling, "agrees_on", lambda rank, _: rank is not run.parts[2])
+    monkeypatch.setattr(
+        settling, "attention_is_invariant_at", lambda rank, _: rank is not run.parts[2]
+    )
     run.settle_widths()
     assert run.widths == (), "one rank's attention does not agree"
-    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
+    monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: True)
     run.settle_widths()
     widths = (512, 768) if of_last[768] else (256, 512)
     assert {rank.widths for rank in run.parts} == {widths}

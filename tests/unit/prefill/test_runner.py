@@ -200,7 +200,7 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
         return out
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(settling, "agrees_on", lambda *_: True)
+    monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: True)
     monkeypatch.setattr(settling, "tries_widths", lambda _: True)
     run.settle_widths()
     assert run.widths == widths
@@ -211,7 +211,7 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
     if name == "down":
         assert {count for short, count in rows if short != "down"} == {256}
     run.widths = ()
-    monkeypatch.setattr(settling, "agrees_on", lambda *_: False)
+    monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: False)
     run.settle_widths()
     assert run.widths == (), "attention has to agree as well"
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from soloist.prefill import agreement
-from soloist.prefill.agreement import attention_agrees, product_behaviours
 from soloist.prefill.attention import attend, attend_packed
-from soloist.prefill.widths import agreeing_widths, candidate_widths, width_of
+from soloist.prefill.invariance import attention_is_invariant, product_behaviours
+from soloist.prefill.widths import batch_invariant_widths, candidate_widths, width_of
 
 WIDTHS = (256, 384, 512, 1024)
 LIKE = torch.empty(0)
@@ -44,7 +44,7 @@ def test_the_widths_that_agree_with_the_widest_one(
 
 def passes(behaviours: dict[int, int | None]) -> tuple[int, ...]:
     """With one product, which cannot be padded."""
-    found = agreeing_widths({w: {"qkv": seen} for w, seen in behaviours.items()}, ())
+    found = batch_invariant_widths({w: {"qkv": seen} for w, seen in behaviours.items()}, ())
     return () if found is None else found.passes
 
 
@@ -55,15 +55,15 @@ def test_narrower_passes_compute_what_disagrees_on_more_rows() -> None:
         1024: {"qkv": 0, "down": 1, "gate_up": 0},
         2048: {"qkv": 0, "down": 1, "gate_up": 2},
     }
-    widths = agreeing_widths(seen, ("down", "gate_up"))
+    widths = batch_invariant_widths(seen, ("down", "gate_up"))
     assert widths.passes == (256, 512, 1024)
     assert widths.products == {("down", 256): 512, ("gate_up", 256): 512}
-    widths = agreeing_widths(seen, ("down",))
+    widths = batch_invariant_widths(seen, ("down",))
     assert (widths.passes, widths.products) == ((512, 1024), {})
     seen[2048]["gate_up"] = 0
-    assert agreeing_widths(seen, ("down", "gate_up")).passes == (256, 512, 1024, 2048)
+    assert batch_invariant_widths(seen, ("down", "gate_up")).passes == (256, 512, 1024, 2048)
     seen[1024]["down"] = None
-    assert agreeing_widths(seen, ("down", "gate_up")).passes == (256, 512, 2048)
+    assert batch_invariant_widths(seen, ("down", "gate_up")).passes == (256, 512, 2048)
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -127,14 +127,14 @@ def test_attention_that_splits_keys_disagrees(
 ) -> None:
     heads, context, widths = (1, 1, 8), 1024, (256, 512)
     monkeypatch.setattr(agreement, "attend_packed", exactly)
-    assert attention_agrees(heads, window, context, widths, LIKE)
+    assert attention_is_invariant(heads, window, context, widths, LIKE)
 
     def by_how_full(queries: Tensor, keys: Tensor, *rest: object) -> Tensor:
         mixed = exactly(queries, keys, *rest)
         return mixed * (1 + 2**-20) if len(queries) < 512 and len(keys) > 700 else mixed
 
     monkeypatch.setattr(agreement, "attend_packed", by_how_full)
-    assert not attention_agrees(heads, window, context, widths, LIKE)
+    assert not attention_is_invariant(heads, window, context, widths, LIKE)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])

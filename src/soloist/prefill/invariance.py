@@ -1,4 +1,4 @@
-"""Which widths of a pass agree: products and attention of random rows, compared bit by bit.
+"""Which widths of a pass are batch-invariant: random rows' products and attention, bit by bit.
 
 What the libraries do on this device for these shapes is tried, not assumed. See `widths`.
 """
@@ -47,7 +47,7 @@ def product_behaviours(
     return behaviours
 
 
-def attention_agrees(
+def attention_is_invariant(
     heads: tuple[int, int, int],
     window: int | None,
     context_tokens: int,
