@@ -168,7 +168,7 @@ def test_run_names_the_kernel(soloist) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize(
     "options",
-    [(), ("--queries", 8), ("--sequences", 4), ("--sequences", 2, "--queries", 2),
+    [(), ("--columns", 8), ("--sequences", 4), ("--sequences", 2, "--columns", 2),
      ("--context", 4000)],
     ids=["one", "queries", "sequences", "both", "context"],
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """What drafting tokens ahead makes of decode speed. Pure.
 
-A round drafts k tokens and checks all of them in one step of k + 1 query tokens. Of the drafts those up
-to the first wrong one stand, and the step itself makes one more:
+A round drafts k tokens and checks them in one step of k + 1 query tokens. The drafts before the
+first wrong one stand, and the step itself makes one more:
 
     tokens of a round = 1 + a + a² + … + a^k       (a: share of drafts accepted, each for itself)
 
