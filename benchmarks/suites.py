@@ -209,6 +209,6 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
 IN_TURN = (
     *(_decode(shape, f"{_RUN} --runs 3") for shape in _SHAPES),
     _decode("qwen3-1.7b", "--prompt-tokens 2048 --new-tokens 64 --precision bf16 --runs 3"),
-    "bench startup etude --runs 1",
+    "bench startup etude --runs 5 --kernel-cache warm",
 )
 TURNS: Mapping[str, tuple[str, ...]] = {"h200-in-turn.json": IN_TURN}

@@ -179,6 +179,7 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("neighbours", "http://127.0.0.1:9", "--pid", "x"), "--pid"),
         (("neighbours", "http://127.0.0.1:9", "--pid", "auto"), "--pid"),
         (("startup", "etude", "--runs", 0), "--runs"),
+        (("startup", "etude", "--kernel-cache", "hot"), "--kernel-cache"),
         (("startup", "etude", "--gpus", 3), "--gpus"),
         (("prefill", "etude", "--gpus", 2, "--device", "cpu"), "--gpus"),
         (("prefill", "--shape", SHAPE, "--gpus", 2, "--device", "cpu"), "--gpus"),

@@ -11,6 +11,7 @@ from typing import Literal
 
 # Whether a prompt, or its beginning, was read before.
 Prefix = Literal["cold", "warm"]
+KernelCache = Literal["warm", "cold"]
 
 
 @dataclass(frozen=True, slots=True)

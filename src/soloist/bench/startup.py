@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -42,6 +42,7 @@ class Plan:
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: of weights and KV cache.
         runs: timed, of each kind.
+        kinds: of starts: with all kernels compiled before, or with none.
         gpus: that run the model together, as `soloist run` takes them.
     """
 
@@ -51,6 +52,7 @@ class Plan:
     precision: Precision
     runs: int
     gpus: GpuCount = 1
+    kinds: tuple[rows.KernelCache, ...] = ("warm", "cold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,11 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
         def start(cache: str) -> Start:
             return _start(_command(plan, model, device), Path(cache))
 
-        start(kept)
-        starts: dict[Literal["warm", "cold"], list[Start]] = {
-            "warm": [start(kept) for _ in range(plan.runs)]
-        }
-        if starts["warm"][0].report["executor"] == "decode kernel":
+        compiles = start(kept).report["executor"] == "decode kernel"
+        starts: dict[rows.KernelCache, list[Start]] = {}
+        if "warm" in plan.kinds or not compiles:
+            starts["warm"] = [start(kept) for _ in range(plan.runs)]
+        if "cold" in plan.kinds and compiles:
             starts["cold"] = []
             for _ in range(plan.runs):
                 with tempfile.TemporaryDirectory() as empty:
@@ -175,7 +177,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 def _row(
     plan: Plan,
-    kind: Literal["warm", "cold"],
+    kind: rows.KernelCache,
     starts: list[Start],
     clocks: rows.Clocks | None,
 ) -> rows.StartupRow:

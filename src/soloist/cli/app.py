@@ -557,6 +557,9 @@ def bench_startup(
     model: o.OptionalModel = None,
     shape: o.Shape = None,
     runs: Annotated[int, typer.Option(help="Timed processes after one to warm up.")] = 3,
+    kernel_cache: Annotated[
+        str, typer.Option(help="warm: all kernels are compiled; cold: none is; or both.")
+    ] = "both",
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -572,7 +575,10 @@ def bench_startup(
     checked = o.checked_precision(precision)
     o.check_only_one(shape, model)
     known = benching.read_baseline(baseline, threshold)
-    plan = startup.Plan(model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus))
+    plan = startup.Plan(
+        model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus),
+        benching.checked_kernel_caches(kernel_cache),
+    )  # fmt: skip
     rows = startup.measure(plan)
     if output is not None:
         record.write(output, rows)

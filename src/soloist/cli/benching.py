@@ -14,12 +14,23 @@ from soloist.errors import SettingError, UserError
 
 if TYPE_CHECKING:
     from soloist.bench.compare import Comparison
-    from soloist.bench.rows import AnyRow, BandwidthRow, DecodeRow, PrefillRow, Prefix, StartupRow
+    from soloist.bench.rows import (
+        AnyRow,
+        BandwidthRow,
+        DecodeRow,
+        KernelCache,
+        PrefillRow,
+        Prefix,
+        StartupRow,
+    )
 
 _EXIT_SLOWER = 4
 
 _PREFIXES: "dict[str, tuple[Prefix, ...]]" = {
     "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
+}  # fmt: skip
+_KERNEL_CACHES: "dict[str, tuple[KernelCache, ...]]" = {
+    "warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold"),
 }  # fmt: skip
 
 
@@ -32,6 +43,17 @@ def checked_prefixes(given: str) -> "tuple[Prefix, ...]":
     if given not in _PREFIXES:
         raise SettingError("--prefix", given, ", ".join(_PREFIXES))
     return _PREFIXES[given]
+
+
+def checked_kernel_caches(given: str) -> "tuple[KernelCache, ...]":
+    """What --kernel-cache names.
+
+    Raises:
+        SettingError: nothing.
+    """
+    if given not in _KERNEL_CACHES:
+        raise SettingError("--kernel-cache", given, ", ".join(_KERNEL_CACHES))
+    return _KERNEL_CACHES[given]
 
 
 def prefill(
