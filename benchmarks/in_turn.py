@@ -1,7 +1,7 @@
 """Measure two commits in turn on one machine: `python benchmarks/in_turn.py A=TREE B=TREE -o FILE`.
 
-Each round runs every command of `suites.IN_TURN` with one tree and then with the other, in
-processes of their own; the next round begins with the other tree. All rows are written, in the
+Each round runs every command of a file of `suites.IN_TURN` with one tree and then with the other,
+in processes of their own; the next round begins with the other tree. All rows are written, in the
 order in which they were measured. A table then says how far the medians over the rounds differ.
 """
 
@@ -28,13 +28,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("trees", nargs=2, type=_tree, metavar="COMMIT=TREE")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--file", choices=sorted(IN_TURN), default="h200-in-turn.json")
     parser.add_argument("--only", default="", metavar="TEXT", help="commands that contain it")
     parser.add_argument("--seconds", type=float, default=1e9, help="then no round is begun")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args(given)
+    commands = [c for c in IN_TURN[asked.file] if asked.only in c]
     rows: list[dict[str, Any]] = []
     failed, end = 0, time.monotonic() + asked.seconds
-    for place, command in product(range(asked.rounds), (c for c in IN_TURN if asked.only in c)):
+    for place, command in product(range(asked.rounds), commands):
         if time.monotonic() > end:
             print(f"stopped in round {place + 1} of {asked.rounds}")
             break

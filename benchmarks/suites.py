@@ -205,10 +205,10 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
     )
 }
 
-# What `in_turn.py` runs with two commits in turn, and the file that the project keeps of it.
-IN_TURN = (
+# What `in_turn.py` runs with two commits in turn, and the files that it made.
+_IN_TURN = (
     *(_decode(shape, f"{_RUN} --runs 3") for shape in _SHAPES),
     _decode("qwen3-1.7b", "--prompt-tokens 2048 --new-tokens 64 --precision bf16 --runs 3"),
     "bench startup etude --runs 5 --kernel-cache warm",
 )
-TURNS: Mapping[str, tuple[str, ...]] = {"h200-in-turn.json": IN_TURN}
+IN_TURN: Mapping[str, tuple[str, ...]] = {"h200-in-turn.json": _IN_TURN}

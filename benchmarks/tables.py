@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from soloist.bench import rows as kinds
-from suites import RIVALS, SUITES
+from suites import IN_TURN, RIVALS, SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -329,6 +329,14 @@ def recorded() -> str:
     cells += [
         (f"`results/{name}`", f"`{commands[0]}` and others, then `rivals.py`", str(len(commands)))
         for name, commands in RIVALS.items()
+    ]
+    cells += [
+        (
+            f"`results/{name}`",
+            f"`python benchmarks/in_turn.py A=TREE B=TREE --file {name}`",
+            str(len(commands)),
+        )
+        for name, commands in IN_TURN.items()
     ]
     return table(("file", "reproduce", "commands"), cells, left=2)
 

@@ -112,9 +112,11 @@ def test_recorded_rows_have_the_fields_that_are_described():
 
 def test_every_recorded_file_has_its_commands(monkeypatch):
     suites = load_script("suites", monkeypatch)
-    files = {
-        name: file.commands for suite in suites.SUITES.values() for name, file in suite.items()
-    } | suites.RIVALS
+    files = (
+        {name: file.commands for suite in suites.SUITES.values() for name, file in suite.items()}
+        | suites.RIVALS
+        | suites.IN_TURN
+    )
     for recorded in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert recorded.name in files, "benchmarks/suites.py says what makes it"
         found = {as_asked(row["command"]) for row in json.loads(recorded.read_text())}

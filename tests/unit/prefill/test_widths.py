@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from soloist.prefill import agreement
+from soloist.prefill import invariance
 from soloist.prefill.attention import attend, attend_packed
 from soloist.prefill.invariance import attention_is_invariant, product_behaviours
 from soloist.prefill.widths import batch_invariant_widths, candidate_widths, width_of
@@ -126,14 +126,14 @@ def test_attention_that_splits_keys_disagrees(
     monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     heads, context, widths = (1, 1, 8), 1024, (256, 512)
-    monkeypatch.setattr(agreement, "attend_packed", exactly)
+    monkeypatch.setattr(invariance, "attend_packed", exactly)
     assert attention_is_invariant(heads, window, context, widths, LIKE)
 
     def by_how_full(queries: Tensor, keys: Tensor, *rest: object) -> Tensor:
         mixed = exactly(queries, keys, *rest)
         return mixed * (1 + 2**-20) if len(queries) < 512 and len(keys) > 700 else mixed
 
-    monkeypatch.setattr(agreement, "attend_packed", by_how_full)
+    monkeypatch.setattr(invariance, "attend_packed", by_how_full)
     assert not attention_is_invariant(heads, window, context, widths, LIKE)
 
 
