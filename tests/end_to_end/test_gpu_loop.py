@@ -140,12 +140,12 @@ def forget(loop: EngineLoop, model: KernelModel) -> None:
     while loop.load.num_running:
         assert time.monotonic() < until
         time.sleep(0.0005)
-    allocator = model.allocator
-    assert allocator.tree is not None
-    while allocator.tree.idle_tokens:
-        allocator._reclaim()
-    while (node := allocator.tree.oldest(is_offloaded=True)) is not None:
-        allocator._evict(node)
+    tiers = model.tiers
+    assert tiers.tree is not None
+    while tiers.tree.idle_tokens:
+        tiers._reclaim()
+    while (node := tiers.tree.oldest(is_offloaded=True)) is not None:
+        tiers._evict(node)
     assert model.cached.on_device == model.cached.on_host == 0
 
 

@@ -167,5 +167,5 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
     allocator, cached = executor.allocator, executor.cached
     cached_pages = cached.on_device // PAGE_POSITIONS
     assert allocator.pages.num_free + cached_pages == num_pages, "every page came back"
-    assert allocator.host_pages.num_free + cached.on_host // PAGE_POSITIONS == 6
+    assert allocator.tiers.host_pages.num_free + cached.on_host // PAGE_POSITIONS == 6
     assert len(allocator._free_rows) == executor.num_columns

@@ -23,8 +23,9 @@ from soloist.engine.executor import (
     take_forced,
 )
 from soloist.errors import BadLogits
-from soloist.kv.allocator import Host, KvAllocator, SequenceAllocation
+from soloist.kv.allocator import KvAllocator, SequenceAllocation
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
+from soloist.kv.tiers import Host
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
@@ -179,6 +180,7 @@ class KernelExecutor(Executor):
         self.allocator = KvAllocator(
             self.num_columns, num_pages, self.chunks, keeps_prefixes=keeps_prefixes, host=host
         )
+        self.tiers = self.allocator.tiers
         self._page_tables = decoder.page_tables.tolist()
 
     # --- pages ------------------------------------------------------------------------------------
@@ -266,10 +268,9 @@ class KernelExecutor(Executor):
     def cached(self) -> CachedTokens:
         """See Executor."""
         # The engine's thread may be between two of these counts.
-        on_host, moved = self.allocator.offloaded_tokens, self.allocator.moved
-        num_cached = self.allocator.cached_tokens
+        tiers, moved, on_host = self.tiers, self.tiers.moved, self.tiers.offloaded_tokens
         return CachedTokens(
-            on_device=max(0, num_cached - on_host),
+            on_device=max(0, tiers.cached_tokens - on_host),
             on_host=on_host,
             offloaded=moved.offloaded_tokens,
             fetched=moved.fetched_tokens,
@@ -279,12 +280,12 @@ class KernelExecutor(Executor):
     @property
     def num_pages(self) -> int:
         """See Executor."""
-        return self.allocator.pages.num_pages
+        return self.tiers.pages.num_pages
 
     @property
     def num_pages_free(self) -> int:
         """See Executor."""
-        return min(self.allocator.num_available, self.num_pages)
+        return min(self.tiers.num_available, self.num_pages)
 
     def check(self) -> None:
         """See Executor."""
@@ -309,7 +310,7 @@ class KernelExecutor(Executor):
         if num_joined := self._join_chunks(allocation, start):
             running.num_read += num_joined
             return None
-        self.allocator.join()
+        self.tiers.join()
         is_resumed = bool(running.sampler.output_ids)
         if start >= len(ids):
             self._replay(running)

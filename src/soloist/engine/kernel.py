@@ -11,10 +11,11 @@ from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.shards import failures_of
-from soloist.kv.allocator import Host, num_pages_of
+from soloist.kv.allocator import num_pages_of
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.pool import PagePool
+from soloist.kv.tiers import Host
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.layer_kind import Operation

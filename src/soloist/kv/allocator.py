@@ -1,50 +1,21 @@
-"""Which pages hold what: those of open sequences, of cached prompts, and of prompts on the host.
+"""Which sequence has which pages.
 
 `KvAllocator.allocate` gives a sequence a row of the page tables and pages, which grow with it;
-`KvAllocator.free` takes them back when its request ends, is preempted or loses its client. Chunks
-of prompts that were read stay cached in their pages until somebody needs these; then the least
-recently used ones are offloaded to the host's memory, as far as that goes, and fetched when a
-prompt begins with them; what finds no place is evicted. Pure: pages are integers, and who copies
-them is told what to copy.
+`KvAllocator.free` takes them back when its request ends, is preempted or loses its client. Pages of
+cached prompts belong to no sequence (`tiers.py`). Pure: pages are integers.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from soloist.kv.chunks import PrefixChunks
-from soloist.kv.free_list import FreeList
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.kv.prefix import Divergence, Node, PrefixTree
+from soloist.kv.prefix import Divergence
+from soloist.kv.tiers import CacheTiers, Host, PageNode
 
 # So many positions beyond what a sequence needs now are taken if nobody else needs the pages.
 _AHEAD_POSITIONS = 4096
-
-
-class Host(Protocol):
-    """Copies pages between the device and the host's memory, in the order in which it is told to.
-
-    Attributes:
-        num_pages: that the host's memory may hold.
-    """
-
-    num_pages: int
-
-    def offload(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
-        """Copy to the host; whatever the device does from now on may overwrite `pages`.
-
-        Returns False, and copies nothing, where the machine does not give the memory after all.
-        """
-        ...
-
-    def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
-        """Begin to copy to the device; until `join` nobody may use `pages`."""
-        ...
-
-    def join(self) -> None:
-        """Whatever the device does from now on sees what was fetched."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -69,8 +40,8 @@ class SequenceAllocation:
     num_promised: int
     pages: list[int] = field(default_factory=list)
     owned: set[int] = field(default_factory=set)
-    node: Node[list[int]] | None = None
-    behind: deque[Node[list[int]]] = field(default_factory=deque)
+    node: PageNode | None = None
+    behind: deque[PageNode] = field(default_factory=deque)
     num_cached: int = 0
     num_joined: int = 0
     num_offloaded: int = 0
@@ -83,17 +54,12 @@ class SequenceAllocation:
         return max(0, self.num_promised - len(self.pages))
 
 
-@dataclass(slots=True)
-class Moved:
-    """Tokens of cached prompts since the start: offloaded, fetched and evicted."""
-
-    offloaded_tokens: int = 0
-    fetched_tokens: int = 0
-    evicted_tokens: int = 0
-
-
 class KvAllocator:
     """Allocates and frees rows of the page tables and pages of one pool.
+
+    Attributes:
+        tiers: pages and what is cached in them; `pages` and `tree` are its own.
+        chunks: where prompts are cut.
 
     Args:
         num_rows: sequences that may be open at once.
@@ -112,14 +78,10 @@ class KvAllocator:
         keeps_prefixes: bool = False,
         host: Host | None = None,
     ) -> None:
-        self.pages = FreeList(num_pages)
-        self.host_pages = FreeList(0 if host is None else host.num_pages)
+        caches = keeps_prefixes and chunks.finest % PAGE_POSITIONS == 0
+        self.tiers = CacheTiers(num_pages, chunks if caches else None, host)
+        self.pages, self.tree = self.tiers.pages, self.tiers.tree
         self.chunks = chunks
-        self.moved = Moved()
-        self.tree: PrefixTree[list[int]] | None = None
-        if keeps_prefixes and chunks.finest % PAGE_POSITIONS == 0:
-            self.tree = PrefixTree(chunks)
-        self._host = host
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._open: dict[SequenceAllocation, None] = {}
@@ -128,12 +90,6 @@ class KvAllocator:
     def num_open(self) -> int:
         """Sequences with an allocation."""
         return len(self._open)
-
-    @property
-    def num_available(self) -> int:
-        """Pages that can be taken: free ones, and those of cached chunks that nobody uses."""
-        idle = 0 if self.tree is None else self.tree.idle_tokens // PAGE_POSITIONS
-        return self.pages.num_free + idle
 
     # --- a sequence's life ------------------------------------------------------------------------
 
@@ -190,8 +146,8 @@ class KvAllocator:
         """Whether so many pages can be taken, beside those that were promised if these count."""
 
         def is_there() -> bool:
-            others = sum(allocation.num_lacking for allocation in self._open) if promised else 0
-            return count + others <= self.num_available
+            others = sum(one.num_lacking for one in self._open) if promised else 0
+            return count + others <= self.tiers.num_available
 
         if not is_there():
             self._trim()
@@ -215,7 +171,7 @@ class KvAllocator:
         if not self._is_available(lacking):
             return False
         if lacking > 0 and not allocation.behind:
-            self._give(allocation, self._take(lacking))
+            self._give(allocation, self.tiers.allocate(lacking))
         return True
 
     def look_ahead(
@@ -223,12 +179,10 @@ class KvAllocator:
     ) -> bool:
         """Whether all have, or now get, pages for so many positions, of those nobody will need."""
         lacking = [
-            max(0, num_pages_of(p) - len(allocation.pages))
-            for allocation, p in zip(allocations, positions, strict=True)
+            max(0, num_pages_of(p) - len(one.pages))
+            for one, p in zip(allocations, positions, strict=True)
         ]
-        promised = sum(
-            allocation.num_lacking for allocation in self._open if allocation not in allocations
-        )
+        promised = sum(one.num_lacking for one in self._open if one not in allocations)
         if sum(lacking) > self.pages.num_free - promised:
             return False
         for allocation, count in zip(allocations, lacking, strict=True):
@@ -251,17 +205,12 @@ class KvAllocator:
             allocation.owned.difference_update(ahead)
             self.pages.free(reversed(ahead))
 
-    def _take(self, count: int) -> list[int]:
-        while self.pages.num_free < count:
-            self._reclaim()
-        return self.pages.allocate(count)
-
     # --- cached prompts ---------------------------------------------------------------------------
 
     def next_chunk(self, allocation: SequenceAllocation) -> int:
         """Let a sequence's next cached chunk join it.
 
-        The caller has reserved pages for it. It may be on its way until `join`.
+        The caller has reserved pages for it. It may be on its way until `tiers.join`.
 
         Returns:
             The number of its positions; 0 if there is none.
@@ -270,21 +219,11 @@ class KvAllocator:
             return 0
         node = allocation.behind.popleft()
         if node.is_offloaded:
-            assert self.tree is not None, "it holds the chunk"
-            assert self._host is not None, "it has the pages"
-            host_pages, pages = node.held, self._take(len(node.held))
-            try:
-                self._host.fetch(host_pages, pages)
-            except Exception:
-                self.pages.free(reversed(pages))
-                raise
-            self.host_pages.free(reversed(host_pages))
-            self.tree.move(node, pages, is_offloaded=False)
-            self.moved.fetched_tokens += len(node.tokens)
+            self.tiers.fetch(node)
         self._join(allocation, node)
         return len(node.tokens)
 
-    def _join(self, allocation: SequenceAllocation, node: Node[list[int]]) -> None:
+    def _join(self, allocation: SequenceAllocation, node: PageNode) -> None:
         allocation.pages += node.held
         allocation.num_joined += len(node.tokens)
         allocation.num_needed = max(allocation.num_needed, len(allocation.pages))
@@ -297,8 +236,7 @@ class KvAllocator:
             pages = allocation.pages[_pages_of(begin, chunk)]
             node, is_new = self.tree.insert(allocation.node, chunk, pages)
             if node.is_offloaded:  # cached by somebody else meanwhile, and offloaded
-                self.host_pages.free(reversed(node.held))
-                self.tree.move(node, pages, is_offloaded=False)
+                self.tiers.restore(node, pages)
                 is_new = True
             if is_new:
                 allocation.owned.difference_update(pages)
@@ -327,7 +265,7 @@ class KvAllocator:
         for begin, end in self.chunks.whole(start, stop):
             yield begin, ids[begin - start : end - start]
 
-    def _go_on(self, allocation: SequenceAllocation, start: int, node: Node[list[int]]) -> None:
+    def _go_on(self, allocation: SequenceAllocation, start: int, node: PageNode) -> None:
         """Let a cached chunk replace a sequence's own pages with the same bits."""
         assert self.tree is not None, "it holds the chunk"
         place = _pages_of(start, node.tokens)
@@ -338,89 +276,27 @@ class KvAllocator:
         self.tree.advance(node)
         allocation.node = node
 
-    def join(self) -> None:
-        """Whatever the device does from now on sees every chunk that joined a sequence."""
-        if self._host is not None:
-            self._host.join()
-
-    def _reclaim(self) -> None:
-        """Free the pages of the least recently used cached chunk: offload it, or evict it."""
-        assert self.tree is not None, "without cached chunks all available pages are free"
-        node = self.tree.oldest(is_offloaded=False)
-        assert node is not None, "the caller counted what is available"
-        pages = node.held
-        if (host_pages := self._offload(pages)) is not None:
-            self.tree.move(node, host_pages, is_offloaded=True)
-            self.moved.offloaded_tokens += len(node.tokens)
-        else:
-            self.join()  # the chunk may still be on its way to these pages
-            self._evict(node)
-        self.pages.free(reversed(pages))
-
-    def _offload(self, pages: Sequence[int]) -> list[int] | None:
-        """Copy pages to the host, if need be instead of what was there longest without use."""
-        if self._host is None or self.tree is None or len(pages) > self._host.num_pages:
-            return None
-        while self.host_pages.num_free < len(pages):
-            if (node := self.tree.oldest(is_offloaded=True)) is None:
-                return None
-            self._evict(node)
-        host_pages, is_there = self.host_pages.allocate(len(pages)), False
-        try:
-            is_there = self._host.offload(pages, host_pages)
-        finally:
-            if not is_there:
-                self.host_pages.free(reversed(host_pages))
-        return host_pages if is_there else None
-
-    def _evict(self, node: Node[list[int]]) -> None:
-        """Drop a chunk that nobody uses from the cache, and offloaded ones behind it."""
-        assert self.tree is not None, "it holds the chunk"
-        for child in list(node.children.values()):
-            self._evict(child)
-        self.tree.remove(node)
-        self.moved.evicted_tokens += len(node.tokens)
-        if node.is_offloaded:
-            self.host_pages.free(reversed(node.held))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of all cached chunks, offloaded or not."""
-        return 0 if self.tree is None else self.tree.num_tokens
-
-    @property
-    def offloaded_tokens(self) -> int:
-        """Cached tokens that lie on the host."""
-        return (self.host_pages.num_pages - self.host_pages.num_free) * PAGE_POSITIONS
-
     def check(self) -> None:
         """Make sure that every page, row and chunk belongs to whom the books say, and to no other.
 
         Raises:
             AssertionError: it does not.
         """
-        nodes: list[Node[list[int]]] = []
+        nodes: list[PageNode] = []
         if self.tree is not None:
-            self.tree.check(
-                [allocation.node for allocation in self._open if allocation.node is not None]
-            )
+            self.tree.check([one.node for one in self._open if one.node is not None])
             nodes = list(self.tree.nodes)
         cached = [page for node in nodes if not node.is_offloaded for page in node.held]
-        owned = [page for allocation in self._open for page in allocation.owned]
+        owned = [page for one in self._open for page in one.owned]
         offloaded = [page for node in nodes if node.is_offloaded for page in node.held]
-        assert sorted([*cached, *owned]) == sorted(self.pages.allocated), (
-            "pages have one owner each"
-        )
-        assert sorted(offloaded) == sorted(self.host_pages.allocated), "so have pages of the host"
+        taken, on_host = self.pages.allocated, self.tiers.host_pages.allocated
+        assert sorted([*cached, *owned]) == sorted(taken), "pages have one owner each"
+        assert sorted(offloaded) == sorted(on_host), "so have pages of the host"
         everybodys = set(cached)
-        for allocation in self._open:
-            assert everybodys.issuperset(set(allocation.pages) - allocation.owned), (
-                "no page was given away"
-            )
-            assert allocation.owned.issubset(allocation.pages), (
-                "what a sequence owns is in its table"
-            )
-        rows = [*self._free_rows, *(allocation.row for allocation in self._open)]
+        for one in self._open:
+            assert everybodys.issuperset(set(one.pages) - one.owned), "no page was given away"
+            assert one.owned.issubset(one.pages), "what a sequence owns is in its table"
+        rows = [*self._free_rows, *(one.row for one in self._open)]
         assert sorted(rows) == list(range(self._num_rows)), "rows have one owner each"
 
 

@@ -536,7 +536,7 @@ def test_books_that_do_not_balance_are_found() -> None:
             lambda: allocation.pages.append(allocator.pages.allocate(1)[0]),
             allocator._free_rows.pop,
             lambda: allocator._free_rows.append(allocation.row),
-            lambda: allocator.host_pages.allocate(1),
+            lambda: allocator.tiers.host_pages.allocate(1),
             lambda: allocator.tree.use(allocation.node),
             lambda: allocator.tree.release(allocation.node),
             lambda: setattr(allocator.tree, "idle_tokens", 1),

@@ -196,7 +196,7 @@ def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
         end(one)
     wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
     assert not p.executor.allocator._open
-    assert p.executor.allocator.num_available == 12, "cached pages are nobody's"
+    assert p.executor.tiers.num_available == 12, "cached pages are nobody's"
     assert p.loop.cached.fetched > 0
 
 
@@ -612,7 +612,7 @@ def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
     loop.close()
     assert num_cached > 500
     assert executor.allocator.pages.num_free + executor.cached.on_device // 64 == 16
-    assert executor.allocator.num_available == 16, "nothing is in use any more"
+    assert executor.tiers.num_available == 16, "nothing is in use any more"
 
 
 def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:

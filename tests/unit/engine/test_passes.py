@@ -137,7 +137,7 @@ def test_nothing_is_read_after_a_cancel() -> None:
     made = p.executor.generate(prompt, Sampler(ONE, VOCAB, prompt, EOS), cancelled)
     assert list(made) == []
     assert p.prefill.chunks == [2048, 2048]
-    assert p.executor.allocator.num_available == 80
+    assert p.executor.tiers.num_available == 80
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 20])
@@ -163,7 +163,7 @@ def test_answers_side_by_side_are_those_alone(num_host_pages: int) -> None:
                 assert ticket.is_cancelled or len(ids) == params.max_tokens
                 num_cached += end.timings.cached_tokens
         loop.close()
-        assert p.executor.allocator.num_available == 24, "nothing is in use any more"
+        assert p.executor.tiers.num_available == 24, "nothing is in use any more"
         num_fetched += p.executor.cached.fetched
     assert num_cached > 2000
     assert (num_fetched > 0) == (num_host_pages > 0)

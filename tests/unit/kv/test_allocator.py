@@ -75,7 +75,7 @@ class Pool:
             self.every_page_is_somewhere_once()
         for sequence in self.open:
             self.allocator.free(sequence.allocation)
-        assert self.allocator.num_available == PAGES, "nothing is in use any more"
+        assert self.allocator.tiers.num_available == PAGES, "nothing is in use any more"
 
     def begin(self) -> None:
         ids = self.rng.choice(self.stems)[: self.rng.randint(1, LONGEST)]
@@ -120,7 +120,7 @@ class Pool:
         if stop == start or not self.has_pages(sequence, stop):
             return
         if not is_read:
-            self.allocator.join()
+            self.allocator.tiers.join()
             chunk = [sequence.ids[p // PAGE] for p in range(start, stop)]
             whole = chunk if stop < sequence.prompt_tokens else chunk[:-1]
             if num_adopted := self.allocator.adopt(allocation, start, whole):
@@ -190,8 +190,8 @@ class Pool:
                 waiting.append(child)
         assert len({*owned, *on_device}) == len(owned) + len(on_device)
         assert self.allocator.pages.num_free == PAGES - len(owned) - len(on_device)
-        assert self.allocator.host_pages.num_free == self.memories.num_pages - len(on_host)
-        assert self.allocator.offloaded_tokens == len(on_host) * PAGE
+        assert self.allocator.tiers.host_pages.num_free == self.memories.num_pages - len(on_host)
+        assert self.allocator.tiers.offloaded_tokens == len(on_host) * PAGE
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 3, 40])
@@ -200,7 +200,7 @@ def test_random_sequences(num_host_pages: int) -> None:
     for seed in range(4):
         pool = Pool(seed, num_host_pages)
         pool.run(6000)
-        moved = pool.allocator.moved
+        moved = pool.allocator.tiers.moved
         happened.update(pool.happened)
         happened.update(offloaded=moved.offloaded_tokens, fetched=moved.fetched_tokens)
         happened.update(evicted=moved.evicted_tokens)
@@ -267,7 +267,7 @@ def test_a_chunk_that_comes_back_is_that_which_went() -> None:
     some.free(allocation)
     other = some.allocate([9] * (3 * PAGE), 3 * PAGE, 3 * PAGE)
     read(some, other, [9] * (3 * PAGE))
-    assert some.moved.offloaded_tokens == 2 * PAGE, "the last two chunks"
+    assert some.tiers.moved.offloaded_tokens == 2 * PAGE, "the last two chunks"
     memories.pool.update(dict.fromkeys(other.pages, (9,)))
     some.free(other)
     again = some.allocate([*ids, 5], len(ids) + 1, len(ids) + 1)
@@ -275,9 +275,9 @@ def test_a_chunk_that_comes_back_is_that_which_went() -> None:
     while again.behind:
         assert some.reserve(again, 0)
         some.next_chunk(again)
-    some.join()
+    some.tiers.join()
     assert [memories.pool[page] for page in again.pages] == [(0,), (1,), (2,)]
-    assert some.offloaded_tokens == 2 * PAGE, "of the other prompt, which made place"
+    assert some.tiers.offloaded_tokens == 2 * PAGE, "of the other prompt, which made place"
 
 
 def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> None:
@@ -291,7 +291,7 @@ def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> N
         some.free(allocation)
     held = {n: some.tree.match([n] * (2 * PAGE)).num_tokens for n in range(5)}
     assert held == {0: 0, 1: 0, 2: 0, 3: 128, 4: 128}
-    assert some.moved.evicted_tokens == 3 * 128
+    assert some.tiers.moved.evicted_tokens == 3 * 128
 
 
 def test_pages_are_not_given_away_while_a_chunk_is_on_its_way_to_them() -> None:
@@ -310,7 +310,7 @@ def test_pages_are_not_given_away_while_a_chunk_is_on_its_way_to_them() -> None:
     other = some.allocate([2], 1, 2 * PAGE)
     assert some.reserve(other, 2 * PAGE)
     memories.pool.update(dict.fromkeys(other.pages, (2,)))
-    some.join()
+    some.tiers.join()
     assert [memories.pool[page] for page in other.pages] == [(2,), (2,)]
 
 
@@ -341,7 +341,7 @@ def test_chunks_that_others_read_meanwhile_join_and_the_rest_is_read() -> None:
     assert some.adopt(quick, 2 * PAGE, ids[2 * PAGE : -1]) == PAGE, "the last token has to be read"
     some.free(slow)
     some.free(quick)
-    assert some.num_available == 12
+    assert some.tiers.num_available == 12
 
 
 def test_a_chunk_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
@@ -355,11 +355,11 @@ def test_a_chunk_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
     some.free(quick)
     large = some.allocate([2], 1, 2 * PAGE)
     assert some.reserve(large, 2 * PAGE)
-    assert some.offloaded_tokens == PAGE
+    assert some.tiers.offloaded_tokens == PAGE
     assert some.adopt(slow, 0, ids[:PAGE]) == 0
     own = list(slow.pages)
     some.cache(slow, 0, ids[:PAGE])
     assert slow.pages == own
-    assert some.offloaded_tokens == 0
+    assert some.tiers.offloaded_tokens == 0
     some.free(slow)
     assert some.allocate(ids, len(ids), len(ids)).num_joined == PAGE
