@@ -18,9 +18,10 @@ import torch
 
 from soloist.bench.subject import shape_dtype
 from soloist.engine.support import find_support
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.megakernel import launch
 from soloist.megakernel.header import Build, header
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.sharding import shard_all
@@ -28,7 +29,6 @@ from soloist.megakernel.trace import block_times, spans
 from soloist.model.families import read_config, tensors
 from soloist.model.weights import TORCH_DTYPES, random_weights
 from soloist.prefill.elementwise import rope_table
-from soloist.prefill.pages import PagePool
 from soloist.settings import read_settings
 
 _LAUNCHES = 3  # after one that is not timed

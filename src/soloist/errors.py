@@ -16,7 +16,7 @@
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
     │                         EngineStopped · PreparationFailed
     └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing · Stalled
-                              EndForced · RoomLost
+                              EndForced · MemoryNotFreed
                               CudaMissing · CompileError · BadInclude · LaunchError
                               GpuUnsupported · ShapeUnsupported · KernelStuck
                               RunFailed · BitsDiffer · HardwareNotDetected
@@ -559,7 +559,7 @@ class KernelStuck(DeviceError):
         )
 
 
-class RoomLost(DeviceError):
+class MemoryNotFreed(DeviceError):
     """A request has ended, but not all of its device memory could be freed."""
 
     def __init__(self, cause: BaseException) -> None:

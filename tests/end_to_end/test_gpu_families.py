@@ -16,16 +16,16 @@ from interpreter.models import CASES, CONTEXT, configured, prompt, reference_log
 from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import Cubin, compile_source
 from soloist.jit.source import Source
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.megakernel import launch
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
-from soloist.prefill.pages import PagePool
 from unit.megakernel.assembly import assembly
 from unit.prefill.models import random_weights
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from interpreter.lane_models import CASES, configured
 from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
 from soloist.engine.kernel import KernelModel
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
-from soloist.prefill.pages import PagePool
 from soloist.sampling import Sampler, SamplingParams
 
 pytestmark = pytest.mark.gpu

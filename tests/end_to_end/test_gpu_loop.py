@@ -114,9 +114,9 @@ def test_scores_of_a_prompt_are_those_of_an_answer() -> None:
     loop.close()
 
 
-def kept_tokens(model: KernelModel, count: int) -> int:
-    """Of a kept prompt with so many tokens."""
-    return max((end for _, end in model.grid.blocks(0, count)), default=0)
+def cached_prefix(model: KernelModel, count: int) -> int:
+    """Of a cached prompt with so many tokens."""
+    return max((end for _, end in model.chunks.whole(0, count)), default=0)
 
 
 def test_a_kept_prompt_gives_the_bits_of_one_that_is_read() -> None:
@@ -135,18 +135,18 @@ def test_a_kept_prompt_gives_the_bits_of_one_that_is_read() -> None:
 
 
 def forget(loop: EngineLoop, model: KernelModel) -> None:
-    """Drop all that is kept, once the last request has left entirely."""
+    """Evict all that is cached, once the last request has left entirely."""
     until = time.monotonic() + 60
     while loop.load.num_running:
         assert time.monotonic() < until
         time.sleep(0.0005)
-    rooms = model.rooms
-    assert rooms.tree is not None
-    while rooms.tree.idle_tokens:
-        rooms._make_place()
-    while (node := rooms.tree.oldest(is_spilled=True)) is not None:
-        rooms._drop(node)
-    assert model.kept.on_device == model.kept.on_host == 0
+    tiers = model.tiers
+    assert tiers.tree is not None
+    while tiers.tree.idle_tokens:
+        tiers._reclaim()
+    while (node := tiers.tree.oldest(is_offloaded=True)) is not None:
+        tiers._evict(node)
+    assert model.cached.on_device == model.cached.on_host == 0
 
 
 def test_a_hit_of_any_length_has_the_bits_of_a_miss() -> None:
@@ -157,7 +157,7 @@ def test_a_hit_of_any_length_has_the_bits_of_a_miss() -> None:
     stem = [rng.randrange(1000) for _ in range(3800)]
     all_of(loop, stem, params)
     for shared, more in [(1900, 40), (300, 700), (2100, 500), (3000, 9), (3790, 3), (1300, 2000)]:
-        cached = kept_tokens(model, shared)
+        cached = cached_prefix(model, shared)
         assert cached >= shared * 4 // 5
         prompt = stem[:shared] + [rng.randrange(1000) for _ in range(more)]
         *told, hit = all_of(loop, prompt, params)
@@ -178,15 +178,15 @@ def test_prompts_come_back_from_the_host_bit_by_bit() -> None:
     prompts = [[rng.randrange(1000) for _ in range(3000)] for _ in range(3)]
     before = [all_of(loop, prompt, params) for prompt in prompts]
     assert isinstance(small.model, KernelModel)
-    kept = kept_tokens(small.model, 3000)
-    assert kept >= 2560
-    assert loop.kept.on_host > kept, "the pool is one context"
+    cached = cached_prefix(small.model, 3000)
+    assert cached >= 2560
+    assert loop.cached.on_host > cached, "the pool is one context"
     for _ in range(2):
         for prompt, (*told, _) in zip(prompts, before, strict=True):
-            fetched = loop.kept.fetched
+            fetched = loop.cached.fetched
             *again, end = all_of(loop, prompt, params)
-            assert end.timings.cached_tokens == kept
-            assert loop.kept.fetched > fetched
+            assert end.timings.cached_tokens == cached
+            assert loop.cached.fetched > fetched
             assert again == told, "tokens and log probabilities, to the last bit"
     loop.close()
 
@@ -216,10 +216,10 @@ def test_who_waits_for_room_goes_on_with_the_same_bits() -> None:
     ]
     asked = list(zip(prompts, params, [None, 2, None, 2], strict=True))
     alone = [events_of(loop.submit(i, p, top_logprobs=n))[:-1] for i, p, n in asked]
-    assert loop.load.num_pauses == 0
+    assert loop.load.num_preemptions == 0
     tickets = [loop.submit(i, p, top_logprobs=n) for i, p, n in asked]
     together = [events_of(ticket)[:-1] for ticket in tickets]
-    assert loop.load.num_pauses > 0
+    assert loop.load.num_preemptions > 0
     loop.close()
     for number, (before, after) in enumerate(zip(alone, together, strict=True)):
         for what in ("token_ids", "logprobs"):
@@ -247,7 +247,7 @@ def shape_model(*, keeps_prefixes: bool) -> KernelModel:
 
 
 def ttft_s(model: KernelModel, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to a prompt's first token, and how many of its tokens were kept."""
+    """Seconds to a prompt's first token, and how many of its tokens were cached."""
     vocab_size = model.plan.model.vocab_size
     sampler = Sampler(SamplingParams(max_tokens=8), vocab_size, prompt, ())
     torch.cuda.synchronize()

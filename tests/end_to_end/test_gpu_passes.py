@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
+from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, part_of, share_of
@@ -26,7 +27,6 @@ from soloist.model.weights import TORCH_DTYPES, random_weights
 from soloist.prefill import chunk_attention
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.prefill.settling import behaviours

@@ -122,9 +122,9 @@ def test_disconnects_leave_no_sequence(server) -> None:
                 await asyncio.sleep(0.001)
 
     wait_for(lambda: is_idle(server))
-    before = len(executor.rooms._free_slots)
+    before = len(executor.allocator._free_rows)
     asyncio.run(all_of_them())
-    assert len(executor.rooms._free_slots) == before == executor.num_columns
+    assert len(executor.allocator._free_rows) == before == executor.num_columns
 
 
 @pytest.mark.timed  # it reads the card's free memory, which others beside it would take

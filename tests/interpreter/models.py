@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.interpreter import (
     Interpreter,
@@ -18,7 +20,6 @@ from soloist.megakernel.interpreter import (
     round_of_lanes,
     round_of_ranks,
 )
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.packing import numbers, ordered, pack, place
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sharding import shard_all
@@ -28,7 +29,6 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.rope import Rope
 from soloist.model.weights import Weights
-from soloist.prefill.pages import PagePool
 from soloist.reference import build_reference
 from soloist.reference.blocks import Rotary
 from unit.model.configurations import (

@@ -21,9 +21,9 @@ from plan.shapes import (
     shaped,
 )
 from soloist.errors import GpuUnsupported, ShapeUnsupported
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
 from soloist.megakernel.header import header
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
 from soloist.megakernel.limits import CONSUMER_WARPS, LEAST_RING_SLOTS, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan

@@ -13,7 +13,7 @@ from server.running import Scripted, etude, scripted, with_tools
 from server.values import LIKELY, junk
 from soloist.engine import Engine, Ticket
 from soloist.engine.columns import KernelExecutor
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -164,8 +164,8 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
     asyncio.run(all_of_them())
     assert outcomes["cut"] > 300, outcomes
     assert not of_one_kind(Generation, Ticket) - before
-    rooms, kept = executor.rooms, executor.kept
-    kept_pages = kept.on_device // PAGE_POSITIONS
-    assert rooms.pages.num_free + kept_pages == num_pages, "every page came back"
-    assert rooms.host_pages.num_free + kept.on_host // PAGE_POSITIONS == 6
-    assert len(rooms._free_slots) == executor.num_columns
+    allocator, cached = executor.allocator, executor.cached
+    cached_pages = cached.on_device // PAGE_POSITIONS
+    assert allocator.pages.num_free + cached_pages == num_pages, "every page came back"
+    assert allocator.tiers.host_pages.num_free + cached.on_host // PAGE_POSITIONS == 6
+    assert len(allocator._free_rows) == executor.num_columns

@@ -20,8 +20,8 @@ from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import LEAST_CAPABILITY
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from soloist.engine.executor import (
     SCORED_TOKENS,
+    CachedTokens,
     Executor,
-    KeptTokens,
     Outcome,
     Picked,
     Running,
@@ -22,16 +22,17 @@ from soloist.engine.executor import (
     picked,
     take_forced,
 )
-from soloist.engine.grid import Grid, growing_grid
-from soloist.engine.rooms import Host, Room, Rooms
 from soloist.errors import BadLogits
+from soloist.kv.allocator import KvAllocator, SequenceAllocation
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
+from soloist.kv.tiers import Host
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.upload import TokenIds
-from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler
 from soloist.sampling.constraint import Words
 
@@ -44,7 +45,7 @@ RIDING_TOKENS = 24
 SPAN_TOKENS = 4
 # A sequence joins if there are pages for what it has come to and so many tokens more.
 _MARGIN_TOKENS = 256
-# Kept prompts have to make place for so many rounds; longer launches take what is free.
+# Cached prompts have to make place for so many rounds; longer launches take what is free.
 _ASSURED_ROUNDS = 64
 # Tokens of an answer that are read again at a time: eight rounds, as others then have.
 _REPLAYED_TOKENS = 64
@@ -119,27 +120,27 @@ class PromptPass(Protocol):
 
 
 class _Running(Running):
-    """A sequence with a room, unless it is paused."""
+    """A sequence with pages, unless it is preempted."""
 
     def __init__(
         self,
         prompt_ids: Sequence[int],
         sampler: Sampler,
         top_logprobs: int | None,
-        room: Room,
+        allocation: SequenceAllocation,
         *,
         scores_prompt: bool,
     ) -> None:
         super().__init__(prompt_ids, sampler, top_logprobs, scores_prompt=scores_prompt)
-        self.room: Room | None = room
+        self.allocation: SequenceAllocation | None = allocation
 
 
 class KernelExecutor(Executor):
     """Sequences over anything that launches rounds and reads prompts.
 
     Every sequence is a column of each launch. It takes pages of the pool as it comes to their
-    positions. One that is paused gives all back, and reads again what it had come to: the prompt as
-    before, its answer in rounds of eight columns, which give the bits of one.
+    positions. One that is preempted frees them all, and reads again what it had come to: the prompt
+    as before, its answer in rounds of eight columns, which give the bits of one.
 
     Args:
         decoder: runs rounds; its page tables have a row for each sequence.
@@ -147,11 +148,11 @@ class KernelExecutor(Executor):
         num_pages: pages in the pool; at least one context's.
         vocab_size: V.
         chunk_tokens: most prompt tokens a pass where several sequences are open; and where one is,
-            unless prompts are kept and `prefill` has settled widths: then a prompt that is read
+            unless prompts are cached and `prefill` has settled widths: then a prompt that is read
             alone has passes of as many tokens as there may be.
-        keeps_prefixes: leave pages of prompts in the pool, as far as nobody else needs them, for
-            later prompts that begin alike.
-        host: takes kept pages that are needed for something else; None where nobody does.
+        keeps_prefixes: cache prompts in their pages, as far as nobody else needs these, for later
+            ones that begin alike.
+        host: offloads cached pages that are needed for something else; None where nobody does.
     """
 
     def __init__(
@@ -168,20 +169,21 @@ class KernelExecutor(Executor):
         self._launches, self._prompt_pass = decoder, prefill
         self._vocab_size = vocab_size
         most = min(chunk_tokens, prefill.most_tokens)
-        self.grid = growing_grid(most) if keeps_prefixes else Grid(most, most)
+        self.chunks = growing_chunks(most) if keeps_prefixes else PrefixChunks(most, most)
         # Most tokens of a pass beside others and alone, where a pass need not be a chunk.
         self._widest: tuple[int, int] | None = None
-        whole = [w for w in prefill.widths if w % BLOCK_TOKENS == 0]
+        whole = [w for w in prefill.widths if w % LEAST_CHUNK_TOKENS == 0]
         if keeps_prefixes and (narrow := [w for w in whole if w <= most]):
             self._widest = narrow[-1], whole[-1]
-            self.grid = Grid(BLOCK_TOKENS, BLOCK_TOKENS)
+            self.chunks = PrefixChunks(LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS)
         self.num_columns = min(MAX_QUERIES, decoder.page_tables.shape[0])
-        self.rooms = Rooms(
-            self.num_columns, num_pages, self.grid, keeps_prefixes=keeps_prefixes, host=host
+        self.allocator = KvAllocator(
+            self.num_columns, num_pages, self.chunks, keeps_prefixes=keeps_prefixes, host=host
         )
-        self._rows = decoder.page_tables.tolist()
+        self.tiers = self.allocator.tiers
+        self._page_tables = decoder.page_tables.tolist()
 
-    # --- room -------------------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
 
     def open(
         self,
@@ -192,23 +194,29 @@ class KernelExecutor(Executor):
         scores_prompt: bool = False,
     ) -> Running | None:
         """See Executor."""
-        room = self._room(prompt_ids, sampler, keeps=not scores_prompt)
-        if room is None:
+        allocation = self._allocate(prompt_ids, sampler, keeps=not scores_prompt)
+        if allocation is None:
             return None
-        running = _Running(prompt_ids, sampler, top_logprobs, room, scores_prompt=scores_prompt)
-        running.num_cached, running.num_spilled = room.num_cached, room.num_spilled
-        running.divergence = room.divergence
-        self._begin(running, room)
+        running = _Running(
+            prompt_ids, sampler, top_logprobs, allocation, scores_prompt=scores_prompt
+        )
+        running.num_cached, running.num_offloaded = allocation.num_cached, allocation.num_offloaded
+        running.divergence = allocation.divergence
+        self._begin(running, allocation)
         return running
 
-    def _room(self, prompt_ids: Sequence[int], sampler: Sampler, *, keeps: bool) -> Room | None:
+    def _allocate(
+        self, prompt_ids: Sequence[int], sampler: Sampler, *, keeps: bool
+    ) -> SequenceAllocation | None:
         most = len(prompt_ids) + sampler.stop_test.max_tokens
         first = len(prompt_ids) + len(sampler.output_ids) + _MARGIN_TOKENS
-        return self.rooms.open(prompt_ids if keeps else (), min(first, most), most)
+        return self.allocator.allocate(prompt_ids if keeps else (), min(first, most), most)
 
-    def make_room(self, running: Sequence[Running]) -> bool:
+    def reserve(self, running: Sequence[Running]) -> bool:
         """See Executor."""
-        return all(self.rooms.reserve(_room_of(r), self._next_position(r)) for r in running)
+        return all(
+            self.allocator.reserve(_allocation_of(r), self._next_position(r)) for r in running
+        )
 
     def _next_position(self, running: Running) -> int:
         """Positions after the next chunk, or after some rounds."""
@@ -224,86 +232,85 @@ class KernelExecutor(Executor):
     def _pass_tokens(self, start: int) -> int:
         """Most prompt tokens of the pass that begins at `start`."""
         if self._widest is None:
-            return self.grid.width(start)
+            return self.chunks.width(start)
         beside_others, alone = self._widest
-        return alone if self.rooms.num_open == 1 else beside_others
+        return alone if self.allocator.num_open == 1 else beside_others
 
-    def pause(self, running: Running) -> None:
+    def preempt(self, running: Running) -> None:
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
-        self.rooms.close(_room_of(running))
-        running.room, running.num_read = None, 0
+        self.allocator.free(_allocation_of(running))
+        running.allocation, running.num_read = None, 0
 
     def resume(self, running: Running) -> bool:
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
-        assert running.room is None, "it is paused"
+        assert running.allocation is None, "it is preempted"
         keeps = running.prompt_scores is None
-        running.room = self._room(running.prompt_ids, running.sampler, keeps=keeps)
-        if running.room is None:
+        running.allocation = self._allocate(running.prompt_ids, running.sampler, keeps=keeps)
+        if running.allocation is None:
             return False
-        self._begin(running, running.room)
+        self._begin(running, running.allocation)
         return True
 
-    def _begin(self, running: Running, room: Room) -> None:
+    def _begin(self, running: Running, allocation: SequenceAllocation) -> None:
         running.num_to_read = max(len(running.prompt_ids), running.position)
-        running.num_read, running.num_behind = room.num_joined, 0
+        running.num_read, running.num_behind = allocation.num_joined, 0
 
     def close(self, running: Running) -> None:
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
-        if running.room is not None:
-            self.rooms.close(running.room)
-            running.room = None
+        if running.allocation is not None:
+            self.allocator.free(running.allocation)
+            running.allocation = None
 
     @property
-    def kept(self) -> KeptTokens:
+    def cached(self) -> CachedTokens:
         """See Executor."""
         # The engine's thread may be between two of these counts.
-        rooms, moved, on_host = self.rooms, self.rooms.moved, self.rooms.spilled_tokens
-        num_kept = 0 if rooms.tree is None else rooms.tree.num_tokens
-        return KeptTokens(
-            on_device=max(0, num_kept - on_host),
+        tiers, moved, on_host = self.tiers, self.tiers.moved, self.tiers.offloaded_tokens
+        return CachedTokens(
+            on_device=max(0, tiers.cached_tokens - on_host),
             on_host=on_host,
-            spilled=moved.spilled_tokens,
+            offloaded=moved.offloaded_tokens,
             fetched=moved.fetched_tokens,
-            dropped=moved.dropped_tokens,
+            evicted=moved.evicted_tokens,
         )
 
     @property
     def num_pages(self) -> int:
         """See Executor."""
-        return self.rooms.pages.num_pages
+        return self.tiers.pages.num_pages
 
     @property
     def num_pages_free(self) -> int:
         """See Executor."""
-        return min(self.rooms.num_available, self.num_pages)
+        return min(self.tiers.num_available, self.num_pages)
 
     def check(self) -> None:
         """See Executor."""
-        self.rooms.check()
+        self.allocator.check()
 
     def _show(self, running: Running) -> int:
         """Make the kernel's page table that of a sequence; its row."""
-        room = _room_of(running)
-        count, row = len(room.pages), self._rows[room.slot]
-        if row[:count] != room.pages:
-            row[:count] = [_UNKNOWN_PAGE] * count  # until the write has succeeded
-            self._launches.write_pages(room.slot, room.pages)
-            row[:count] = room.pages
-        return room.slot
+        allocation = _allocation_of(running)
+        count, table = len(allocation.pages), self._page_tables[allocation.row]
+        if table[:count] != allocation.pages:
+            table[:count] = [_UNKNOWN_PAGE] * count  # until the write has succeeded
+            self._launches.write_pages(allocation.row, allocation.pages)
+            table[:count] = allocation.pages
+        return allocation.row
 
     # --- prompts ----------------------------------------------------------------------------------
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
-        room, start, ids = _room_of(running), running.num_read, running.prompt_ids
-        assert self.make_room([running]), "the caller made room"
-        if num_joined := self._join_blocks(room, start):
+        allocation, start, ids = _allocation_of(running), running.num_read, running.prompt_ids
+        assert self.reserve([running]), "the caller did so before"
+        if num_joined := self._join_chunks(allocation, start):
             running.num_read += num_joined
             return None
-        self.rooms.join()
+        self.tiers.join()
         is_resumed = bool(running.sampler.output_ids)
         if start >= len(ids):
             self._replay(running)
@@ -316,30 +323,34 @@ class KernelExecutor(Executor):
         chunk = ids[start : start + self._pass_tokens(start)]
         # Wanted or not, logits come with the last chunk, which then has the same size as ever.
         is_last = start + len(chunk) == len(ids)
-        if num_adopted := self.rooms.adopt(room, start, chunk[:-1] if is_last else chunk):
+        if num_adopted := self.allocator.adopt(allocation, start, chunk[:-1] if is_last else chunk):
             running.num_read += num_adopted
             running.num_cached += 0 if is_resumed else num_adopted
             return None
         prompt_ids = running.sampler.counts.prompt_ids[start : start + len(chunk)]
-        logits = self._prompt_pass.run(prompt_ids, start, room.pages, want_logits=is_last)
+        logits = self._prompt_pass.run(prompt_ids, start, allocation.pages, want_logits=is_last)
         running.num_read += len(chunk)
-        self.rooms.keep(room, start, chunk)
+        self.allocator.cache(allocation, start, chunk)
         return None if logits is None or is_resumed else pick(running, logits)
 
-    def _join_blocks(self, room: Room, start: int) -> int:
-        """Let next kept blocks join a room, as many as a pass would read; their positions."""
-        num_joined = self.rooms.next_block(room)
-        while room.behind and num_joined < self._pass_tokens(start) and self.rooms.reserve(room, 0):
-            num_joined += self.rooms.next_block(room)
+    def _join_chunks(self, allocation: SequenceAllocation, start: int) -> int:
+        """Let next cached chunks join, as many as a pass would read; how many positions."""
+        num_joined = self.allocator.next_chunk(allocation)
+        while (
+            allocation.behind
+            and num_joined < self._pass_tokens(start)
+            and self.allocator.reserve(allocation, 0)
+        ):
+            num_joined += self.allocator.next_chunk(allocation)
         return num_joined
 
     def _ride(self, running: Running) -> tuple[int, int]:
         """Read a short prompt in rounds of its own; what the last column chose, and which it is."""
         # Columns side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
-        ids, slot = running.prompt_ids, self._show(running)
+        ids, row = running.prompt_ids, self._show(running)
         width, last = min(len(ids), MAX_QUERIES), (len(ids) - 1) % MAX_QUERIES
-        columns = [Query(slot, c, ids[c::width], stride=width) for c in range(width)]
+        columns = [Query(row, c, ids[c::width], stride=width) for c in range(width)]
         token_id = self._launches.run(columns, -(-len(ids) // width))[-1][last]
         running.num_read = len(ids)
         return token_id, last
@@ -355,13 +366,13 @@ class KernelExecutor(Executor):
 
     def _read_scored(self, running: Running) -> Picked | None:
         """Read the next tokens in rounds of their own, for their logits."""
-        # A launch a round: the kernel leaves the logits of its last round only. One that was paused
-        # is read again in the same way, since prefill's keys and values have other bits.
-        ids, slot, start = running.prompt_ids, self._show(running), running.num_read
+        # A launch a round: the kernel leaves the logits of its last round only. One that was
+        # preempted is read again in the same way, since prefill's keys and values have other bits.
+        ids, row, start = running.prompt_ids, self._show(running), running.num_read
         stop = min(start + SCORED_TOKENS, len(ids))
         for first in range(start, stop, MAX_QUERIES):
             part = ids[first : min(first + MAX_QUERIES, stop)]
-            self._launches.run([Query(slot, first + c, [x]) for c, x in enumerate(part)], 1)
+            self._launches.run([Query(row, first + c, [x]) for c, x in enumerate(part)], 1)
             rows = self._launches.logits[: len(part), : self._vocab_size]
             running.score(first, rows)
         running.num_read = stop
@@ -379,14 +390,14 @@ class KernelExecutor(Executor):
         """Let the kernel make keys and values of an answer's tokens at these positions."""
         if start == stop:
             return
-        slot, first = self._show(running), start - len(running.prompt_ids)
+        row, first = self._show(running), start - len(running.prompt_ids)
         ids = running.sampler.output_ids[first : first + stop - start]
         # Whole rounds only: what follows the last token may be somebody else's page.
         full = len(ids) // MAX_QUERIES * MAX_QUERIES
         for begin, part in ((0, ids[:full]), (full, ids[full:])):
             width = min(len(part), MAX_QUERIES)
             columns = [
-                Query(slot, start + begin + c, part[c::width], stride=width) for c in range(width)
+                Query(row, start + begin + c, part[c::width], stride=width) for c in range(width)
             ]
             if columns:
                 self._launches.run(columns, len(part) // width)
@@ -406,9 +417,9 @@ class KernelExecutor(Executor):
         for number, one in enumerate(running):
             self._feed(one, one.position - one.num_behind, one.position)
             one.num_behind = 0
-            slot = self._show(one)
+            row = self._show(one)
             try:
-                columns.append(_column(one, slot))
+                columns.append(_column(one, row))
             except Exception as error:  # noqa: BLE001 - the others go on
                 failure = own_failure(_CHOOSING, error)
                 yield [failure if n == number else None for n in range(len(running))]
@@ -429,14 +440,14 @@ class KernelExecutor(Executor):
             for _ in tokens:
                 pass
             for one in running:
-                self.rooms.came_to(_room_of(one), one.position)
+                self.allocator.came_to(_allocation_of(one), one.position)
 
     def _take_pages(self, running: Sequence[Running], count: int) -> int:
         """As many rounds, at most `count`, as there are pages for."""
-        assert self.make_room(running), "the caller made room"
-        rooms = [_room_of(r) for r in running]
+        assert self.reserve(running), "the caller did so before"
+        allocations = [_allocation_of(r) for r in running]
         while count > _ASSURED_ROUNDS:
-            if self.rooms.look_ahead(rooms, [r.position + count for r in running]):
+            if self.allocator.look_ahead(allocations, [r.position + count for r in running]):
                 return count
             count = max(_ASSURED_ROUNDS, count // 2)
         return count
@@ -479,17 +490,17 @@ class KernelExecutor(Executor):
         self._launches.stop()
 
 
-def _room_of(running: Running) -> Room:
+def _allocation_of(running: Running) -> SequenceAllocation:
     assert isinstance(running, _Running), "opened here"
-    assert running.room is not None, "it is not paused"
-    return running.room
+    assert running.allocation is not None, "it is not preempted"
+    return running.allocation
 
 
-def _column(running: Running, slot: int) -> Query:
+def _column(running: Running, row: int) -> Query:
     # Of more stop tokens the caller sees the others.
     stops = sorted(running.sampler.stop_test.ending_ids)[:MAX_STOPS]
     choice = _choice(running.sampler)
-    return Query(slot, running.position, [running.last], stops, choice=choice)
+    return Query(row, running.position, [running.last], stops, choice=choice)
 
 
 def _choice(sampler: Sampler) -> Choice | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -20,7 +20,7 @@ from soloist.model.memory import (
 )
 from soloist.model.tensors import TensorSpec
 
-# Of the host's free memory, for kept prompts.
+# Of the host's free memory, for cached prompts.
 HOST_CACHE_SHARE = 4
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -46,8 +46,8 @@ class EngineConfig:
         keeps_prefixes: keep keys and values of prompts for later ones that begin alike, in what
             room requests leave.
         measures_bandwidth: read memory for half a second while loading, so that MBU is known.
-        host_cache_bytes: of pinned host memory, at most, for kept prompts that the GPU has no room
-            for; None takes a share of what is free.
+        host_cache_bytes: of pinned host memory, at most, for cached prompts that the GPU has no
+            pages for; None takes a share of what is free.
         gpus: how many run the model together: 1, 2, 4 or 8; 'auto' takes as many as there are with
             access to each other's memory and as the model can use.
         rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soloist.engine.prefix import Divergence
 from soloist.errors import DeviceError, RequestError, StepFailed
+from soloist.kv.prefix import Divergence
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs, logprobs, logprobs_of_rows
 
@@ -51,22 +51,22 @@ Outcome = Picked | RequestError | None
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """Prompt tokens whose keys and values are kept, and how many have moved since the start.
+class CachedTokens:
+    """Prompt tokens in the prefix cache, and how many have moved since the start.
 
     Attributes:
-        on_device: kept where they can be used at once.
-        on_host: kept in the host's memory.
-        spilled: ever copied to the host.
+        on_device: where they can be used at once.
+        on_host: in the host's memory.
+        offloaded: ever copied to the host.
         fetched: ever copied back.
-        dropped: ever forgotten.
+        evicted: ever dropped from both.
     """
 
     on_device: int = 0
     on_host: int = 0
-    spilled: int = 0
+    offloaded: int = 0
     fetched: int = 0
-    dropped: int = 0
+    evicted: int = 0
 
 
 class Running:
@@ -78,16 +78,16 @@ class Running:
         top_logprobs: None where no log probabilities are wanted, else how many of the likeliest
             tokens to name beside the chosen one.
         prompt_scores: None where the prompt is not scored, else log probabilities of its tokens but
-            the first, as far as it is read. What is kept of other prompts has none, so such a
-            prompt is read by itself, and not kept.
+            the first, as far as it is read. What is cached of other prompts has none, so such
+            a prompt is read by itself, and not cached.
         num_cached: prompt tokens whose keys and values were there already.
-        num_spilled: of these, how many had to come back from the host's memory.
+        num_offloaded: of these, how many had to come back from the host's memory.
         num_read: of the tokens to be read before rounds begin, how many are.
-        num_to_read: the prompt, and of a sequence that was paused all of its answer but the latest
-            token.
+        num_to_read: the prompt, and of a sequence that was preempted all of its answer but the
+            latest token.
         num_behind: tokens of the output before the latest one whose keys and values are not there:
             forced ones, which are to be fed together.
-        divergence: where the prompt leaves one that is kept, if it does.
+        divergence: where the prompt leaves one that is cached, if it does.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Running:
     ) -> None:
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
         self.prompt_scores: list[TokenLogprobs] | None = [] if scores_prompt else None
-        self.num_cached = self.num_spilled = self.num_read = self.num_behind = 0
+        self.num_cached = self.num_offloaded = self.num_read = self.num_behind = 0
         self.num_to_read = len(prompt_ids)
         self.divergence: Divergence | None = None
 
@@ -180,35 +180,35 @@ class Executor(ABC):
         """Begin a sequence; arguments as of `Running`.
 
         Returns:
-            The sequence; None where the room is taken until another sequence is closed. A sequence
+            The sequence; None where its pages are taken until another sequence is closed. One
             that fits the context can always be opened where no other is open.
         """
 
-    def make_room(self, running: Sequence[Running]) -> bool:  # noqa: ARG002 - `open` reserved all
-        """Make room for the next step: of one sequence that is read, or of several that decode.
+    def reserve(self, running: Sequence[Running]) -> bool:  # noqa: ARG002 - `open` reserved all
+        """Reserve pages for the next step: of one sequence that is read, or of several that decode.
 
         Returns:
-            False where the room is taken until one of the open sequences is paused or closed. A
-            sequence alone always has room.
+            False where the pages are taken until one of the open sequences is preempted or closed.
+            A sequence alone always has enough.
         """
         return True
 
-    def pause(self, running: Running) -> None:  # noqa: ARG002 - never called
-        """Give a sequence's room back for now; `resume` begins it again."""
-        raise AssertionError("room never ran out")
+    def preempt(self, running: Running) -> None:  # noqa: ARG002 - never called
+        """Free a sequence's pages for those before it; `resume` begins it again."""
+        raise AssertionError("pages never ran out")
 
     def resume(self, running: Running) -> bool:  # noqa: ARG002 - never called
-        """Begin a paused sequence again; it is read once more, then goes on with the same bits.
+        """Begin a preempted sequence again; it is read once more, then goes on with the same bits.
 
         Returns:
             False, as `open` returns None.
         """
-        raise AssertionError("nothing was paused")
+        raise AssertionError("nothing was preempted")
 
     @property
-    def kept(self) -> KeptTokens:
-        """How much of earlier prompts is kept; may be asked from any thread."""
-        return KeptTokens()
+    def cached(self) -> CachedTokens:
+        """What the prefix cache holds; may be asked from any thread."""
+        return CachedTokens()
 
     @property
     def num_pages(self) -> int:
@@ -219,14 +219,14 @@ class Executor(ABC):
     def num_pages_free(self) -> int:
         """Pages that a sequence could have now; may be asked from any thread.
 
-        Pages of kept prompts that no open sequence uses count: they make place.
+        Pages of cached prompts that no open sequence uses count: they make place.
         """
         return 0
 
     def check(self) -> None:  # noqa: B027 - most executors have no books
         """Make sure that the device goes on, and that nothing is lost or has two owners.
 
-        Called after a step failed and what it had was given back: a page with two owners would
+        Called after a step failed and what it had was freed: a page with two owners would
         change other answers silently.
 
         Raises:
@@ -238,11 +238,11 @@ class Executor(ABC):
     def read(self, running: Running) -> Picked | None:
         """Read the next chunk; with the last one of a prompt, choose the first token.
 
-        Before, `make_room` said that there is room.
+        Before, `reserve` returned True.
 
         Returns:
-            The first token; None where more is to be read, where the sequence was paused and has
-            it, or where none is wanted but scores of the prompt.
+            The first token; None where more is to be read, where the sequence was preempted and
+            has it, or where none is wanted but scores of the prompt.
 
         Raises:
             BadLogits, GrammarFailed: no first token can be chosen.
@@ -255,7 +255,7 @@ class Executor(ABC):
 
         Ends after `most` rounds or earlier: at a stop token, where a sequence has all its tokens
         or its form, or when the executor sees fit. Closing it, like `stop`, ends it soon, and drops
-        what the device made meanwhile. Before, `make_room` said that there is room.
+        what the device made meanwhile. Before, `reserve` returned True.
 
         Raises:
             DeviceError: the device failed.
@@ -267,7 +267,7 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self, running: Running) -> None:
-        """Give a sequence's room back."""
+        """End a sequence, and free its pages."""
 
     def generate(
         self,

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
-from soloist.engine.rooms import Host, num_pages_of
 from soloist.engine.shards import failures_of
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.allocator import num_pages_of
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.offload import HostPages, HostPagesOfRanks
+from soloist.kv.pool import PagePool
+from soloist.kv.tiers import Host
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.layer_kind import Operation
@@ -23,8 +26,6 @@ from soloist.model.weights import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
-from soloist.prefill.host_pages import HostPages, HostPagesOfRanks
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
 from soloist.prefill.runner import Prefill
@@ -130,7 +131,7 @@ class KernelModel(KernelExecutor):
             contexts as there are sequences.
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
-        host_bytes: of pinned host memory, at most, for kept prompts whose pages others need.
+        host_bytes: of pinned host memory, at most, for cached prompts whose pages others need.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
@@ -228,7 +229,7 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self._keeps_rows:
-                sizes = self.prefill.widths or (self.grid.width(0),)
+                sizes = self.prefill.widths or (self.chunks.width(0),)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
         self.synchronize()
 

@@ -17,26 +17,26 @@ from functools import partial
 from soloist.engine.answer import Answer
 from soloist.engine.events import Event, Failure, Scored
 from soloist.engine.executor import (
+    CachedTokens,
     Executor,
-    KeptTokens,
     Outcome,
     Running,
     is_lost,
     own_failure,
 )
-from soloist.engine.prefix import Divergence
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.ticket import Ticket
 from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import (
     EngineStopped,
+    MemoryNotFreed,
     QueueFull,
     RequestError,
-    RoomLost,
     ShuttingDown,
     SoloistError,
     StepFailed,
 )
+from soloist.kv.prefix import Divergence
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import Constraint
 from soloist.sampling.params import Scores
@@ -55,7 +55,7 @@ _NEWEST_SHARE = 0.2
 # What the engine's thread does, for people.
 _WAITING, _BEGINNING = "waiting for a request", "starting a request"
 _READING, _DECODING = "reading a prompt", "decoding"
-_MAKING_ROOM, _HANDING_OUT = "preempting a request", "delivering an answer"
+_PREEMPTING, _HANDING_OUT = "preempting a request", "delivering an answer"
 
 
 @dataclass(eq=False, slots=True)
@@ -80,14 +80,14 @@ class Load:
         num_waiting: in the queue.
         num_columns: how many may run.
         most_waiting: how many may wait.
-        num_pauses: how often one had to make room for those before it.
+        num_preemptions: how often one was preempted for those before it.
     """
 
     num_running: int
     num_waiting: int
     num_columns: int
     most_waiting: int
-    num_pauses: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Room for keys and values, in pages of 64 positions.
+    """Pages of the KV cache, 64 positions each.
 
     Attributes:
         total: all of them.
-        free: those that a sequence could have now; pages of kept prompts that no running request
+        free: those that a sequence could have now; pages of cached prompts that no running request
             uses count, since they make place.
     """
 
@@ -126,7 +126,7 @@ class _State:
     is_closing: bool = False
     failure: SoloistError | None = None
     mean_s: float = 1.0
-    num_pauses: int = 0
+    num_preemptions: int = 0
 
 
 class EngineLoop:
@@ -172,17 +172,17 @@ class EngineLoop:
         """How busy it is."""
         s = self._scheduler
         return Load(
-            s.num_running, s.num_waiting, s.num_columns, s.most_waiting, self._state.num_pauses
+            s.num_running, s.num_waiting, s.num_columns, s.most_waiting, self._state.num_preemptions
         )
 
     @property
-    def kept(self) -> KeptTokens:
-        """How much of earlier prompts is kept."""
-        return self._executor.kept
+    def cached(self) -> CachedTokens:
+        """What the prefix cache holds."""
+        return self._executor.cached
 
     @property
     def pages(self) -> Pages:
-        """How much room there is."""
+        """How many pages there are, and how many are free."""
         return Pages(self._executor.num_pages, self._executor.num_pages_free)
 
     @property
@@ -362,7 +362,7 @@ class EngineLoop:
         """A step failed: fail the requests it concerns, and go on.
 
         Raises:
-            Exception: the device is lost, or what they had cannot be given back.
+            Exception: the device is lost, or what they had cannot be freed.
         """
         if is_lost(error):
             raise error
@@ -374,17 +374,17 @@ class EngineLoop:
         try:
             self._executor.check()
         except AssertionError as unbalanced:
-            raise RoomLost(unbalanced) from error
+            raise MemoryNotFreed(unbalanced) from error
 
     def _join(self, job: _Job) -> None:
-        was_paused = job.running is not None
-        has_joined = self._resume(job) if was_paused else self._open(job)
+        was_preempted = job.running is not None
+        has_joined = self._resume(job) if was_preempted else self._open(job)
         with self._condition:
             if not has_joined:
                 self._scheduler.blocked()
                 return
             self._scheduler.joined(job)
-        if not was_paused:
+        if not was_preempted:
             self._start(job)
 
     def _open(self, job: _Job) -> bool:
@@ -394,16 +394,16 @@ class EngineLoop:
         return job.running is not None
 
     def _resume(self, job: _Job) -> bool:
-        assert job.running is not None, "it was paused"
+        assert job.running is not None, "it was preempted"
         return self._executor.resume(job.running)
 
     def _start(self, job: _Job) -> None:
         """Say what is known of a request that has just begun."""
         assert job.running is not None, "it joined"
-        if job.running.num_spilled:
+        if job.running.num_offloaded:
             log.info(
                 "a prompt of %d tokens: %d are fetched from the host's prefix cache",
-                len(job.ticket.prompt_ids), job.running.num_spilled,
+                len(job.ticket.prompt_ids), job.running.num_offloaded,
             )  # fmt: skip
         if job.running.divergence is not None:
             self._tell(job.ticket, job.running.divergence)
@@ -416,32 +416,32 @@ class EngineLoop:
             return
         log.info("a prompt of %d tokens differs from a cached one at token %d", len(ids), at)
         if log.isEnabledFor(logging.DEBUG):
-            before, kept = ids[max(0, at - _SHOWN_TOKENS) : at], divergence.kept[:_SHOWN_TOKENS]
+            before, cached = ids[max(0, at - _SHOWN_TOKENS) : at], divergence.cached[:_SHOWN_TOKENS]
             ours = ids[at : at + _SHOWN_TOKENS]
-            log.debug("cached: %r", self._tokenizer.decode([*before, *kept]))
+            log.debug("cached: %r", self._tokenizer.decode([*before, *cached]))
             log.debug("now:    %r", self._tokenizer.decode([*before, *ours]))
 
-    def _has_room(self, running: Sequence[Running]) -> bool:
-        """Whether the next step has room; if not, one request is paused."""
-        if self._executor.make_room(running):
+    def _reserve(self, running: Sequence[Running]) -> bool:
+        """Whether the next step has its pages; if not, one request is preempted."""
+        if self._executor.reserve(running):
             return True
         with self._condition:
             job = self._scheduler.exhausted()
         assert job.running is not None, "it joined"
         job.ticket.flush()
         try:
-            self._executor.pause(job.running)
+            self._executor.preempt(job.running)
         except Exception as error:  # noqa: BLE001 - it concerns the request that has to wait
-            self._step = _MAKING_ROOM
+            self._step = _PREEMPTING
             self._give_up([job], error)
             return False
-        self._state.num_pauses += 1
+        self._state.num_preemptions += 1
         log.info("a request is preempted at %d tokens: the KV cache is full", job.running.position)
         return False
 
     def _read(self, job: _Job) -> None:
         assert job.running is not None, "it joined"
-        if not self._has_room([job.running]):
+        if not self._reserve([job.running]):
             return
         try:
             picked = self._executor.read(job.running)
@@ -471,7 +471,7 @@ class EngineLoop:
 
     def _decode(self, *jobs: _Job, most: int | None) -> None:
         running = [job.running for job in jobs if job.running is not None]
-        if not self._has_room(running):
+        if not self._reserve(running):
             return
         most = max(r.num_wanted for r in running) if most is None else most
         told_at = time.perf_counter()
@@ -497,7 +497,7 @@ class EngineLoop:
                 job.answer.decode_bytes += read_bytes
 
     def _take(self, job: _Job, outcome: Outcome, now: float) -> None:
-        """Hand out what a round brought; the room stays until the rounds are over."""
+        """Hand out what a round brought; the pages stay until the rounds are over."""
         try:
             self._hand_out(job, outcome, now)
         except Exception as error:  # noqa: BLE001 - others in this round go on
@@ -528,16 +528,16 @@ class EngineLoop:
             job.ticket.put(event, is_urgent=event is completion)
 
     def _leave(self, job: _Job, error: SoloistError | None) -> None:
-        """Give a request's room back; one that is not over yet fails or was cancelled.
+        """Free a request's pages; one that is not over yet fails or was cancelled.
 
         Raises:
-            RoomLost: the room cannot be given back.
+            MemoryNotFreed: they cannot be freed.
         """
         if job.running is not None:
             try:
                 self._executor.close(job.running)
             except Exception as lost:
-                raise (lost if is_lost(lost) else RoomLost(lost)) from lost
+                raise (lost if is_lost(lost) else MemoryNotFreed(lost)) from lost
         now = self._moved_at = time.perf_counter()
         with self._condition:
             self._scheduler.leave(job)

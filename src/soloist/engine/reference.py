@@ -12,17 +12,17 @@ from torch import Tensor
 
 from soloist.engine.executor import (
     SCORED_TOKENS,
+    CachedTokens,
     Executor,
-    KeptTokens,
     Outcome,
     Picked,
     Running,
     own_failure,
     pick,
 )
-from soloist.engine.grid import Grid
-from soloist.engine.prefix import Match, Node, PrefixTree
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.chunks import PrefixChunks
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.prefix import Match, Node, PrefixTree
 from soloist.model.config import ModelConfig
 from soloist.model.memory import REFERENCE_PASS_TOKENS
 from soloist.model.weights import Weights
@@ -40,11 +40,11 @@ _BESIDE_S, _ALONE_S = 0.02, 0.25
 _WAIT_S, _LEAST_S = 0.06, 0.005
 
 # Keys and values [K, chunk, D] of every attention block.
-_Kept = list[tuple[Tensor, Tensor]]
+_Cached = list[tuple[Tensor, Tensor]]
 
 
 class _Running(Running):
-    """A sequence with a KV cache of its own, and the last kept block of its prompt."""
+    """A sequence with a KV cache of its own, and the last cached chunk of its prompt."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class _Running(Running):
         super().__init__(prompt_ids, sampler, top_logprobs, scores_prompt=scores_prompt)
         self.cache = cache
         self.reading: Reading | None = None
-        self.node: Node[_Kept] | None = None
+        self.node: Node[_Cached] | None = None
 
 
 class ReferenceModel(Executor):
@@ -69,9 +69,9 @@ class ReferenceModel(Executor):
         weights: on the device; taken over.
         kv_tokens: positions that all open sequences together may take; at least one context.
         num_columns: sequences that may be open at once.
-        chunk_tokens: prompt tokens a pass, and of what is kept of prompts at least.
-        keeps_prefixes: keep keys and values of prompts, as far as the room goes, for later ones
-            that begin alike.
+        chunk_tokens: prompt tokens a pass, and of what is cached of prompts at least.
+        keeps_prefixes: cache keys and values of prompts, as far as the memory goes, for later
+            ones that begin alike.
     """
 
     shares_steps = False
@@ -90,15 +90,15 @@ class ReferenceModel(Executor):
         # Now, and not when a long sequence is opened beside others.
         self.reference.reach(min(kv_tokens, config.context_tokens))
         self.num_columns = num_columns
-        self._room, self._chunk_tokens = kv_tokens, chunk_tokens
+        self._num_free, self._chunk_tokens = kv_tokens, chunk_tokens
         self._kv_tokens = kv_tokens
         self._open: dict[_Running, None] = {}
         is_on_cpu = self.reference.device.type == "cpu"
         self._threads = Threads(torch.get_num_threads() if is_on_cpu else 1)
         self._readers = Readers(self.reference, self._threads)
-        grid = Grid(chunk_tokens, chunk_tokens)
-        self._tree: PrefixTree[_Kept] | None = PrefixTree(grid) if keeps_prefixes else None
-        self._num_dropped = 0
+        chunks = PrefixChunks(chunk_tokens, chunk_tokens)
+        self._tree: PrefixTree[_Cached] | None = PrefixTree(chunks) if keeps_prefixes else None
+        self._num_evicted = 0
         self._is_asked_to_stop = False
         self._round_s = 0.0  # of the latest one
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
@@ -117,30 +117,33 @@ class ReferenceModel(Executor):
     ) -> Running | None:
         """See Executor."""
         asked = len(prompt_ids) + sampler.stop_test.max_tokens
-        # Of a prompt that is kept whole the last chunk is read again: it gives the logits.
+        # Of a prompt that is cached whole the last chunk is read again: it gives the logits.
         tree = None if scores_prompt else self._tree
         match = None if tree is None else tree.match(prompt_ids[:-1])
-        if not self._make_room(asked):
+        if not self._reserve(asked):
             return None
         cache = self.reference.new_cache(asked)
         running = _Running(prompt_ids, sampler, top_logprobs, cache, scores_prompt=scores_prompt)
         if match is not None:
-            self._take_kept(running, match)
-        self._room -= asked
+            self._take_cached(running, match)
+        self._num_free -= asked
         self._open[running] = None
         return running
 
-    def _make_room(self, asked: int) -> bool:
-        """Whether there is room for so many positions, if need be instead of kept prefixes."""
-        if self._tree is not None and asked > self._room:
-            while asked > self._room and (node := self._tree.oldest(is_spilled=False)) is not None:
+    def _reserve(self, asked: int) -> bool:
+        """Whether so many positions are free, if need be by evicting cached prefixes."""
+        if self._tree is not None and asked > self._num_free:
+            while (
+                asked > self._num_free
+                and (node := self._tree.oldest(is_offloaded=False)) is not None
+            ):
                 self._tree.remove(node)
-                self._room += self._chunk_tokens
-                self._num_dropped += self._chunk_tokens
-        return asked <= self._room
+                self._num_free += self._chunk_tokens
+                self._num_evicted += self._chunk_tokens
+        return asked <= self._num_free
 
-    def _take_kept(self, running: _Running, match: Match[_Kept]) -> None:
-        """Copy what is kept of the prompt; the match holds it, even if it was just dropped."""
+    def _take_cached(self, running: _Running, match: Match[_Cached]) -> None:
+        """Copy what is cached of the prompt; the match holds it, even if it was just evicted."""
         for number, node in enumerate(match.nodes):
             position = number * self._chunk_tokens
             for block, (keys, values) in enumerate(node.held):
@@ -148,28 +151,28 @@ class ReferenceModel(Executor):
         running.num_cached = running.num_read = match.num_tokens
         running.divergence = match.divergence
         assert self._tree is not None, "there is a match"
-        if self._tree.is_kept(match.node):
+        if self._tree.is_cached(match.node):
             running.node = match.node
             self._tree.use(match.node)
 
-    def _keep(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
-        """Keep a chunk that was just read, if it is whole and there is room."""
+    def _cache(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
+        """Cache a chunk that was just read, if it is whole and there is memory for it."""
         tree, size = self._tree, self._chunk_tokens
-        if tree is None or running.node is None or len(chunk) < size or not self._make_room(size):
+        if tree is None or running.node is None or len(chunk) < size or not self._reserve(size):
             return
         cache = running.cache
         views = [cache.view(block, start, start + size) for block in range(cache.num_blocks)]
-        kept = [(keys.clone(), values.clone()) for keys, values in views]
-        node, is_new = tree.insert(running.node, chunk, kept)
-        self._room -= size if is_new else 0
+        cached = [(keys.clone(), values.clone()) for keys, values in views]
+        node, is_new = tree.insert(running.node, chunk, cached)
+        self._num_free -= size if is_new else 0
         tree.advance(node)
         running.node = node
 
     @property
-    def kept(self) -> KeptTokens:
+    def cached(self) -> CachedTokens:
         """See Executor."""
         on_device = 0 if self._tree is None else self._tree.num_tokens
-        return KeptTokens(on_device=on_device, dropped=self._num_dropped)
+        return CachedTokens(on_device=on_device, evicted=self._num_evicted)
 
     @property
     def num_pages(self) -> int:
@@ -180,16 +183,18 @@ class ReferenceModel(Executor):
     def num_pages_free(self) -> int:
         """See Executor."""
         idle = 0 if self._tree is None else self._tree.idle_tokens
-        return min(self._kv_tokens, self._room + idle) // PAGE_POSITIONS
+        return min(self._kv_tokens, self._num_free + idle) // PAGE_POSITIONS
 
     def check(self) -> None:
         """See Executor."""
-        kept = 0
+        num_cached = 0
         if self._tree is not None:
             self._tree.check([r.node for r in self._open if r.node is not None])
-            kept = self._tree.num_tokens
+            num_cached = self._tree.num_tokens
         taken = sum(r.cache.capacity for r in self._open)
-        assert self._room + taken + kept == self._kv_tokens, "all positions are accounted for"
+        assert self._num_free + taken + num_cached == self._kv_tokens, (
+            "all positions are accounted for"
+        )
 
     def read(self, running: Running) -> Picked | None:
         """See Executor."""
@@ -240,7 +245,7 @@ class ReferenceModel(Executor):
             running.score(work.position, work.logits)
         running.num_read += work.num_tokens
         start, stop = work.position, running.num_read
-        self._keep(running, start, running.prompt_ids[start:stop])
+        self._cache(running, start, running.prompt_ids[start:stop])
 
     def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
         """See Executor."""
@@ -288,7 +293,7 @@ class ReferenceModel(Executor):
         """See Executor."""
         assert isinstance(running, _Running), "opened here"
         del self._open[running]
-        self._room += running.cache.capacity
+        self._num_free += running.cache.capacity
         if self._tree is not None and running.node is not None:
             self._tree.release(running.node)
             running.node = None

@@ -4,9 +4,9 @@ A request waits, joins a column, reads its prompt chunk by chunk, and decodes wi
 it leaves. Prompts are read in turns, and while some decode, a burst of rounds follows every chunk:
 so a running stream pauses for one chunk at most, and a short prompt overtakes a long one.
 
-Requests take memory as they grow. When it is used up, the one that came last is paused: it goes
-back to the head of the queue, and nobody joins until a request has left. So the first one always
-goes on.
+Requests take memory as they grow. When it is used up, the one that came last is preempted: it
+goes back to the head of the queue, and nobody joins until a request has left. So the first
+one always goes on.
 """
 
 from collections import deque
@@ -97,7 +97,7 @@ class Scheduler(Generic[Key]):
         self._running.append(key)
 
     def blocked(self) -> None:
-        """There is no room for the first in the queue until a request leaves.
+        """There is no memory for the first in the queue until a request leaves.
 
         Others do not overtake it: a large request would wait for ever.
         """
@@ -105,7 +105,7 @@ class Scheduler(Generic[Key]):
         self._is_blocked = True
 
     def exhausted(self) -> Key:
-        """There is no room for the next step: the request that has to give its room back.
+        """There is no memory for the next step: the request that is to be preempted.
 
         It waits, before all others, and joins again once a request has left.
         """
@@ -118,7 +118,7 @@ class Scheduler(Generic[Key]):
         return key
 
     def was_read(self, key: Key) -> None:
-        """The prompt is read, and the first token known; or all that was before a pause."""
+        """The prompt is read, and the first token known; or all that was before preemption."""
         self._reading.remove(key)
         self._decoding.append(key)
 

@@ -6,9 +6,9 @@ import torch
 
 from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.header import BUILT_FOR
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes

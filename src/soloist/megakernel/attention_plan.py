@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from soloist.kv.layout import PAGE_HALVES, PAGE_POSITIONS, KvLayout
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.kv_layout import PAGE_HALVES, PAGE_POSITIONS, KvLayout
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS

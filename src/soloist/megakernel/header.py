@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from soloist.kv.layout import page_constants
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.image import Image
-from soloist.megakernel.kv_layout import page_constants
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan

@@ -19,11 +19,11 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.abi import LAUNCH, MASKS, MAX_STOPS, QUERY_START, SAMPLE_BUFFERS, params
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import BUILT_FOR, MASK_READY_WORDS, Build, header
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.packing import ordered, pack, place

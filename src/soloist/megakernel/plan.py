@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
+from soloist.kv.layout import KvLayout
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.buffers import Exchanges, SharedMemory
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.image import Image
-from soloist.megakernel.kv_layout import KvLayout
 from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES

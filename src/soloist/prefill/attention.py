@@ -75,7 +75,7 @@ def attend_packed(
     Args:
         queries: [rows, Q, D]; what comes out for those behind the last one is undefined.
         keys: [S, K, D]; nothing is read behind the last one, nor before the block of
-            `BLOCK_TOKENS` that has the first one which a query sees.
+            `LEAST_CHUNK_TOKENS` that has the first one which a query sees.
         values: [S, K, D].
         query_bounds: [2] int32, 0 and the number of queries.
         key_bounds: [2] int32, 0 and the number of keys.

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.header import wide_products
-from soloist.prefill.pages import PagePool
 
 _FP32_BYTES = 4
 # What has lanes first where the model has lanes.

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.attention import attend, attend_one, attend_packed, attend_whole
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.elementwise import Chunk, Elementwise, Heads
-from soloist.prefill.pages import PagePool
 
 # Positions up to which graphs serve later passes: their gathered keys have a place of their own,
 # as large as these positions of one layer. Beyond, computing takes longer than launching.

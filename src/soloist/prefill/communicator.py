@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
-from soloist.prefill.pages import PagePool
 from soloist.prefill.products import Products
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope
 from soloist.prefill.attention import attend
-from soloist.prefill.pages import PagePool
-from soloist.prefill.widths import BLOCK_TOKENS
 from soloist.reference.blocks import Rotary
 
 Vectors = Mapping[str, Tensor]
@@ -315,7 +315,7 @@ class TorchElementwise(Elementwise):
         """See the base class."""
         window = self.config.layers[layer].attention.window
         start = 0 if window is None else max(0, chunk.position + 1 - window)
-        start -= start % BLOCK_TOKENS
+        start -= start % LEAST_CHUNK_TOKENS
         if chunk.num_tokens:
             read = self.pool.read(layer, chunk.page_table, start, chunk.stop)
             for gathered, part in zip((keys, values), read, strict=True):

@@ -13,7 +13,8 @@ from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
-from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS
+from soloist.kv.layout import HALF_PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.elementwise import (
     DTYPES,
@@ -28,7 +29,6 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.first_attention import FirstAttention, has_first_attention
 from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
-from soloist.prefill.pages import PagePool
 
 _KERNEL = "kernels/prefill.cu"
 _ACCESS_VALUES = 8

@@ -2,11 +2,11 @@
 
 import struct
 
-from soloist.megakernel.kv_layout import KvLayout
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS
+from soloist.kv.layout import KvLayout
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
-from soloist.prefill.widths import BLOCK_TOKENS
 
 THREADS = 256
 # A rank that waits so long for others is stuck; the host may be busy between two kernels.
@@ -49,7 +49,7 @@ def header(
         "kKvHeads": attention.num_kv_heads // sides,
         "kHeadDim": attention.head_dim,
         "kIntermediate": neurons // sides,
-        "kBlockPositions": BLOCK_TOKENS,
+        "kBlockPositions": LEAST_CHUNK_TOKENS,
         "kRanks": ranks,
     }
     (epsilon,) = struct.unpack("f", struct.pack("f", config.norm_epsilon))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.prefill.attention import attend_packed
-from soloist.prefill.widths import BLOCK_TOKENS
 
 # Earlier keys that a pass finds, beside none.
 _FAR_POSITION = 4096
@@ -25,18 +25,18 @@ def product_behaviours(
     Args:
         multiply: the product: [T, columns] to [T, rows]; the result is read before the next call.
         columns: what it sums over.
-        widths: at least `BLOCK_TOKENS` each.
+        widths: at least `LEAST_CHUNK_TOKENS` each.
         like: of the factor's dtype and device.
 
     Returns:
         None for a width at which equal rows have different results in different places.
     """
-    block = _random((BLOCK_TOKENS, columns), like)
+    block = _random((LEAST_CHUNK_TOKENS, columns), like)
     seen: list[Tensor] = []
     behaviours: dict[int, int | None] = {}
     for width in widths:
-        out = multiply(block.repeat(-(-width // BLOCK_TOKENS), 1)[:width])
-        first, *others = torch.split(_bits(out), BLOCK_TOKENS)
+        out = multiply(block.repeat(-(-width // LEAST_CHUNK_TOKENS), 1)[:width])
+        first, *others = torch.split(_bits(out), LEAST_CHUNK_TOKENS)
         if not all(torch.equal(first[: len(other)], other) for other in others):
             behaviours[width] = None
             continue
@@ -66,7 +66,8 @@ def attention_is_invariant(
     num_query_heads, num_kv_heads, dim = heads
     widest = widths[-1]
     queries = _random((widest, num_query_heads, dim), like)
-    for before in {0, min(_FAR_POSITION, (context_tokens - widest) // BLOCK_TOKENS * BLOCK_TOKENS)}:
+    last = (context_tokens - widest) // LEAST_CHUNK_TOKENS * LEAST_CHUNK_TOKENS
+    for before in {0, min(_FAR_POSITION, last)}:
         keys, values = (_random((before + widest, num_kv_heads, dim), like) for _ in range(2))
 
         def attended(
@@ -85,7 +86,7 @@ def attention_is_invariant(
         end = widest - _MISSING_TOKENS
         whole = attended(0, end, widest)
         for width in widths:
-            for first in range(0, widest - width + 1, BLOCK_TOKENS):
+            for first in range(0, widest - width + 1, LEAST_CHUNK_TOKENS):
                 stop = min(first + width, end)
                 if not torch.equal(attended(first, stop, width), whole[first:stop]):
                     return False

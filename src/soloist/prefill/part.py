@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
@@ -18,12 +20,11 @@ from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.graphs import Graphs
 from soloist.prefill.lane_elementwise import MakeLanes, TorchLanes
 from soloist.prefill.lanes import LaneCommunicator, without_lanes
-from soloist.prefill.pages import PagePool
 from soloist.prefill.passes import Pass
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.ranks import RankCommunicator
 from soloist.prefill.upload import TokenIds, Upload
-from soloist.prefill.widths import BLOCK_TOKENS, MOST_PASS_TOKENS, Widths, width_of
+from soloist.prefill.widths import MOST_PASS_TOKENS, Widths, width_of
 
 
 class Part:
@@ -142,7 +143,7 @@ class Part:
 
     def _num_rows(self, num_tokens: int, *, is_prompt: bool) -> int:
         """Of a pass over so many tokens, which may be a prompt's first ones and its last ones."""
-        if is_prompt and num_tokens < (BLOCK_TOKENS if self.widths else self.most_tokens):
+        if is_prompt and num_tokens < (LEAST_CHUNK_TOKENS if self.widths else self.most_tokens):
             bound = self.widths[0] if self.widths else self.most_tokens
             short = [size for size in self.graphs.by_rows if num_tokens <= size < bound]
             if short:

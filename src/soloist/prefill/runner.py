@@ -26,7 +26,7 @@ class Prefill:
     Attributes:
         most_tokens: of one chunk.
         widths: ascending; where there are any, a token's bits do not depend on how its prompt was
-            cut at multiples of `BLOCK_TOKENS`. Of prompts shorter than that nothing is said.
+            cut at multiples of `LEAST_CHUNK_TOKENS`. Of prompts shorter than that nothing is said.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:

@@ -3,13 +3,12 @@
 Libraries choose another kernel, and with it another order of adding, for another number of rows. A
 width is a pass's number of rows, padding included. Widths are batch-invariant if each operation
 gives a row the same bits at all of them, wherever the row lies. Passes begin at multiples of
-`BLOCK_TOKENS`, so rows that are so many apart are all that has to be compared.
+`LEAST_CHUNK_TOKENS`, so rows that are so many apart are all that has to be compared.
 """
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
-BLOCK_TOKENS = 256
 # Most tokens of a pass: more of them make library products hardly faster.
 MOST_PASS_TOKENS = 2048
 # Padding is at most a third of a pass, but in the narrowest.

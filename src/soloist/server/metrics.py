@@ -71,27 +71,27 @@ class _Load(Collector):
 
     def collect(self) -> list[Metric]:
         """How many requests there are, their progress, and what the KV cache holds, now."""
-        load, kept, pages = self._loop.load, self._loop.kept, self._loop.pages
-        pauses = CounterMetricFamily(
+        load, cached, pages = self._loop.load, self._loop.cached, self._loop.pages
+        preemptions = CounterMetricFamily(
             "soloist_requests_paused", "Preempted because the KV cache was full."
         )
-        pauses.add_metric([], load.num_pauses)
+        preemptions.add_metric([], load.num_preemptions)
         moved = CounterMetricFamily(
             "soloist_prefix_tokens",
             "Prefix cache: offloaded to the host, fetched to the device, evicted to nowhere.",
             labels=["to"],
         )
         for to, tokens in (
-            ("host", kept.spilled), ("device", kept.fetched), ("nowhere", kept.dropped)
+            ("host", cached.offloaded), ("device", cached.fetched), ("nowhere", cached.evicted)
         ):  # fmt: skip
             moved.add_metric([to], tokens)
         held = GaugeMetricFamily(
             "soloist_prefix_tokens_kept", "In the prefix cache.", labels=["on"]
         )
-        held.add_metric(["device"], kept.on_device)
-        held.add_metric(["host"], kept.on_host)
+        held.add_metric(["device"], cached.on_device)
+        held.add_metric(["host"], cached.on_host)
         return [
-            pauses,
+            preemptions,
             moved,
             held,
             GaugeMetricFamily(

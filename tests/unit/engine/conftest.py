@@ -17,6 +17,6 @@ def parts():
     for p in made:
         p.loop.close()
         if p.loop.failure is None:
-            kept = p.executor.kept.on_device // 64
-            assert p.num_free_pages + kept == p.num_pages, "every page came back"
+            cached = p.executor.cached.on_device // 64
+            assert p.num_free_pages + cached == p.num_pages, "every page came back"
             assert not p.decoder.is_running

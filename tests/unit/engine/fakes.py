@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from soloist.errors import BadLogits
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.choice import pack_choices
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Query
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling.adjust import TokenCounts
@@ -214,7 +214,7 @@ class FakeHost:
         self._host: dict[tuple[int, int], int] = {}
         self._coming: list[tuple[int, int]] = []
 
-    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+    def offload(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
         self.join()
         self._copy(self.cache.tokens, self._host, pages, host_pages)
         return True

@@ -4,7 +4,7 @@ import pytest
 
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve
 from soloist.errors import OutOfMemory, SettingError
-from soloist.megakernel.kv_layout import PAGE_POSITIONS
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors

@@ -179,7 +179,7 @@ def test_a_request_that_is_paused_goes_on_with_the_same_tokens(length, params) -
                     made += () if outcome is None else outcome.token_ids
             num_behind += running.num_behind
             if not is_over(running):
-                p.executor.pause(running)
+                p.executor.preempt(running)
                 assert p.executor.resume(running)
         assert made == expected(prompt, params, steps(seed))
         assert num_behind > 0

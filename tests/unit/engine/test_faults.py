@@ -17,7 +17,7 @@ from soloist.errors import (
     EngineStopped,
     KernelStuck,
     LaunchError,
-    RoomLost,
+    MemoryNotFreed,
     ShuttingDown,
     Stalled,
     StepFailed,
@@ -121,8 +121,8 @@ class Parts:
         self.decoder.faults = self.executor.faults = self.faults
         self.faults.stand_before(self.decoder, "write_pages", "start", "stop")
         self.faults.stand_before(self.prefill, "run")
-        self.faults.stand_before(host, "spill", "fetch", "join")
-        names = ("open", "make_room", "pause", "resume", "read", "close")
+        self.faults.stand_before(host, "offload", "fetch", "join")
+        names = ("open", "reserve", "preempt", "resume", "read", "close")
         self.faults.stand_before(self.executor, *(names[:-1] if share else names))
         self.failures: list[Exception] = []
         self.loop = EngineLoop(
@@ -133,7 +133,7 @@ class Parts:
         wait_for(lambda: self.loop.load.num_running == self.loop.load.num_waiting == 0)
         assert self.loop.failure is None
         self.executor.check()
-        assert not self.executor.rooms._open
+        assert not self.executor.allocator._open
         assert self.loop.pages.free == self.loop.pages.total, "every page is back"
         self.faults.share = 0
         assert ended(self.loop.submit(prompt_of(70), SHORT))[1] == expected(prompt_of(70), SHORT)
@@ -209,7 +209,7 @@ def test_a_page_table_whose_write_failed_is_written_again(is_written: bool) -> N
         return running
 
     first = opened()
-    rooms = [(one.room.slot, list(one.room.pages)) for one in first]
+    allocations = [(one.allocation.row, list(one.allocation.pages)) for one in first]
     decoder.write_pages = failing
     with pytest.raises(Broken):
         list(executor.rounds(first, 4))
@@ -217,13 +217,13 @@ def test_a_page_table_whose_write_failed_is_written_again(is_written: bool) -> N
     for one in reversed(first):
         executor.close(one)
     again = opened()
-    assert [(one.room.slot, one.room.pages) for one in again] == rooms
+    assert [(one.allocation.row, one.allocation.pages) for one in again] == allocations
     list(executor.rounds(again, 4))
-    for slot, pages in rooms:
+    for slot, pages in allocations:
         assert decoder.page_tables[slot, : len(pages)].tolist() == pages
 
 
-@pytest.mark.parametrize("name", ["open", "make_room", "read", "run", "join"])
+@pytest.mark.parametrize("name", ["open", "reserve", "read", "run", "join"])
 @pytest.mark.parametrize("error", [Broken("secret"), MemoryError(), torch.OutOfMemoryError("CUDA")])
 def test_a_prompt_that_cannot_be_read_fails_alone(name: str, error: Exception, caplog) -> None:
     with parts() as p:
@@ -267,9 +267,9 @@ def test_a_step_that_fails_half_way_ends_its_requests_and_no_others(name: str) -
         p.require_sound()
 
 
-def test_who_cannot_make_room_fails_and_others_go_on() -> None:
+def test_who_cannot_be_preempted_fails_and_others_go_on() -> None:
     with parts(pages=10, num_host_pages=0) as p:
-        p.faults.due["pause"] = Broken()
+        p.faults.due["preempt"] = Broken()
         asked = [(prompt_of(30, seed=n), ENDLESS) for n in range(3)]
         ends = [ended(t) for t in [p.loop.submit(*one) for one in asked]]
         failures = [end for _, _, end in ends if isinstance(end, Failure)]
@@ -361,7 +361,7 @@ LOST = [
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("name", ["read", "start", "tokens", "pause", "open", "close"])
+@pytest.mark.parametrize("name", ["read", "start", "tokens", "preempt", "open", "close"])
 def test_a_device_that_is_lost_fails_everybody_and_is_said_once(name: str, error) -> None:
     with parts(pages=10, num_host_pages=0) as p:
         p.faults.due[name] = error
@@ -403,7 +403,7 @@ def breaks_read(p: Parts, error: BaseException) -> None:
 
 def loses_a_page(p: Parts, _: BaseException) -> None:
     def read(_: Running) -> None:
-        p.executor.rooms.pages.take(1)
+        p.executor.allocator.pages.allocate(1)
         raise Broken
 
     p.executor.read = read
@@ -520,27 +520,27 @@ def test_reference_memory_that_runs_out_while_opening_is_not_lost() -> None:
     prompt = etude.tokenizer.encode("def f")
     whole = SamplingParams(max_tokens=200 - len(prompt), ignore_eos=True)
     assert isinstance(failed(loop.submit(prompt, whole)).error, StepFailed)
-    assert len(ended(loop.submit(prompt, whole))[1]) == whole.max_tokens, "all of the room is there"
+    assert len(ended(loop.submit(prompt, whole))[1]) == whole.max_tokens, "all pages are free again"
     assert loop.close(within_s=WAIT_S)
 
 
 def test_books_that_do_not_balance_are_found() -> None:
     def wrongs(p: Parts) -> list[Callable[[], object]]:
-        rooms = p.executor.rooms
-        (room,) = rooms._open
+        allocator = p.executor.allocator
+        (allocation,) = allocator._open
         return [
-            lambda: rooms.pages.take(1),
-            lambda: rooms.pages.give_back([room.pages[-1]]),
-            lambda: room.owned.add(room.pages[0]),
-            room.owned.pop,
-            lambda: room.pages.append(rooms.pages.take(1)[0]),
-            rooms._free_slots.pop,
-            lambda: rooms._free_slots.append(room.slot),
-            lambda: rooms.host_pages.take(1),
-            lambda: rooms.tree.use(room.node),
-            lambda: rooms.tree.release(room.node),
-            lambda: setattr(rooms.tree, "idle_tokens", 1),
-            lambda: setattr(rooms.tree, "num_tokens", 1),
+            lambda: allocator.pages.allocate(1),
+            lambda: allocator.pages.free([allocation.pages[-1]]),
+            lambda: allocation.owned.add(allocation.pages[0]),
+            allocation.owned.pop,
+            lambda: allocation.pages.append(allocator.pages.allocate(1)[0]),
+            allocator._free_rows.pop,
+            lambda: allocator._free_rows.append(allocation.row),
+            lambda: allocator.tiers.host_pages.allocate(1),
+            lambda: allocator.tree.use(allocation.node),
+            lambda: allocator.tree.release(allocation.node),
+            lambda: setattr(allocator.tree, "idle_tokens", 1),
+            lambda: setattr(allocator.tree, "num_tokens", 1),
         ]
 
     for number in range(12):
@@ -586,6 +586,6 @@ def s_first_waiting(scheduler: Scheduler[int]) -> int | None:
 
 
 def test_errors_are_named() -> None:
-    assert "could not free all memory" in RoomLost(AssertionError("x")).message
+    assert "could not free all memory" in MemoryNotFreed(AssertionError("x")).message
     assert (StepFailed("decoding", Broken()).exit_status, LOST[0].exit_status) == (2, 3)
     assert Stalled(1.0, "decoding").exit_status == 4

@@ -77,7 +77,7 @@ class Parts:
 
     @property
     def num_free_pages(self) -> int:
-        return self.executor.rooms.pages.num_free
+        return self.executor.allocator.pages.num_free
 
 
 def ended(ticket: Ticket) -> tuple[str, list[int], Completion | Failure]:
@@ -195,9 +195,9 @@ def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
         one[0].cancel()
         end(one)
     wait_for(lambda: p.loop.load.num_running == p.loop.load.num_waiting == 0)
-    assert not p.executor.rooms._open
-    assert p.executor.rooms.num_available == 12, "kept pages are nobody's"
-    assert p.loop.kept.fetched > 0
+    assert not p.executor.allocator._open
+    assert p.executor.tiers.num_available == 12, "cached pages are nobody's"
+    assert p.loop.cached.fetched > 0
 
 
 def test_a_cancelled_request_makes_at_most_two_more_tokens(parts) -> None:
@@ -260,7 +260,7 @@ def all_at_once(p: Parts) -> Iterator[None]:
 
 @pytest.mark.parametrize("length", [7, 100])
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
-def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_prefixes: bool) -> None:
+def test_who_came_last_is_preempted_and_goes_on(parts, length: int, keeps_prefixes: bool) -> None:
     p = parts(pages=12, keeps_prefixes=keeps_prefixes)
     asked = [(prompt_of(length, seed=n), params) for n, params in enumerate(LONG.values())]
     with all_at_once(p):
@@ -269,19 +269,19 @@ def test_who_came_last_waits_for_room_and_goes_on(parts, length: int, keeps_pref
         ]
     for ticket, (prompt, params) in zip(tickets, asked, strict=True):
         assert ended(ticket)[1] == expected(prompt, params)
-    assert p.loop.load.num_pauses >= 2, "each takes eight to ten pages in the end"
+    assert p.loop.load.num_preemptions >= 2, "each takes eight to ten pages in the end"
     assert max(len(x.queries) for x in p.decoder.launches) > 1, "and fewer at first"
 
 
-def test_a_request_that_waits_for_room_can_be_cancelled(parts) -> None:
+def test_a_preempted_request_can_be_cancelled(parts) -> None:
     p = parts(pages=10)
-    pause = p.executor.pause
+    preempt = p.executor.preempt
 
     def cancelled(running: Running) -> None:
-        pause(running)
+        preempt(running)
         tickets[1].cancel()
 
-    p.executor.pause = cancelled
+    p.executor.preempt = cancelled
     asked = [(prompt_of(30, seed=n), LONG["greedy"]) for n in range(3)]
     with all_at_once(p):
         tickets = [p.loop.submit(*one) for one in asked]
@@ -389,9 +389,9 @@ def test_figures_may_be_asked_for_at_any_moment(parts) -> None:
     def ask() -> None:
         while not is_over.is_set():
             try:
-                pages, kept, progress = p.loop.pages, p.loop.kept, p.loop.progress
+                pages, cached, progress = p.loop.pages, p.loop.cached, p.loop.progress
                 assert 0 <= pages.free <= pages.total == 10
-                assert kept.on_device >= 0
+                assert cached.on_device >= 0
                 assert 0 <= progress.age_s < 5
                 assert 0 <= p.loop.load.num_running <= 4
             except Exception as error:  # noqa: BLE001 - told below
@@ -407,7 +407,7 @@ def test_figures_may_be_asked_for_at_any_moment(parts) -> None:
     is_over.set()
     asking.join(WAIT_S)
     assert not wrong
-    assert p.loop.kept.fetched, "blocks went to the host and came back"
+    assert p.loop.cached.fetched, "chunks went to the host and came back"
 
 
 def test_every_round_is_progress(parts) -> None:
@@ -440,7 +440,7 @@ def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
     asked = time.perf_counter()
     other = p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
     assert time.perf_counter() - asked < 1
-    assert p.loop.load.num_running == 1, "it has its column until its room is back"
+    assert p.loop.load.num_running == 1, "it has its column until its pages are free"
     go.set()
     ended(other)
 
@@ -561,7 +561,7 @@ def test_the_reference_takes_turns(etude: Engine) -> None:
     loop.close()
 
 
-def test_requests_wait_for_room(etude: Engine) -> None:
+def test_requests_wait_for_pages(etude: Engine) -> None:
     prompt = etude.tokenizer.encode("def f(x):\n")
     params = SamplingParams(max_tokens=590 - len(prompt), ignore_eos=True)
     opened = []
@@ -611,8 +611,8 @@ def test_answers_to_prompts_that_begin_alike_are_those_alone(seed: int) -> None:
             num_cached += end.timings.cached_tokens
     loop.close()
     assert num_cached > 500
-    assert executor.rooms.pages.num_free + executor.kept.on_device // 64 == 16
-    assert executor.rooms.num_available == 16, "nothing is in use any more"
+    assert executor.allocator.pages.num_free + executor.cached.on_device // 64 == 16
+    assert executor.tiers.num_available == 16, "nothing is in use any more"
 
 
 def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:
@@ -621,18 +621,18 @@ def test_a_prompt_comes_back_from_the_host(parts, caplog) -> None:
     prompts = [prompt_of(400, seed=n) for n in range(2)]
     for prompt in prompts:
         assert ended(p.loop.submit(prompt, params))[1] == expected(prompt, params)
-    assert p.loop.kept.on_host > 0
+    assert p.loop.cached.on_host > 0
     p.prefill.chunks.clear()
     with caplog.at_level("INFO"):
         ticket = p.loop.submit(prompts[0], params)
         assert ended(ticket)[1] == expected(prompts[0], params)
     assert ticket.num_cached == 384
-    assert p.prefill.chunks == [16], "nothing was read again that had been spilled"
-    assert p.loop.kept.fetched > 0
+    assert p.prefill.chunks == [16], "nothing was read again that had been offloaded"
+    assert p.loop.cached.fetched > 0
     assert "are fetched from the host's prefix cache" in caplog.text
 
 
-def test_a_kept_prompt_is_not_read_again() -> None:
+def test_a_cached_prompt_is_not_read_again() -> None:
     cache = Cache()
     decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
     executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
@@ -657,7 +657,7 @@ def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
     waiting = list(running)
     while waiting:
         sequence = waiting.pop(0)
-        assert p.executor.make_room([sequence])
+        assert p.executor.reserve([sequence])
         if p.executor.read(sequence) is None:
             waiting.append(sequence)
     assert sorted(p.prefill.chunks) == [*([230 - 192] * 3), *([64] * 3)]
@@ -667,7 +667,7 @@ def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
         p.executor.close(sequence)
 
 
-def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
+def test_where_a_long_prompt_leaves_a_cached_one_is_logged(caplog) -> None:
     cache = Cache()
     decoder, prefill = FakeDecoder(cache, 64, sequences=2), FakePrefill(cache, 2048)
     executor = KernelExecutor(decoder, prefill, 20, VOCAB, 64, keeps_prefixes=True)
@@ -688,14 +688,14 @@ def test_where_a_long_prompt_leaves_a_kept_one_is_logged(caplog) -> None:
         assert tokenizer.decode(prompt[345:355]) in caplog.text
         caplog.clear()
         ended(loop.submit([*prompt[:384], *other[:16]], params))
-        assert "leaves" not in caplog.text, "nothing longer is kept"
+        assert "leaves" not in caplog.text, "nothing longer is cached"
         now = [*prompt[:318], *((i + 1) % VOCAB for i in prompt[318:340])]
         ended(loop.submit(now, params))
         assert "at token 318" in caplog.text
-        assert repr(tokenizer.decode(prompt[306:330])) in caplog.text, "beyond the block, too"
+        assert repr(tokenizer.decode(prompt[306:330])) in caplog.text, "beyond the chunk, too"
         assert repr(tokenizer.decode(now[306:330])) in caplog.text
         ended(loop.submit([*prompt[:320], (prompt[320] + 1) % VOCAB, 0], params))
-        assert "at token 320" in caplog.text, "where a block begins, too"
+        assert "at token 320" in caplog.text, "where a chunk begins, too"
     loop.close()
 
 
@@ -731,7 +731,7 @@ def test_hits_are_misses_bit_by_bit(keeping: Engine) -> None:
         assert told_again == told, "tokens and log probabilities, to the last bit"
     assert answered(loop, turns[1])[0].timings.cached_tokens == 3968
     loop.close()
-    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens
+    assert keeping.model._num_free + keeping.model.cached.on_device == keeping.resolved.kv_tokens
 
 
 @pytest.mark.timed
@@ -752,7 +752,7 @@ def test_a_second_turn_over_4000_tokens_begins_ten_times_as_soon() -> None:
     assert min(t.ttft_s for t in others) < first.ttft_s / 10
 
 
-def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
+def test_cached_prompts_are_evicted_for_requests(keeping: Engine) -> None:
     loop = EngineLoop(keeping.model, keeping.tokenizer, keeping.config.vocab_size)
     rng = random.Random(0)
     for number in range(6):
@@ -761,7 +761,7 @@ def test_kept_prompts_make_room_for_requests(keeping: Engine) -> None:
         assert len(end.token_ids) == 6, number
     whole = loop.submit(ids, SamplingParams(max_tokens=1400, ignore_eos=True))
     wait_for(lambda: bool(whole.take()))
-    assert whole.num_cached == 2944, "the latest prompt was kept"
+    assert whole.num_cached == 2944, "the latest prompt was cached"
     whole.cancel()
     loop.close()
-    assert keeping.model._room + keeping.model.kept.on_device == keeping.resolved.kv_tokens
+    assert keeping.model._num_free + keeping.model.cached.on_device == keeping.resolved.kv_tokens

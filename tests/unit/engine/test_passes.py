@@ -1,4 +1,4 @@
-"""Prompts in passes of widths that agree: few passes, hits at every block, nobody kept waiting."""
+"""Prompts in passes of widths that agree: few passes, hits at every chunk, nobody kept waiting."""
 
 import random
 from collections import deque
@@ -40,7 +40,7 @@ class Parts:
         """Read it to its first token; what passes had."""
         self.prefill.chunks.clear()
         while True:
-            assert self.executor.make_room([running])
+            assert self.executor.reserve([running])
             if self.executor.read(running) is not None:
                 assert running.sampler.output_ids == expected(list(running.prompt_ids), ONE)
                 return self.prefill.chunks
@@ -79,7 +79,7 @@ def test_no_pass_beside_others_is_wider_than_allowed(chunk_tokens: int) -> None:
     assert max(passes) == {300: 256, 400: 256, 600: 512, 4096: 2048}[chunk_tokens]
     assert sum(passes) == 2500
     p = Parts(chunk_tokens=300, widths=(512, 1024))
-    assert p.read_alone(prompt_of(700))[0] == [256, 256, 188], "the grid's chunks"
+    assert p.read_alone(prompt_of(700))[0] == [256, 256, 188], "no wider than a chunk"
 
 
 def test_hits_go_on_at_every_block() -> None:
@@ -99,7 +99,7 @@ def test_prompts_that_begin_alike_at_the_same_time_are_read_once() -> None:
     waiting = deque(running)
     while waiting:
         sequence = waiting.popleft()
-        assert p.executor.make_room([sequence])
+        assert p.executor.reserve([sequence])
         if p.executor.read(sequence) is None:
             waiting.append(sequence)
     assert sorted(p.prefill.chunks) == [238, 238, *[494] * 1, *[512] * 3]
@@ -113,16 +113,16 @@ def test_blocks_come_back_from_the_host_as_many_at_a_time_as_a_pass_reads() -> N
     first, second = prompt_of(5000), prompt_of(5000, seed=1)
     p.read_alone(first)
     p.read_alone(second)
-    assert p.executor.kept.on_host >= 4000
+    assert p.executor.cached.on_host >= 4000
     running = p.open(first)
     num_steps = 0
     while running.num_read < 4864:
-        assert p.executor.make_room([running])
+        assert p.executor.reserve([running])
         assert p.executor.read(running) is None
         num_steps += 1
     assert num_steps <= 3, "2,048 tokens a step"
     assert p.read(running) == [136]
-    assert p.executor.kept.fetched == running.num_spilled > 0
+    assert p.executor.cached.fetched == running.num_offloaded > 0
 
 
 def test_nothing_is_read_after_a_cancel() -> None:
@@ -137,7 +137,7 @@ def test_nothing_is_read_after_a_cancel() -> None:
     made = p.executor.generate(prompt, Sampler(ONE, VOCAB, prompt, EOS), cancelled)
     assert list(made) == []
     assert p.prefill.chunks == [2048, 2048]
-    assert p.executor.rooms.num_available == 80
+    assert p.executor.tiers.num_available == 80
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 20])
@@ -163,7 +163,7 @@ def test_answers_side_by_side_are_those_alone(num_host_pages: int) -> None:
                 assert ticket.is_cancelled or len(ids) == params.max_tokens
                 num_cached += end.timings.cached_tokens
         loop.close()
-        assert p.executor.rooms.num_available == 24, "nothing is in use any more"
-        num_fetched += p.executor.kept.fetched
+        assert p.executor.tiers.num_available == 24, "nothing is in use any more"
+        num_fetched += p.executor.cached.fetched
     assert num_cached > 2000
     assert (num_fetched > 0) == (num_host_pages > 0)

@@ -259,7 +259,7 @@ def test_one_busy_process_does_not_stop_the_others_cores(etude: Engine) -> None:
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         (done,) = [e for e in etude.generate(prompt[:40], params) if isinstance(e, Completion)]
         assert done.timings.decode_tokens_per_s is not None
-        # Another beginning each time, so that nothing of it is kept.
+        # Another beginning each time, so that nothing of it is cached.
         fresh = random.sample(prompt, len(prompt))
         (read,) = [
             e

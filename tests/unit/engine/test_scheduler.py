@@ -29,7 +29,7 @@ class Requests(RuleBasedStateMachine):
         self.reads_of: dict[int, int] = {}
 
     @property
-    def room(self) -> int:
+    def memory(self) -> int:
         return ROOM - sum(self.size[r] for r in self.reading + self.decoding)
 
     @rule(size=st.integers(1, ROOM), more=st.integers(0, ROOM), chunks=st.integers(1, 4))
@@ -57,18 +57,18 @@ class Requests(RuleBasedStateMachine):
                 place.remove(key)
 
     def is_exhausted(self, keys) -> bool:
-        """Whether there is no room for these to grow; then the one that came last has to go."""
+        """Whether there is no memory for these to grow; then the one that came last has to go."""
         grown = [key for key in keys if self.size[key] < self.most[key]]
-        if self.room >= len(grown):
+        if self.memory >= len(grown):
             for key in grown:
                 self.size[key] += 1
             return False
         running = self.reading + self.decoding
-        paused = self.scheduler.exhausted()
-        assert paused == max(running)
-        (self.reading if paused in self.reading else self.decoding).remove(paused)
-        self.waiting.insert(0, paused)
-        self.chunks[paused], self.reads_of[paused] = self.size[paused], 0
+        preempted = self.scheduler.exhausted()
+        assert preempted == max(running)
+        (self.reading if preempted in self.reading else self.decoding).remove(preempted)
+        self.waiting.insert(0, preempted)
+        self.chunks[preempted], self.reads_of[preempted] = self.size[preempted], 0
         assert not self.scheduler.can_join, "until somebody leaves"
         return True
 
@@ -80,7 +80,7 @@ class Requests(RuleBasedStateMachine):
             case Join(key):
                 assert key == self.waiting[0], "first come, first served"
                 assert len(running) < COLUMNS
-                if self.size[key] > self.room:
+                if self.size[key] > self.memory:
                     self.scheduler.blocked()
                     assert not self.scheduler.can_join
                     return
@@ -124,7 +124,7 @@ class Requests(RuleBasedStateMachine):
             step = self.scheduler.next()
             match step:
                 case Join(key):
-                    if self.size[key] > self.room:
+                    if self.size[key] > self.memory:
                         self.scheduler.blocked()
                     else:
                         self.scheduler.joined(key)
@@ -185,7 +185,7 @@ def test_whoever_waits_behind_a_cancelled_one_may_join() -> None:
     assert scheduler.next() == Join("small")
 
 
-def test_whoever_came_last_makes_room_and_comes_back_first() -> None:
+def test_whoever_came_last_is_preempted_and_comes_back_first() -> None:
     scheduler = Scheduler(3, 3)
     for key in ("first", "second", "third", "fourth"):
         scheduler.submit(key)

@@ -1,4 +1,4 @@
-"""Prompts that are scored: the definition's numbers, beside others, cut and paused."""
+"""Prompts that are scored: the definition's numbers, beside others, cut and preempted."""
 
 import math
 import time
@@ -87,14 +87,14 @@ def test_scores_are_those_of_the_definition(
         assert end.timings.cached_tokens == 0
         assert end.timings.ttft_s > 0
         assert end.timings.prompt_tokens == length
-    assert p.loop.kept.on_device == 0, "nothing of it is kept"
+    assert p.loop.cached.on_device == 0, "nothing of it is cached"
     assert p.num_free_pages == p.num_pages
 
 
 def test_a_kept_prompt_is_read_again_to_be_scored(parts) -> None:
     p, prompt = parts(keeps_prefixes=True), prompt_of(200)
     ended(p.loop.submit(prompt, SHORT))
-    assert p.loop.kept.on_device > 0
+    assert p.loop.cached.on_device > 0
     first, *_ = events_of(p.loop.submit(prompt, SHORT, top_logprobs=0, scores="prompt"))
     assert same(first.logprobs, defined(prompt, 0))
 
@@ -151,7 +151,7 @@ def test_who_is_paused_is_read_again_in_the_same_way(parts) -> None:
         assert same(scored.logprobs, defined(prompt, 2))
         assert not any(isinstance(chunk, Scored) for chunk in chunks), "once"
         assert list(end.token_ids) == expected(prompt, params)
-    assert p.loop.load.num_pauses >= 2
+    assert p.loop.load.num_preemptions >= 2
     assert not p.prefill.chunks, "all their keys and values come from the kernel"
 
 
@@ -161,7 +161,7 @@ def test_a_sequence_that_is_paused_midway_keeps_its_scores(parts) -> None:
     running = p.executor.open(prompt, Sampler(SHORT, VOCAB, prompt, EOS), 1, scores_prompt=True)
     for _ in range(2):
         assert p.executor.read(running) is None
-    p.executor.pause(running)
+    p.executor.preempt(running)
     assert p.executor.resume(running)
     while (picked := p.executor.read(running)) is None:
         pass

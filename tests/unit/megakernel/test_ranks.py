@@ -8,6 +8,7 @@ import torch
 
 from plan.shapes import SMALL
 from soloist.errors import DeviceError, KernelStuck, LaunchError
+from soloist.kv.pool import PagePool
 from soloist.megakernel import ranks as module
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.gpu import TYPICAL
@@ -16,7 +17,6 @@ from soloist.megakernel.plan import make_plan
 from soloist.megakernel.ranks import Ranks
 from soloist.megakernel.share import Share
 from soloist.model.dtype import Dtype
-from soloist.prefill.pages import PagePool
 
 RANKS = 4
 PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=5), RANKS)

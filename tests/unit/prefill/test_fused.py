@@ -14,6 +14,7 @@ from soloist.errors import CudaMissing, ShapeUnsupported
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.source import Source
+from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
@@ -31,7 +32,6 @@ from soloist.prefill.gate_up import (
     has_gate_up,
 )
 from soloist.prefill.header import header, wide_products
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.reference import build_reference

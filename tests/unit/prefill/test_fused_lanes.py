@@ -16,6 +16,7 @@ from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.peers import allow_access
 from soloist.jit.source import Source
+from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
@@ -34,7 +35,6 @@ from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.header import header
 from soloist.prefill.lane_elementwise import Due, LaneOperations, News, TorchLanes
 from soloist.prefill.lanes import without_lanes
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from unit.model.configurations import written

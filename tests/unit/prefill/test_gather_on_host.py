@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import soloist
+from soloist.kv.pool import PagePool
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import Chunk, TorchElementwise
 from soloist.prefill.header import header
-from soloist.prefill.pages import PagePool
 from unit.prefill.models import model, random_weights, vectors
 
 CUDA = Path(soloist.__file__).parent / "cuda"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import soloist
 from interpreter.lane_models import fields_of, random_weights
+from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
@@ -24,7 +25,6 @@ from soloist.prefill.fused_lanes import KernelDue, KernelHearing, hearing_of
 from soloist.prefill.header import header
 from soloist.prefill.lane_elementwise import News, TorchLanes
 from soloist.prefill.lanes import without_lanes
-from soloist.prefill.pages import PagePool
 from unit.model.configurations import written
 
 CUDA = Path(soloist.__file__).parent / "cuda"

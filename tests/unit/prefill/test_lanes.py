@@ -12,6 +12,7 @@ from torch import Tensor
 from interpreter.lane_models import CASES, fields_of, random_weights
 from interpreter.models import prompt, reference_logits
 from plan.shapes import LANEFORMER
+from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
@@ -28,7 +29,6 @@ from soloist.prefill.elementwise import (
     Vectors,
 )
 from soloist.prefill.lane_elementwise import Due, MakeLanes, News, TorchLanes
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from soloist.jit.peers import allow_access
+from soloist.kv.pool import PagePool
 from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.prefill import settling
 from soloist.prefill.elementwise import MakeElementwise, OwnRows
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soloist.kv.layout import HALF_PAGE_POSITIONS
 from soloist.megakernel.interpreter.cache import Cache
 from soloist.megakernel.interpreter.exchange import Operand
 from soloist.megakernel.interpreter.memory import Memory
@@ -14,7 +15,6 @@ from soloist.megakernel.interpreter.partials import Partials
 from soloist.megakernel.interpreter.projection import Projection
 from soloist.megakernel.interpreter.softmax import Softmax, joined
 from soloist.megakernel.interpreter.split import Group, Splits
-from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS
 from soloist.megakernel.plan import Plan
 
 # A block merges so many neighbouring numbers of a query, and then others those after them.

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_POSITIONS
 from soloist.megakernel.interpreter.memory import Memory
-from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS, PAGE_POSITIONS
 from soloist.megakernel.plan import Plan
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, PAGE_POSITIONS
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS, PAGE_HALVES, PAGE_POSITIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Real prefill over kept pages: a hit has the bits of a miss, however long what is shared.
+"""Real prefill over cached pages: a hit has the bits of a miss, however long what is shared.
 
 On CPUs, too, a pass of another width may have other bits: those of `windows` were seen to differ.
 """
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
+from soloist.kv.offload import HostPages
+from soloist.kv.pool import PagePool
 from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
-from soloist.prefill.host_pages import HostPages
-from soloist.prefill.pages import PagePool
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.sampling import Sampler, SamplingParams
@@ -65,7 +65,7 @@ class Parts:
         assert running is not None
         while self.executor.read(running) is None:
             pass
-        pages = self.pool.tensor[running.room.pages[: len(prompt) // 64]].clone()
+        pages = self.pool.tensor[running.allocation.pages[: len(prompt) // 64]].clone()
         self.executor.close(running)
         return self.told.logits, pages, running.num_cached
 
@@ -88,6 +88,6 @@ def test_hits_have_the_bits_of_misses(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(pages, fresh_pages)
         cached.append(num_cached)
     assert cached == [1792, 256, 2048, 2048, 0, 2560]
-    kept = parts.executor.kept
-    assert kept.fetched > 0, "a pool of one context is too small for all of this"
-    assert kept.spilled > 0
+    cached = parts.executor.cached
+    assert cached.fetched > 0, "a pool of one context is too small for all of this"
+    assert cached.offloaded > 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.kv_layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
+from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS, KvFormat
 

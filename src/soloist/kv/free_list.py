@@ -4,34 +4,34 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 
-class PageList:
-    """Page ids 0 … `num_pages` - 1; the one given back last is taken first."""
+class FreeList:
+    """Page ids 0 … `num_pages` - 1; the one freed last is allocated first."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._taken: set[int] = set()
+        self._allocated: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken."""
+        """Pages that can be allocated."""
         return len(self._free)
 
     @property
-    def taken(self) -> AbstractSet[int]:
+    def allocated(self) -> AbstractSet[int]:
         """Pages that somebody has."""
-        return self._taken
+        return self._allocated
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """`count` pages that nobody has; the caller checked `num_free`."""
         assert 0 <= count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
-        taken = [self._free.pop() for _ in range(count)]
-        self._taken.update(taken)
-        return taken
+        pages = [self._free.pop() for _ in range(count)]
+        self._allocated.update(pages)
+        return pages
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Return pages that were taken, each once."""
+    def free(self, pages: Iterable[int]) -> None:
+        """Take back pages that were allocated, each once."""
         for page in pages:
-            assert page in self._taken, f"page {page} was not taken"
-            self._taken.remove(page)
+            assert page in self._allocated, f"page {page} is not allocated"
+            self._allocated.remove(page)
             self._free.append(page)

@@ -1,12 +1,12 @@
 """Keys and values of all sequences in one tensor of pages, laid out as the decode kernel reads.
 
-`megakernel/kv_layout.py` says where they lie.
+`layout.py` says where they lie.
 """
 
 import torch
 from torch import Tensor
 
-from soloist.megakernel.kv_layout import (
+from soloist.kv.layout import (
     HALF_PAGE_POSITIONS,
     KEYS,
     PAGE_POSITIONS,

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from soloist.prefill.host_pages import HostPages
+from soloist.kv.offload import HostPages
 
 PIECE = 64 * 2**20
 
@@ -20,7 +20,7 @@ def test_pages_come_back_wherever_they_lay() -> None:
     pages = pool(6, 8)
     before = pages.clone()
     host = HostPages(pages, PIECE)
-    assert host.spill([4, 1, 3], [0, 2, 7])
+    assert host.offload([4, 1, 3], [0, 2, 7])
     pages[[1, 3, 4]] = -1
     host.fetch([7, 0], [1, 5])
     host.join()
@@ -36,9 +36,9 @@ def test_memory_is_taken_when_it_is_needed_and_never_more_than_allowed() -> None
     host = HostPages(pages, 3 * PIECE - 1)
     assert host.num_pages == 8, "two pieces of four pages"
     assert host.num_bytes == 0
-    assert host.spill([0], [3])
+    assert host.offload([0], [3])
     assert host.num_bytes == PIECE
-    assert host.spill([1], [4])
+    assert host.offload([1], [4])
     assert host.num_bytes == 2 * PIECE
     pages.zero_()
     host.fetch([4, 3], [0, 1])
@@ -59,14 +59,14 @@ def test_a_machine_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch, "empty", refuse)
-    assert not host.spill([0], [0])
+    assert not host.offload([0], [0])
     monkeypatch.undo()
-    assert host.spill([0], [0])
+    assert host.offload([0], [0])
 
 
 @pytest.mark.gpu
 def test_copies_run_beside_the_current_stream_and_in_order() -> None:
-    """Random spills, fetches and writes; big pages, so that an order that is missing shows."""
+    """Random offloads, fetches and writes; big pages, so that an order that is missing shows."""
     rng = random.Random(0)
     pages = pool(16, 2**20, "cuda")
     host = HostPages(pages, 4 * PIECE)
@@ -77,7 +77,7 @@ def test_copies_run_beside_the_current_stream_and_in_order() -> None:
         some = rng.sample(range(16), 4)
         if rng.random() < 0.5 or len(on_host) < 4:
             to = rng.sample(range(host.num_pages), 4)
-            assert host.spill(some, to)
+            assert host.offload(some, to)
             on_host.update(zip(to, [on_device[page] for page in some], strict=True))
             for page in some:  # overwritten at once
                 pages[page] = on_device[page] = 1000.0 + number
@@ -102,7 +102,7 @@ def test_pages_come_back_at_the_links_speed() -> None:
     values, count = 2**20, 64  # pages of 4 MiB, as of a 2B model
     pages = torch.randn(count, 2, values // 2, device="cuda")
     host = HostPages(pages, 8 * PIECE)
-    assert host.spill(range(count), range(count))
+    assert host.offload(range(count), range(count))
     plain = torch.empty(pages.shape, pin_memory=True)
 
     def copied() -> None:

@@ -1,4 +1,4 @@
-"""Rooms against memories that are simulated: every page holds what its position needs, always."""
+"""Allocations against simulated memories: every page holds what its position needs, always."""
 
 import random
 from collections import Counter, deque
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from soloist.engine.grid import Grid
-from soloist.engine.rooms import Room, Rooms
+from soloist.kv.allocator import KvAllocator, SequenceAllocation
+from soloist.kv.chunks import PrefixChunks
 
 PAGE = 64
-SLOTS, PAGES, LONGEST = 3, 13, 11
+ROWS, PAGES, LONGEST = 3, 13, 11
 # A page's content: all that its sequence has up to its end.
 Content = tuple[int, ...]
 
@@ -26,7 +26,7 @@ class Memories:
         self.has_memory = True
         self._coming: deque[tuple[int, int]] = deque()
 
-    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+    def offload(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
         if self.has_memory:
             self.join()
             for page, host_page in zip(pages, host_pages, strict=True):
@@ -48,18 +48,18 @@ class Memories:
 class Asked:
     ids: list[int]  # prompt and answer, a number for every page
     prompt_tokens: int
-    room: Room
+    allocation: SequenceAllocation
     num_there: int = 0  # positions
 
 
 class Pool:
-    """Sequences come, read, grow and go; the one that came last makes room for the others."""
+    """Sequences come, read, grow and go; the one that came last is preempted for the others."""
 
     def __init__(self, seed: int, num_host_pages: int) -> None:
         self.rng = random.Random(seed)
         self.memories = Memories(num_host_pages)
-        self.rooms = Rooms(
-            SLOTS, PAGES, Grid(PAGE, 2 * PAGE),
+        self.allocator = KvAllocator(
+            ROWS, PAGES, PrefixChunks(PAGE, 2 * PAGE),
             keeps_prefixes=True, host=self.memories,
         )  # fmt: skip
         self.open: list[Asked] = []
@@ -74,8 +74,8 @@ class Pool:
                 action()
             self.every_page_is_somewhere_once()
         for sequence in self.open:
-            self.rooms.close(sequence.room)
-        assert self.rooms.num_available == PAGES, "nothing is in use any more"
+            self.allocator.free(sequence.allocation)
+        assert self.allocator.tiers.num_available == PAGES, "nothing is in use any more"
 
     def begin(self) -> None:
         ids = self.rng.choice(self.stems)[: self.rng.randint(1, LONGEST)]
@@ -83,75 +83,79 @@ class Pool:
         ids += [2] * min(self.rng.randint(0, 4), LONGEST - len(ids))
         tokens = [i for i in ids for _ in range(PAGE)]
         first = min(prompt_tokens + 20, len(ids) * PAGE)
-        room = self.rooms.open(tokens[:prompt_tokens], first, len(ids) * PAGE)
-        if room is None:
-            assert self.open, "a sequence alone has room"
+        allocation = self.allocator.allocate(tokens[:prompt_tokens], first, len(ids) * PAGE)
+        if allocation is None:
+            assert self.open, "a sequence alone has pages"
             self.happened["refused"] += 1
             return
-        assert room.num_cached < prompt_tokens
-        assert room.num_joined == room.num_cached - sum(len(n.tokens) for n in room.behind)
-        self.open.append(Asked(ids, prompt_tokens, room, room.num_joined))
+        assert allocation.num_cached < prompt_tokens
+        assert allocation.num_joined == allocation.num_cached - sum(
+            len(n.tokens) for n in allocation.behind
+        )
+        self.open.append(Asked(ids, prompt_tokens, allocation, allocation.num_joined))
 
-    def has_room(self, sequence: Asked, positions: int) -> bool:
+    def has_pages(self, sequence: Asked, positions: int) -> bool:
         """Whether it has; otherwise the youngest goes."""
-        if self.rooms.reserve(sequence.room, positions):
+        if self.allocator.reserve(sequence.allocation, positions):
             return True
-        assert len(self.open) > 1, "a sequence alone has room"
-        self.happened["paused"] += 1
-        self.rooms.close(self.open.pop().room)
+        assert len(self.open) > 1, "a sequence alone has pages"
+        self.happened["preempted"] += 1
+        self.allocator.free(self.open.pop().allocation)
         return False
 
     def step(self) -> None:
         sequence, count = self.rng.choice(self.open), self.rng.randint(1, 100)
-        room, start = sequence.room, sequence.num_there
-        if room.behind:
-            if self.has_room(sequence, 0):
-                sequence.num_there += self.rooms.next_block(room)
+        allocation, start = sequence.allocation, sequence.num_there
+        if allocation.behind:
+            if self.has_pages(sequence, 0):
+                sequence.num_there += self.allocator.next_chunk(allocation)
             return
         is_read = start >= sequence.prompt_tokens
         end = start + count
-        if not is_read:  # a pass is one block or several
+        if not is_read:  # a pass is one chunk or several
             end = start
             for _ in range(self.rng.randint(1, 3)):
-                end += self.rooms.grid.width(end)
+                end += self.allocator.chunks.width(end)
         stop = min(end, len(sequence.ids) * PAGE if is_read else sequence.prompt_tokens)
-        if stop == start or not self.has_room(sequence, stop):
+        if stop == start or not self.has_pages(sequence, stop):
             return
         if not is_read:
-            self.rooms.join()
+            self.allocator.tiers.join()
             chunk = [sequence.ids[p // PAGE] for p in range(start, stop)]
             whole = chunk if stop < sequence.prompt_tokens else chunk[:-1]
-            if num_adopted := self.rooms.adopt(room, start, whole):
+            if num_adopted := self.allocator.adopt(allocation, start, whole):
                 self.happened["adopted" if num_adopted == stop - start else "adopted a part"] += 1
                 sequence.num_there += num_adopted
                 self.check(sequence)
                 return
         self.check(sequence)
         for page in range(start // PAGE, (stop - 1) // PAGE + 1):
-            assert room.pages[page] in room.owned, "nobody writes to what is kept"
-            self.memories.pool[room.pages[page]] = tuple(sequence.ids[: page + 1])
+            assert allocation.pages[page] in allocation.owned, "nobody writes to what is cached"
+            self.memories.pool[allocation.pages[page]] = tuple(sequence.ids[: page + 1])
         if not is_read:
-            self.rooms.keep(room, start, chunk)
+            self.allocator.cache(allocation, start, chunk)
         sequence.num_there = stop
         self.check(sequence)
 
     def check(self, sequence: Asked) -> None:
         for number in range(-(-sequence.num_there // PAGE)):
-            held = self.memories.pool[sequence.room.pages[number]]
+            held = self.memories.pool[sequence.allocation.pages[number]]
             assert held == tuple(sequence.ids[: number + 1])
 
     def look_ahead(self) -> None:
         some = self.rng.sample(self.open, self.rng.randint(1, len(self.open)))
-        some = [s for s in some if not s.room.behind]
-        free, lacking = self.rooms.pages.num_free, 0
+        some = [s for s in some if not s.allocation.behind]
+        free, lacking = self.allocator.pages.num_free, 0
         for s in some:
-            lacking += len(s.ids) - len(s.room.pages)
-        if self.rooms.look_ahead([s.room for s in some], [len(s.ids) * PAGE for s in some]):
-            assert self.rooms.pages.num_free == free - lacking
+            lacking += len(s.ids) - len(s.allocation.pages)
+        if self.allocator.look_ahead(
+            [s.allocation for s in some], [len(s.ids) * PAGE for s in some]
+        ):
+            assert self.allocator.pages.num_free == free - lacking
             for s in some:
                 self.launch(s)
         else:
-            assert self.rooms.pages.num_free == free
+            assert self.allocator.pages.num_free == free
 
     def launch(self, sequence: Asked) -> None:
         """A long launch writes to pages that were taken ahead, and somebody ends it."""
@@ -160,34 +164,34 @@ class Pool:
             return
         sequence.num_there = stop = self.rng.randint(start, end)
         for page in range(start // PAGE, -(-stop // PAGE)):
-            held = sequence.room.pages[page]
-            assert held in sequence.room.owned, "nobody writes to what is kept"
+            held = sequence.allocation.pages[page]
+            assert held in sequence.allocation.owned, "nobody writes to what is cached"
             self.memories.pool[held] = tuple(sequence.ids[: page + 1])
-        self.rooms.came_to(sequence.room, stop)
+        self.allocator.came_to(sequence.allocation, stop)
         self.happened["launched"] += stop > start
 
     def close(self) -> None:
         sequence = self.rng.choice(self.open)
         self.open.remove(sequence)
-        self.rooms.close(sequence.room)
+        self.allocator.free(sequence.allocation)
 
     def run_out(self) -> None:
         self.memories.has_memory = not self.memories.has_memory
 
     def every_page_is_somewhere_once(self) -> None:
-        owned = [page for s in self.open for page in s.room.owned]
+        owned = [page for s in self.open for page in s.allocation.owned]
         on_device, on_host = [], []
-        waiting = [self.rooms.tree._root]
+        waiting = [self.allocator.tree._root]
         while waiting:
             node = waiting.pop()
             for child in node.children.values():
-                assert child.is_spilled or not node.is_spilled, "spilled from the end"
-                (on_host if child.is_spilled else on_device).extend(child.held)
+                assert child.is_offloaded or not node.is_offloaded, "offloaded from the end"
+                (on_host if child.is_offloaded else on_device).extend(child.held)
                 waiting.append(child)
         assert len({*owned, *on_device}) == len(owned) + len(on_device)
-        assert self.rooms.pages.num_free == PAGES - len(owned) - len(on_device)
-        assert self.rooms.host_pages.num_free == self.memories.num_pages - len(on_host)
-        assert self.rooms.spilled_tokens == len(on_host) * PAGE
+        assert self.allocator.pages.num_free == PAGES - len(owned) - len(on_device)
+        assert self.allocator.tiers.host_pages.num_free == self.memories.num_pages - len(on_host)
+        assert self.allocator.tiers.offloaded_tokens == len(on_host) * PAGE
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 3, 40])
@@ -196,32 +200,32 @@ def test_random_sequences(num_host_pages: int) -> None:
     for seed in range(4):
         pool = Pool(seed, num_host_pages)
         pool.run(6000)
-        moved = pool.rooms.moved
+        moved = pool.allocator.tiers.moved
         happened.update(pool.happened)
-        happened.update(spilled=moved.spilled_tokens, fetched=moved.fetched_tokens)
-        happened.update(dropped=moved.dropped_tokens)
-    wanted = {"refused", "paused", "adopted", "adopted a part", "launched", "dropped"}
-    wanted |= {"spilled", "fetched"} if num_host_pages else set()
+        happened.update(offloaded=moved.offloaded_tokens, fetched=moved.fetched_tokens)
+        happened.update(evicted=moved.evicted_tokens)
+    wanted = {"refused", "preempted", "adopted", "adopted a part", "launched", "evicted"}
+    wanted |= {"offloaded", "fetched"} if num_host_pages else set()
     assert {what for what, count in happened.items() if count} == wanted
 
 
-def rooms(num_pages: int, **options) -> Rooms:
-    return Rooms(3, num_pages, Grid(PAGE, PAGE), keeps_prefixes=True, **options)
+def allocator(num_pages: int, **options) -> KvAllocator:
+    return KvAllocator(3, num_pages, PrefixChunks(PAGE, PAGE), keeps_prefixes=True, **options)
 
 
-def read(some: Rooms, room: Room, ids: list[int]) -> None:
-    for start in range(room.num_joined, len(ids), PAGE):
-        assert some.reserve(room, min(start + PAGE, len(ids)))
-        some.keep(room, start, ids[start : start + PAGE])
+def read(some: KvAllocator, allocation: SequenceAllocation, ids: list[int]) -> None:
+    for start in range(allocation.num_joined, len(ids), PAGE):
+        assert some.reserve(allocation, min(start + PAGE, len(ids)))
+        some.cache(allocation, start, ids[start : start + PAGE])
 
 
 def test_what_was_taken_ahead_goes_to_who_needs_it() -> None:
-    some = rooms(10)
-    greedy = some.open([1] * 10, 20, 9 * PAGE)
+    some = allocator(10)
+    greedy = some.allocate([1] * 10, 20, 9 * PAGE)
     assert greedy is not None
     assert len(greedy.pages) == 9
     assert some.reserve(greedy, 2 * PAGE)
-    other = some.open([2] * 10, 20, 3 * PAGE)
+    other = some.allocate([2] * 10, 20, 3 * PAGE)
     assert other is not None
     assert some.reserve(other, 3 * PAGE), "seven pages were not needed yet"
     assert len(greedy.pages) == 2
@@ -231,131 +235,131 @@ def test_what_was_taken_ahead_goes_to_who_needs_it() -> None:
 
 
 def test_pages_that_a_sequence_has_come_to_stay_its_own() -> None:
-    some = rooms(10)
-    greedy = some.open([1] * 10, 20, 9 * PAGE)
+    some = allocator(10)
+    greedy = some.allocate([1] * 10, 20, 9 * PAGE)
     some.came_to(greedy, 4 * PAGE + 1)
-    other = some.open([2] * 10, 20, 9 * PAGE)
+    other = some.allocate([2] * 10, 20, 9 * PAGE)
     assert not some.reserve(other, 6 * PAGE)
     assert len(greedy.pages) == 5
     assert some.reserve(other, 5 * PAGE)
 
 
 def test_nobody_joins_on_pages_that_others_were_promised() -> None:
-    some = rooms(10)
-    first = some.open([1] * (5 * PAGE), 6 * PAGE, 20 * PAGE)
+    some = allocator(10)
+    first = some.allocate([1] * (5 * PAGE), 6 * PAGE, 20 * PAGE)
     assert first is not None
     assert not first.pages, "20 pages ahead are not there"
-    assert some.open([2] * (5 * PAGE), 5 * PAGE, 5 * PAGE) is None
-    second = some.open([2] * (4 * PAGE), 4 * PAGE, 4 * PAGE)
+    assert some.allocate([2] * (5 * PAGE), 5 * PAGE, 5 * PAGE) is None
+    second = some.allocate([2] * (4 * PAGE), 4 * PAGE, 4 * PAGE)
     assert second is not None
     assert not some.look_ahead([second], [5 * PAGE])
     assert some.reserve(first, 6 * PAGE)
     assert some.reserve(second, 4 * PAGE)
 
 
-def test_a_block_that_comes_back_is_that_which_went() -> None:
+def test_a_chunk_that_comes_back_is_that_which_went() -> None:
     memories = Memories(4)
-    some = rooms(4, host=memories)
+    some = allocator(4, host=memories)
     ids = [i for i in range(3) for _ in range(PAGE)]
-    room = some.open(ids, len(ids), len(ids))
-    read(some, room, ids)
-    memories.pool.update({page: (n,) for n, page in enumerate(room.pages)})
-    some.close(room)
-    other = some.open([9] * (3 * PAGE), 3 * PAGE, 3 * PAGE)
+    allocation = some.allocate(ids, len(ids), len(ids))
+    read(some, allocation, ids)
+    memories.pool.update({page: (n,) for n, page in enumerate(allocation.pages)})
+    some.free(allocation)
+    other = some.allocate([9] * (3 * PAGE), 3 * PAGE, 3 * PAGE)
     read(some, other, [9] * (3 * PAGE))
-    assert some.moved.spilled_tokens == 2 * PAGE, "the last two blocks"
+    assert some.tiers.moved.offloaded_tokens == 2 * PAGE, "the last two chunks"
     memories.pool.update(dict.fromkeys(other.pages, (9,)))
-    some.close(other)
-    again = some.open([*ids, 5], len(ids) + 1, len(ids) + 1)
-    assert (again.num_cached, again.num_joined, again.num_spilled) == (192, 64, 128)
+    some.free(other)
+    again = some.allocate([*ids, 5], len(ids) + 1, len(ids) + 1)
+    assert (again.num_cached, again.num_joined, again.num_offloaded) == (192, 64, 128)
     while again.behind:
         assert some.reserve(again, 0)
-        some.next_block(again)
-    some.join()
+        some.next_chunk(again)
+    some.tiers.join()
     assert [memories.pool[page] for page in again.pages] == [(0,), (1,), (2,)]
-    assert some.spilled_tokens == 2 * PAGE, "of the other prompt, which made place"
+    assert some.tiers.offloaded_tokens == 2 * PAGE, "of the other prompt, which made place"
 
 
-def test_without_room_on_the_host_the_oldest_spilled_block_is_forgotten() -> None:
+def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> None:
     memories = Memories(2)
-    some = rooms(2, host=memories)
+    some = allocator(2, host=memories)
     for number in range(5):
         ids = [number] * (2 * PAGE)
-        room = some.open(ids, len(ids), len(ids))
-        read(some, room, ids)
-        memories.pool.update(dict.fromkeys(room.pages, (number,)))
-        some.close(room)
+        allocation = some.allocate(ids, len(ids), len(ids))
+        read(some, allocation, ids)
+        memories.pool.update(dict.fromkeys(allocation.pages, (number,)))
+        some.free(allocation)
     held = {n: some.tree.match([n] * (2 * PAGE)).num_tokens for n in range(5)}
     assert held == {0: 0, 1: 0, 2: 0, 3: 128, 4: 128}
-    assert some.moved.dropped_tokens == 3 * 128
+    assert some.tiers.moved.evicted_tokens == 3 * 128
 
 
-def test_pages_are_not_given_away_while_a_block_is_on_its_way_to_them() -> None:
+def test_pages_are_not_given_away_while_a_chunk_is_on_its_way_to_them() -> None:
     memories = Memories(2)
-    some = rooms(2, host=memories)
+    some = allocator(2, host=memories)
     for number in range(2):
-        room = some.open([number] * (PAGE + 1), PAGE + 1, 2 * PAGE)
-        read(some, room, [number] * (PAGE + 1))
-        memories.pool.update(dict.fromkeys(room.pages, (number,)))
-        some.close(room)
-    cancelled = some.open([0] * (PAGE + 1), PAGE + 1, 2 * PAGE)
+        allocation = some.allocate([number] * (PAGE + 1), PAGE + 1, 2 * PAGE)
+        read(some, allocation, [number] * (PAGE + 1))
+        memories.pool.update(dict.fromkeys(allocation.pages, (number,)))
+        some.free(allocation)
+    cancelled = some.allocate([0] * (PAGE + 1), PAGE + 1, 2 * PAGE)
     assert some.reserve(cancelled, 0)
-    some.next_block(cancelled)
-    some.close(cancelled)
+    some.next_chunk(cancelled)
+    some.free(cancelled)
     memories.has_memory = False
-    other = some.open([2], 1, 2 * PAGE)
+    other = some.allocate([2], 1, 2 * PAGE)
     assert some.reserve(other, 2 * PAGE)
     memories.pool.update(dict.fromkeys(other.pages, (2,)))
-    some.join()
+    some.tiers.join()
     assert [memories.pool[page] for page in other.pages] == [(2,), (2,)]
 
 
-def test_a_pass_over_several_blocks_keeps_each() -> None:
-    some = rooms(10)
+def test_a_pass_over_several_chunks_caches_each() -> None:
+    some = allocator(10)
     ids = [n for n in range(4) for _ in range(PAGE)]
-    room = some.open(ids, len(ids), len(ids))
-    assert some.reserve(room, len(ids))
-    some.keep(room, 0, ids[:PAGE])
-    some.keep(room, PAGE, ids[PAGE:-1])
+    allocation = some.allocate(ids, len(ids), len(ids))
+    assert some.reserve(allocation, len(ids))
+    some.cache(allocation, 0, ids[:PAGE])
+    some.cache(allocation, PAGE, ids[PAGE:-1])
     assert some.tree.num_tokens == 3 * PAGE, "the last one lacks a token"
-    assert room.owned == {room.pages[3]}
-    other = some.open([*ids[: 2 * PAGE], 9], 3 * PAGE, 3 * PAGE)
-    assert (other.num_joined, other.pages[:2]) == (2 * PAGE, room.pages[:2])
+    assert allocation.owned == {allocation.pages[3]}
+    other = some.allocate([*ids[: 2 * PAGE], 9], 3 * PAGE, 3 * PAGE)
+    assert (other.num_joined, other.pages[:2]) == (2 * PAGE, allocation.pages[:2])
 
 
-def test_blocks_that_others_read_meanwhile_join_and_the_rest_is_read() -> None:
-    some = rooms(12)
+def test_chunks_that_others_read_meanwhile_join_and_the_rest_is_read() -> None:
+    some = allocator(12)
     ids = [n for n in range(4) for _ in range(PAGE)]
-    slow, quick = (some.open(ids, len(ids), len(ids)) for _ in range(2))
-    for room in (slow, quick):
-        assert some.reserve(room, len(ids))
-    some.keep(quick, 0, ids[: 2 * PAGE])
+    slow, quick = (some.allocate(ids, len(ids), len(ids)) for _ in range(2))
+    for allocation in (slow, quick):
+        assert some.reserve(allocation, len(ids))
+    some.cache(quick, 0, ids[: 2 * PAGE])
     assert some.adopt(slow, 0, ids[:-1]) == 2 * PAGE
     assert slow.pages[:2] == quick.pages[:2]
     assert some.adopt(slow, 2 * PAGE, ids[2 * PAGE : -1]) == 0
-    some.keep(slow, 2 * PAGE, ids[2 * PAGE :])
+    some.cache(slow, 2 * PAGE, ids[2 * PAGE :])
     assert some.adopt(quick, 2 * PAGE, ids[2 * PAGE : -1]) == PAGE, "the last token has to be read"
-    some.close(slow)
-    some.close(quick)
-    assert some.num_available == 12
+    some.free(slow)
+    some.free(quick)
+    assert some.tiers.num_available == 12
 
 
-def test_a_block_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
+def test_a_chunk_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
     memories = Memories(2)
-    some = rooms(4, host=memories)
+    some = allocator(4, host=memories)
     ids = [1] * (PAGE + 5)
-    slow = some.open(ids, len(ids), len(ids))
-    quick = some.open(ids, len(ids), len(ids))
+    slow = some.allocate(ids, len(ids), len(ids))
+    quick = some.allocate(ids, len(ids), len(ids))
     read(some, quick, ids)
     memories.pool.update(dict.fromkeys(quick.pages, (1,)))
-    some.close(quick)
-    large = some.open([2], 1, 2 * PAGE)
+    some.free(quick)
+    large = some.allocate([2], 1, 2 * PAGE)
     assert some.reserve(large, 2 * PAGE)
-    assert some.spilled_tokens == PAGE
+    assert some.tiers.offloaded_tokens == PAGE
     assert some.adopt(slow, 0, ids[:PAGE]) == 0
     own = list(slow.pages)
-    some.keep(slow, 0, ids[:PAGE])
+    some.cache(slow, 0, ids[:PAGE])
     assert slow.pages == own
-    assert some.spilled_tokens == 0
-    some.close(slow)
-    assert some.open(ids, len(ids), len(ids)).num_joined == PAGE
+    assert some.tiers.offloaded_tokens == 0
+    some.free(slow)
+    assert some.allocate(ids, len(ids), len(ids)).num_joined == PAGE

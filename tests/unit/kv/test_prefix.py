@@ -1,38 +1,38 @@
-"""The tree of kept prompts against a model of itself: a list of whole beginnings."""
+"""The tree of cached prompts against a model of itself: a list of whole beginnings."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from soloist.engine.grid import Grid, growing_grid
-from soloist.engine.prefix import Divergence, PrefixTree
+from soloist.kv.chunks import PrefixChunks, growing_chunks
+from soloist.kv.prefix import Divergence, PrefixTree
 
-GRID = Grid(2, 4)
-# Where chunks of this grid end.
+CHUNKS = PrefixChunks(2, 4)
+# Where they end.
 ENDS = [2, 4, 6, 8, 10, 12, 14, 16, 20, 24]
 PROMPTS = st.lists(st.integers(0, 1), max_size=22)
 
 
 class Prompts(RuleBasedStateMachine):
-    """Model: every kept beginning (as a tuple), its tier, when it was used, and who uses it."""
+    """Model: every cached beginning (as a tuple), its tier, when it was used, and who uses it."""
 
     def __init__(self):
         super().__init__()
-        self.tree: PrefixTree[tuple[int, ...]] = PrefixTree(GRID)
+        self.tree: PrefixTree[tuple[int, ...]] = PrefixTree(CHUNKS)
         # When it became the newest of its tier, by use or by moving there; and when it was used.
         self.used_at: dict[tuple[int, ...], int] = {}
         self.read_at: dict[tuple[int, ...], int] = {}
-        self.spilled: set[tuple[int, ...]] = set()
+        self.offloaded: set[tuple[int, ...]] = set()
         self.using: list[tuple[tuple[int, ...], object]] = []
         self.clock = 0
 
     def known(self, ids) -> int:
-        """Tokens of the longest kept beginning."""
+        """Tokens of the longest cached beginning."""
         return max((e for e in ENDS if e <= len(ids) and tuple(ids[:e]) in self.used_at), default=0)
 
     def touch(self, ids, size) -> None:
-        """The last block first: it goes before those that it stands on."""
+        """The last chunk first: it goes before those that it stands on."""
         for end in reversed([e for e in ENDS if e <= size]):
             self.clock += 1
             self.used_at[tuple(ids[:end])] = self.read_at[tuple(ids[:end])] = self.clock
@@ -48,36 +48,36 @@ class Prompts(RuleBasedStateMachine):
         expected = self.divergence(ids, size)
         assert (match.divergence is None) == (expected is None)
         if expected is not None:
-            at, kept = match.divergence.position, match.divergence.kept
+            at, cached = match.divergence.position, match.divergence.cached
             assert at == expected.position
-            assert kept[: len(expected.kept)] == expected.kept, "the block, then what is behind it"
-            assert any(k[:at] == tuple(ids[:at]) and k[at:] == kept for k in self.used_at)
+            assert cached[: len(expected.cached)] == expected.cached, "then what is behind it"
+            assert any(k[:at] == tuple(ids[:at]) and k[at:] == cached for k in self.used_at)
 
     def divergence(self, ids, size):
         end = min(e for e in ENDS if e > size)
         rest = tuple(ids[size:end])
         found = []
-        for kept, read_at in self.read_at.items():
-            if len(kept) != end or kept[:size] != tuple(ids[:size]):
+        for cached, read_at in self.read_at.items():
+            if len(cached) != end or cached[:size] != tuple(ids[:size]):
                 continue
-            differs = [a != b for a, b in zip(rest, kept[size:], strict=False)]
+            differs = [a != b for a, b in zip(rest, cached[size:], strict=False)]
             if any(differs) and (at := size + differs.index(True)):
-                found.append((at, read_at, kept[at:]))
+                found.append((at, read_at, cached[at:]))
         return Divergence(max(found)[0], max(found)[2]) if found else None
 
     @rule(ids=PROMPTS)
     def read(self, ids):
-        """As an executor: take what is kept, insert every further whole block, stay in use."""
+        """As an executor: take what is cached, insert every further whole chunk, stay in use."""
         node = self.tree.match(ids).node
         size = self.known(ids)
         self.touch(ids, size)
         self.tree.use(node)
         for path in self.tree.match(ids).nodes:
-            if path.is_spilled:
-                self.tree.move(path, path.held, is_spilled=False)
+            if path.is_offloaded:
+                self.tree.move(path, path.held, is_offloaded=False)
                 self.clock += 1
                 self.used_at[path.held] = self.clock
-                self.spilled.discard(path.held)
+                self.offloaded.discard(path.held)
         for end in [e for e in ENDS if size < e <= len(ids)]:
             for is_first in (True, False):
                 child, is_new = self.tree.insert(node, ids[size:end], tuple(ids[:end]))
@@ -93,44 +93,44 @@ class Prompts(RuleBasedStateMachine):
     def finish(self, data):
         index = data.draw(st.integers(0, len(self.using) - 1))
         _, node = self.using.pop(index)
-        assert self.tree.is_kept(node)
+        assert self.tree.is_cached(node)
         self.tree.release(node)
 
-    def is_used(self, block) -> bool:
-        return any(used[: len(block)] == block for used, _ in self.using)
+    def is_used(self, chunk) -> bool:
+        return any(used[: len(chunk)] == chunk for used, _ in self.using)
 
-    def oldest(self, *, is_spilled):
-        """What may leave a tier: unused, nothing behind it in the tier, or, if spilled, at all."""
+    def oldest(self, *, is_offloaded):
+        """What may leave a tier: unused, nothing behind it in the tier or, if offloaded, at all."""
         free = [
             k for k in self.used_at
-            if (k in self.spilled) == is_spilled
+            if (k in self.offloaded) == is_offloaded
             and not self.is_used(k)
             and not any(
-                o != k and o[: len(k)] == k and (is_spilled or o not in self.spilled)
+                o != k and o[: len(k)] == k and (is_offloaded or o not in self.offloaded)
                 for o in self.used_at
             )
         ]  # fmt: skip
         return min(free, key=self.used_at.__getitem__, default=None)
 
-    @rule(is_spilled=st.booleans())
-    def remove(self, is_spilled):
-        node = self.tree.oldest(is_spilled=is_spilled)
-        assert (node and node.held) == self.oldest(is_spilled=is_spilled)
+    @rule(is_offloaded=st.booleans())
+    def remove(self, is_offloaded):
+        node = self.tree.oldest(is_offloaded=is_offloaded)
+        assert (node and node.held) == self.oldest(is_offloaded=is_offloaded)
         if node is not None and not node.children:
             self.tree.remove(node)
-            assert not self.tree.is_kept(node)
+            assert not self.tree.is_cached(node)
             del self.used_at[node.held], self.read_at[node.held]
-            self.spilled.discard(node.held)
+            self.offloaded.discard(node.held)
 
     @rule()
-    def spill(self):
-        node = self.tree.oldest(is_spilled=False)
-        assert (node and node.held) == self.oldest(is_spilled=False)
+    def offload(self):
+        node = self.tree.oldest(is_offloaded=False)
+        assert (node and node.held) == self.oldest(is_offloaded=False)
         if node is not None:
-            self.tree.move(node, node.held, is_spilled=True)
+            self.tree.move(node, node.held, is_offloaded=True)
             self.clock += 1
             self.used_at[node.held] = self.clock
-            self.spilled.add(node.held)
+            self.offloaded.add(node.held)
 
     @invariant()
     def counts(self):
@@ -138,7 +138,7 @@ class Prompts(RuleBasedStateMachine):
         sizes = {k: len(k) - begin[len(k)] for k in self.used_at}
         assert self.tree.num_tokens == sum(sizes.values())
         assert self.tree.idle_tokens == sum(
-            size for k, size in sizes.items() if k not in self.spilled and not self.is_used(k)
+            size for k, size in sizes.items() if k not in self.offloaded and not self.is_used(k)
         )
 
 
@@ -146,8 +146,8 @@ TestPrompts = Prompts.TestCase
 TestPrompts.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-def test_the_least_recently_used_block_goes_first_and_the_last_of_its_branch() -> None:
-    tree: PrefixTree[str] = PrefixTree(Grid(2, 2))
+def test_the_least_recently_used_chunk_goes_first_and_the_last_of_its_branch() -> None:
+    tree: PrefixTree[str] = PrefixTree(PrefixChunks(2, 2))
     root = tree.match([]).node
     tree.use(root)
     first, _ = tree.insert(root, [1, 2], "first")
@@ -155,7 +155,7 @@ def test_the_least_recently_used_block_goes_first_and_the_last_of_its_branch() -
     tree.insert(root, [5, 6], "second")
     tree.match([1, 2, 3, 4])
     went = []
-    while (node := tree.oldest(is_spilled=False)) is not None:
+    while (node := tree.oldest(is_offloaded=False)) is not None:
         went.append(node.held)
         tree.remove(node)
     assert went == ["second", "behind first", "first"]
@@ -171,16 +171,16 @@ def test_the_least_recently_used_block_goes_first_and_the_last_of_its_branch() -
     ],
 )
 def test_chunks_grow_with_what_lies_before_them(most: int, widths: dict[int, int]) -> None:
-    grid = growing_grid(most)
-    assert {position: grid.width(position) for position in widths} == widths
+    chunks = growing_chunks(most)
+    assert {position: chunks.width(position) for position in widths} == widths
     position, largest = 0, 0
     while position < 100_000:
-        width = grid.width(position)
+        width = chunks.width(position)
         assert position % width == 0, "boundaries of wider chunks are boundaries"
         assert width >= largest
         position, largest = position + width, width
 
 
 def test_whole_chunks_between_two_positions() -> None:
-    assert list(Grid(2, 4).blocks(12, 22)) == [(12, 14), (14, 16), (16, 20)]
-    assert list(Grid(2, 4).blocks(16, 19)) == []
+    assert list(PrefixChunks(2, 4).whole(12, 22)) == [(12, 14), (14, 16), (16, 20)]
+    assert list(PrefixChunks(2, 4).whole(16, 19)) == []

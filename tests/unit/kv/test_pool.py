@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
-from soloist.prefill.pages import PagePool
+from soloist.kv.pool import PagePool
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, PAGES = 3, 2, 7

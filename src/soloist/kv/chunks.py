@@ -1,4 +1,4 @@
-"""Where prompts are cut into chunks. Pure.
+"""Where prompts are cut into chunks, which are read and cached as wholes. Pure.
 
 What a pass computes for a token may depend, in its last bits, on how many tokens the pass has and
 where it begins: libraries choose other kernels for other sizes. So boundaries follow from the
@@ -10,17 +10,15 @@ chunks.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from soloist.prefill.widths import BLOCK_TOKENS
-
 # A pass of fewer tokens takes hardly less time: it waits for the weights.
-FINEST_TOKENS = BLOCK_TOKENS
+LEAST_CHUNK_TOKENS = 256
 # Chunks grow with what lies before them: a hit that ends inside of one reads at most such a share
 # of it again, and far into a long prompt passes are few.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PrefixChunks:
     """Chunks of `finest` tokens at first, then of twice and four times as many, up to `widest`.
 
     Attributes:
@@ -43,16 +41,16 @@ class Grid:
             width *= 2
         return width
 
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def whole(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """First and end of every whole chunk between `start`, a boundary, and `stop`."""
         while (end := start + self.width(start)) <= stop:
             yield start, end
             start = end
 
 
-def growing_grid(most_tokens: int) -> Grid:
-    """The grid for prompts that are kept, in chunks of at most `most_tokens`."""
-    finest = widest = min(FINEST_TOKENS, most_tokens)
+def growing_chunks(most_tokens: int) -> PrefixChunks:
+    """The chunks of prompts that are cached, of at most `most_tokens` each."""
+    finest = widest = min(LEAST_CHUNK_TOKENS, most_tokens)
     while widest * 2 <= most_tokens:
         widest *= 2
-    return Grid(finest, widest)
+    return PrefixChunks(finest, widest)

@@ -47,7 +47,7 @@ class HostPages:
         """Host memory that was taken so far."""
         return len(self._pieces) * self._piece_bytes
 
-    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+    def offload(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
         """Copy to the host; what is queued after this call may overwrite `pages`.
 
         Returns False, and copies nothing, where the machine has no more memory to give.
@@ -126,9 +126,9 @@ class HostPagesOfRanks:
         self._parts = list(parts)
         self.num_pages = min(part.num_pages for part in parts)
 
-    def spill(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
+    def offload(self, pages: Sequence[int], host_pages: Sequence[int]) -> bool:
         """See HostPages; what only some ranks could copy counts for nothing."""
-        return all(part.spill(pages, host_pages) for part in self._parts)
+        return all(part.offload(pages, host_pages) for part in self._parts)
 
     def fetch(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         """See HostPages."""
