@@ -30,11 +30,11 @@ from soloist.engine.kernel import KernelModel
 from soloist.jit.compiler import nvrtc_version
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.sharding import shard_all
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
 pytestmark = pytest.mark.gpu

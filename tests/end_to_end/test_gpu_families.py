@@ -22,10 +22,11 @@ from soloist.megakernel.gpu import TYPICAL, arch_from_capability
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
-from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.pages import PagePool
+from soloist.weights.packed import pack_weights
+from soloist.weights.sharding import shard_all
 from unit.megakernel.assembly import assembly
 from unit.prefill.models import random_weights
 
@@ -98,7 +99,8 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     torch.manual_seed(0)
     pool.tensor.normal_()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, CONTEXT, device)
-    decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
+    packed = pack_weights(plan, shard_all(plan.part_of(0), weights), device)
+    decoder = Decoder(plan, packed, rope, pool.tensor)
     decoder.page_tables.copy_(pages.view(MAX_QUERIES, -1))
     return decoder
 

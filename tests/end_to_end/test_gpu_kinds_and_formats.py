@@ -11,10 +11,10 @@ from soloist.engine.kernel import KernelModel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.weight_format import INT8_SCALED
 from soloist.model.dtype import Dtype
-from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
 pytestmark = pytest.mark.gpu

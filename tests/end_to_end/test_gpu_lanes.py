@@ -17,10 +17,11 @@ from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.prefill.pages import PagePool
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.packed import pack_weights
+from soloist.weights.sharding import shard_all
 
 pytestmark = pytest.mark.gpu
 
@@ -49,9 +50,10 @@ class Spread:
                 config.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, 2 * pages,
                 torch.bfloat16, device,
             )  # fmt: skip
+            packed = pack_weights(plan, shard_all(plan.part_of(rank), whole), device)
             decoder = Decoder(
-                plan, shard_all(plan.part_of(rank), whole), rope_table(config, CONTEXT).to(device),
-                pool.tensor, rank=rank, max_rounds=256, max_sequences=2,
+                plan, packed, rope_table(config, CONTEXT).to(device), pool.tensor, rank=rank,
+                max_rounds=256, max_sequences=2,
             )  # fmt: skip
             decoder.page_tables.copy_(torch.arange(2 * pages).flip(0).view(2, -1))
             self.decoders.append(decoder)

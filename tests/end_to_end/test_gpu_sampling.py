@@ -18,9 +18,9 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import shipped_folder
-from soloist.model.weights import load_weights
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
+from soloist.weights.reading import load_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,6 @@ from soloist.engine.engine import device_name, devices
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
@@ -32,9 +31,11 @@ from soloist.model.memory import (
     require_memory,
 )
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import Weights, random_weights
+from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
+from soloist.weights.distribution import distribute, of_one
+from soloist.weights.random import random_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,13 @@ from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
-from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor, Running
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute, of_one
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
-from soloist.jit.upload import Upload
 from soloist.megakernel.plan import Plan
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
@@ -35,13 +32,17 @@ from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import LoadProgress, Weights, read_tensors
+from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
+from soloist.weights.distribution import distribute, of_one
+from soloist.weights.reading import LoadProgress, read_tensors
+from soloist.weights.upload import Upload
+from soloist.weights.uploaded import early_files
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]

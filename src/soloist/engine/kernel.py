@@ -7,19 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.rooms import Host, num_pages_of
-from soloist.engine.shards import failures_of
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
-from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.packing import gather, numbers, unpack
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
-from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
@@ -29,6 +25,9 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.weights.distribution import failures_of
+from soloist.weights.packed import pack_weights
+from soloist.weights.unpacking import Unpacked
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -87,20 +86,20 @@ class _Part:
         }
         table = None if config.tied_head else weights["embedding"].to(device, dtype)
         if table is not None:
-            weights["embedding"] = table  # prefill and the decoder share it
+            weights["embedding"] = table  # prefill and the kernel share it
+        packed = pack_weights(plan, weights, device, keep_rows=keep_rows)
         self.decoder = Decoder(
             plan,
-            weights,
+            packed,
             rope,
             self.pool.tensor,
             rank=rank,
             max_sequences=sizes.sequences,
             cache=cache_root,
-            keep_rows=keep_rows,
         )
         self.decoder.page_tables.copy_(torch.tensor(sizes.page_tables, dtype=torch.int32))
         matrices: Matrices = (
-            weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
+            weights.__getitem__ if keep_rows else Unpacked(plan, packed.image, table)
         )
         share = plan.part_of(rank)
         lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
@@ -236,40 +235,3 @@ class KernelModel(KernelExecutor):
     def streamed_bytes(self) -> int:
         """Weights that a round streams from all GPUs, the kernel's padding included."""
         return self.plan.image.streamed_bytes * self.plan.ranks
-
-
-class Unpacked:
-    """Row-major matrices by name, each unpacked from the kernel's image when asked for.
-
-    Of a model with lanes they have lanes first.
-
-    Args:
-        plan: how the image is laid out.
-        image: packed weights [blocks, bytes], or values in place of bytes.
-        table: the embedding where the head is not tied to it.
-    """
-
-    def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
-        self._plan, self._image, self._table = plan, image, table
-
-    def __call__(self, name: str) -> Tensor:
-        """[out, in] or [L, out, in], contiguous."""
-        if name == "embedding" and self._table is not None:
-            return self._table
-        layer, short = 0, "head"
-        if name not in ("embedding", "head"):
-            _, number, short = name.split(".")
-            layer = int(number)
-        operation = self._plan.image.operation(layer, short)
-        parts = [
-            self._row_major(operation, gather(self._plan, operation, layer, image))
-            for image in torch.split(self._image, self._plan.blocks)
-        ]
-        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)
-
-    def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
-        dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
-        if stored.is_plain:
-            values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
-            return unpack(self._plan, operation, values)[""]
-        return numbers(stored, unpack(self._plan, operation, packed)).to(dtype)
