@@ -34,7 +34,7 @@ from soloist.model.tensors import parameters, streamed_values
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
-from soloist.weights.distribution import distribute, of_one
+from soloist.weights.distribution import distribute
 from soloist.weights.random import random_weights
 
 
@@ -175,10 +175,7 @@ def shape_on_gpu(
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")
     whole = random_weights(tensors(config), dtype, home)
-    if placed.ranks == 1:
-        weights = [of_one(_taken(whole), config)]
-    else:
-        weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
+    weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
     model = KernelModel(
         support.plan,
         weights,

@@ -25,7 +25,7 @@ from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
 from soloist.megakernel.plan import Plan
-from soloist.model.checkpoint import Checkpoint, open_checkpoint
+from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
@@ -39,10 +39,9 @@ from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
-from soloist.weights.distribution import distribute, of_one
-from soloist.weights.reading import LoadProgress, read_tensors
+from soloist.weights.loading import Destination, Source, load_ranks
+from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
-from soloist.weights.uploaded import early_files
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -171,10 +170,11 @@ class Engine:
         host_bytes = host_cache_bytes(
             asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
-        weights, load_s = _read_weights(
-            checkpoint, config, resolved.dtype, placed, on_progress, upload,
+        to = Destination(
+            placed.devices, resolved.dtype,
             for_kernel=support.plan is not None, stays_on_host=is_staged,
         )  # fmt: skip
+        weights, load_s = load_ranks(Source(checkpoint, config, upload), to, on_progress)
         model = _executor(
             asked, config, support.plan, weights, resolved, placed,
             keep_rows=not is_staged, host_bytes=host_bytes,
@@ -306,37 +306,6 @@ def _place_name(resolved: Resolved) -> str:
     name, ranks, gpus = device_name(resolved.device), len(resolved.rank_devices), resolved.num_gpus
     several = f"{gpus} × {name}" if gpus > 1 else name
     return f"{several} as {ranks} ranks" if ranks > gpus else several
-
-
-def _read_weights(  # noqa: PLR0913 - all that loading has decided
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    dtype: Dtype,
-    placed: Placement,
-    on_progress: OnProgress,
-    upload: Upload | None,
-    *,
-    for_kernel: bool,
-    stays_on_host: bool,
-) -> tuple[list[Weights], float]:
-    """Every rank's weights, and the seconds that reading took, before now and here."""
-    start = time.perf_counter()
-    # Several ranks' shares are cut on the host, where one tensor after the other lies.
-    is_alone = placed.ranks == 1
-    home = placed.devices[0] if is_alone and not stays_on_host else torch.device("cpu")
-    with early_files(upload, home) as open_stored:
-        specs = tensors(config)
-        read = read_tensors(checkpoint, specs, dtype, home, on_progress, open_stored)
-        if not for_kernel:
-            weights = [dict(read)]
-        elif is_alone:
-            weights = [of_one(read, config)]
-        else:
-            weights = distribute(read, config, placed.devices, stays_on_host=stays_on_host)
-    end = time.perf_counter()
-    if upload is None:
-        return weights, end - start
-    return weights, upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
 
 
 def _executor(  # noqa: PLR0913 - all that loading has decided
