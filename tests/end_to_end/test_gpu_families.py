@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, load_kernel
 from soloist.jit.compiler import Cubin, compile_source
 from soloist.jit.source import Source
 from soloist.megakernel import launch
@@ -78,7 +78,7 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
     wanted = reference_logits(config, weights, ids)
     on_gpu = {k: v.cuda() for k, v in weights.items()}
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = KernelModel(plan, [on_gpu], CONTEXT, [device], None, keep_rows=False)
+    kernel = load_kernel(plan, [on_gpu], [device], Capacity(CONTEXT), None, keep_rows=False)
     one_by_one = forced_logits(kernel.decoder, ids, 1, config.vocab_size)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from interpreter.lane_models import CASES, configured
 from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, load_kernel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
 from soloist.megakernel.kv_layout import PAGE_POSITIONS
@@ -159,9 +159,8 @@ def test_prompts_of_a_loaded_model(name: str, ranks: int, keep_rows: bool, tmp_p
         {k: v.to(device) for k, v in shard_all(plan.part_of(rank), rounded(weights)).items()}
         for rank in range(ranks)
     ]
-    model = KernelModel(
-        plan, own, CONTEXT, [device] * ranks, None, keep_rows=keep_rows, keeps_prefixes=keep_rows
-    )
+    capacity = Capacity(CONTEXT, keeps_prefixes=keep_rows)
+    model = load_kernel(plan, own, [device] * ranks, capacity, None, keep_rows=keep_rows)
     model.prepare()
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, rounded(weights), ids)

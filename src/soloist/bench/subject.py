@@ -16,7 +16,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.gpus import Placement, place
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.megakernel.gpu import LEAST_CAPABILITY
@@ -176,16 +176,11 @@ def shape_on_gpu(
     home = placed.devices[0] if keep_rows else torch.device("cpu")
     whole = random_weights(tensors(config), dtype, home)
     weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
-    model = KernelModel(
-        support.plan,
-        weights,
-        context_tokens,
-        placed.devices,
-        read_settings().cache,
-        keep_rows=keep_rows,
-        sequences=sequences,
-        chunk_tokens=chunk_tokens,
-        keeps_prefixes=keeps_prefixes,
+    capacity = Capacity(
+        context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes
+    )
+    model = load_kernel(
+        support.plan, weights, placed.devices, capacity, read_settings().cache, keep_rows=keep_rows
     )
     model.prepare()
     return model

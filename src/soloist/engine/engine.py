@@ -19,8 +19,8 @@ from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor, Running
-from soloist.engine.gpus import Placement, place
-from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
+from soloist.engine.gpus import place
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
@@ -175,10 +175,7 @@ class Engine:
             for_kernel=support.plan is not None, stays_on_host=is_staged,
         )  # fmt: skip
         weights, load_s = load_ranks(Source(checkpoint, config, upload), to, on_progress)
-        model = _executor(
-            asked, config, support.plan, weights, resolved, placed,
-            keep_rows=not is_staged, host_bytes=host_bytes,
-        )  # fmt: skip
+        model = _executor(asked, config, support.plan, weights, resolved, to, host_bytes)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
@@ -308,15 +305,13 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _executor(  # noqa: PLR0913 - all that loading has decided
+def _executor(
     asked: EngineConfig,
     config: ModelConfig,
     plan: Plan | None,
     weights: list[Weights],
     resolved: Resolved,
-    placed: Placement,
-    *,
-    keep_rows: bool,
+    to: Destination,
     host_bytes: int,
 ) -> Executor:
     """What runs the model: the kernel by its plan, or the reference where there is none."""
@@ -325,12 +320,17 @@ def _executor(  # noqa: PLR0913 - all that loading has decided
             config, weights[0], resolved.kv_tokens, asked.sequences,
             keeps_prefixes=asked.keeps_prefixes,
         )  # fmt: skip
-    model = KernelModel(
-        plan, weights, resolved.context_tokens, placed.devices, read_settings().cache,
-        keep_rows=keep_rows, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
+    capacity = Capacity(
+        resolved.context_tokens,
+        asked.sequences,
+        resolved.kv_tokens,
         chunk_tokens=MOST_PASS_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-        keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
-    )  # fmt: skip
+        keeps_prefixes=asked.keeps_prefixes,
+        host_bytes=host_bytes,
+    )
+    model = load_kernel(
+        plan, weights, to.devices, capacity, read_settings().cache, keep_rows=not to.stays_on_host
+    )
     if asked.prepare:
         model.prepare()
     return model
