@@ -24,12 +24,14 @@ from soloist.megakernel import launch
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.trace import block_times, spans
 from soloist.model.families import read_config, tensors
-from soloist.model.weights import TORCH_DTYPES, random_weights
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.elementwise import rope_table
 from soloist.settings import read_settings
+from soloist.weights.packed import pack_weights
+from soloist.weights.random import random_weights
+from soloist.weights.sharding import shard_all
 
 _LAUNCHES = 3  # after one that is not timed
 _FIRST_TOKEN = 1000
@@ -82,8 +84,8 @@ class _Alone:
         pool.tensor.normal_()
         rope = rope_table(share.rope, self.plan.shape.head_dim, pages * PAGE_POSITIONS, device)
         self._decoder = Decoder(
-            self.plan, weights, rope, pool.tensor, cache=read_settings().cache,
-            build=Build(alone=True),
+            self.plan, pack_weights(self.plan, weights, device), rope, pool.tensor,
+            cache=read_settings().cache, build=Build(alone=True),
         )  # fmt: skip
         self._decoder.page_tables.copy_(torch.arange(pages, dtype=torch.int32))
         self._decoder.peers = [self._decoder] * gpus

@@ -7,12 +7,12 @@ import torch
 
 from soloist.cli.early import begin
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.early import early_files
-from soloist.jit.upload import GpuMemory, Upload
 from soloist.jit.wake import driver
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.folder import shipped_folder
-from soloist.model.weights import open_stored
+from soloist.weights.reading import open_stored
+from soloist.weights.upload import GpuMemory, Upload
+from soloist.weights.uploaded import early_files
 
 ETUDE = shipped_folder("etude")
 

@@ -26,15 +26,15 @@ from soloist.bench.agreement import forced_logits, require_same_bits
 from soloist.bench.subject import shape_on_gpu
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.gpus import Placement
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.jit.compiler import nvrtc_version
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.sharding import shard_all
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,9 @@ def test_families(name, ranks, tmp_path, request) -> None:
         plan = make_plan(config, dtype, plan.gpu, ranks)
         whole = {k: v.to("cuda", TORCH_DTYPES[dtype]) for k, v in random_weights(config).items()}
         weights = [shard_all(plan.part_of(rank), whole) for rank in range(ranks)]
-        model = KernelModel(plan, weights, CONTEXT, on_one_card(ranks), None, keep_rows=True)
+        model = load_kernel(
+            plan, weights, on_one_card(ranks), Capacity(CONTEXT), None, keep_rows=True
+        )
         model.prepare()
         ids = prompt(config, PROMPT_TOKENS)
         found |= {f"{dtype.value} {k}": v for k, v in bits(model, config.vocab_size, ids).items()}
@@ -132,7 +134,7 @@ def test_lanes(name, ranks, tmp_path, request) -> None:
     config, plan, weights = lane_models.configured(name, tmp_path, ranks)
     whole = {k: v.to("cuda", torch.bfloat16) for k, v in weights.items()}
     parts = [shard_all(plan.part_of(rank), whole) for rank in range(ranks)]
-    model = KernelModel(plan, parts, CONTEXT, on_one_card(ranks), None, keep_rows=True)
+    model = load_kernel(plan, parts, on_one_card(ranks), Capacity(CONTEXT), None, keep_rows=True)
     model.prepare()
     found = bits(model, config.vocab_size, prompt(config, PROMPT_TOKENS))
     compare(f"lanes: {name}, {ranks} ranks", found, request.config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, load_kernel
 from soloist.jit.compiler import Cubin, compile_source
 from soloist.jit.source import Source
 from soloist.kv.layout import PAGE_POSITIONS
@@ -23,9 +23,10 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
 from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
-from soloist.megakernel.sharding import shard_all
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
+from soloist.weights.packed import pack_weights
+from soloist.weights.sharding import shard_all
 from unit.megakernel.assembly import assembly
 from unit.prefill.models import random_weights
 
@@ -77,7 +78,7 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
     wanted = reference_logits(config, weights, ids)
     on_gpu = {k: v.cuda() for k, v in weights.items()}
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = KernelModel(plan, [on_gpu], CONTEXT, [device], None, keep_rows=False)
+    kernel = load_kernel(plan, [on_gpu], [device], Capacity(CONTEXT), None, keep_rows=False)
     one_by_one = forced_logits(kernel.decoder, ids, 1, config.vocab_size)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR
@@ -98,7 +99,8 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     torch.manual_seed(0)
     pool.tensor.normal_()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, CONTEXT, device)
-    decoder = Decoder(plan, shard_all(plan.part_of(0), weights), rope, pool.tensor)
+    packed = pack_weights(plan, shard_all(plan.part_of(0), weights), device)
+    decoder = Decoder(plan, packed, rope, pool.tensor)
     decoder.page_tables.copy_(pages.view(MAX_QUERIES, -1))
     return decoder
 

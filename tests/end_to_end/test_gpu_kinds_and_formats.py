@@ -7,14 +7,14 @@ from torch import Tensor
 from interpreter.models import CONTEXT, mixed_model, prompt, quantised, reference_logits
 from interpreter.test_kinds_and_formats import matrices_of
 from soloist.bench.agreement import forced_logits
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.weight_format import INT8_SCALED
 from soloist.model.dtype import Dtype
-from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def loaded(plan: Plan, weights: Weights, *, keep_rows: bool) -> KernelModel:
     dtype = TORCH_DTYPES[plan.dtype]
     whole = {k: v.to("cuda", dtype if v.is_floating_point() else None) for k, v in weights.items()}
     parts = [shard_all(plan.part_of(rank), whole) for rank in range(plan.ranks)]
-    return KernelModel(plan, parts, CONTEXT, devices, None, keep_rows=keep_rows)
+    return load_kernel(plan, parts, devices, Capacity(CONTEXT), None, keep_rows=keep_rows)
 
 
 def require_near(seen: Tensor, wanted: Tensor) -> None:

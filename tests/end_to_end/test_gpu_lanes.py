@@ -9,7 +9,7 @@ from torch import Tensor
 
 from interpreter.lane_models import CASES, configured
 from interpreter.models import CONTEXT, prompt, reference_logits, rope_table
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, load_kernel
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.megakernel.choice import Choice
@@ -18,9 +18,10 @@ from soloist.megakernel.launch import Decoder, Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.packed import pack_weights
+from soloist.weights.sharding import shard_all
 
 pytestmark = pytest.mark.gpu
 
@@ -49,9 +50,10 @@ class Spread:
                 config.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, 2 * pages,
                 torch.bfloat16, device,
             )  # fmt: skip
+            packed = pack_weights(plan, shard_all(plan.part_of(rank), whole), device)
             decoder = Decoder(
-                plan, shard_all(plan.part_of(rank), whole), rope_table(config, CONTEXT).to(device),
-                pool.tensor, rank=rank, max_rounds=256, max_sequences=2,
+                plan, packed, rope_table(config, CONTEXT).to(device), pool.tensor, rank=rank,
+                max_rounds=256, max_sequences=2,
             )  # fmt: skip
             decoder.page_tables.copy_(torch.arange(2 * pages).flip(0).view(2, -1))
             self.decoders.append(decoder)
@@ -157,9 +159,8 @@ def test_prompts_of_a_loaded_model(name: str, ranks: int, keep_rows: bool, tmp_p
         {k: v.to(device) for k, v in shard_all(plan.part_of(rank), rounded(weights)).items()}
         for rank in range(ranks)
     ]
-    model = KernelModel(
-        plan, own, CONTEXT, [device] * ranks, None, keep_rows=keep_rows, keeps_prefixes=keep_rows
-    )
+    capacity = Capacity(CONTEXT, keeps_prefixes=keep_rows)
+    model = load_kernel(plan, own, [device] * ranks, capacity, None, keep_rows=keep_rows)
     model.prepare()
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, rounded(weights), ids)

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Scored, Ticket
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import shipped_folder
-from soloist.model.weights import load_weights, random_weights
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
+from soloist.weights.random import random_weights
+from soloist.weights.reading import load_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -197,10 +198,9 @@ def kernel_model(**sizes: int) -> KernelModel:
     support = find_support(config, Dtype.BF16, device)
     assert support.plan is not None, support.refusal
     weights = load_weights(open_checkpoint(folder), tensors(config), Dtype.BF16, device)
-    return KernelModel(
-        support.plan, [weights], 1024, [device], read_settings().cache, keep_rows=True,
-        keeps_prefixes=True, chunk_tokens=512, **sizes,
-    )  # fmt: skip
+    capacity = Capacity(1024, keeps_prefixes=True, chunk_tokens=512, **sizes)
+    cache = read_settings().cache
+    return load_kernel(support.plan, [weights], [device], capacity, cache, keep_rows=True)
 
 
 def test_who_waits_for_room_goes_on_with_the_same_bits() -> None:
@@ -238,10 +238,10 @@ def shape_model(*, keeps_prefixes: bool) -> KernelModel:
     support = find_support(config, Dtype.BF16, device)
     assert support.plan is not None, support.refusal
     weights = random_weights(tensors(config), Dtype.BF16, device)
-    model = KernelModel(
-        support.plan, [weights], 4608, [device], read_settings().cache, keep_rows=True,
-        sequences=2, chunk_tokens=512 if keeps_prefixes else 2048, keeps_prefixes=keeps_prefixes,
-    )  # fmt: skip
+    chunk_tokens = 512 if keeps_prefixes else 2048
+    capacity = Capacity(4608, sequences=2, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes)
+    cache = read_settings().cache
+    model = load_kernel(support.plan, [weights], [device], capacity, cache, keep_rows=True)
     model.prepare()
     return model
 

@@ -18,18 +18,19 @@ from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
 from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.weights import TORCH_DTYPES, random_weights
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill import chunk_attention
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.prefill.settling import behaviours
+from soloist.weights.random import random_weights
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import vectors
 from unit.prefill.test_fused import arch
 

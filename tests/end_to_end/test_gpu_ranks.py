@@ -15,7 +15,7 @@ import torch
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.errors import LaunchError
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.choice import Choice
@@ -24,10 +24,10 @@ from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def spread(config: ModelConfig, plan: Plan, *, keep_rows: bool = True) -> Kernel
     whole = {k: v.to(device, torch.bfloat16) for k, v in random_weights(config).items()}
     weights = [shard_all(Share(config, plan.ranks, rank), whole) for rank in range(plan.ranks)]
     devices = [device] * plan.ranks
-    return KernelModel(plan, weights, CONTEXT, devices, None, keep_rows=keep_rows)
+    return load_kernel(plan, weights, devices, Capacity(CONTEXT), None, keep_rows=keep_rows)
 
 
 def ranks_of(model: KernelModel) -> Ranks:

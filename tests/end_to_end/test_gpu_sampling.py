@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.choice import Choice
@@ -18,9 +18,9 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import shipped_folder
-from soloist.model.weights import load_weights
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
+from soloist.weights.reading import load_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -63,9 +63,8 @@ def model() -> KernelModel:
     support = find_support(config, Dtype.BF16, device)
     assert support.plan is not None, support.refusal
     weights = load_weights(open_checkpoint(folder), tensors(config), Dtype.BF16, device)
-    return KernelModel(
-        support.plan, [weights], 1024, [device], read_settings().cache, keep_rows=True, sequences=2
-    )
+    capacity, cache = Capacity(1024, sequences=2), read_settings().cache
+    return load_kernel(support.plan, [weights], [device], capacity, cache, keep_rows=True)
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interpreter.models import CONTEXT, configured, prompt
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, load_kernel
 from soloist.jit.compiler import compile_source
 from soloist.jit.module import Module
 from soloist.megakernel.header import Build
@@ -26,7 +26,7 @@ def loaded(config: ModelConfig, plan: Plan) -> Decoder:
     """A model of random weights on the current GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {k: v.to(device, torch.bfloat16) for k, v in random_weights(config).items()}
-    model = KernelModel(plan, [weights], CONTEXT, [device], None, keep_rows=True)
+    model = load_kernel(plan, [weights], [device], Capacity(CONTEXT), None, keep_rows=True)
     assert isinstance(model.decoder, Decoder)
     return model.decoder
 

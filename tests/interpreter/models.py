@@ -20,17 +20,17 @@ from soloist.megakernel.interpreter import (
     round_of_lanes,
     round_of_ranks,
 )
-from soloist.megakernel.packing import numbers, ordered, pack, place
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.weight_format import INT8_SCALED
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.rope import Rope
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
 from soloist.reference import build_reference
 from soloist.reference.blocks import Rotary
+from soloist.weights.packing import numbers, ordered, pack, place
+from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
     LLAMA_32_1B,

@@ -10,12 +10,13 @@ from interpreter.models import Bench, configured, load, prompt, reference_logits
 from plan.shapes import operation
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
 from soloist.megakernel.interpreter.split import Splits
-from soloist.megakernel.launch import _fresh_workspace, _load_image
+from soloist.megakernel.launch import _fresh_workspace
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES, STEP_COLUMNS
 from soloist.model.config import ModelConfig
+from soloist.weights.packed import pack_weights
 from unit.prefill.models import random_weights
 
 CPU = torch.device("cpu")
@@ -30,13 +31,13 @@ def bench(case: tuple[ModelConfig, Plan]) -> Bench:
     return Bench(*case, random_weights(case[0]))
 
 
-def test_the_decoder_loads_the_same_image(case: tuple[ModelConfig, Plan]) -> None:
+def test_the_kernel_gets_the_same_image(case: tuple[ModelConfig, Plan]) -> None:
     config, plan = case
     weights = random_weights(config)
-    image, vectors, _ = _load_image(plan, weights, CPU, keep_rows=True)
+    packed = pack_weights(plan, weights, CPU, keep_rows=True)
     own_image, own_vectors, _ = load(plan, weights, torch.bfloat16)
-    images = [x.view(torch.bfloat16) for x in (image, own_image)]
-    for seen, wanted in (images, (vectors, own_vectors)):
+    images = [x.view(torch.bfloat16) for x in (packed.image, own_image)]
+    for seen, wanted in (images, (packed.vectors, own_vectors)):
         assert torch.equal(seen[~wanted.isnan()], wanted[~wanted.isnan()])
 
 

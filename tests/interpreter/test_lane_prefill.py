@@ -7,12 +7,12 @@ import torch
 
 from interpreter.lane_models import configured
 from interpreter.models import Bench, prompt, reference_logits
-from soloist.engine.kernel import Unpacked
 from soloist.megakernel.lanes import LaneShare
-from soloist.megakernel.sharding import shard_all
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
 from soloist.prefill.runner import Prefill
+from soloist.weights.sharding import shard_all
+from soloist.weights.unpacking import Unpacked
 
 ATOL = 1e-4
 CASES = [

@@ -16,9 +16,9 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.sharding import shard
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.weights.sharding import shard
 from unit.model.configurations import written
 
 ATOL = 1e-4

@@ -22,7 +22,8 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import find_model
-from soloist.model.weights import TORCH_DTYPES, Weights, load_weights
+from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.reading import load_weights
 from unit.prefill.models import random_weights
 
 TOKENS = 150  # three pages

@@ -11,13 +11,13 @@ from plan.cuda_text import functions
 from plan.shapes import SMALL, all_operations, models, operation, small_plan
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.packing import ordered, pack, place, unordered, unpack
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS, tile_places
 from soloist.megakernel.weight_format import BF16, INT8_SCALED
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.weights.packing import ordered, pack, place, unordered, unpack
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import find_model
-from soloist.model.weights import load_weights
 from soloist.reference import Reference, build_reference
+from soloist.weights.reading import load_weights
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,

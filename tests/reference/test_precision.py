@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from reference.compare import divergence
 from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
 from soloist.model.dtype import Dtype
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 
 CASES = [
     Case("gqa", "llama", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}),

@@ -13,9 +13,10 @@ from soloist.megakernel.share import Share
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.weights import TORCH_DTYPES, load_weights
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
+from soloist.weights.reading import load_weights
 
 CPU = torch.device("cpu")
 CASES = [

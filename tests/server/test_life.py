@@ -34,10 +34,10 @@ from server.running import (
     wait_until_ready,
 )
 from soloist.errors import DeviceError, LaunchError, ModelNotFound, SettingError
-from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
 from soloist.server.metrics import Metrics
 from soloist.server.serve import Server, serve
+from soloist.weights.reading import LoadProgress
 
 TEXT = {"prompt": "def f", "max_tokens": 4}
 ENDLESS = {"prompt": "def f", "max_tokens": 2000, "ignore_eos": True}

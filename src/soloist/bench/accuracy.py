@@ -35,9 +35,9 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import REFERENCE_CHUNK_TOKENS
-from soloist.model.weights import load_weights
 from soloist.reference import Reference, build_reference
 from soloist.settings import read_settings
+from soloist.weights.reading import load_weights
 
 _REPEATED_TOKENS = 64
 

@@ -13,7 +13,7 @@ from soloist.model.checkpoint import INDEX_FILE
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.tensors import TensorSpec
-from soloist.model.weights import random_weights
+from soloist.weights.random import random_weights
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 2 * 10**9

@@ -13,7 +13,7 @@ from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.engine import Engine
 from soloist.errors import SettingError
 from soloist.model.dtype import Dtype
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 
 
 class _Clock:

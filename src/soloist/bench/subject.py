@@ -16,9 +16,8 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.gpus import Placement, place
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute, of_one
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import LEAST_CAPABILITY
@@ -32,9 +31,11 @@ from soloist.model.memory import (
     require_memory,
 )
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import Weights, random_weights
+from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
+from soloist.weights.distribution import distribute
+from soloist.weights.random import random_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +175,12 @@ def shape_on_gpu(
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")
     whole = random_weights(tensors(config), dtype, home)
-    if placed.ranks == 1:
-        weights = [of_one(_taken(whole), config)]
-    else:
-        weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
-    model = KernelModel(
-        support.plan,
-        weights,
-        context_tokens,
-        placed.devices,
-        read_settings().cache,
-        keep_rows=keep_rows,
-        sequences=sequences,
-        chunk_tokens=chunk_tokens,
-        keeps_prefixes=keeps_prefixes,
+    weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
+    capacity = Capacity(
+        context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes
+    )
+    model = load_kernel(
+        support.plan, weights, placed.devices, capacity, read_settings().cache, keep_rows=keep_rows
     )
     model.prepare()
     return model

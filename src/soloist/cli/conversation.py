@@ -7,9 +7,9 @@ from soloist.cli.loading import load_engine
 from soloist.cli.terminal import figures, status
 from soloist.engine import EngineConfig
 from soloist.errors import RequestError
-from soloist.jit.upload import Upload
 from soloist.sampling import SamplingParams
 from soloist.text import Message
+from soloist.weights.upload import Upload
 
 
 def chat(

@@ -1,10 +1,10 @@
 """What goes on while Python imports torch: making the GPU's context, moving files to its memory."""
 
 from soloist.errors import SoloistError
-from soloist.jit.upload import GpuMemory, Upload
 from soloist.jit.wake import driver, wake, wanted_gpu
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.folder import find_model
+from soloist.weights.upload import GpuMemory, Upload
 
 
 def begin(model: str, device: str, gpus: str, revision: str | None) -> Upload | None:

@@ -11,8 +11,8 @@ from soloist.cli.loading import load_engine
 from soloist.cli.terminal import figures, print_json, status, status_line
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
 from soloist.errors import UserError
-from soloist.jit.upload import Upload
 from soloist.sampling import SamplingParams
+from soloist.weights.upload import Upload
 
 
 def read_prompt(given: str | None) -> str:

@@ -4,8 +4,8 @@ import sys
 
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
-from soloist.jit.upload import Upload
-from soloist.model.weights import LoadProgress
+from soloist.weights.reading import LoadProgress
+from soloist.weights.upload import Upload
 
 
 def load_engine(asked: EngineConfig, upload: Upload | None, *, quiet: bool = False) -> Engine:

@@ -8,12 +8,12 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
-from soloist.jit.upload import Upload
-from soloist.model.weights import LoadProgress
 from soloist.server.config import ServerConfig
 from soloist.server.ending import leave
 from soloist.server.origin import is_local, takes_any_name
 from soloist.server.serve import serve as serve_http
+from soloist.weights.reading import LoadProgress
+from soloist.weights.upload import Upload
 
 # What no key protects.
 _OPEN = "generate, tokenise, read /metrics and end a request whose id is known"

@@ -17,31 +17,31 @@ from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
-from soloist.engine.early import early_files
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor, Running
-from soloist.engine.gpus import Placement, place
-from soloist.engine.kernel import SHARED_CHUNK_TOKENS, KernelModel
+from soloist.engine.gpus import place
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
 from soloist.engine.reference import ReferenceModel
-from soloist.engine.shards import distribute, of_one
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
-from soloist.jit.upload import Upload
 from soloist.megakernel.plan import Plan
-from soloist.model.checkpoint import Checkpoint, open_checkpoint
+from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
-from soloist.model.weights import LoadProgress, Weights, read_tensors
+from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
 from soloist.text import ChatTemplate, Message, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
+from soloist.weights.loading import Destination, Source, load_ranks
+from soloist.weights.reading import LoadProgress
+from soloist.weights.upload import Upload
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -170,14 +170,12 @@ class Engine:
         host_bytes = host_cache_bytes(
             asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
-        weights, load_s = _read_weights(
-            checkpoint, config, resolved.dtype, placed, on_progress, upload,
+        to = Destination(
+            placed.devices, resolved.dtype,
             for_kernel=support.plan is not None, stays_on_host=is_staged,
         )  # fmt: skip
-        model = _executor(
-            asked, config, support.plan, weights, resolved, placed,
-            keep_rows=not is_staged, host_bytes=host_bytes,
-        )  # fmt: skip
+        weights, load_s = load_ranks(Source(checkpoint, config, upload), to, on_progress)
+        model = _executor(asked, config, support.plan, weights, resolved, to, host_bytes)
         report = LoadReport(
             folder=folder,
             num_parameters=parameters(specs),
@@ -307,46 +305,13 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _read_weights(  # noqa: PLR0913 - all that loading has decided
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    dtype: Dtype,
-    placed: Placement,
-    on_progress: OnProgress,
-    upload: Upload | None,
-    *,
-    for_kernel: bool,
-    stays_on_host: bool,
-) -> tuple[list[Weights], float]:
-    """Every rank's weights, and the seconds that reading took, before now and here."""
-    start = time.perf_counter()
-    # Several ranks' shares are cut on the host, where one tensor after the other lies.
-    is_alone = placed.ranks == 1
-    home = placed.devices[0] if is_alone and not stays_on_host else torch.device("cpu")
-    with early_files(upload, home) as open_stored:
-        specs = tensors(config)
-        read = read_tensors(checkpoint, specs, dtype, home, on_progress, open_stored)
-        if not for_kernel:
-            weights = [dict(read)]
-        elif is_alone:
-            weights = [of_one(read, config)]
-        else:
-            weights = distribute(read, config, placed.devices, stays_on_host=stays_on_host)
-    end = time.perf_counter()
-    if upload is None:
-        return weights, end - start
-    return weights, upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
-
-
-def _executor(  # noqa: PLR0913 - all that loading has decided
+def _executor(
     asked: EngineConfig,
     config: ModelConfig,
     plan: Plan | None,
     weights: list[Weights],
     resolved: Resolved,
-    placed: Placement,
-    *,
-    keep_rows: bool,
+    to: Destination,
     host_bytes: int,
 ) -> Executor:
     """What runs the model: the kernel by its plan, or the reference where there is none."""
@@ -355,12 +320,17 @@ def _executor(  # noqa: PLR0913 - all that loading has decided
             config, weights[0], resolved.kv_tokens, asked.sequences,
             keeps_prefixes=asked.keeps_prefixes,
         )  # fmt: skip
-    model = KernelModel(
-        plan, weights, resolved.context_tokens, placed.devices, read_settings().cache,
-        keep_rows=keep_rows, sequences=asked.sequences, kv_tokens=resolved.kv_tokens,
+    capacity = Capacity(
+        resolved.context_tokens,
+        asked.sequences,
+        resolved.kv_tokens,
         chunk_tokens=MOST_PASS_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
-        keeps_prefixes=asked.keeps_prefixes, host_bytes=host_bytes,
-    )  # fmt: skip
+        keeps_prefixes=asked.keeps_prefixes,
+        host_bytes=host_bytes,
+    )
+    model = load_kernel(
+        plan, weights, to.devices, capacity, read_settings().cache, keep_rows=not to.stays_on_host
+    )
     if asked.prepare:
         model.prepare()
     return model

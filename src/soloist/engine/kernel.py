@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from soloist.engine.columns import KernelExecutor
-from soloist.engine.shards import failures_of
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
@@ -18,11 +16,9 @@ from soloist.kv.pool import PagePool
 from soloist.kv.tiers import Host
 from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
-from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.packing import gather, numbers, unpack
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
-from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
@@ -30,6 +26,9 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.weights.distribution import failures_of
+from soloist.weights.packed import pack_weights
+from soloist.weights.unpacking import Unpacked
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -40,160 +39,184 @@ CAPTURED_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What all ranks have alike.
+class Capacity:
+    """What a model on the kernel has room for, alike on all ranks.
 
     Attributes:
-        context_tokens: room in each sequence.
-        sequences: rows of the page tables.
-        num_pages: of every rank's pool.
-        page_tables: pages of each sequence until requests take others.
-    """
-
-    context_tokens: int
-    sequences: int
-    num_pages: int
-    page_tables: list[list[int]]
-
-
-class _Part:
-    """One rank: its pool, its kernel, its prefill."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        weights: Weights,
-        device: torch.device,
-        sizes: _Sizes,
-        cache_root: Path | None,
-        *,
-        keep_rows: bool,
-    ) -> None:
-        config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
-        self.pool = PagePool(
-            config.num_layers,
-            plan.shape.pool_kv_heads,
-            plan.shape.head_dim,
-            sizes.num_pages,
-            dtype,
-            device,
-        )
-        positions = len(sizes.page_tables[0]) * PAGE_POSITIONS
-        rope = rope_table(config.rope, plan.shape.head_dim, positions, device)
-        vectors = {
-            name: values.to(device, torch.float32)
-            for name, values in weights.items()
-            if name.endswith(("norm", "bias"))
-        }
-        table = None if config.tied_head else weights["embedding"].to(device, dtype)
-        if table is not None:
-            weights["embedding"] = table  # prefill and the decoder share it
-        self.decoder = Decoder(
-            plan,
-            weights,
-            rope,
-            self.pool.tensor,
-            rank=rank,
-            max_sequences=sizes.sequences,
-            cache=cache_root,
-            keep_rows=keep_rows,
-        )
-        self.decoder.page_tables.copy_(torch.tensor(sizes.page_tables, dtype=torch.int32))
-        matrices: Matrices = (
-            weights.__getitem__ if keep_rows else Unpacked(plan, self.decoder.image, table)
-        )
-        share = plan.part_of(rank)
-        lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
-        operations = partial(
-            FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
-            ranks=plan.ranks, lanes=lanes,
-        )  # fmt: skip
-        most = min(MOST_PASS_TOKENS, sizes.context_tokens)
-        self.prefill = Part(share, matrices, vectors, self.pool, operations, most, FusedLanes)
-        torch.cuda.synchronize(device)
-
-
-class KernelModel(KernelExecutor):
-    """A model on one GPU or several: packed weights and the kernel, KV pools, and prefill.
-
-    Args:
-        plan: of the decode kernel.
-        weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
-            on its GPU if rows are kept, else there or on the host; taken over.
-        context_tokens: room in each sequence.
-        devices: the GPU of each rank.
-        cache_root: where compiled kernels are kept; None keeps none on disk.
-        keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
-            prefill unpacks one matrix at a time.
+        context_tokens: in each sequence.
         sequences: rows of the page tables, or requests that run side by side.
         kv_tokens: positions in the pool, shared by all requests; None makes room for as many
             contexts as there are sequences.
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
         host_bytes: of pinned host memory, at most, for cached prompts whose pages others need.
+    """
+
+    context_tokens: int
+    sequences: int = 1
+    kv_tokens: int | None = None
+    chunk_tokens: int = MOST_PASS_TOKENS
+    keeps_prefixes: bool = False
+    host_bytes: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Of every rank's pool."""
+        if self.kv_tokens is None:
+            return num_pages_of(self.context_tokens) * self.sequences
+        return num_pages_of(self.kv_tokens)
+
+    @property
+    def page_tables(self) -> list[list[int]]:
+        """Until requests take pages: each sequence its own, as far as the pool goes."""
+        pages = num_pages_of(self.context_tokens)
+        return [
+            [page % self.num_pages for page in range(s * pages, (s + 1) * pages)]
+            for s in range(self.sequences)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """One rank in its GPU's memory: its pool, its kernel, its prefill."""
+
+    pool: PagePool
+    decoder: Decoder
+    prefill: Part
+
+
+def load_kernel(
+    plan: Plan,
+    weights: Sequence[Weights],
+    devices: Sequence[torch.device],
+    capacity: Capacity,
+    cache_root: Path | None,
+    *,
+    keep_rows: bool,
+) -> "KernelModel":
+    """Pack every rank's weights, and build what runs them.
+
+    Args:
+        plan: of the decode kernel.
+        weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
+            on its GPU if rows are kept, else there or on the host; taken over.
+        devices: the GPU of each rank.
+        capacity: what there shall be room for.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
+        keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
+            prefill unpacks one matrix at a time.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
     """
+    assert len(weights) == len(devices) == plan.ranks, "something for every rank"
 
-    def __init__(  # noqa: PLR0913 - sizes that the server and benchmarks choose
+    def load(rank: int) -> LoadedRank:
+        device, own = devices[rank], weights[rank]
+        with torch.cuda.device(device):
+            if plan.ranks == 1:
+                return _load_rank(plan, 0, own, device, capacity, cache_root, keep_rows=keep_rows)
+            with failures_of(rank, device):
+                return _load_rank(
+                    plan, rank, own, device, capacity, cache_root, keep_rows=keep_rows
+                )
+
+    ranks = [load(0)]  # the first one compiles for all
+    if plan.ranks > 1:
+        with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
+            ranks += pool.map(load, range(1, plan.ranks))
+    return KernelModel(plan, ranks, devices, capacity, keeps_rows=keep_rows)
+
+
+def _load_rank(
+    plan: Plan,
+    rank: int,
+    weights: Weights,
+    device: torch.device,
+    capacity: Capacity,
+    cache_root: Path | None,
+    *,
+    keep_rows: bool,
+) -> LoadedRank:
+    config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
+    pool = PagePool(
+        config.num_layers,
+        plan.shape.pool_kv_heads,
+        plan.shape.head_dim,
+        capacity.num_pages,
+        dtype,
+        device,
+    )
+    page_tables = capacity.page_tables
+    positions = len(page_tables[0]) * PAGE_POSITIONS
+    rope = rope_table(config.rope, plan.shape.head_dim, positions, device)
+    vectors = {
+        name: values.to(device, torch.float32)
+        for name, values in weights.items()
+        if name.endswith(("norm", "bias"))
+    }
+    table = None if config.tied_head else weights["embedding"].to(device, dtype)
+    if table is not None:
+        weights["embedding"] = table  # prefill and the kernel share it
+    packed = pack_weights(plan, weights, device, keep_rows=keep_rows)
+    decoder = Decoder(
+        plan, packed, rope, pool.tensor,
+        rank=rank, max_sequences=capacity.sequences, cache=cache_root,
+    )  # fmt: skip
+    decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
+    matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed.image, table)
+    share = plan.part_of(rank)
+    lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
+    operations = partial(
+        FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
+        ranks=plan.ranks, lanes=lanes,
+    )  # fmt: skip
+    most = min(MOST_PASS_TOKENS, capacity.context_tokens)
+    prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
+    torch.cuda.synchronize(device)
+    return LoadedRank(pool, decoder, prefill)
+
+
+class KernelModel(KernelExecutor):
+    """A model on one GPU or several, as `load_kernel` makes it.
+
+    Args:
+        plan: of the decode kernel.
+        ranks: all of them, in order.
+        devices: the GPU of each rank.
+        capacity: what its ranks have room for.
+        keeps_rows: row-major weights lie beside the packed ones, always at the same addresses.
+
+    Raises:
+        DeviceError: ranks cannot work together.
+    """
+
+    def __init__(
         self,
         plan: Plan,
-        weights: Sequence[Weights],
-        context_tokens: int,
+        ranks: Sequence[LoadedRank],
         devices: Sequence[torch.device],
-        cache_root: Path | None,
+        capacity: Capacity,
         *,
-        keep_rows: bool,
-        sequences: int = 1,
-        kv_tokens: int | None = None,
-        chunk_tokens: int = MOST_PASS_TOKENS,
-        keeps_prefixes: bool = False,
-        host_bytes: int = 0,
+        keeps_rows: bool,
     ) -> None:
-        assert len(weights) == len(devices) == plan.ranks, "something for every rank"
-        pages = num_pages_of(context_tokens)
-        num_pages = pages * sequences if kv_tokens is None else num_pages_of(kv_tokens)
         self.plan = plan
-        self.devices, self._keeps_rows = tuple(devices), keep_rows
-        # Until requests take pages: each sequence its own, as far as the pool goes.
-        self.page_tables = [
-            [page % num_pages for page in range(s * pages, (s + 1) * pages)]
-            for s in range(sequences)
-        ]
-        sizes = _Sizes(context_tokens, sequences, num_pages, self.page_tables)
-
-        def part(rank: int) -> _Part:
-            device = devices[rank]
-            with torch.cuda.device(device):
-                if plan.ranks == 1:
-                    return _Part(
-                        plan, 0, weights[0], device, sizes, cache_root, keep_rows=keep_rows
-                    )
-                with failures_of(rank, device):
-                    return _Part(
-                        plan, rank, weights[rank], device, sizes, cache_root, keep_rows=keep_rows
-                    )
-
-        parts = [part(0)]  # the first one compiles for all
+        self.devices, self._keeps_rows = tuple(devices), keeps_rows
+        self.page_tables = capacity.page_tables
+        self.pools = [rank.pool for rank in ranks]
+        self.decoder: Launcher = ranks[0].decoder
         if plan.ranks > 1:
-            with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
-                parts += pool.map(part, range(1, plan.ranks))
-        self.pools = [p.pool for p in parts]
-        self.decoder: Launcher = parts[0].decoder
-        if plan.ranks > 1:
-            self.decoder = Ranks([p.decoder for p in parts])
-        self.prefill = Prefill([p.prefill for p in parts])
-        if keeps_prefixes:
+            self.decoder = Ranks([rank.decoder for rank in ranks])
+        self.prefill = Prefill([rank.prefill for rank in ranks])
+        if capacity.keeps_prefixes:
             with torch.cuda.device(self.device):
                 self.prefill.settle_widths()
-        own_bytes = host_bytes // plan.ranks
+        own_bytes = capacity.host_bytes // plan.ranks
         hosts = [HostPages(pool.tensor, own_bytes) for pool in self.pools]
         host: Host = hosts[0] if plan.ranks == 1 else HostPagesOfRanks(hosts)
         super().__init__(
-            self.decoder, self.prefill, num_pages, plan.model.vocab_size, chunk_tokens,
-            keeps_prefixes=keeps_prefixes, host=host,
+            self.decoder, self.prefill, capacity.num_pages, plan.model.vocab_size,
+            capacity.chunk_tokens, keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
 
     @property
@@ -237,40 +260,3 @@ class KernelModel(KernelExecutor):
     def streamed_bytes(self) -> int:
         """Weights that a round streams from all GPUs, the kernel's padding included."""
         return self.plan.image.streamed_bytes * self.plan.ranks
-
-
-class Unpacked:
-    """Row-major matrices by name, each unpacked from the kernel's image when asked for.
-
-    Of a model with lanes they have lanes first.
-
-    Args:
-        plan: how the image is laid out.
-        image: packed weights [blocks, bytes], or values in place of bytes.
-        table: the embedding where the head is not tied to it.
-    """
-
-    def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
-        self._plan, self._image, self._table = plan, image, table
-
-    def __call__(self, name: str) -> Tensor:
-        """[out, in] or [L, out, in], contiguous."""
-        if name == "embedding" and self._table is not None:
-            return self._table
-        layer, short = 0, "head"
-        if name not in ("embedding", "head"):
-            _, number, short = name.split(".")
-            layer = int(number)
-        operation = self._plan.image.operation(layer, short)
-        parts = [
-            self._row_major(operation, gather(self._plan, operation, layer, image))
-            for image in torch.split(self._image, self._plan.blocks)
-        ]
-        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)
-
-    def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
-        dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
-        if stored.is_plain:
-            values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
-            return unpack(self._plan, operation, values)[""]
-        return numbers(stored, unpack(self._plan, operation, packed)).to(dtype)

@@ -25,7 +25,7 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.prefix import Match, Node, PrefixTree
 from soloist.model.config import ModelConfig
 from soloist.model.memory import REFERENCE_PASS_TOKENS
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
 from soloist.reference import KVCache, build_reference
 from soloist.reference.passes import Pass
 from soloist.reference.reading import Readers, Reading

@@ -15,7 +15,7 @@ from soloist.kv.layout import (
     KvLayout,
 )
 from soloist.model.kv_format import plain
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 
 _FORMATS = {stored: plain(dtype) for dtype, stored in TORCH_DTYPES.items()}
 

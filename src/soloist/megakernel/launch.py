@@ -26,13 +26,11 @@ from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import BUILT_FOR, MASK_READY_WORDS, Build, header
 from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES, THREADS
-from soloist.megakernel.packing import ordered, pack, place
-from soloist.megakernel.partition import Matrix
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import PRODUCTS
 from soloist.megakernel.sampling_header import MASK_END, sample_workspace_bytes
 from soloist.megakernel.trace import num_words as num_trace_words
-from soloist.model.weights import TORCH_DTYPES, Weights
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.sampling.constraint import Words, num_words
 
 # Input tokens begin in a cache line of their own.
@@ -172,22 +170,19 @@ class Decoder:
 
     Args:
         plan: what to build.
-        weights: row-major tensors of the rank's share (`shard_all`), best on the GPU; entries are
-            taken out as they are packed, so that not all of them lie in memory twice (unless
-            `keep_rows`).
+        weights: of the rank's share, on the pool's GPU.
         rope: [positions, D / 2, 2] cosine and sine, fp32.
         pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads (`pool_kv_heads`).
         rank: which of the plan's ranks this is; see `Ranks` for launches of several.
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
         build: which kernel; `load` takes another one.
-        keep_rows: leave `weights` as they are.
     """
 
     def __init__(  # noqa: PLR0913 - sizes and builds that only tests and tools ask for
         self,
         plan: Plan,
-        weights: Weights,
+        weights: PackedWeights,
         rope: Tensor,
         pool: Tensor,
         *,
@@ -196,16 +191,14 @@ class Decoder:
         max_sequences: int = MAX_QUERIES,
         cache: Path | None = None,
         build: Build = Build(),  # noqa: B008 - frozen
-        keep_rows: bool = False,
     ) -> None:
         self.plan = plan
         device = pool.device
         self._device = device
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.rank = rank
-        self.image, self.vectors, self._embedding = _load_image(
-            plan, weights, device, keep_rows=keep_rows
-        )
+        self.image, self.vectors = weights.image, weights.vectors
+        self._embedding = weights.embedding
         self._cache = cache
         self.load(build)
         self._fresh_workspaces = {n: _fresh_workspace(plan, n).to(device) for n in BUILT_FOR}
@@ -538,48 +531,3 @@ def _fresh_workspace(plan: Plan, queries: int) -> Tensor:
 
 def _clear(workspace: Tensor, buffer: Buffer) -> None:
     workspace[buffer.offset : buffer.offset + math.prod(buffer.shape)] = 0
-
-
-def _load_image(
-    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(packed weights, fp32 vectors, embedding table or None where the head is tied)."""
-    take = weights.__getitem__ if keep_rows else weights.pop
-    dtype, layout, shape = TORCH_DTYPES[plan.dtype], plan.image, plan.shape
-    image = torch.zeros(plan.grid_blocks, layout.block_stride, dtype=torch.uint8, device=device)
-    vectors = torch.zeros(
-        shape.vector_lanes, layout.vector_values, dtype=torch.float32, device=device
-    )
-
-    def put_matrix(layer: int, name: str, tensor: str) -> None:
-        op = layout.operation(layer, name)
-        parts = {part: take(tensor + part) for part in op.matrix.format.parts}
-        for i, own_image in enumerate(image.split(plan.blocks)):
-            own = {
-                part: (values if plan.model.lanes is None else values[i]).to(device)
-                for part, values in parts.items()
-            }
-            if op.matrix.format.is_plain:
-                own[""] = own[""].to(dtype)
-            place(plan, op, layer, pack(plan, op, own), own_image)
-
-    def put_vector(start: int, values: Tensor, matrix: Matrix | None = None) -> None:
-        for i, part in enumerate(vectors):
-            own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
-            own = own if matrix is None else ordered(shape, matrix, own)
-            part[start : start + own.numel()] = own
-
-    for layer in range(shape.num_layers):
-        kind = layout.layer(layer)
-        biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
-        for phase in PRODUCTS:
-            put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
-        for name in kind.vectors:
-            values = take(f"layers.{layer}.{name}")
-            put_vector(layout.vector_offset(layer, name), values, biased.get(name))
-    put_vector(layout.final_norm_offset, take("final_norm"))
-    if plan.share.tied_head:
-        put_matrix(0, "head", "embedding")
-        return image, vectors.flatten(), None
-    put_matrix(0, "head", "head")
-    return image, vectors.flatten(), take("embedding").to(device, dtype).contiguous()

@@ -1,7 +1,7 @@
 """The reference for a configuration: with lanes or without."""
 
 from soloist.model.config import ModelConfig
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
 from soloist.reference.device import Reference
 from soloist.reference.laneformer import LaneTransformer
 from soloist.reference.transformer import Transformer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.config import ModelConfig
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
 from soloist.reference.blocks import Rotary, Step, by_columns, rms_norm
 from soloist.reference.cache import KVCache, Scratch
 from soloist.reference.passes import Pass

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.config import ModelConfig
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
 from soloist.reference.blocks import AttentionBlock, MlpBlock, Step, linear, rms_norm
 from soloist.reference.device import Reference, layer_weights
 

@@ -17,7 +17,6 @@ from soloist.errors import (
     SoloistError,
     Stalled,
 )
-from soloist.model.weights import LoadProgress
 from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig
 from soloist.server.held import Bodies
@@ -25,6 +24,7 @@ from soloist.server.metrics import Metrics
 from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem, problem_of
 from soloist.server.watchdog import Watchdog
+from soloist.weights.reading import LoadProgress
 
 log = logging.getLogger(__name__)
 

@@ -6,25 +6,21 @@ import torch
 from plan.shapes import SHAPES
 from soloist.engine.config import EngineConfig
 from soloist.engine.gpus import Placement, choose_gpus, place
-from soloist.engine.shards import distribute, failures_of
 from soloist.engine.support import support_on
 from soloist.errors import (
     DeviceMissing,
     GpusMissing,
-    LaunchError,
     NoPeerAccess,
     RanksUnsupported,
     SettingError,
 )
-from soloist.megakernel.sharding import shard_all
-from soloist.megakernel.share import Share
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.memory import estimate
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from unit.prefill.models import MODELS, model, random_weights
+from unit.prefill.models import model
 
 CPU = torch.device("cpu")
 H200 = ((9, 0), 132, 227 * 1024)
@@ -122,19 +118,3 @@ def test_sharing_ranks_have_a_part_of_the_sms() -> None:
     assert halves.plan is not None
     assert halves.plan.blocks <= 66
     assert Placement((CPU, CPU)).sharing == 2
-
-
-@pytest.mark.parametrize("name", ["gqa-tied", "biases"])
-def test_shards_arrive_whole(name: str) -> None:
-    config, weights = MODELS[name], random_weights(MODELS[name])
-    parts = distribute(iter(weights.items()), config, [CPU] * 4, stays_on_host=False)
-    for rank, part in enumerate(parts):
-        wanted = shard_all(Share(config, 4, rank), weights)
-        assert part.keys() == wanted.keys()
-        assert all(torch.equal(part[key], wanted[key]) for key in wanted)
-
-
-def test_a_failure_while_loading_names_the_rank() -> None:
-    named = pytest.raises(LaunchError, match="loading rank 3 onto cuda:5 failed: out of memory")
-    with named, failures_of(3, torch.device("cuda", 5)):
-        raise RuntimeError("out of memory\nand much more")

@@ -11,19 +11,14 @@ from plan.shapes import LANEFORMER
 from soloist.engine import support as support_module
 from soloist.engine.columns import KernelExecutor
 from soloist.engine.config import EngineConfig, resolve
-from soloist.engine.kernel import Unpacked
 from soloist.engine.support import find_support, support_on
 from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
-from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.packing import gather, pack, place
-from soloist.megakernel.plan import make_plan
 from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.rope import Rope
-from soloist.model.weights import random_weights
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after
 from unit.prefill.models import model
@@ -399,23 +394,3 @@ def test_the_estimate_is_the_kernels() -> None:
     assert resolved(10**10, 65).memory.kv_bytes == resolved(10**10, 128).memory.kv_bytes
     with pytest.raises(OutOfMemory, match="weights"):
         resolved(memory.image_bytes)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_rows_come_back_from_the_image(tied: bool) -> None:
-    config = replace(DENSE, tied_head=tied)
-    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
-    weights = random_weights(decoder_tensors(config), Dtype.BF16, torch.device("cpu"))
-    image = torch.zeros(plan.blocks, plan.image.block_stride // 2, dtype=torch.bfloat16)
-    for layer in range(config.num_layers):
-        for op in plan.image.kinds[0].operations.values():
-            values = weights[f"layers.{layer}.{op.matrix.name}"]
-            place(plan, op, layer, pack(plan, op, {"": values}), image)
-    packed_head = pack(plan, plan.head, {"": weights["embedding" if tied else "head"]})
-    place(plan, plan.head, 0, packed_head, image)
-    assert torch.equal(gather(plan, plan.head, 0, image), packed_head)
-    rows = Unpacked(plan, image, None if tied else weights["embedding"])
-    for name, values in weights.items():
-        if values.ndim == 2:
-            assert torch.equal(rows(name), values), name
-            assert rows(name).is_contiguous()

@@ -24,7 +24,9 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES
 from soloist.model.tensors import TensorSpec
-from soloist.model.weights import LoadProgress, Weights, load_weights, random_weights
+from soloist.model.torch_types import Weights
+from soloist.weights.random import random_weights
+from soloist.weights.reading import LoadProgress, load_weights
 from unit.model.tiny import described, random_tensors, write_shards, write_single
 
 CPU = torch.device("cpu")

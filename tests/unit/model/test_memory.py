@@ -21,9 +21,9 @@ from soloist.model.memory import (
     require_memory,
 )
 from soloist.model.tensors import TensorSpec
-from soloist.model.weights import random_weights
 from soloist.reference import build_reference
 from soloist.reference.cache import Scratch
+from soloist.weights.random import random_weights
 from unit.model.configurations import (
     LANEFORMER_2B,
     LLAMA_31_8B,

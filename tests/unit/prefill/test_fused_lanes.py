@@ -19,7 +19,6 @@ from soloist.jit.source import Source
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -37,6 +36,7 @@ from soloist.prefill.lane_elementwise import Due, LaneOperations, News, TorchLan
 from soloist.prefill.lanes import without_lanes
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
+from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
 from unit.prefill.test_fused import DTYPES, a_chunk, arch, close, near
 from unit.prefill.test_lanes import CUTS, PAGES, logits_in_chunks, spread

@@ -15,7 +15,6 @@ import soloist
 from interpreter.lane_models import fields_of, random_weights
 from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -25,6 +24,7 @@ from soloist.prefill.fused_lanes import KernelDue, KernelHearing, hearing_of
 from soloist.prefill.header import header
 from soloist.prefill.lane_elementwise import News, TorchLanes
 from soloist.prefill.lanes import without_lanes
+from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
 
 CUDA = Path(soloist.__file__).parent / "cuda"

@@ -14,7 +14,6 @@ from interpreter.models import prompt, reference_logits
 from plan.shapes import LANEFORMER
 from soloist.kv.pool import PagePool
 from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
-from soloist.megakernel.sharding import shard_all
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -33,6 +32,7 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
+from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
 
 CPU = torch.device("cpu")

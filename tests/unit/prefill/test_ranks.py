@@ -9,7 +9,6 @@ from torch import Tensor
 
 from soloist.jit.peers import allow_access
 from soloist.kv.pool import PagePool
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.prefill import settling
@@ -17,6 +16,7 @@ from soloist.prefill.elementwise import MakeElementwise, OwnRows
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import MODELS, matrices, random_weights, vectors
 from unit.prefill.test_fused import fused, near
 from unit.prefill.test_runner import SCATTERED, TOKENS, prefill, prompt, reference_logits

@@ -17,7 +17,7 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER
-from soloist.model.weights import TORCH_DTYPES
+from soloist.model.torch_types import TORCH_DTYPES
 
 
 class Interpreter:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soloist.jit.upload import Upload
-from soloist.model.weights import StoredFile, open_stored
+from soloist.weights.reading import StoredFile, open_stored
+from soloist.weights.upload import Upload
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint cut for several ranks: read once, taken to all GPUs side by side."""
+"""Tensors of a model cut for its ranks: each read once, and taken to all GPUs side by side."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,23 +9,13 @@ import torch
 from torch import Tensor
 
 from soloist.errors import LaunchError
-from soloist.megakernel.sharding import shard_all
 from soloist.megakernel.share import part_of
 from soloist.model.config import ModelConfig
-from soloist.model.weights import Weights
+from soloist.model.torch_types import Weights
+from soloist.weights.sharding import shard_all
 
 # Tensors that are read while others are still on their way to a GPU.
 _AHEAD = 4
-
-
-def of_one(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Weights:
-    """Every tensor as a rank that is alone has it: where the device has it whole."""
-    share = part_of(config, 1, 0)
-    return {
-        part_name: part
-        for name, values in tensors
-        for part_name, part in shard_all(share, {name: values}).items()
-    }
 
 
 def distribute(
@@ -40,12 +30,14 @@ def distribute(
     Args:
         tensors: names and whole tensors, which are given up one after the other.
         config: the whole model.
-        devices: of each rank.
+        devices: of each rank. One that is alone has its tensors where they already are.
         stays_on_host: all but the embedding waits there to be packed, for want of room.
 
     Raises:
         LaunchError: a device cannot take them; it names the rank.
     """
+    if len(devices) == 1:
+        return [_of_one(tensors, config)]
     shares = [part_of(config, len(devices), rank) for rank in range(len(devices))]
     weights: list[Weights] = [{} for _ in shares]
 
@@ -64,6 +56,15 @@ def distribute(
         for jobs in on_their_way:
             _settle(jobs)
     return weights
+
+
+def _of_one(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Weights:
+    share = part_of(config, 1, 0)
+    return {
+        part_name: part
+        for name, values in tensors
+        for part_name, part in shard_all(share, {name: values}).items()
+    }
 
 
 def _settle(jobs: Iterable[Future[None]]) -> None:

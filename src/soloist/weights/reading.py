@@ -15,10 +15,7 @@ from soloist.errors import CheckpointError, NotFinite
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec
-
-TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
-
-Weights = dict[str, Tensor]
+from soloist.model.torch_types import TORCH_DTYPES, Weights
 
 
 class StoredFile(Protocol):
@@ -99,22 +96,6 @@ def read_tensors(
                     copy = handles.open(checkpoint.tensors[name].file).get_tensor(name)
                     _require_same(spec.sources[0].name, joined, name, copy)
             yield spec.name, joined
-
-
-def random_weights(
-    specs: Iterable[TensorSpec], dtype: Dtype, device: torch.device, seed: int = 0
-) -> Weights:
-    """Weights for benchmarks: normal values scaled so that activations keep their size."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    weights: Weights = {}
-    for spec in specs:
-        values = torch.empty(spec.shape, dtype=torch.float32, device=device)
-        if spec.name.endswith("norm"):
-            values.fill_(1.0)
-        else:
-            values.normal_(0.0, spec.shape[-1] ** -0.5, generator=generator)
-        weights[spec.name] = values.to(TORCH_DTYPES[dtype])
-    return weights
 
 
 class _Handles:

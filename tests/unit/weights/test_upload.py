@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from soloist.jit import upload
-from soloist.jit.upload import Upload
+from soloist.weights import upload
+from soloist.weights.upload import Upload
 
 SOME = 1 << 40
 

@@ -1,0 +1,18 @@
+"""The way of a weight byte, from a checkpoint's files to the order in which the kernel streams it.
+
+One step a file, each of which knows only those before it:
+
+    upload         files → a GPU's memory, while Python still imports torch; so it imports no torch
+    reading        files → whole tensors; `random` makes some without files
+    uploaded       files for `reading` that are in the GPU's memory already
+    sharding       a whole tensor → a rank's share of it
+    distribution   all tensors → every rank's share, on its GPU
+    loading        all of these in their order, for a model that is loaded
+    packing        a matrix in rows → the kernel's order, and back
+    packed         a rank's share → `PackedWeights` of the kernel, matrix by matrix
+    unpacking      the same back to rows, a matrix at a time, for prefill
+
+The decode kernel takes what was packed, prefill a function that gives rows; neither knows where
+they come from. The folder stands on the kernel's plan, which says who owns which rows and in which
+order. What the layers below know of weights is `soloist.model.torch_types`.
+"""

@@ -1,0 +1,65 @@
+"""A rank's whole share in the kernel's order: every matrix packed and placed, every vector."""
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.packed_weights import PackedWeights
+from soloist.megakernel.partition import Matrix
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import PRODUCTS
+from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.packing import ordered, pack, place
+
+
+def pack_weights(
+    plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool = False
+) -> PackedWeights:
+    """A rank's weights in the kernel's order.
+
+    Args:
+        plan: of the kernel.
+        weights: row-major tensors of the rank's share (`shard_all`), best on its GPU; entries are
+            taken out as they are packed, so that not all of them lie in memory twice.
+        device: the rank's GPU.
+        keep_rows: leave `weights` as they are.
+    """
+    take = weights.__getitem__ if keep_rows else weights.pop
+    dtype, layout, shape = TORCH_DTYPES[plan.dtype], plan.image, plan.shape
+    image = torch.zeros(plan.grid_blocks, layout.block_stride, dtype=torch.uint8, device=device)
+    vectors = torch.zeros(
+        shape.vector_lanes, layout.vector_values, dtype=torch.float32, device=device
+    )
+
+    def put_matrix(layer: int, name: str, tensor: str) -> None:
+        op = layout.operation(layer, name)
+        parts = {part: take(tensor + part) for part in op.matrix.format.parts}
+        for i, own_image in enumerate(image.split(plan.blocks)):
+            own = {
+                part: (values if plan.model.lanes is None else values[i]).to(device)
+                for part, values in parts.items()
+            }
+            if op.matrix.format.is_plain:
+                own[""] = own[""].to(dtype)
+            place(plan, op, layer, pack(plan, op, own), own_image)
+
+    def put_vector(start: int, values: Tensor, matrix: Matrix | None = None) -> None:
+        for i, part in enumerate(vectors):
+            own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
+            own = own if matrix is None else ordered(shape, matrix, own)
+            part[start : start + own.numel()] = own
+
+    for layer in range(shape.num_layers):
+        kind = layout.layer(layer)
+        biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
+        for phase in PRODUCTS:
+            put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
+        for name in kind.vectors:
+            values = take(f"layers.{layer}.{name}")
+            put_vector(layout.vector_offset(layer, name), values, biased.get(name))
+    put_vector(layout.final_norm_offset, take("final_norm"))
+    if plan.share.tied_head:
+        put_matrix(0, "head", "embedding")
+        return PackedWeights(image, vectors.flatten(), None)
+    put_matrix(0, "head", "head")
+    table = take("embedding").to(device, dtype).contiguous()
+    return PackedWeights(image, vectors.flatten(), table)

@@ -1,0 +1,46 @@
+"""From the kernel's image back to rows: what prefill multiplies by where only one copy fits."""
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.plan import Plan
+from soloist.model.torch_types import TORCH_DTYPES
+from soloist.weights.packing import gather, numbers, unpack
+
+
+class Unpacked:
+    """Row-major matrices by name, each unpacked from the kernel's image when asked for.
+
+    Of a model with lanes they have lanes first.
+
+    Args:
+        plan: how the image is laid out.
+        image: packed weights [blocks, bytes], or values in place of bytes.
+        table: the embedding where the head is not tied to it.
+    """
+
+    def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
+        self._plan, self._image, self._table = plan, image, table
+
+    def __call__(self, name: str) -> Tensor:
+        """[out, in] or [L, out, in], contiguous."""
+        if name == "embedding" and self._table is not None:
+            return self._table
+        layer, short = 0, "head"
+        if name not in ("embedding", "head"):
+            _, number, short = name.split(".")
+            layer = int(number)
+        operation = self._plan.image.operation(layer, short)
+        parts = [
+            self._row_major(operation, gather(self._plan, operation, layer, image))
+            for image in torch.split(self._image, self._plan.blocks)
+        ]
+        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)
+
+    def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
+        dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
+        if stored.is_plain:
+            values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
+            return unpack(self._plan, operation, values)[""]
+        return numbers(stored, unpack(self._plan, operation, packed)).to(dtype)
