@@ -62,7 +62,7 @@ class LoadReport:
         executor: what runs the model.
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
         bandwidth_gb_per_s: measured read bandwidth, of all GPUs; None if it was not measured.
-        host_cache_bytes: of host memory that kept prompts may take.
+        host_cache_bytes: of host memory that cached prompts may take.
     """
 
     folder: Path

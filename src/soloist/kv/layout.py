@@ -131,7 +131,7 @@ class KvLayout:
             return f"{storage}__device__ __forceinline__ {declaration} {{ return {result}; }}"
 
         return [
-            "// The layout of KV pages; see kv_layout.py.",
+            "// The layout of KV pages; see kv/layout.py.",
             *(f"{storage}constexpr unsigned {name} = {n}u;" for name, n in constants.items()),
             "enum : unsigned {",
             *(f"  {name} = {value}u," for name, value in derived.items()),

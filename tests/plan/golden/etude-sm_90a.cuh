@@ -362,7 +362,7 @@ struct Model {
   static constexpr unsigned kShSamplingBytes = 768u;
   static constexpr unsigned kShControl = 27648u;
   static constexpr unsigned kShControlBytes = 384u;
-  // The layout of KV pages; see kv_layout.py.
+  // The layout of KV pages; see kv/layout.py.
   static constexpr unsigned kPoolKvHeads = 2u;
   static constexpr unsigned kHalfPageBytes = 4096u;
   enum : unsigned {
