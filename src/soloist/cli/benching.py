@@ -1,10 +1,10 @@
 """`soloist bench prefill`, `bandwidth`, `compare` and `report`; what every bench does with rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import commonpath
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
 
 _EXIT_SLOWER = 4
+_Choice = TypeVar("_Choice")
 
 _PREFIXES: "dict[str, tuple[Prefix, ...]]" = {
     "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
@@ -40,9 +41,7 @@ def checked_prefixes(given: str) -> "tuple[Prefix, ...]":
     Raises:
         SettingError: nothing.
     """
-    if given not in _PREFIXES:
-        raise SettingError("--prefix", given, ", ".join(_PREFIXES))
-    return _PREFIXES[given]
+    return _chosen("--prefix", given, _PREFIXES)
 
 
 def checked_kernel_caches(given: str) -> "tuple[KernelCache, ...]":
@@ -51,9 +50,13 @@ def checked_kernel_caches(given: str) -> "tuple[KernelCache, ...]":
     Raises:
         SettingError: nothing.
     """
-    if given not in _KERNEL_CACHES:
-        raise SettingError("--kernel-cache", given, ", ".join(_KERNEL_CACHES))
-    return _KERNEL_CACHES[given]
+    return _chosen("--kernel-cache", given, _KERNEL_CACHES)
+
+
+def _chosen(option: str, given: str, choices: Mapping[str, _Choice]) -> _Choice:
+    if given not in choices:
+        raise SettingError(option, given, ", ".join(choices))
+    return choices[given]
 
 
 def prefill(

@@ -44,12 +44,12 @@ class Published:
         self._values[name][where], epochs[where] = x, epoch
 
     def is_there(self, name: str, epoch: int, queries: int) -> bool:
-        """All lanes have published everything of a epoch."""
+        """All lanes have published everything of an epoch."""
         epochs = self._epochs[name]
         return bool((epochs[epoch % len(epochs), :, :queries] == epoch).all())
 
     def receive(self, name: str, epoch: int, block: int, rows: range, queries: int) -> Tensor:
-        """[lanes, queries, rows] of a epoch."""
+        """[lanes, queries, rows] of an epoch."""
         epochs = self._epochs[name]
         self._received[name, epoch, block] += 1
         where = (epoch % len(epochs), slice(None), slice(queries), slice(rows.start, rows.stop))
