@@ -174,7 +174,8 @@ def shape_on_gpu(
     row_bytes = parameters(tensors(config)) * dtype.num_bytes
     keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")
-    whole = random_weights(tensors(config), dtype, home)
+    # Drawn on the GPU in any case: the numbers are not to depend on the room.
+    whole = random_weights(tensors(config), dtype, placed.devices[0], home=home)
     weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes
