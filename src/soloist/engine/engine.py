@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from soloist.device import available_memory_bytes, cpu_name, usable_cores
+from soloist.device import HEADROOM_BYTES, available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
@@ -21,6 +21,7 @@ from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor, Running
 from soloist.engine.gpus import place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
+from soloist.engine.memory import require_host_memory
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import Support
 from soloist.engine.traffic import Burst, Traffic
@@ -30,7 +31,6 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
@@ -149,13 +149,11 @@ class Engine:
         def support_in(dtype: Dtype) -> Support:
             return placed.support(config, dtype)
 
-        def kernel(dtype: Dtype) -> KernelMemory | None:
-            return support_in(dtype).memory
-
         held = placed.share_of(config)  # by each GPU
         resolved = resolve(
-            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes, kernel
-        )
+            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes,
+            lambda dtype: support_in(dtype).plan,
+        )  # fmt: skip
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
         _set_threads(settings)
