@@ -40,6 +40,7 @@ from soloist.text import ChatTemplate, Message, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.loading import Destination, Source, load_ranks
+from soloist.weights.memory import row_bytes
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -159,12 +160,12 @@ class Engine:
         _set_threads(settings)
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         support = support_in(resolved.dtype)
-        row_bytes = parameters(tensors(held)) * resolved.dtype.num_bytes
+        weights_bytes = row_bytes(tensors(held), resolved.dtype)
         room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
         # Weights that do not fit into the GPU twice come from the host, one after the other.
-        is_staged = support.plan is not None and room_bytes < row_bytes
+        is_staged = support.plan is not None and room_bytes < weights_bytes
         if is_staged:
-            require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
+            require_host_memory(weights_bytes * placed.ranks, available_memory_bytes())
         host_bytes = host_cache_bytes(
             asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )
