@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from soloist.bench.decode import python_prompt
-from soloist.device import HEADROOM_BYTES, available_memory_bytes, usable_cores
+from soloist.device import available_memory_bytes, usable_cores
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
@@ -164,7 +164,7 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     footprint = Footprint(held, tensors(held), dtype, support.plan)
-    needed_bytes = footprint.require(pooled_tokens, free_bytes).total_bytes + HEADROOM_BYTES
+    needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU all weights lie before they are cut.
     keep_rows = needed_bytes + row_bytes(tensors(config), dtype) <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")

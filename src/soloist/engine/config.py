@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from soloist.device import HEADROOM_BYTES
 from soloist.engine.memory import Footprint, MemoryEstimate
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.kv.layout import PAGE_POSITIONS
@@ -133,16 +132,14 @@ def resolve(
     def footprint(dtype: Dtype) -> Footprint:
         return Footprint(model, specs, dtype, plan_in(dtype))
 
-    def longest(dtype: Dtype) -> int:
-        return footprint(dtype).fitting_context(available_bytes)
-
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
     elif device == "cpu":
-        dtype = Dtype.FP32 if longest(Dtype.FP32) >= (wanted or 1) else Dtype.BF16
+        longest = footprint(Dtype.FP32).fitting_context(available_bytes)
+        dtype = Dtype.FP32 if longest >= (wanted or 1) else Dtype.BF16
     else:
         dtype = stored
-    context = wanted or max(1, longest(dtype))
+    context = wanted or max(1, footprint(dtype).fitting_context(available_bytes))
     memory = footprint(dtype).require(context, available_bytes)
     kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
     token_bytes = kv_bytes_per_token(model, dtype)
@@ -187,7 +184,7 @@ def _kv_tokens(
 
     The other half serves what may, but need not, be in memory: on a GPU, rows for prefill.
     """
-    left = max(0, available_bytes - HEADROOM_BYTES - memory.total_bytes)
+    left = max(0, available_bytes - memory.needed_bytes)
     further = left // 2 // kv_bytes_per_token(model, dtype)
     further = min(further, (sequences - 1) * context)
     return context + further // PAGE_POSITIONS * PAGE_POSITIONS

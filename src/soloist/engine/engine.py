@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from soloist.device import HEADROOM_BYTES, available_memory_bytes, cpu_name, usable_cores
+from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
@@ -161,7 +161,7 @@ class Engine:
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         support = support_in(resolved.dtype)
         weights_bytes = row_bytes(tensors(held), resolved.dtype)
-        room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
+        room_bytes = free_bytes - resolved.memory.needed_bytes
         # Weights that do not fit into the GPU twice come from the host, one after the other.
         is_staged = support.plan is not None and room_bytes < weights_bytes
         if is_staged:

@@ -33,6 +33,11 @@ class MemoryEstimate:
         """Everything together."""
         return self.weights_bytes + self.kv_bytes + self.scratch_bytes
 
+    @property
+    def needed_bytes(self) -> int:
+        """The same with the reserve: what has to be free."""
+        return self.total_bytes + HEADROOM_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -73,11 +78,8 @@ class Footprint:
 
     def fitting_context(self, available_bytes: int) -> int:
         """The longest context that fits, at most the model's own; 0 where weights alone do not."""
-
-        def total(tokens: int) -> int:
-            return self.estimate(tokens).total_bytes + HEADROOM_BYTES
-
-        return bisect_right(range(1, self.config.context_tokens + 1), available_bytes, key=total)
+        lengths = range(1, self.config.context_tokens + 1)
+        return bisect_right(lengths, available_bytes, key=lambda n: self.estimate(n).needed_bytes)
 
     def require(self, context_tokens: int, available_bytes: int) -> MemoryEstimate:
         """The estimate, or a refusal that names what would fit.
@@ -86,7 +88,7 @@ class Footprint:
             OutOfMemory: weights, cache and scratch exceed `available_bytes`.
         """
         dtype, needs = self.dtype, self.estimate(context_tokens)
-        if needs.total_bytes + HEADROOM_BYTES <= available_bytes:
+        if needs.needed_bytes <= available_bytes:
             return needs
         in_bf16 = replace(self, dtype=Dtype.BF16, plan=None)
         what = (
@@ -107,7 +109,7 @@ class Footprint:
                 f"models of up to about {room / 1e9:.2g} billion parameters fit in {dtype.value}; "
                 "use a smaller model or free memory"
             )
-        raise OutOfMemory(what, needs.total_bytes + HEADROOM_BYTES, available_bytes, hint)
+        raise OutOfMemory(what, needs.needed_bytes, available_bytes, hint)
 
 
 def require_host_memory(weights_bytes: int, available_bytes: int) -> None:

@@ -1,7 +1,4 @@
-"""Bytes that the reference takes beside weights and KV cache, and the sizes that bound them. Pure.
-
-Passes, readers and tiles of attention have sizes that speed asks for; scratch follows from them.
-"""
+"""Bytes that the reference takes beside weights and KV cache, and the sizes behind them. Pure."""
 
 from soloist.model.config import Lanes, ModelConfig
 from soloist.model.dtype import Dtype

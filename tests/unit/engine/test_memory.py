@@ -87,7 +87,8 @@ def test_refusals_name_what_fits(tmp_path: Path) -> None:
 
 def test_the_sum_includes_the_reserve(tmp_path: Path) -> None:
     needs = footprint(tmp_path, QWEN3_17B, Dtype.FP32)
-    needed_bytes = needs.estimate(100).total_bytes + HEADROOM_BYTES
+    needed_bytes = needs.estimate(100).needed_bytes
+    assert needed_bytes == needs.estimate(100).total_bytes + HEADROOM_BYTES
     needs.require(100, needed_bytes)
     with pytest.raises(OutOfMemory):
         needs.require(100, needed_bytes - 1)
