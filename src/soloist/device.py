@@ -7,6 +7,9 @@ from pathlib import Path
 
 import psutil
 
+# What a process needs besides a model: interpreter, torch, tokenizer, allocator slack.
+HEADROOM_BYTES = 300 * 10**6
+
 _CGROUP = Path("/sys/fs/cgroup")
 _LOAD = Path("/proc/loadavg")
 

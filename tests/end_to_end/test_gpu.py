@@ -12,7 +12,7 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
 from soloist.model.folder import shipped_folder
-from soloist.reference import build_reference
+from soloist.reference.build import build_reference
 from soloist.sampling import Sampler, SamplingParams
 from soloist.weights.reading import load_weights
 

@@ -27,8 +27,8 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
-from soloist.reference import build_reference
 from soloist.reference.blocks import Rotary
+from soloist.reference.build import build_reference
 from soloist.weights.packing import numbers, ordered, pack, place
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (

@@ -13,7 +13,8 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import find_model
-from soloist.reference import Reference, build_reference
+from soloist.reference.build import build_reference
+from soloist.reference.device import Reference
 from soloist.weights.reading import load_weights
 
 TINY: dict[str, Any] = {

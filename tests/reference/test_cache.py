@@ -7,7 +7,7 @@ from reference.compare import assert_close
 from reference.lanes import FIELDS, random_tensors, write
 from reference.oracle import Case, build, load, prompt, run, save
 from soloist.model.config import Lanes
-from soloist.reference import Reference
+from soloist.reference.device import Reference
 from soloist.reference.laneformer import DelayLine
 
 WINDOWED = Case(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reference.compare import assert_close
 from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
-from soloist.reference import Reference
+from soloist.reference.device import Reference
 
 LLAMA3 = {
     "rope_type": "llama3",

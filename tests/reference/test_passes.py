@@ -13,9 +13,9 @@ from reference.oracle import Case, build, prompt, save
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.reference import KVCache, Reference, build_reference
-from soloist.reference.cache import Scratch
-from soloist.reference.device import LogitRows
+from soloist.reference.build import build_reference
+from soloist.reference.cache import KVCache, Scratch
+from soloist.reference.device import LogitRows, Reference
 from soloist.reference.passes import Pass
 from soloist.reference.reading import Readers, Reading
 from soloist.reference.threads import Threads

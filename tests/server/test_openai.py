@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from server.running import etude, is_idle, oracle, wait_for
 from server.values import MESSAGES
 from soloist import engine
-from soloist.model.memory import kv_bytes_seen
+from soloist.kv.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
 from soloist.server import documentation

@@ -34,8 +34,9 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import REFERENCE_CHUNK_TOKENS
-from soloist.reference import Reference, build_reference
+from soloist.reference.build import build_reference
+from soloist.reference.device import Reference
+from soloist.reference.memory import REFERENCE_CHUNK_TOKENS
 from soloist.settings import read_settings
 from soloist.weights.reading import load_weights
 

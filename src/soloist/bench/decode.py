@@ -20,7 +20,7 @@ from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.errors import SettingError
-from soloist.model.memory import kv_bytes_seen
+from soloist.kv.memory import kv_bytes_seen
 from soloist.sampling import SamplingParams
 
 

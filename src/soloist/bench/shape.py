@@ -37,12 +37,12 @@ from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
 from soloist.engine.request import Request
 from soloist.errors import SettingError
+from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import kv_bytes_seen
 from soloist.model.tensors import streamed_values
 from soloist.sampling import Sampler, SamplingParams
 

@@ -17,24 +17,21 @@ from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.memory import Footprint
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.memory import (
-    HEADROOM_BYTES,
-    REFERENCE_CHUNK_TOKENS,
-    kv_bytes_seen,
-    require_memory,
-)
-from soloist.model.tensors import parameters, streamed_values
+from soloist.model.tensors import streamed_values
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
 from soloist.weights.distribution import distribute
+from soloist.weights.memory import row_bytes
 from soloist.weights.random import random_weights
 
 
@@ -164,15 +161,12 @@ def shape_on_gpu(
     if support.plan is None:
         raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
     held = placed.share_of(config)
-    specs = tensors(held)
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
-    needs = require_memory(
-        held, specs, dtype, pooled_tokens, free_bytes, REFERENCE_CHUNK_TOKENS, support.memory
-    )
+    footprint = Footprint(held, tensors(held), dtype, support.plan)
+    needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU all weights lie before they are cut.
-    row_bytes = parameters(tensors(config)) * dtype.num_bytes
-    keep_rows = needs.total_bytes + HEADROOM_BYTES + row_bytes <= free_bytes
+    keep_rows = needed_bytes + row_bytes(tensors(config), dtype) <= free_bytes
     home = placed.devices[0] if keep_rows else torch.device("cpu")
     # Drawn on the GPU in any case: the numbers are not to depend on the room.
     whole = random_weights(tensors(config), dtype, placed.devices[0], home=home)
@@ -202,9 +196,7 @@ def shape_on_cpu(
         OutOfMemory: they do not fit.
     """
     specs = tensors(config)
-    require_memory(
-        config, specs, dtype, context_tokens, available_memory_bytes(), REFERENCE_CHUNK_TOKENS
-    )
+    Footprint(config, specs, dtype).require(context_tokens, available_memory_bytes())
     torch.set_num_threads(read_settings().threads or usable_cores())
     weights = random_weights(specs, dtype, torch.device("cpu"))
     return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)

@@ -6,14 +6,16 @@ from soloist.cli.tables import show_facts
 from soloist.cli.terminal import millions, print_json
 from soloist.device import available_memory_bytes
 from soloist.errors import SettingError, gigabytes
+from soloist.kv.memory import kv_bytes_per_token
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import REFERENCE_CHUNK_TOKENS, estimate, kv_bytes_per_token
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
+from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
+from soloist.weights.memory import row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,16 @@ def _precision_facts(
     context_tokens: int,
     available: int,
 ) -> PrecisionFacts:
-    needs = estimate(config, specs, dtype, context_tokens, REFERENCE_CHUNK_TOKENS)
+    weights_bytes, token_bytes = row_bytes(specs, dtype), kv_bytes_per_token(config, dtype)
+    scratch = scratch_bytes(config, dtype, context_tokens)
+    memory_bytes = weights_bytes + token_bytes * context_tokens + scratch
     streamed = streamed_values(specs, tied_head=config.tied_head)
     return PrecisionFacts(
-        weights_bytes=needs.weights_bytes,
+        weights_bytes=weights_bytes,
         streamed_bytes_per_token=streamed * dtype.num_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
-        memory_bytes=needs.total_bytes,
-        fits=needs.total_bytes <= available,
+        kv_bytes_per_token=token_bytes,
+        memory_bytes=memory_bytes,
+        fits=memory_bytes <= available,
     )
 
 

@@ -4,20 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from soloist.engine.memory import Footprint, MemoryEstimate
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.memory import kv_bytes_per_token
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import (
-    HEADROOM_BYTES,
-    REFERENCE_CHUNK_TOKENS,
-    KernelMemory,
-    MemoryEstimate,
-    fitting_context,
-    kv_bytes_per_token,
-    require_memory,
-)
 from soloist.model.tensors import TensorSpec
 
 # Of the host's free memory, for cached prompts.
@@ -115,11 +109,11 @@ def resolve(
     stored: Dtype,
     device: str,
     available_bytes: int,
-    kernel: Callable[[Dtype], KernelMemory | None] = lambda _: None,
+    plan_in: Callable[[Dtype], Plan | None] = lambda _: None,
 ) -> Resolved:
     """Decide precision and context, and hold the sum against the memory there is.
 
-    `kernel` tells what the decode kernel takes in a precision, or None where it does not run.
+    `plan_in` gives the decode kernel's plan in a precision, or None where it does not run.
 
     Raises:
         SettingError: a context beyond the model's.
@@ -135,21 +129,18 @@ def resolve(
             "context", wanted, f"1 … {model.context_tokens:,}, the positions the model was made for"
         )
 
-    def longest(dtype: Dtype) -> int:
-        return fitting_context(
-            model, specs, dtype, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
-        )
+    def footprint(dtype: Dtype) -> Footprint:
+        return Footprint(model, specs, dtype, plan_in(dtype))
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
     elif device == "cpu":
-        dtype = Dtype.FP32 if longest(Dtype.FP32) >= (wanted or 1) else Dtype.BF16
+        longest = footprint(Dtype.FP32).fitting_context(available_bytes)
+        dtype = Dtype.FP32 if longest >= (wanted or 1) else Dtype.BF16
     else:
         dtype = stored
-    context = wanted or max(1, longest(dtype))
-    memory = require_memory(
-        model, specs, dtype, context, available_bytes, REFERENCE_CHUNK_TOKENS, kernel(dtype)
-    )
+    context = wanted or max(1, footprint(dtype).fitting_context(available_bytes))
+    memory = footprint(dtype).require(context, available_bytes)
     kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
     token_bytes = kv_bytes_per_token(model, dtype)
     memory = replace(memory, kv_bytes=memory.kv_bytes + (kv_tokens - context) * token_bytes)
@@ -193,7 +184,7 @@ def _kv_tokens(
 
     The other half serves what may, but need not, be in memory: on a GPU, rows for prefill.
     """
-    left = max(0, available_bytes - HEADROOM_BYTES - memory.total_bytes)
+    left = max(0, available_bytes - memory.needed_bytes)
     further = left // 2 // kv_bytes_per_token(model, dtype)
     further = min(further, (sequences - 1) * context)
     return context + further // PAGE_POSITIONS * PAGE_POSITIONS

@@ -21,6 +21,7 @@ from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
 from soloist.engine.gpus import place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
+from soloist.engine.memory import require_host_memory
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
 from soloist.engine.support import Support
@@ -31,7 +32,6 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.memory import HEADROOM_BYTES, KernelMemory, require_host_memory
 from soloist.model.tensors import parameters, streamed_values
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
@@ -41,6 +41,7 @@ from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.loading import Destination, Source, load_ranks
+from soloist.weights.memory import row_bytes
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -150,24 +151,22 @@ class Engine:
         def support_in(dtype: Dtype) -> Support:
             return placed.support(config, dtype)
 
-        def kernel(dtype: Dtype) -> KernelMemory | None:
-            return support_in(dtype).memory
-
         held = placed.share_of(config)  # by each GPU
         resolved = resolve(
-            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes, kernel
-        )
+            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes,
+            lambda dtype: support_in(dtype).plan,
+        )  # fmt: skip
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
         _set_threads(settings)
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         support = support_in(resolved.dtype)
-        row_bytes = parameters(tensors(held)) * resolved.dtype.num_bytes
-        room_bytes = free_bytes - resolved.memory.total_bytes - HEADROOM_BYTES
+        weights_bytes = row_bytes(tensors(held), resolved.dtype)
+        room_bytes = free_bytes - resolved.memory.needed_bytes
         # Weights that do not fit into the GPU twice come from the host, one after the other.
-        is_staged = support.plan is not None and room_bytes < row_bytes
+        is_staged = support.plan is not None and room_bytes < weights_bytes
         if is_staged:
-            require_host_memory(row_bytes * placed.ranks, available_memory_bytes())
+            require_host_memory(weights_bytes * placed.ranks, available_memory_bytes())
         host_bytes = host_cache_bytes(
             asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
         )

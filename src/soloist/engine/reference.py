@@ -24,9 +24,10 @@ from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.prefix import Match, Node, PrefixTree
 from soloist.model.config import ModelConfig
-from soloist.model.memory import REFERENCE_PASS_TOKENS
 from soloist.model.torch_types import Weights
-from soloist.reference import KVCache, build_reference
+from soloist.reference.build import build_reference
+from soloist.reference.cache import KVCache
+from soloist.reference.memory import REFERENCE_PASS_TOKENS
 from soloist.reference.passes import Pass
 from soloist.reference.reading import Readers, Reading
 from soloist.reference.threads import Threads

@@ -1,4 +1,4 @@
-"""Whether the decode kernel runs a model, and what memory it takes then."""
+"""Whether the decode kernel runs a model."""
 
 from dataclasses import dataclass
 
@@ -6,19 +6,11 @@ import torch
 
 from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
-from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import gpu_from_capability
-from soloist.megakernel.header import BUILT_FOR
-from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.sampling_header import sample_workspace_bytes
-from soloist.megakernel.share import share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import KernelMemory
-from soloist.prefill.buffers import bytes_per_token
 from soloist.prefill.part import require_prefill
-from soloist.prefill.widths import MOST_PASS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +24,6 @@ class Support:
 
     plan: Plan | None
     refusal: str = ""
-
-    @property
-    def memory(self) -> KernelMemory | None:
-        """For the estimate."""
-        if self.plan is None:
-            return None
-        plan = self.plan
-        # The kernel's logits, the same adjusted, and counts of tokens; and prefill's logits.
-        logits_bytes = (3 * MAX_QUERIES + 1) * plan.exchanges.sampled_rows * 4
-        # The workspace, and one that stays fresh for each build.
-        exchange_bytes = (1 + len(BUILT_FOR)) * plan.exchanges.num_bytes
-        scratch_bytes = sample_workspace_bytes(plan.grid_blocks)
-        # Counted for each rank, and so is everything here.
-        share = share_of(plan.model, plan.ranks)
-        return KernelMemory(
-            image_bytes=plan.image.num_bytes,
-            workspace_bytes=exchange_bytes + scratch_bytes + logits_bytes,
-            page_tokens=PAGE_POSITIONS,
-            prefill_tokens=MOST_PASS_TOKENS,
-            prefill_bytes_per_token=bytes_per_token(share, plan.dtype),
-        )
 
 
 def find_support(

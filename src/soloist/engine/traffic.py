@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from soloist.kv.memory import kv_bytes_seen
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import kv_bytes_seen
 
 
 @dataclass(frozen=True, slots=True)

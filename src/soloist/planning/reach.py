@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from soloist.device import HEADROOM_BYTES
 from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported, gigabytes
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
-from soloist.model.memory import HEADROOM_BYTES
 from soloist.planning.bounds import kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
 from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware

@@ -7,11 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
+from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.header import wide_products
+from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.reference.memory import rope_table_bytes
 
 _FP32_BYTES = 4
 # What has lanes first where the model has lanes.
@@ -86,6 +90,22 @@ def allocate(config: ModelConfig, lanes: int, rows: int, pool: PagePool) -> Buff
 def widest(pool: PagePool) -> torch.dtype:
     """Of products: only CUDA multiplies 16-bit matrices into fp32."""
     return torch.float32 if pool.device.type == "cuda" else pool.dtype
+
+
+def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
+    """Most that reading prompts takes on a rank, beside weights and a pool of so many pages.
+
+    Args:
+        config: what the rank has.
+        plan: of the decode kernel that shares the pool.
+        num_pages: of the pool.
+    """
+    positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
+    buffers = bytes_per_token(config, plan.dtype) * min(MOST_PASS_TOKENS, positions)
+    # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
+    gathered = 3 * layout.pool_bytes(num_pages) // layout.num_layers
+    rope = 2 * rope_table_bytes(config, positions)  # and what the table is made of
+    return buffers + gathered + rope + plan.exchanges.sampled_rows * _FP32_BYTES  # logits
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:

@@ -16,9 +16,9 @@ import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
 from soloist.model.config import Attention, Mlp
-from soloist.model.memory import MOST_READERS, SCORE_VALUES
 from soloist.model.rope import Rope
 from soloist.reference.cache import KVCache, Scratch
+from soloist.reference.memory import MOST_READERS, SCORE_VALUES
 
 # Weights that are widened to fp32 at a time: 2 MB.
 WIDENED_VALUES = 2**19

@@ -6,8 +6,6 @@ from soloist.reference.device import Reference
 from soloist.reference.laneformer import LaneTransformer
 from soloist.reference.transformer import Transformer
 
-__all__ = ["Reference", "build_reference"]
-
 
 def build_reference(config: ModelConfig, weights: Weights) -> Reference:
     """Put weights and configuration together."""

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from soloist.model.memory import MOST_READERS
 from soloist.reference.cache import KVCache, Scratch
 from soloist.reference.device import LogitRows, Reference
+from soloist.reference.memory import MOST_READERS
 from soloist.reference.passes import Pass
 from soloist.reference.threads import Threads
 

@@ -12,6 +12,8 @@ One step a file, each of which knows only those before it:
     packed         a rank's share → `PackedWeights` of the kernel, matrix by matrix
     unpacking      the same back to rows, a matrix at a time, for prefill
 
+`memory` says what they take, before the first step.
+
 The decode kernel takes what was packed, prefill a function that gives rows; neither knows where
 they come from. The folder stands on the kernel's plan, which says who owns which rows and in which
 order. What the layers below know of weights is `soloist.model.torch_types`.

@@ -2,13 +2,13 @@
 
 import pytest
 
+from soloist.device import HEADROOM_BYTES
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve
 from soloist.errors import OutOfMemory, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
-from soloist.model.memory import HEADROOM_BYTES
 from unit.prefill.models import model
 
 DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)

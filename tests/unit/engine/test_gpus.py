@@ -6,6 +6,7 @@ import torch
 from plan.shapes import SHAPES
 from soloist.engine.config import EngineConfig
 from soloist.engine.gpus import Placement, choose_gpus, place
+from soloist.engine.memory import Footprint
 from soloist.engine.support import support_on
 from soloist.errors import (
     DeviceMissing,
@@ -18,8 +19,6 @@ from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.families.dense import decoder_tensors
-from soloist.model.memory import estimate
-from soloist.prefill.widths import MOST_PASS_TOKENS
 from unit.prefill.models import model
 
 CPU = torch.device("cpu")
@@ -100,10 +99,10 @@ def test_ranks_are_placed_as_told_or_refused() -> None:
 def test_each_gpu_holds_its_share_and_the_table(ranks: int) -> None:
     config = read_config(SHAPES["llama-3.1-8b"])
     one, several = (
-        estimate(
-            held, decoder_tensors(held), Dtype.BF16, 4096, MOST_PASS_TOKENS,
-            support_on(*H200, config, Dtype.BF16, placed.ranks).memory,
-        )
+        Footprint(
+            held, decoder_tensors(held), Dtype.BF16,
+            support_on(*H200, config, Dtype.BF16, placed.ranks).plan,
+        ).estimate(4096)
         for placed in (Placement((CPU,)), Placement((CPU,) * ranks))
         for held in [placed.share_of(config)]
     )  # fmt: skip

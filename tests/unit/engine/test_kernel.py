@@ -313,8 +313,6 @@ def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
     found = support_on(*gpu, DENSE, Dtype.BF16)
     assert found.plan is not None
     assert not found.refusal
-    assert found.memory is not None
-    assert found.memory.image_bytes == found.plan.image.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -344,7 +342,6 @@ def test_refusals_say_why_and_what_runs(
 ) -> None:
     found = support_on(capability, 132, 227 * 1024, config, dtype)
     assert found.plan is None
-    assert found.memory is None
     assert found.refusal.startswith("the decode kernel does not support")
     assert named in found.refusal
     assert found.refusal.endswith("running the reference implementation")
@@ -355,15 +352,14 @@ def test_lanes_are_supported() -> None:
     config = read_config(LANEFORMER)
     found = support_on(*H200, config, Dtype.FP16)
     assert found.plan is not None
-    assert found.memory is not None
     assert found.plan.shape.lanes_here == 8
-    assert found.memory.image_bytes > 2 * 2_222_000_000
+    assert found.plan.image.num_bytes > 2 * 2_222_000_000
     asked = EngineConfig(context_tokens=None)
     available = resolve(
-        asked, config, tensors(config), Dtype.FP16, "cuda:0", 10**11, lambda _: found.memory
+        asked, config, tensors(config), Dtype.FP16, "cuda:0", 10**11, lambda _: found.plan
     )
     embedding_bytes = 2 * 32_000 * 3_072
-    assert available.memory.weights_bytes == found.memory.image_bytes + embedding_bytes
+    assert available.memory.weights_bytes == found.plan.image.num_bytes + embedding_bytes
 
 
 def test_too_little_shared_memory_is_refused() -> None:
@@ -384,17 +380,17 @@ def test_without_the_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_the_estimate_is_the_kernels() -> None:
     specs = decoder_tensors(DENSE)
-    memory = support_on(*H200, DENSE, Dtype.BF16).memory
-    assert memory is not None
+    plan = support_on(*H200, DENSE, Dtype.BF16).plan
+    assert plan is not None
 
     def resolved(available_bytes: int, context: int | None = None):
         asked = EngineConfig(context_tokens=context)
-        return resolve(asked, DENSE, specs, Dtype.BF16, "cuda:0", available_bytes, lambda _: memory)
+        return resolve(asked, DENSE, specs, Dtype.BF16, "cuda:0", available_bytes, lambda _: plan)
 
     all_of_it = resolved(10**10)
     assert all_of_it.context_tokens == DENSE.context_tokens
-    assert all_of_it.memory.weights_bytes >= memory.image_bytes
+    assert all_of_it.memory.weights_bytes >= plan.image.num_bytes
     assert all_of_it.memory.kv_bytes == 2 * 2 * 2 * 2 * 64 * DENSE.context_tokens
     assert resolved(10**10, 65).memory.kv_bytes == resolved(10**10, 128).memory.kv_bytes
     with pytest.raises(OutOfMemory, match="weights"):
-        resolved(memory.image_bytes)
+        resolved(plan.image.num_bytes)

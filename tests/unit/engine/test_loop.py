@@ -21,8 +21,8 @@ from soloist.errors import (
     RequestError,
     ShuttingDown,
 )
+from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.sampling_header import NO_TOKEN
-from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill, opened
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of

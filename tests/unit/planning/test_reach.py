@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from soloist.device import HEADROOM_BYTES
 from soloist.errors import DoesNotFit, SettingError
-from soloist.model.memory import HEADROOM_BYTES
 from soloist.planning.expectation import Wall
 from soloist.planning.hardware import find_hardware
 from soloist.planning.precision import PRECISIONS, find_precision

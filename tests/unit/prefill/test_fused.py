@@ -34,7 +34,7 @@ from soloist.prefill.gate_up import (
 from soloist.prefill.header import header, wide_products
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
-from soloist.reference import build_reference
+from soloist.reference.build import build_reference
 from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
 
 ENTRIES = ("embed", "add_norm", "qkv_rope_store", "gather", "silu_mul")

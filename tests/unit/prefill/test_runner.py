@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from soloist.errors import ShapeUnsupported
+from soloist.kv.memory import kv_bytes_per_token
 from soloist.kv.pool import PagePool
 from soloist.megakernel.share import Share
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.memory import kv_bytes_per_token
 from soloist.model.rope import Rope, YarnScaling
 from soloist.prefill import chunk_attention, settling
 from soloist.prefill.part import Part, require_prefill
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
-from soloist.reference import build_reference
+from soloist.reference.build import build_reference
 from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
 
 CPU = torch.device("cpu")

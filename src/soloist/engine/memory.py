@@ -1,0 +1,126 @@
+"""How much memory a model needs, before any of it is allocated: the sum of what each part reports.
+
+The sum has three parts: weights, KV cache for the chosen context, and scratch for activations.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from soloist.device import HEADROOM_BYTES
+from soloist.errors import OutOfMemory, gigabytes
+from soloist.kv.allocator import num_pages_of
+from soloist.kv.memory import kv_bytes_per_token
+from soloist.megakernel.memory import workspace_bytes
+from soloist.megakernel.plan import Plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.tensors import TensorSpec
+from soloist.prefill.buffers import prefill_bytes
+from soloist.reference.memory import scratch_bytes
+from soloist.weights.memory import packed_bytes, row_bytes, unpacking_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by purpose."""
+
+    weights_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything together."""
+        return self.weights_bytes + self.kv_bytes + self.scratch_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The same with the reserve: what has to be free."""
+        return self.total_bytes + HEADROOM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a model takes of one device.
+
+    Attributes:
+        config: what the device holds.
+        specs: its tensors.
+        dtype: of weights and KV cache.
+        plan: of the decode kernel; without, the reference runs.
+    """
+
+    config: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    dtype: Dtype
+    plan: Plan | None = None
+
+    def estimate(self, context_tokens: int) -> MemoryEstimate:
+        """With so many positions of KV cache.
+
+        On the kernel with weights packed only: rows for prefill are kept as well where there is
+        room for them.
+        """
+        config, dtype, plan = self.config, self.dtype, self.plan
+        if plan is None:
+            return MemoryEstimate(
+                weights_bytes=row_bytes(self.specs, dtype),
+                kv_bytes=kv_bytes_per_token(config, dtype) * context_tokens,
+                scratch_bytes=scratch_bytes(config, dtype, context_tokens),
+            )
+        num_pages = num_pages_of(context_tokens)
+        prefill = prefill_bytes(config, plan, num_pages) + unpacking_bytes(self.specs, dtype)
+        return MemoryEstimate(
+            weights_bytes=packed_bytes(plan),
+            kv_bytes=plan.kv_layout.pool_bytes(num_pages),
+            scratch_bytes=workspace_bytes(plan) + prefill,
+        )
+
+    def fitting_context(self, available_bytes: int) -> int:
+        """The longest context that fits, at most the model's own; 0 where weights alone do not."""
+        lengths = range(1, self.config.context_tokens + 1)
+        return bisect_right(lengths, available_bytes, key=lambda n: self.estimate(n).needed_bytes)
+
+    def require(self, context_tokens: int, available_bytes: int) -> MemoryEstimate:
+        """The estimate, or a refusal that names what would fit.
+
+        Raises:
+            OutOfMemory: weights, cache and scratch exceed `available_bytes`.
+        """
+        dtype, needs = self.dtype, self.estimate(context_tokens)
+        if needs.needed_bytes <= available_bytes:
+            return needs
+        in_bf16 = replace(self, dtype=Dtype.BF16, plan=None)
+        what = (
+            f"this model in {dtype.value} with a context of {context_tokens:,} tokens "
+            f"(weights {gigabytes(needs.weights_bytes)}, KV cache {gigabytes(needs.kv_bytes)}, "
+            f"scratch {gigabytes(needs.scratch_bytes)}, reserve {gigabytes(HEADROOM_BYTES)})"
+        )
+        if longest := self.fitting_context(available_bytes):
+            hint = f"a context of {longest:,} tokens fits: --context {longest}"
+        elif dtype is Dtype.FP32 and (shorter := in_bf16.fitting_context(available_bytes)):
+            hint = (
+                f"in bf16 a context of {shorter:,} tokens fits: "
+                f"--precision bf16 --context {shorter}"
+            )
+        else:
+            room = max(0, available_bytes - HEADROOM_BYTES) // dtype.num_bytes
+            hint = (
+                f"models of up to about {room / 1e9:.2g} billion parameters fit in {dtype.value}; "
+                "use a smaller model or free memory"
+            )
+        raise OutOfMemory(what, needs.needed_bytes, available_bytes, hint)
+
+
+def require_host_memory(weights_bytes: int, available_bytes: int) -> None:
+    """Weights that pass through the host's memory fit there.
+
+    Raises:
+        OutOfMemory: they do not.
+    """
+    needed_bytes = weights_bytes + HEADROOM_BYTES
+    if needed_bytes > available_bytes:
+        what = f"holding weights of {gigabytes(weights_bytes)} on the host while the GPU packs them"
+        raise OutOfMemory(
+            what, needed_bytes, available_bytes, "free memory, or use a smaller --context"
+        )

@@ -1,0 +1,80 @@
+"""Bytes that the reference takes beside weights and KV cache, and the sizes behind them. Pure."""
+
+from soloist.model.config import Lanes, ModelConfig
+from soloist.model.dtype import Dtype
+
+# Prompt tokens a pass of the reference: enough for full matrix speed. Where prompts are kept, what
+# lies behind the last whole pass is read again, so more would cost more.
+REFERENCE_PASS_TOKENS = 128
+
+# Threads of the reference that may have a pass each, beside other processes.
+MOST_READERS = 4
+
+# Prompt tokens whose intermediate results are in memory at once.
+REFERENCE_CHUNK_TOKENS = MOST_READERS * REFERENCE_PASS_TOKENS
+
+# Attention scores held at once, by all readers together: long prompts against long contexts go
+# through in tiles of tokens.
+SCORE_VALUES = 2**22
+
+_FP32 = Dtype.FP32.num_bytes
+
+
+def scratch_bytes(
+    config: ModelConfig,
+    dtype: Dtype,
+    context_tokens: int,
+    chunk_tokens: int = REFERENCE_CHUNK_TOKENS,
+) -> int:
+    """Everything, with `chunk_tokens` positions of a prompt in memory at once."""
+    masks = _mask_values(config, context_tokens, chunk_tokens)
+    values = masks + _token_values(config) * chunk_tokens + config.vocab_size
+    return (
+        values * _FP32
+        + rope_table_bytes(config, context_tokens)
+        + _score_bytes(config, dtype, context_tokens)
+        + _widened_bytes(config, dtype, context_tokens)
+    )
+
+
+def rope_table_bytes(config: ModelConfig, positions: int) -> int:
+    """Cosine and sine of every angle, as `Rotary` has them."""
+    return config.layers[0].attention.head_dim * positions * _FP32
+
+
+def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
+    """Attention scores and shares of as many tokens as are held at once, one for each reader."""
+    heads = max(layer.attention.num_query_heads for layer in config.layers)
+    # Scores in the model's type, shares in fp32 and, of 16-bit scores, an fp32 copy on the way.
+    each = 2 * _FP32 if dtype is Dtype.FP32 else dtype.num_bytes + 2 * _FP32
+    return max(MOST_READERS * heads * context_tokens, SCORE_VALUES) * each
+
+
+def _widened_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
+    """Keys and values of one layer in fp32, on a CPU without products in 16 bits."""
+    if dtype is Dtype.FP32:
+        return 0
+    most = max(layer.attention.num_kv_heads * layer.attention.head_dim for layer in config.layers)
+    return 2 * most * context_tokens * _FP32
+
+
+def _mask_values(config: ModelConfig, context_tokens: int, chunk_tokens: int) -> int:
+    """Who is hidden from whom within a chunk and, of sliding layers, the window before it."""
+    windows = {layer.attention.window or 0 for layer in config.layers}
+    return sum((min(window, context_tokens) + chunk_tokens) * chunk_tokens for window in windows)
+
+
+def _token_values(config: ModelConfig) -> int:
+    """Numbers of scratch for each prefilled token: every named buffer of a step, at most fp32."""
+    most = 0
+    for layer in config.layers:
+        a = layer.attention
+        queries, keys = a.num_query_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        attention = a.qkv_rows + 4 * (queries + keys) + 2 * keys + 3 * queries
+        most = max(most, attention + 3 * layer.mlp.intermediate_size)
+    return most + _streams(config.lanes) * config.hidden_size
+
+
+def _streams(lanes: Lanes | None) -> int:
+    """Tensors as large as a residual stream: of lanes each has its own, and partial results."""
+    return 8 if lanes is None else (8 + 2 * lanes.delay_layers) * lanes.num_lanes

@@ -1,0 +1,116 @@
+"""The sum of all parts, the longest context that fits, and refusals that name it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan.shapes import SMALL, small_plan
+from soloist.device import HEADROOM_BYTES
+from soloist.engine.memory import Footprint, require_host_memory
+from soloist.errors import OutOfMemory, gigabytes
+from soloist.kv.pool import PagePool
+from soloist.megakernel.memory import workspace_bytes
+from soloist.megakernel.share import Share
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.prefill.buffers import num_bytes
+from soloist.prefill.part import Part
+from soloist.weights.packed import pack_weights
+from soloist.weights.random import random_weights
+from unit.model.configurations import LLAMA_31_8B, PUBLISHED, QWEN3_17B, written
+
+CPU = torch.device("cpu")
+
+
+def footprint(folder: Path, values: dict[str, Any], dtype: Dtype) -> Footprint:
+    config = read_config(written(folder, values))
+    return Footprint(config, tensors(config), dtype)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_more_of_anything_needs_more(name: str, tmp_path: Path) -> None:
+    bf16, fp32 = (footprint(tmp_path, PUBLISHED[name], d) for d in (Dtype.BF16, Dtype.FP32))
+    base = bf16.estimate(1000)
+    assert base.total_bytes == base.weights_bytes + base.kv_bytes + base.scratch_bytes
+    assert bf16.estimate(1001).total_bytes > base.total_bytes
+    assert fp32.estimate(1000).total_bytes > base.total_bytes
+
+
+@given(
+    name=st.sampled_from(["llama-3.2-1b", "laneformer-2b", "mistral-7b-v0.1", "qwen3-1.7b"]),
+    dtype=st.sampled_from(list(Dtype)),
+    gigabytes_there=st.floats(0.1, 80),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_named_context_fits_and_one_more_does_not(
+    name: str,
+    dtype: Dtype,
+    gigabytes_there: float,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    needs = footprint(tmp_path_factory.mktemp("config"), PUBLISHED[name], dtype)
+    there, most = int(gigabytes_there * 1e9), needs.config.context_tokens
+    longest = needs.fitting_context(there)
+    assert 0 <= longest <= most
+    assert needs.fitting_context(there + 10**8) >= longest
+    if longest:
+        needs.require(longest, there)
+    if longest < most:
+        with pytest.raises(OutOfMemory) as caught:
+            needs.require(longest + 1, there)
+        if longest:
+            assert caught.value.hint.endswith(f"--context {longest}")
+
+
+def test_refusals_name_what_fits(tmp_path: Path) -> None:
+    def refusal(dtype: Dtype, there: int) -> OutOfMemory:
+        with pytest.raises(OutOfMemory) as caught:
+            footprint(tmp_path, LLAMA_31_8B, dtype).require(131072, there)
+        assert "nothing was allocated" in caught.value.message
+        assert gigabytes(there) in caught.value.message
+        assert caught.value.available_bytes == there < caught.value.needed_bytes
+        return caught.value
+
+    shorter = refusal(Dtype.BF16, 20 * 10**9)
+    assert "weights 16.1 GB" in shorter.message
+    assert "--context" in shorter.hint
+    other = refusal(Dtype.FP32, 20 * 10**9)
+    assert "--precision bf16 --context" in other.hint
+    assert "billion parameters fit in bf16" in refusal(Dtype.BF16, 10 * 10**9).hint
+    assert refusal(Dtype.BF16, 0).hint
+
+
+def test_the_sum_includes_the_reserve(tmp_path: Path) -> None:
+    needs = footprint(tmp_path, QWEN3_17B, Dtype.FP32)
+    needed_bytes = needs.estimate(100).needed_bytes
+    assert needed_bytes == needs.estimate(100).total_bytes + HEADROOM_BYTES
+    needs.require(100, needed_bytes)
+    with pytest.raises(OutOfMemory):
+        needs.require(100, needed_bytes - 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_the_kernel_what_is_packed_and_pooled_is_counted(tied: bool) -> None:
+    config = replace(SMALL, tied_head=tied)
+    plan, specs = small_plan(config, 13), tensors(config)
+    needs = Footprint(config, specs, Dtype.BF16, plan).estimate(65)
+    weights = random_weights(specs, Dtype.BF16, CPU)
+    vectors = {name: values.float() for name, values in weights.items() if "norm" in name}
+    packed = pack_weights(plan, weights, CPU)
+    held = [packed.image, *([] if packed.embedding is None else [packed.embedding])]
+    assert needs.weights_bytes == num_bytes(*held)
+    pool = PagePool(config.num_layers, 2, 32, 2, torch.bfloat16, CPU)
+    assert needs.kv_bytes == num_bytes(pool.tensor)
+    part = Part(Share(config, 1, 0), weights.__getitem__, vectors, pool, most_tokens=128)
+    assert needs.scratch_bytes > workspace_bytes(plan) + part.num_bytes
+
+
+def test_the_host_holds_weights_and_the_reserve() -> None:
+    require_host_memory(10**9, 10**9 + HEADROOM_BYTES)
+    with pytest.raises(OutOfMemory, match="on the host"):
+        require_host_memory(10**9, 10**9 + HEADROOM_BYTES - 1)
