@@ -15,11 +15,11 @@ class Streams:
 
     Attributes:
         count: streams side by side, each with as many of the rank's heads and neurons.
-        ring_modules: attentions and MLPs whose results a pass needs at once, which lie in a ring;
-            0 where each result has a buffer, and is used up before the next one comes.
-        widens_fp16: results and heads are fp32 products where matrices are FP16: it ends at
-            65,504, which single products of real models exceed. BF16 does not, and half the bytes
-            are what matters between products.
+        ring_modules: attentions and MLPs whose results a pass needs at once, in a ring; 0 where
+            results lie in buffers.
+        widens_fp16: products of FP16 matrices that join a stream or become heads are fp32: FP16
+            ends at 65,504, which single products of real models exceed. BF16 does not, and half
+            the bytes are what matters between products.
         fuses_gate_up: gate_up and SwiGLU may be one kernel.
         padded: products that can have more rows than a pass: their factors lie in buffers, with
             more rows behind those of a pass.
