@@ -17,7 +17,7 @@ from torch import Tensor
 from plan.shapes import LANEFORMER, SHAPES, etude
 from soloist.jit.peers import allow_access
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
+from soloist.megakernel.lanes import lanes_of_ranks
 from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -220,10 +220,7 @@ def spread(
             config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], device
         )
         given = held.__getitem__, vectors(held), pool
-        lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
-        fused = partial(
-            FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks, lanes=lanes
-        )
+        fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks)
         parts.append(Part(share, *given, fused, lane_operations=FusedLanes))
     return Prefill(parts)
 

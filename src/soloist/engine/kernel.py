@@ -14,7 +14,6 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.pool import PagePool
 from soloist.kv.tiers import Host
-from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
@@ -166,11 +165,9 @@ def _load_rank(
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
     matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed.image, table)
     share = plan.part_of(rank)
-    lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
     operations = partial(
-        FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
-        ranks=plan.ranks, lanes=lanes,
-    )  # fmt: skip
+        FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks
+    )
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)

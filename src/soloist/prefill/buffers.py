@@ -13,17 +13,15 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
-from soloist.prefill.header import wide_products
+from soloist.prefill.streams import streams_of
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
 
 _FP32_BYTES = 4
-# What has lanes first where the model has lanes.
-_OF_LANES = ("residual", "normed", "qkv", "gate_up", "activated")
 
 
 class Buffers(NamedTuple):
-    """Intermediate results of T rows; with l lanes H and F are those of all of them."""
+    """Intermediate results of T rows; H and F are those of all streams together."""
 
     residual: Tensor  # [T, H] fp32
     normed: Tensor  # [T, H]
@@ -31,24 +29,20 @@ class Buffers(NamedTuple):
     queries: Tensor  # [T, Q, D]
     keys: Tensor  # [T, K, D]
     values: Tensor  # [T, K, D]
-    delta: Tensor  # [T, H] product; none of lanes, which have rings
+    delta: Tensor  # [T, H] product; none where results lie in a ring
     mlp_delta: Tensor  # [T, H] product; the same
     gate_up: Tensor  # [T, 2 F]
     activated: Tensor  # [T, F]
 
-    def rows(self, count: int, lanes: int) -> "Buffers":
-        """The first rows; of `lanes`, unless these are 0, everything but heads as [l, T, …]."""
-        first = Buffers(*(buffer[:count] for buffer in self))
-        if not lanes:
-            return first
-        named = first._asdict()
-        return first._replace(**{name: by_lane(named[name], lanes) for name in _OF_LANES})
+    def rows(self, count: int) -> "Buffers":
+        """The first rows."""
+        return Buffers(*(buffer[:count] for buffer in self))
 
     def of_layer(self, neurons: int) -> "Buffers":
         """With room for so many of an MLP's neurons, at most as many as the widest layer has."""
-        if self.activated.shape[-1] == neurons:
+        rows = len(self.queries)
+        if self.activated.numel() == rows * neurons:
             return self
-        rows = len(self.activated)
 
         def narrow(buffer: Tensor, width: int) -> Tensor:
             return buffer.flatten()[: rows * width].view(rows, width)
@@ -64,16 +58,15 @@ class _Kind(Enum):
     VALUE = auto()  # as in the pool
 
 
-def allocate(config: ModelConfig, lanes: int, rows: int, pool: PagePool) -> Buffers:
+def allocate(config: ModelConfig, rows: int, pool: PagePool) -> Buffers:
     """Buffers of so many rows.
 
     Args:
-        config: what the rank has, as a model without lanes.
-        lanes: of the rank, 0 where the model has none; their products have 16 bits.
+        config: what the rank has.
         rows: how many.
         pool: says device and dtype.
     """
-    is_wide = not lanes and pool.dtype in DTYPES and wide_products(DTYPES[pool.dtype])
+    is_wide = pool.dtype in DTYPES and streams_of(config).wide_products(DTYPES[pool.dtype])
     dtypes = {
         _Kind.STREAM: torch.float32,
         _Kind.PRODUCT: widest(pool) if is_wide else pool.dtype,
@@ -82,7 +75,7 @@ def allocate(config: ModelConfig, lanes: int, rows: int, pool: PagePool) -> Buff
     return Buffers(
         **{
             name: torch.empty((rows, *shape), dtype=dtypes[kind], device=pool.device)
-            for name, (kind, shape) in _shapes(config, lanes).items()
+            for name, (kind, shape) in _shapes(config).items()
         }
     )
 
@@ -109,34 +102,23 @@ def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
-    """Most that a token of a pass takes: buffers, what lanes give, and attention's result.
+    """Most that a token of a pass takes: buffers, a ring, and attention's result.
 
     Args:
         config: what the rank has (`share_of`).
         dtype: of the pool.
     """
-    lanes = 0 if config.lanes is None else config.lanes.num_lanes
-    value = dtype.num_bytes
+    streams, value = streams_of(config), dtype.num_bytes
     sizes = {
         _Kind.STREAM: _FP32_BYTES,
-        _Kind.PRODUCT: value if lanes else _FP32_BYTES,
+        _Kind.PRODUCT: _FP32_BYTES if streams.widens_fp16 else value,
         _Kind.VALUE: value,
     }
-    buffers = sum(prod(shape) * sizes[kind] for kind, shape in _shapes(config, lanes).values())
+    buffers = sum(prod(shape) * sizes[kind] for kind, shape in _shapes(config).values())
     attention = config.layers[0].attention
     attended = attention.num_query_heads * attention.head_dim * value
-    each = lanes * value + _FP32_BYTES  # a module's partial results of all lanes, and their sum
-    rings = modules_under_way(config) * each * config.hidden_size if lanes else 0
-    return buffers + attended + rings
-
-
-def modules_under_way(config: ModelConfig) -> int:
-    """Attentions and MLPs whose partial results a pass needs at once, of a model with lanes."""
-    lanes = config.lanes
-    assert lanes is not None, "the caller asks for models with lanes only"
-    if not (lanes.attention_comm or lanes.mlp_comm):
-        return 1
-    return min(2 * lanes.delay_layers + 1, 2 * config.num_layers)
+    each = streams.count * value + _FP32_BYTES  # a module's results, and their sum
+    return buffers + attended + streams.ring_modules * each * config.hidden_size
 
 
 def num_bytes(*tensors: Tensor) -> int:
@@ -144,18 +126,14 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def by_lane(x: Tensor, lanes: int) -> Tensor:
-    """[T, l · width] that lies as [l, T, width], as such."""
-    return x.view(lanes, x.shape[0], -1)
-
-
-def _shapes(config: ModelConfig, lanes: int) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
+def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
     a, ffn = config.layers[0].attention, max(x.mlp.intermediate_size for x in config.layers)
-    streams, given = config.hidden_size * max(1, lanes), 0 if lanes else config.hidden_size
+    streams, hidden = streams_of(config), config.hidden_size
+    given = 0 if streams.ring_modules else hidden
     return {
-        "residual": (_Kind.STREAM, (streams,)),
-        "normed": (_Kind.VALUE, (streams,)),
+        "residual": (_Kind.STREAM, (streams.count * hidden,)),
+        "normed": (_Kind.VALUE, (streams.count * hidden,)),
         "qkv": (_Kind.PRODUCT, (a.qkv_rows,)),
         "queries": (_Kind.VALUE, (a.num_query_heads, a.head_dim)),
         "keys": (_Kind.VALUE, (a.num_kv_heads, a.head_dim)),

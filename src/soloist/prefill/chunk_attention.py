@@ -18,7 +18,7 @@ class ChunkAttention:
     """Attention of a chunk over all keys so far, its own included.
 
     Args:
-        config: what the rank has, as a model without lanes.
+        config: what the rank has.
         pool: has the keys and values of earlier chunks, and the chunk's own.
         operations: may have an attention of their own.
 

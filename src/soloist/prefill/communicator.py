@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -11,45 +10,45 @@ from torch import Tensor
 
 from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
-from soloist.prefill.buffers import Buffers
+from soloist.prefill.buffers import Buffers, allocate, widest
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
 from soloist.prefill.products import Products
+from soloist.prefill.streams import streams_of
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.
 Stages = Iterator[None]
 
 
-@dataclass(frozen=True, slots=True)
 class Workspace:
     """What a rank computes with.
 
-    Attributes:
-        config: what the rank has, as a model without lanes.
-        lanes: of the rank, 0 where the model has none.
+    Args:
+        config: what the rank has.
         pool: gains keys and values.
         operations: what runs between products.
         products: by the rank's matrices.
+        most_tokens: of a chunk.
+
+    Attributes:
+        streams: what differs between kinds of models.
         buffers: of a whole chunk.
         last: of the last token in the last layer.
         logits: [1, V] of the rank.
     """
 
-    config: ModelConfig
-    lanes: int
-    pool: PagePool
-    operations: Elementwise
-    products: Products
-    buffers: Buffers
-    last: Buffers
-    logits: Tensor
-
-    def rows(self, count: int) -> "Rows":
-        """The first rows of a chunk."""
-        return Rows(self.buffers.rows(count, self.lanes), count)
-
-    def last_row(self) -> "Rows":
-        """The last token's."""
-        return Rows(self.last.rows(1, self.lanes), 1, is_last=True)
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: PagePool,
+        operations: Elementwise,
+        products: Products,
+        most_tokens: int,
+    ) -> None:
+        self.config, self.streams, self.pool = config, streams_of(config), pool
+        self.operations, self.products = operations, products
+        self.buffers, self.last = (allocate(config, rows, pool) for rows in (most_tokens, 1))
+        logits = (1, config.vocab_size)
+        self.logits = torch.empty(logits, dtype=widest(pool), device=pool.device)
 
 
 class Rows(NamedTuple):
@@ -100,6 +99,18 @@ class Communicator(ABC):
         gets a short one first.
         """
         return False
+
+    def rows(self, count: int) -> Rows:
+        """The first rows of a chunk."""
+        return Rows(self.arranged(self._work.buffers.rows(count)), count)
+
+    def new_last_row(self) -> Rows:
+        """The last token's, before anything is copied there."""
+        return Rows(self.arranged(self._work.last), 1, is_last=True)
+
+    def arranged(self, b: Buffers) -> Buffers:
+        """Buffers in the shapes that products and operations take."""
+        return b
 
     @abstractmethod
     def begin(self, rows: Rows, chunk: Chunk) -> None:
@@ -168,7 +179,7 @@ class Nobody(Communicator):
 
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
         """See the base class."""
-        last = self._work.last_row()
+        last = self.new_last_row()
         torch.index_select(rows.buffers.residual, 0, chunk.last, out=last.buffers.residual)
         torch.index_select(rows.buffers.normed, 0, chunk.last, out=last.buffers.normed)
         return last

@@ -16,7 +16,7 @@ from torch import Tensor
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.model.config import Attention, ModelConfig
+from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope
 from soloist.prefill.attention import attend
@@ -142,7 +142,7 @@ class Elementwise(ABC):
     """Everything of prefill but matrix products and attention, of which it may have faster ones.
 
     Args:
-        config: a dense model whose layers are of one size.
+        config: what the rank has; layers have the same heads, and rope turns their halves.
         vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
         pool: gains keys and values.
         rope: cosine and sine of at least all positions in use, as from `rope_table`; None makes it.
@@ -203,7 +203,7 @@ class Elementwise(ABC):
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
         """Bias, query and key norm, rope: `product` [T, (Q + 2 K) D] to `heads` and the pool.
 
-        Of lanes `product` is [l, T, …], with Q / l and K / l heads of each.
+        Of l streams `product` may be [l, T, …], with Q / l and K / l heads of each.
         """
 
     @abstractmethod
@@ -290,11 +290,13 @@ class TorchElementwise(Elementwise):
     def qkv_rope_store(self, product: Tensor, layer: int, chunk: Chunk, heads: Heads) -> None:
         """See the base class."""
         vectors, attention = self.layers[layer], self.config.layers[layer].attention
-        q, k = attention.num_query_heads, attention.num_kv_heads
-        if product.ndim > 2:
-            product = _by_token(product, attention)
-        exact = _biased(product, vectors.qkv_bias).view(chunk.num_rows, -1, attention.head_dim)
-        queries, keys, values = exact[:, :q], exact[:, q : q + k], exact[:, q + k :]
+        q, k, dim = attention.num_query_heads, attention.num_kv_heads, attention.head_dim
+        exact = _biased(product, vectors.qkv_bias)
+        exact = exact.view(-1, chunk.num_rows, exact.shape[-1] // dim, dim)  # [l, T, heads, D]
+        counts = [n // len(exact) for n in (q, k, k)]
+        queries, keys, values = (
+            part.transpose(0, 1).flatten(1, 2) for part in torch.split(exact, counts, 2)
+        )
         if vectors.q_norm is not None and vectors.k_norm is not None:
             queries = rms_norm(queries, vectors.q_norm, self.config.norm_epsilon)
             keys = rms_norm(keys, vectors.k_norm, self.config.norm_epsilon)
@@ -347,14 +349,6 @@ def _rotated(heads: Tensor, rotations: Tensor) -> Tensor:
     first, second = heads.chunk(2, -1)
     cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def _by_token(product: Tensor, attention: Attention) -> Tensor:
-    """[l, T, …] of lanes with queries, keys and values each, as [T, (Q + 2 K) D] of all."""
-    kv_heads, lanes = attention.num_kv_heads, len(product)
-    counts = [n // lanes for n in (attention.num_query_heads, kv_heads, kv_heads)]
-    parts = torch.split(product.view(*product.shape[:2], -1, attention.head_dim), counts, 2)
-    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
 
 
 def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVectors:

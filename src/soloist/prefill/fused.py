@@ -29,6 +29,7 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.first_attention import FirstAttention, has_first_attention
 from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
+from soloist.prefill.streams import streams_of
 
 _KERNEL = "kernels/prefill.cu"
 _ACCESS_VALUES = 8
@@ -95,17 +96,16 @@ def peers_type(ranks: int) -> type[ctypes.Structure]:
 
 
 class FusedElementwise(Elementwise):
-    """On a CUDA device, for 16-bit pools; products as `wide_products` says, gate and up 16-bit.
+    """On a CUDA device, for 16-bit pools; products as `Streams` says, gate and up 16-bit.
 
     Args:
-        config: a dense model whose layers have the same heads.
+        config: see the base class.
         vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
         pool: gains keys and values.
         arch: architecture of the device, such as 'sm_90a'.
         cache_root: where compiled kernels are kept; None keeps none on disk.
         rope: see the base class.
         ranks: over how many the model is spread whose share `config` is; see `connect`.
-        lanes: of the share, 0 where the model has none; all products of lanes are 16-bit.
 
     Attributes:
         stream: handle of that in which a pass runs.
@@ -117,7 +117,7 @@ class FusedElementwise(Elementwise):
 
     capturable = True
 
-    def __init__(  # noqa: PLR0913 - what kernels are compiled for
+    def __init__(
         self,
         config: ModelConfig,
         vectors: Vectors,
@@ -126,18 +126,17 @@ class FusedElementwise(Elementwise):
         cache_root: Path | None,
         rope: Tensor | None = None,
         ranks: int = 1,
-        lanes: int = 0,
     ) -> None:
         super().__init__(config, vectors, pool, rope)
-        attention = config.layers[0].attention
+        attention, streams = config.layers[0].attention, streams_of(config)
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
         mlps = {layer.mlp.intermediate_size: None for layer in config.layers}  # in order
-        sizes = [("hidden", config.hidden_size), *(("FFN", n // max(1, lanes)) for n in mlps)]
+        sizes = [("hidden", config.hidden_size), *(("FFN", n // streams.count) for n in mlps)]
         for name, size in sizes:
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
         assert pool.dtype in DTYPES, "a 16-bit pool"
-        self.ranks, self._spec = ranks, header(config, DTYPES[pool.dtype], ranks, lanes)
+        self.ranks, self._spec = ranks, header(config, DTYPES[pool.dtype], ranks)
         self._arch, self._cache_root = arch, cache_root
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
         self._kernels = self.load(_KERNEL, entries)
@@ -145,10 +144,10 @@ class FusedElementwise(Elementwise):
         self._swiglu: dict[int, Kernels] = {}
         self._gate_up: dict[int, GateUp] = {}
         for place, neurons in enumerate(mlps):
-            own = neurons // max(1, lanes)
-            spec = header(config, DTYPES[pool.dtype], ranks, lanes, neurons)
+            own = neurons // streams.count
+            spec = header(config, DTYPES[pool.dtype], ranks, neurons)
             self._swiglu[own] = self.load(_KERNEL, ("silu_mul",), spec) if place else self._kernels
-            if not lanes and has_gate_up(arch, config.hidden_size, own):
+            if streams.fuses_gate_up and has_gate_up(arch, config.hidden_size, own):
                 with torch.cuda.device(pool.device):
                     self._gate_up[own] = GateUp(spec, cache_root)
         self._attention = None

@@ -7,36 +7,25 @@ from soloist.kv.layout import KvLayout
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
+from soloist.prefill.streams import streams_of
 
 THREADS = 256
 # A rank that waits so long for others is stuck; the host may be busy between two kernels.
 AWAIT_NS = 20_000_000_000
 
 
-def wide_products(dtype: Dtype) -> bool:
-    """Whether products that join the residual stream or become heads are fp32.
-
-    FP16 ends at 65,504, which single products of real models exceed. BF16 does not, and half the
-    bytes are what matters between products.
-    """
-    return dtype is Dtype.FP16
-
-
-def header(
-    config: ModelConfig, dtype: Dtype, ranks: int = 1, lanes: int = 0, neurons: int | None = None
-) -> str:
+def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, neurons: int | None = None) -> str:
     """The text of spec.cuh for a model whose layers have the same heads, or one rank's share of it.
 
     Args:
-        config: the share, with heads and neurons of all its lanes.
+        config: what the rank has, with heads and neurons of all its streams.
         dtype: of weights and of what products read.
         ranks: over how many the model is spread.
-        lanes: of the share, 0 where the model has none; their products are 16-bit.
         neurons: of the MLPs that the kernels are for; None: of the first layer's.
     """
     attention = config.layers[0].attention
     neurons = config.layers[0].mlp.intermediate_size if neurons is None else neurons
-    sides, is_wide = max(1, lanes), wide_products(dtype) and not lanes
+    streams = streams_of(config)
     pages = KvLayout(
         config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]
     )
@@ -44,11 +33,11 @@ def header(
         "kThreads": THREADS,
         "kLayers": config.num_layers,
         "kHidden": config.hidden_size,
-        "kLanes": sides,
-        "kQueryHeads": attention.num_query_heads // sides,
-        "kKvHeads": attention.num_kv_heads // sides,
+        "kLanes": streams.count,
+        "kQueryHeads": attention.num_query_heads // streams.count,
+        "kKvHeads": attention.num_kv_heads // streams.count,
         "kHeadDim": attention.head_dim,
-        "kIntermediate": neurons // sides,
+        "kIntermediate": neurons // streams.count,
         "kBlockPositions": LEAST_CHUNK_TOKENS,
         "kRanks": ranks,
     }
@@ -59,7 +48,7 @@ def header(
             "#pragma once",
             '#include "ptx/types.cuh"',
             f"constexpr bool kBf16 = {str(dtype is Dtype.BF16).lower()};",
-            f"constexpr bool kWideProducts = {str(is_wide).lower()};",
+            f"constexpr bool kWideProducts = {str(streams.wide_products(dtype)).lower()};",
             *(f"constexpr unsigned {name} = {value}u;" for name, value in counts.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
             f"constexpr float kEpsilon = {epsilon.hex()}f;",

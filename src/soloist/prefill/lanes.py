@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks, modules_of, rules_of
-from soloist.model.config import ModelConfig
-from soloist.prefill.buffers import by_lane, modules_under_way, num_bytes
+from soloist.megakernel.lanes import LaneShare, modules_of, rules_of
+from soloist.prefill.buffers import Buffers, num_bytes
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, Reach
 from soloist.prefill.lane_elementwise import Due, LaneOperations, News
 
+# Buffers that have lanes first.
+_OF_LANES = ("residual", "normed", "qkv", "gate_up", "activated")
 # Modules: where sums are heard so early, they have to have come by the wait at that very module.
 _CLOSE = 2
 
@@ -65,7 +66,7 @@ class LaneCommunicator(Communicator):
         talks = any(module.communicates for module in self._modules)
         self._talks = talks and not self._is_alone
         self._late = 2 * self._rules.delay_layers  # modules
-        self._num_slots = modules_under_way(share.whole)
+        self._num_slots = work.streams.ring_modules
         self.ring = self._new_ring(self._num_slots, len(work.buffers.residual))
         self.last_ring = self._new_ring(2, 1)
         self._norms = torch.empty_like(work.last.residual)
@@ -96,6 +97,11 @@ class LaneCommunicator(Communicator):
         Several ranks have graphs of 1, 1, 2, 4 and so on layers: one host starts them all in turn.
         """
         return layers == 1 or (not self._is_alone and layers.bit_count() == 1)
+
+    def arranged(self, b: Buffers) -> Buffers:
+        """See the base class: everything but heads as [l, T, …]."""
+        named = b._asdict()
+        return b._replace(**{name: self._by_lane(named[name]) for name in _OF_LANES})
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
         """See the base class."""
@@ -131,7 +137,7 @@ class LaneCommunicator(Communicator):
 
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
         """See the base class; its streams are copied."""
-        last = self._work.last_row()
+        last = self.new_last_row()
         torch.index_select(rows.buffers.residual, 1, chunk.last, out=last.buffers.residual)
         return last
 
@@ -232,12 +238,13 @@ class LaneCommunicator(Communicator):
         return self._modules[module % 2].publishes(module // 2)
 
     def _by_lane(self, x: Tensor) -> Tensor:
-        return by_lane(x, self._work.lanes)
+        """[T, l · width] that lies as [l, T, width], as such."""
+        return x.view(self._work.streams.count, x.shape[0], -1)
 
     def _new_ring(self, modules: int, rows: int) -> _Ring:
         hidden, pool = self._work.config.hidden_size, self._work.pool
         sums = 0 if self._is_alone else modules
-        parts = (modules, rows, self._work.lanes * hidden)
+        parts = (modules, rows, self._work.streams.count * hidden)
         return _Ring(
             torch.empty(parts, dtype=pool.dtype, device=pool.device),
             torch.empty((sums, rows, hidden), dtype=torch.float32, device=pool.device),
@@ -252,12 +259,3 @@ def _reaches(rings: Sequence[_Ring]) -> list[Reach]:
         Reach([ring.parts[p] for ring in rings], [] if alone else [ring.sums[p] for ring in rings])
         for p in places
     ]
-
-
-def without_lanes(share: LaneShare) -> ModelConfig:
-    """Heads, neurons and vocabulary of all the share's lanes, as a model that has none.
-
-    Rope turns halves: rows are packed for it.
-    """
-    lanes = lanes_of_ranks(share.whole, share.ranks)
-    return replace(lanes, lanes=None, rope=replace(lanes.rope, interleaved=False))

@@ -9,17 +9,17 @@ from soloist.errors import ShapeUnsupported
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import LaneShare
+from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
-from soloist.prefill.buffers import allocate, num_bytes, widest
+from soloist.prefill.buffers import num_bytes
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Nobody, Workspace
 from soloist.prefill.elementwise import Chunk, MakeElementwise, TorchElementwise, Vectors
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.graphs import Graphs
 from soloist.prefill.lane_elementwise import MakeLanes, TorchLanes
-from soloist.prefill.lanes import LaneCommunicator, without_lanes
+from soloist.prefill.lanes import LaneCommunicator
 from soloist.prefill.passes import Pass
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.ranks import RankCommunicator
@@ -59,28 +59,24 @@ class Part:
         most_tokens: int = MOST_PASS_TOKENS,
         lane_operations: MakeLanes = TorchLanes,
     ) -> None:
-        if isinstance(share, LaneShare):
-            config, lanes = without_lanes(share), len(share.lanes)
-        else:
-            config, lanes = share_of(share.whole, share.ranks), 0
-        require_prefill(config)
+        def workspace(config: ModelConfig) -> Workspace:
+            made = operations(config, vectors, pool)
+            return Workspace(config, pool, made, Products(matrices), most_tokens)
+
         self.share, self.pool, self.most_tokens = share, pool, most_tokens
-        self.work = Workspace(
-            config, lanes, pool, operations(config, vectors, pool), Products(matrices),
-            buffers=allocate(config, lanes, most_tokens, pool),
-            last=allocate(config, lanes, 1, pool),
-            logits=torch.empty((1, config.vocab_size), dtype=widest(pool), device=pool.device),
-        )  # fmt: skip
-        self._upload = Upload(pool.num_pages, most_tokens, pool.device)
         self.communicator: Communicator
         if isinstance(share, LaneShare):
+            self.work = workspace(lanes_of_ranks(share.whole, share.ranks))
             of_lanes = lane_operations(self.work.operations)
             self.communicator = LaneCommunicator(share, self.work, of_lanes)
-        elif share.ranks > 1:
-            self.communicator = RankCommunicator(share, self.work)
         else:
-            self.communicator = Nobody(self.work)
-        self._attention = ChunkAttention(config, pool, self.work.operations)
+            config = share_of(share.whole, share.ranks)
+            require_prefill(config)
+            self.work = workspace(config)
+            alone = share.ranks == 1
+            self.communicator = Nobody(self.work) if alone else RankCommunicator(share, self.work)
+        self._upload = Upload(pool.num_pages, most_tokens, pool.device)
+        self._attention = ChunkAttention(self.work.config, pool, self.work.operations)
         self.model_pass = Pass(self.work, self._attention, self.communicator)
         self.graphs = Graphs(pool.device)
         self.widths: tuple[int, ...] = ()

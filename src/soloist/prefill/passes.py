@@ -48,7 +48,7 @@ class Pass:
 
     def layers(self, chunk: Chunk, *, want_logits: bool) -> Iterator[Stages]:
         """The stages of each layer, the head's with the last one's; each to be run through."""
-        rows = self._work.rows(chunk.num_rows)
+        rows = self._communicator.rows(chunk.num_rows)
         self._work.operations.start()
         self._communicator.begin(rows, chunk)
         for layer in range(len(self.names)):
@@ -99,18 +99,13 @@ class Pass:
     def activate(self, layer: int, b: Buffers) -> Tensor:
         """`activated` of `normed`: gate_up and SwiGLU, as one kernel where there is one."""
         operations, products = self._work.operations, self._work.products
-        if not self._work.lanes:  # whose layers have one size
-            b = b.of_layer(self._work.config.layers[layer].mlp.intermediate_size)
+        b = b.of_layer(self._work.config.layers[layer].mlp.intermediate_size)
         name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
-        if not self._work.lanes:
-            matrix = products.matrix(name)
-            x, product, out = products.lengthened(name, b.normed, b.gate_up, b.activated)
-            if operations.gate_up(x, matrix, bias, out):
-                return b.activated
+        matrix = products.matrix(name)
+        x, product, out = products.lengthened(name, b.normed, b.gate_up, b.activated)
+        if not operations.gate_up(x, matrix, bias, out):
             products.multiply_by(x, matrix, product)
-        else:
-            products.multiply(b.normed, name, b.gate_up)
-        operations.silu_mul(b.gate_up, bias, b.activated)
+            operations.silu_mul(b.gate_up, bias, b.activated)
         return b.activated
 
 

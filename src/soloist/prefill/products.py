@@ -9,10 +9,10 @@ Matrices = Callable[[str], Tensor]
 
 
 class Products:
-    """Multiplies by a model's matrices; whatever lanes have comes with lanes first.
+    """Multiplies by a model's matrices, batched where a rank has streams side by side.
 
     Args:
-        matrices: a row-major matrix [out, in], of lanes [l, out, in], by the name of its
+        matrices: a row-major matrix [out, in], of l lanes [l, out, in], by the name of its
             `TensorSpec`, valid until the next call.
 
     Attributes:
@@ -27,13 +27,10 @@ class Products:
     def multiply(self, x: Tensor, name: str, out: Tensor, first: int = 0) -> None:
         """`out` [T, rows] = `x` [T, columns] · matrixᵀ, summed in fp32; rows from `first` on.
 
-        Of lanes `out` is [l, T, rows], and `x` [l, T, columns] or [T, l · columns].
+        Batched, `out` is [l, T, rows], and `x` [l, T, columns] or [T, l · columns].
         """
-        if out.ndim > 2:
-            self.multiply_lanes(x, name, out)
-            return
         x, out = self.lengthened(name, x, out)
-        self.multiply_by(x, self.matrix(name)[first:], out[:, first:])
+        self.multiply_by(x, self.matrix(name)[..., first:, :], out[..., first:])
 
     def lengthened(self, name: str, *buffers: Tensor) -> list[Tensor]:
         """Buffers' rows of a pass with those behind them, as many as the product takes.
@@ -46,15 +43,13 @@ class Products:
         return [x if count == rows else x.as_strided((count, *x.shape[1:]), x.stride())
                 for x in buffers]  # fmt: skip
 
-    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
-        """The same for lanes, batched."""
-        if x.ndim == 2:
-            x = x.view(len(x), len(out), -1).transpose(0, 1)
-        torch.bmm(x, self.matrix(name).mT, out=out)
-
     def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """`out` = `x` · `matrix`ᵀ."""
-        if out.dtype is x.dtype:
+        """`out` = `x` · `matrix`ᵀ; shapes as of `multiply`."""
+        if out.ndim > 2:
+            if x.ndim == 2:
+                x = x.view(len(x), len(out), -1).transpose(0, 1)
+            torch.bmm(x, matrix.mT, out=out)
+        elif out.dtype is x.dtype:
             torch.mm(x, matrix.mT, out=out)
         else:
             torch.mm(x, matrix.mT, out_dtype=out.dtype, out=out)

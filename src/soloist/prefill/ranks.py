@@ -70,7 +70,7 @@ class RankCommunicator(Communicator):
 
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
         """See the base class; its residual stream stays where it is."""
-        last = self._work.last_row()
+        last = self.new_last_row()
         torch.index_select(rows.buffers.normed, 0, chunk.last, out=last.buffers.normed)
         return last
 

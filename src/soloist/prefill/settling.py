@@ -12,9 +12,6 @@ from soloist.prefill.widths import Widths, batch_invariant_widths, candidate_wid
 
 Behaviours = dict[int, dict[str, Hashable | None]]
 
-# Products whose factors lie in buffers, with more rows behind those of a pass. Of lanes a lane's
-# rows are followed by the next lane's.
-_PADDED = ("qkv", "gate_up", "down")
 # Libraries ask no more of where a matrix lies.
 _MOST_ALIGNMENT = 256
 
@@ -28,7 +25,7 @@ def settled_widths(parts: Sequence[Part]) -> Widths | None:
         width: {name: _combined([of_one[width][name] for of_one in of_parts]) for name in seen}
         for width, seen in of_parts[0].items()
     }
-    widths = batch_invariant_widths(everywhere, () if parts[0].work.lanes else _PADDED)
+    widths = batch_invariant_widths(everywhere, parts[0].work.streams.padded)
     if widths is None or not all(attention_is_invariant_at(part, widths.passes) for part in parts):
         return None
     return widths
@@ -82,7 +79,7 @@ def products_of(part: Part) -> list[tuple[str, int]]:
             alignment = min(matrix.data_ptr() & -matrix.data_ptr(), _MOST_ALIGNMENT)
             found.setdefault((short, alignment, tuple(matrix.shape)), name)
     products = [(name, 0) for name in found.values()]
-    if not part.work.lanes:  # of the last layer all but the queries
+    if part.work.streams.leaves_queries:
         products.append((part.model_pass.names[-1].qkv, part.model_pass.keys_at))
     return products
 
@@ -90,28 +87,21 @@ def products_of(part: Part) -> list[tuple[str, int]]:
 def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
     """A product where passes have it: that may decide which kernel multiplies.
 
-    All lanes have the same factor, and their results [T, rows] come side by side.
+    All streams have the same factor, and their results [T, rows] come side by side.
     """
-    work, short = part.work, name.rpartition(".")[2]
-    rows, lanes = work.rows(len(x)), work.lanes
-    b = rows.buffers if lanes else rows.buffers.of_layer(_neurons(part, name))
+    work, (_, layer, short) = part.work, name.split(".")
+    rows = part.communicator.rows(len(x))
+    b = rows.buffers.of_layer(work.config.layers[int(layer)].mlp.intermediate_size)
     if short == "attention_output":
-        factor = x.repeat(1, lanes) if lanes else x
+        factor = x.repeat(1, work.streams.count)
     else:
-        of_all = x.expand(lanes, *x.shape) if lanes else x
-        factor = (b.activated if short == "down" else b.normed).copy_(of_all)
-    if short == "gate_up" and not lanes:
-        layer = int(name.split(".")[1])
-        return part.model_pass.activate(layer, rows.buffers)
-    own = {"qkv": b.qkv, "gate_up": b.gate_up}
-    out = own[short] if short in own else part.communicator.output(int(short == "down"), rows)
-    work.products.multiply(factor, name, out, first)
-    return out.transpose(0, 1).flatten(1) if lanes else out[:, first:]
-
-
-def _neurons(part: Part, name: str) -> int:
-    """Of the MLP in a matrix's layer."""
-    return part.work.config.layers[int(name.split(".")[1])].mlp.intermediate_size
+        factor = (b.activated if short == "down" else b.normed).copy_(x)
+    if short == "gate_up":
+        out = part.model_pass.activate(int(layer), rows.buffers)
+    else:
+        out = b.qkv if short == "qkv" else part.communicator.output(int(short == "down"), rows)
+        work.products.multiply(factor, name, out, first)
+    return out[..., first:].movedim(-2, 0).flatten(1)
 
 
 def _combined(behaviours: Sequence[Hashable | None]) -> Hashable | None:

@@ -33,7 +33,6 @@ from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.header import header
 from soloist.prefill.lane_elementwise import Due, LaneOperations, News, TorchLanes
-from soloist.prefill.lanes import without_lanes
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.weights.sharding import shard_all
@@ -68,7 +67,7 @@ def test_kernels_compile_without_spills(like: str, ranks: int, dtype: Dtype, ker
     except CudaMissing as error:
         pytest.skip(f"no NVRTC: {error.message}")
     config = read_config(LANEFORMER)
-    spec = header(lanes_of_ranks(config, ranks), dtype, ranks, 8 // ranks)
+    spec = header(lanes_of_ranks(config, ranks), dtype, ranks)
     cubin = compile_source(Source(kernel, spec), like)
     for entry in (*KERNELS[kernel], *OF_RANKS[kernel]):
         require_clean(cubin, entry, 0, 48 * 1024)
@@ -79,7 +78,7 @@ def a_model(name: str, folder: Path) -> ModelConfig:
 
 
 def fused(folder: Path, ranks: int) -> MakeElementwise:
-    return partial(FusedElementwise, arch=arch(), cache_root=folder, ranks=ranks, lanes=8 // ranks)
+    return partial(FusedElementwise, arch=arch(), cache_root=folder, ranks=ranks)
 
 
 def spread_fused(
@@ -97,8 +96,7 @@ def pair(
     config: ModelConfig, ranks: int, dtype: torch.dtype, folder: Path
 ) -> list[tuple[Elementwise, LaneOperations]]:
     """Of the last rank: kernels, and the definition."""
-    share = LaneShare(config, ranks, ranks - 1)
-    one = without_lanes(share)
+    share, one = LaneShare(config, ranks, ranks - 1), lanes_of_ranks(config, ranks)
     weights = {k: v.cuda() for k, v in shard_all(share, random_weights(config)).items()}
     vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
     a = one.layers[0].attention

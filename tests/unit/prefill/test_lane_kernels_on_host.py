@@ -23,7 +23,6 @@ from soloist.prefill.fused import peers_type
 from soloist.prefill.fused_lanes import KernelDue, KernelHearing, hearing_of
 from soloist.prefill.header import header
 from soloist.prefill.lane_elementwise import News, TorchLanes
-from soloist.prefill.lanes import without_lanes
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
 
@@ -119,7 +118,8 @@ class Case:
             pytest.skip("needs g++ on Linux to compile CUDA sources for the host")
         self.config: ModelConfig = read_config(written(folder, fields_of("scales per lane")))
         self.ranks, self.lanes = ranks, 8 // ranks
-        spec = header(lanes_of_ranks(self.config, ranks), Dtype.BF16, ranks, self.lanes)
+        one = lanes_of_ranks(self.config, ranks)
+        spec = header(one, Dtype.BF16, ranks)
         (folder / "spec.cuh").write_text(spec.replace("kThreads = 256u", "kThreads = 1u"))
         totals = (CUDA / "tile" / "totals.cuh").read_text()
         meeting = (CUDA / "sync" / "meeting.cuh").read_text()
@@ -138,7 +138,6 @@ class Case:
         includes = [f"-I{folder}", f"-I{CUDA}"]
         subprocess.run([*command, *includes, "-o", built, folder / "harness.cc"], check=True)
         self.library = ctypes.CDLL(str(built))
-        one = without_lanes(LaneShare(self.config, ranks, 0))
         weights = shard_all(LaneShare(self.config, ranks, 0), random_weights(self.config))
         self.vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
         a = one.layers[0].attention

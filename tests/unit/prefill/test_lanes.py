@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.prefill import lanes, settling
-from soloist.prefill.buffers import bytes_per_token, modules_under_way
+from soloist.prefill import communicator, settling
+from soloist.prefill.buffers import bytes_per_token
 from soloist.prefill.elementwise import (
     Chunk,
     Elementwise,
@@ -31,6 +32,7 @@ from soloist.prefill.lane_elementwise import Due, MakeLanes, News, TorchLanes
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
+from soloist.prefill.streams import Streams, streams_of
 from soloist.prefill.widths import Widths
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
@@ -46,12 +48,12 @@ SILENT = {"silent but for the early sum", "silent"}
 class LaneByLane(Products):
     """Multiplies so that libraries have no choice: they may take other ways for fewer lanes."""
 
-    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
-        for given, own, made in zip(lanes_of(x, out), self.matrix(name), out, strict=True):
-            torch.mm(given, own.mT, out=made)
-
     def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        out[0] = (matrix.float() * x[0].float()).sum(-1)
+        if out.ndim == 2:  # of the head
+            out[0] = (matrix.float() * x[0].float()).sum(-1)
+            return
+        for given, own, made in zip(lanes_of(x, out), matrix, out, strict=True):
+            torch.mm(given, own.mT, out=made)
 
 
 def lanes_of(x: Tensor, out: Tensor) -> Tensor:
@@ -167,8 +169,8 @@ class Exact(Products):
 
     split_at = 0  # rows at which sums over queries are rounded in halves
 
-    def multiply_lanes(self, x: Tensor, name: str, out: Tensor) -> None:
-        given, matrix = lanes_of(x, out).double(), self.matrix(name).mT.double()
+    def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        given, matrix = lanes_of(x, out).double(), matrix.mT.double()
         half = given.shape[-1] // 2 if given.shape[1] == self.split_at else 0
         parts = [given[..., :half] @ matrix[:, :half], given[..., half:] @ matrix[:, half:]]
         out.copy_(parts[0].to(out.dtype) + parts[1].to(out.dtype))
@@ -200,9 +202,12 @@ def test_what_is_compared_is_what_passes_multiply(name: str, tmp_path: Path) -> 
         assert first == 0
         matrix = part.work.products.matrix(matrix_name)
         x = torch.randn(256, matrix.shape[2])
-        wanted = torch.cat([x @ own.T for own in matrix], 1)
+        wanted = torch.stack([x @ own.T for own in matrix])
+        if matrix_name.endswith("gate_up"):
+            gate, up = wanted.chunk(2, -1)
+            wanted = torch.nn.functional.silu(gate) * up
         made = settling.multiply_as_a_pass(part, matrix_name, 0, x)
-        torch.testing.assert_close(made, wanted)
+        torch.testing.assert_close(made, wanted.transpose(0, 1).flatten(1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -358,7 +363,12 @@ def test_rings_have_no_place_too_many(name: str, tmp_path: Path, monkeypatch) ->
     config = read_config(written(tmp_path, fields_of(name)))
     ids = prompt(config, CUTS[-1])
     alone = logits_in_chunks(Prefill(spread(config, 1, multiply=LaneByLane)), ids)
-    monkeypatch.setattr(lanes, "modules_under_way", lambda c: modules_under_way(c) - 1)
+
+    def fewer(config: ModelConfig) -> Streams:
+        streams = streams_of(config)
+        return replace(streams, ring_modules=streams.ring_modules - 1)
+
+    monkeypatch.setattr(communicator, "streams_of", fewer)
     seen = [
         in_order(
             spread(config, 2, CountingLanes, multiply=LaneByLane, operations=Counting), ids, order
@@ -382,5 +392,5 @@ def test_buffers_are_what_the_estimate_counts(ranks: int) -> None:
     counted = bytes_per_token(held, Dtype.FP16)
     attended = a.num_query_heads * a.head_dim * 2
     if ranks == 1:  # which sums while it adds, and needs no buffer for it
-        counted -= modules_under_way(config) * config.hidden_size * 4
+        counted -= streams_of(config).ring_modules * config.hidden_size * 4
     assert part.num_bytes / tokens + attended == pytest.approx(counted, rel=0.02)
