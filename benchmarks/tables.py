@@ -210,15 +210,15 @@ def h200_ranks() -> str:
 
 
 def h200_ranks_prompts() -> str:
-    """Times to the first token over several GPUs, of prompts read whole and after kept prefixes."""
+    """Times to the first token over several GPUs, of prompts read whole and after cached prefixes."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for gpus in (2, 4, 8):
         for row in rows_of(f"{gpus}-h200-prompts.json", "prefill"):
-            name = row["shape"], str(gpus), "whole" if row["prefix"] == "cold" else "kept"
+            name = row["shape"], str(gpus), "whole" if row["prefix"] == "cold" else "cached"
             of_name = found.setdefault(name, {})
             if row["prefix"] == "cold" or row["cached_tokens"]:
-                kept = f" ({row['cached_tokens']:,} kept)" if row["cached_tokens"] else ""
-                of_name[row["prompt_tokens"]] = f"{row['ttft_ms']['median']:.1f}{kept}"
+                cached = f" ({row['cached_tokens']:,} cached)" if row["cached_tokens"] else ""
+                of_name[row["prompt_tokens"]] = f"{row['ttft_ms']['median']:.1f}{cached}"
     lengths = (128, 512, 2048)
     cells = [(*name, *(of.get(n, "–") for n in lengths)) for name, of in found.items() if of]
     headings = ("shape", "GPUs", "prompt", *(f"{n:,} tokens" for n in lengths))

@@ -74,7 +74,7 @@ class _Reader:
     device_name: str
 
     def read(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds to the first token, and how many prompt tokens were kept from before."""
+        """Seconds to the first token, and how many prompt tokens were cached."""
         start = time.perf_counter()
         ids = self.prompt_ids[:num_tokens]
         sampler = Sampler(SamplingParams(max_tokens=1, ignore_eos=True), self.vocab_size, ids)
@@ -131,9 +131,9 @@ def _folder(asked: EngineConfig) -> Path:
 
 
 def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.device) -> _Reader:
-    """The model, with room for the longest prompt and, if it stays, for what is kept of it."""
+    """The model, with room for the longest prompt and, if it stays, for what is cached of it."""
     longest, keeps = max(plan.prompt_tokens), prefix == "warm"
-    # What is kept counts as well, and never more of a prompt than its length.
+    # Cached tokens count as well, and never more of a prompt than its length.
     room = min(most_tokens, (2 * longest if keeps else longest) + 1)
     if plan.shape is None:
         # As in a server: chunks are those of an executor that several requests share.
@@ -183,7 +183,7 @@ def _row(
     read: Sequence[tuple[float, int]],
     clocks: rows.Clocks | None,
 ) -> rows.PrefillRow:
-    kept = round(median(num_kept for _, num_kept in read))
+    cached = round(median(num_cached for _, num_cached in read))
     return rows.PrefillRow(
         bench="prefill",
         engine="soloist",
@@ -193,7 +193,7 @@ def _row(
         precision=reader.precision,
         prompt_tokens=length,
         prefix=prefix,
-        cached_tokens=kept,
+        cached_tokens=cached,
         runs=len(read),
         ttft_ms=rows.Spread.of([seconds * 1e3 for seconds, _ in read]),
         prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),

@@ -103,7 +103,7 @@ def _health(url: str) -> str:
 
 
 def _body(order: Order, turn: int) -> bytes:
-    """Long prompts begin differently each time, so that no server has kept them."""
+    """Long prompts begin differently each time, so that no server has cached them."""
     if order.kind == PROBES:
         return b""
     if order.kind != LONG_PROMPT:

@@ -1,15 +1,15 @@
 """A Laneformer's prompts, on one rank or several: each multiplies its lanes, batched.
 
-Because lanes hear of each other d layers late, nobody has to wait for a sum: a rank sums, after a
-module's products, what all lanes gave in the module before, for the rows of the chunk that it owns,
-and gives the sums to all, while its own streams hear of older ones. Only the first d layers, where
-lanes sum at once, and the head wait for everybody. Partial results and sums lie in rings of 2 d + 1
-modules. A pass begins with everybody's word that the one before is over. Before a rank sums at
-module e it waits until all others have summed at e - 1; then they have sums of e - 2 behind them,
-and what their streams heard at e - 2. So
-- sums of e - 2 d, heard at e, came before the wait at e - 1 at the latest, or at e where d is 1;
-- products of e + 1 overwrite what lanes gave in e - 2 d, and everybody has summed that;
-- sums of e - 1 overwrite those of e - 2 d - 2, and everybody has heard them.
+Lanes receive each other's results d layers late, so that no rank has to wait for a sum: after
+a module's products a rank sums what all lanes published in the module before, for the rows of the
+chunk that it owns, and publishes the sums to all ranks, while its own streams receive older ones.
+Only the first d layers, where lanes sum at once, and the head wait for all ranks. Partial results
+and sums lie in rings of 2 d + 1 modules. A pass begins once all ranks have ended the one before.
+Before a rank sums at module e it waits until all others have summed at e - 1; then they have their
+sums of e - 2 and all that their streams received at e - 2. So
+- sums of e - 2 d, received at e, came before the wait at e - 1 at the latest, or at e where d is 1;
+- products of e + 1 overwrite what lanes published in e - 2 d, and all ranks have summed that;
+- sums of e - 1 overwrite those of e - 2 d - 2, and all ranks have received them.
 """
 
 import math
@@ -28,7 +28,7 @@ from soloist.prefill.lane_elementwise import Due, LaneOperations, News
 
 # Buffers that have lanes first.
 _OF_LANES = ("residual", "normed", "qkv", "gate_up", "activated")
-# Modules: where sums are heard so early, they have to have come by the wait at that very module.
+# Modules: where sums are received so early, they have to have come by the wait at that very module.
 _CLOSE = 2
 
 
@@ -199,10 +199,10 @@ class LaneCommunicator(Communicator):
         count, slot = chunk.num_rows, (module - self._late) % self._num_slots
         past = self._by_lane(self.ring.parts[slot][:count])
         of_all = None if self._is_alone else self.ring.sums[slot][:count]
-        heard = News(sums=of_all, summed=past if self._is_alone else None, past=past)
+        received = News(sums=of_all, summed=past if self._is_alone else None, past=past)
         if rows.is_last:
-            heard = heard.of_row(chunk.last)
-        return replace(heard, own=given)
+            received = received.of_row(chunk.last)
+        return replace(received, own=given)
 
     def head(self, rows: Rows, chunk: Chunk) -> Stages:
         """See the base class: where the lanes meet."""
