@@ -210,7 +210,7 @@ def h200_ranks() -> str:
 
 
 def h200_ranks_prompts() -> str:
-    """Times to the first token over several GPUs, of prompts read whole and after cached prefixes."""
+    """Times to the first token over several GPUs, of prompts read whole or after cached ones."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for gpus in (2, 4, 8):
         for row in rows_of(f"{gpus}-h200-prompts.json", "prefill"):
