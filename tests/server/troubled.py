@@ -12,8 +12,8 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine.executor import Outcome, Picked, Running
 from soloist.engine.kernel import KernelModel
 from soloist.errors import KernelStuck
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Decoder
 from soloist.server.metrics import Metrics
 
 FOREVER_S = 10**6
