@@ -5,6 +5,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
+from soloist import errors
 from soloist.cli.app import app
 from soloist.errors import SoloistError
 from soloist.server import bounds
@@ -87,6 +88,12 @@ def test_exit_statuses_are_the_errors() -> None:
     raised = {kind.exit_status for kind in all_kinds(SoloistError)}
     assert raised <= told
     assert told - raised == {0, 1}
+
+
+def test_every_error_is_drawn() -> None:
+    drawn = set(re.findall(r"\w+", errors.__doc__ or ""))
+    ours = {kind.__name__ for kind in all_kinds(SoloistError) if kind.__module__ == errors.__name__}
+    assert ours <= drawn
 
 
 def all_kinds(error: type[SoloistError]) -> set[type[SoloistError]]:

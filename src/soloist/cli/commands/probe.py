@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from soloist.cli import benching
 from soloist.cli import options as o
+from soloist.cli.commands import results
 from soloist.errors import ServerFailed, SettingError
 
 if TYPE_CHECKING:
     from soloist.bench.client import Api
     from soloist.bench.traffic import Traffic
 
-_MBU, _COST = "Memory-bandwidth utilisation", "Cost"
+_APIS: "dict[str, Api]" = {"chat": "chat", "completions": "completions"}
+_MBU = "Memory-bandwidth utilisation"
 _Urls = Annotated[
     list[str],
     typer.Argument(
@@ -65,12 +66,6 @@ def _targets(
     return [_Target(*options) for options in zip(urls, *each, strict=True)]
 
 
-def _checked_api(given: str) -> "Api":
-    if given not in ("chat", "completions"):
-        raise SettingError("--api", given, "chat, completions")
-    return "chat" if given == "chat" else "completions"
-
-
 def _read_traffic(
     config: Path | None, precision: str | None, bandwidth: Path | None, gpus: int
 ) -> "Traffic | None":
@@ -95,9 +90,7 @@ def serve(
     model: _ServedModel = None,
     api_key: _ApiKey = None,
     name: _Name = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
-    ] = None,
+    prompt: o.Prompt = None,
     prompt_tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -108,7 +101,7 @@ def serve(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")
     ] = 256,
-    runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
+    runs: o.Runs = 5,
     prefix: Annotated[
         str,
         typer.Option(
@@ -147,16 +140,15 @@ def serve(
     The server counts the tokens, in every chunk or at the end; chunks are not counted as tokens.
     Several servers take turns, run by run.
     """
-    from soloist.bench import record
     from soloist.bench import serve as bench_serve
     from soloist.cli import tables
 
     if prompt is not None and prompt_tokens:
         raise SettingError("--prompt-tokens", prompt_tokens[0], "only without --prompt")
-    prefixes = benching.checked_prefixes(prefix)
-    known = benching.read_baseline(baseline, threshold)
+    prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
+    known = results.read_baseline(baseline, threshold)
     traffic = _read_traffic(config, precision, bandwidth_file, gpus)
-    route = _checked_api(api)
+    route = o.chosen("--api", api, _APIS)
     rows = bench_serve.measure_in_turns(
         [
             bench_serve.Plan(
@@ -175,10 +167,8 @@ def serve(
             for t in _targets(urls, model, api_key, name)
         ]
     )
-    if output is not None:
-        record.write(output, rows)
-    tables.show_serve(rows, as_json=json)
-    benching.hold_against(known, rows)
+    results.show(rows, tables.show_serve, output, as_json=json)
+    results.hold_against(known, rows)
 
 
 def agent(
@@ -200,21 +190,15 @@ def agent(
     runs: Annotated[int, typer.Option(help="Timed loops after one to warm up.")] = 3,
     price: Annotated[
         float | None,
-        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=_COST),
+        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=o.COST),
     ] = None,
-    utilisation: Annotated[
-        float,
-        typer.Option(
-            help="Share of the paid hours in which the machine serves requests.",
-            rich_help_panel=_COST,
-        ),
-    ] = 1.0,
+    utilisation: o.Utilisation = 1.0,
     api_price: Annotated[
         str | None,
         typer.Option(
             metavar="PROMPT/NEW",
             help="Price per million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
-            rich_help_panel=_COST,
+            rich_help_panel=o.COST,
         ),
     ] = None,
     output: o.Output = None,
@@ -227,15 +211,14 @@ def agent(
     Each step sends the conversation so far, answers included, and the result of a tool.
     """
     from soloist.bench import agent as bench_agent
-    from soloist.bench import record
     from soloist.cli import tables
     from soloist.planning.cost import read_api_prices, read_machine
 
     machine = None if price is None else read_machine(price, utilisation)
     if machine is None and utilisation != 1.0:
         raise SettingError("--utilisation", utilisation, "only with --price")
-    known = benching.read_baseline(baseline, threshold)
-    route = _checked_api(api)
+    known = results.read_baseline(baseline, threshold)
+    route = o.chosen("--api", api, _APIS)
     api_prices = None if api_price is None else read_api_prices(api_price)
     rows = bench_agent.measure_in_turns(
         [
@@ -256,10 +239,8 @@ def agent(
             for t in _targets(urls, model, api_key, name)
         ]
     )
-    if output is not None:
-        record.write(output, rows)
-    tables.show_agent(rows, as_json=json)
-    benching.hold_against(known, rows)
+    results.show(rows, tables.show_agent, output, as_json=json)
+    results.hold_against(known, rows)
 
 
 def neighbours(
@@ -302,11 +283,10 @@ def neighbours(
     neighbour's request ended, how long GET /health took, and what memory it cost.
     """
     from soloist.bench import neighbours as bench_neighbours
-    from soloist.bench import record
     from soloist.cli import tables
 
-    route = _checked_api(api)
-    known = benching.read_baseline(baseline, threshold)
+    route = o.chosen("--api", api, _APIS)
+    known = results.read_baseline(baseline, threshold)
     plan = bench_neighbours.Plan(
         url=url,
         api=route,
@@ -320,14 +300,12 @@ def neighbours(
         patience_s=patience,
     )
     rows = bench_neighbours.measure(plan)
-    if output is not None:
-        record.write(output, rows)
-    tables.show_neighbours(rows, as_json=json)
+    results.show(rows, tables.show_neighbours, output, as_json=json)
     if left := bench_neighbours.unmeasured(plan, rows):
         told = f"the server stopped answering beside {rows[-1].neighbour}; not measured: "
         told += ", ".join(left)
         raise ServerFailed(url, told, "see the server's own log, and start it again")
-    benching.hold_against(known, rows)
+    results.hold_against(known, rows)
 
 
 def _checked_pid(given: str | None, url: str) -> int | None:
