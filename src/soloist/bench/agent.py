@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from soloist.bench import record, rows
-from soloist.bench.client import Api, Client, Prompt
+from soloist.bench.client import Api, Client, Prompt, Target
 from soloist.bench.dialect import Server, meet
 from soloist.bench.sizes import require_at_least
 from soloist.bench.stream import Answer, Counting, arrivals, decode_span
@@ -30,11 +30,6 @@ class Plan:
     """What to measure.
 
     Attributes:
-        url: of the server, with or without /v1.
-        api: 'chat' or 'completions'.
-        model: as the server calls it; None for the first that it lists.
-        key: API key, or None.
-        name: of the engine in the row; None for the URL.
         turns: steps of a loop.
         prompt_tokens: length of the first prompt, by about four characters a token.
         tool_tokens: by how much a tool's result makes the next prompt longer, likewise.
@@ -44,11 +39,6 @@ class Plan:
         api_prices: what an API charges, or None.
     """
 
-    url: str
-    api: Api
-    model: str | None
-    key: str | None
-    name: str | None
     turns: int
     prompt_tokens: int
     tool_tokens: int
@@ -77,26 +67,17 @@ class Step:
     new_tokens: int | None
 
 
-def measure(plan: Plan) -> rows.AgentRow:
-    """A row for all loops.
+def measure(plan: Plan, targets: Sequence[Target]) -> list[rows.AgentRow]:
+    """A row of each server for all its loops; servers take turns loop by loop.
+
+    Args:
+        plan: the same for all.
+        targets: at least one server.
 
     Raises:
         SettingError: sizes that cannot be measured.
-        ServerFailed: the server cannot be reached, refuses, or answers nothing.
+        ServerFailed: a server cannot be reached, refuses, or answers nothing.
     """
-    return measure_in_turns([plan])[0]
-
-
-def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
-    """The same of several servers, which take turns loop by loop.
-
-    Args:
-        plans: at least one; they differ in server, model, key and name only.
-
-    Raises:
-        SettingError, ServerFailed: as `measure`.
-    """
-    plan = plans[0]
     require_at_least(
         ("--turns", plan.turns, 1),
         ("--prompt-tokens", plan.prompt_tokens, 1),
@@ -105,18 +86,12 @@ def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
         ("--runs", plan.runs, 1),
     )
     with ExitStack() as stack:
-        servers = []
-        for one in plans:
-            client = stack.enter_context(Client(one.url, one.api, one.key))
-            servers.append(meet(client, one.model or client.only_model()))
-        loops: list[list[list[Step]]] = [[] for _ in plans]
+        servers = [meet(stack.enter_context(Client(target))) for target in targets]
+        loops: list[list[list[Step]]] = [[] for _ in targets]
         for _ in range(plan.runs + 1):
-            for of_one, one, server in zip(loops, plans, servers, strict=True):
-                of_one.append(_loop(one, server))
-    return [
-        _row(one, server, of_one[1:])
-        for one, server, of_one in zip(plans, servers, loops, strict=True)
-    ]
+            for of_one, server in zip(loops, servers, strict=True):
+                of_one.append(_loop(plan, server))
+    return [_row(plan, server, of_one[1:]) for server, of_one in zip(servers, loops, strict=True)]
 
 
 def _loop(plan: Plan, server: Server) -> list[Step]:
@@ -125,7 +100,7 @@ def _loop(plan: Plan, server: Server) -> list[Step]:
     first = f"# {uuid.uuid4().hex}\n{_TASK}\n\n{python_characters(size)}"
     told, steps = [first], []
     for turn in range(plan.turns):
-        answer = server.ask(_prompt(plan.api, told), plan.max_tokens)
+        answer = server.ask(_prompt(server.client.api, told), plan.max_tokens)
         if not answer.text and not answer.new_tokens:
             raise ServerFailed(server.client.url, "it answered without a single token")
         steps.append(_step(answer, server.counting))
@@ -182,9 +157,9 @@ def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.Ag
     cost = _mean_cost(plan, steps)
     return rows.AgentRow(
         bench="agent",
-        engine=plan.name or server.client.url,
+        engine=server.client.name,
         url=server.client.url,
-        api=plan.api,
+        api=server.client.api,
         shape=server.model,
         turns=plan.turns,
         asked_prompt_tokens=plan.prompt_tokens,

@@ -1,7 +1,6 @@
 """`soloist bench serve`, `agent` and `neighbours`: servers, measured from outside."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from soloist.cli.commands import results
 from soloist.errors import ServerFailed, SettingError
 
 if TYPE_CHECKING:
-    from soloist.bench.client import Api
+    from soloist.bench.client import Api, Target
     from soloist.bench.traffic import Traffic
 
 _APIS: "dict[str, Api]" = {"chat": "chat", "completions": "completions"}
@@ -37,24 +36,20 @@ _Name = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """One server, as options name it."""
-
-    url: str
-    model: str | None
-    key: str | None
-    name: str | None
-
-
 def _targets(
-    urls: list[str], models: list[str] | None, keys: list[str] | None, names: list[str] | None
-) -> list[_Target]:
-    """Options of each server; a key goes to no other one than it was given for.
+    urls: list[str],
+    api: "Api",
+    models: list[str] | None,
+    keys: list[str] | None,
+    names: list[str] | None,
+) -> "list[Target]":
+    """The servers with their options; a key goes to no other one than it was given for.
 
     Raises:
         SettingError: not as many of them as there are servers.
     """
+    from soloist.bench.client import Target
+
     if models is not None and len(models) == 1:
         models = models * len(urls)
     each: list[Sequence[str | None]] = []
@@ -63,7 +58,7 @@ def _targets(
             allowed = f"given {len(urls)} times, once for each URL"
             raise SettingError(option, f"given {len(given)} times", allowed)
         each.append(given or [None] * len(urls))
-    return [_Target(*options) for options in zip(urls, *each, strict=True)]
+    return [Target(url, api, *options) for url, *options in zip(urls, *each, strict=True)]
 
 
 def _read_traffic(
@@ -149,24 +144,15 @@ def serve(
     known = results.read_baseline(baseline, threshold)
     traffic = _read_traffic(config, precision, bandwidth_file, gpus)
     route = o.chosen("--api", api, _APIS)
-    rows = bench_serve.measure_in_turns(
-        [
-            bench_serve.Plan(
-                url=t.url,
-                api=route,
-                model=t.model,
-                key=t.key,
-                name=t.name,
-                prompt=prompt,
-                prompt_tokens=tuple(prompt_tokens or (256,)),
-                max_tokens=max_tokens,
-                runs=runs,
-                prefixes=prefixes,
-                traffic=traffic,
-            )
-            for t in _targets(urls, model, api_key, name)
-        ]
+    plan = bench_serve.Plan(
+        prompt=prompt,
+        prompt_tokens=tuple(prompt_tokens or (256,)),
+        max_tokens=max_tokens,
+        runs=runs,
+        prefixes=prefixes,
+        traffic=traffic,
     )
+    rows = bench_serve.measure(plan, _targets(urls, route, model, api_key, name))
     results.show(rows, tables.show_serve, output, as_json=json)
     results.hold_against(known, rows)
 
@@ -220,25 +206,16 @@ def agent(
     known = results.read_baseline(baseline, threshold)
     route = o.chosen("--api", api, _APIS)
     api_prices = None if api_price is None else read_api_prices(api_price)
-    rows = bench_agent.measure_in_turns(
-        [
-            bench_agent.Plan(
-                url=t.url,
-                api=route,
-                model=t.model,
-                key=t.key,
-                name=t.name,
-                turns=turns,
-                prompt_tokens=prompt_tokens,
-                tool_tokens=tool_tokens,
-                max_tokens=max_tokens,
-                runs=runs,
-                machine=machine,
-                api_prices=api_prices,
-            )
-            for t in _targets(urls, model, api_key, name)
-        ]
+    plan = bench_agent.Plan(
+        turns=turns,
+        prompt_tokens=prompt_tokens,
+        tool_tokens=tool_tokens,
+        max_tokens=max_tokens,
+        runs=runs,
+        machine=machine,
+        api_prices=api_prices,
     )
+    rows = bench_agent.measure(plan, _targets(urls, route, model, api_key, name))
     results.show(rows, tables.show_agent, output, as_json=json)
     results.hold_against(known, rows)
 
@@ -283,16 +260,13 @@ def neighbours(
     neighbour's request ended, how long GET /health took, and what memory it cost.
     """
     from soloist.bench import neighbours as bench_neighbours
+    from soloist.bench.client import Target
     from soloist.cli import tables
 
     route = o.chosen("--api", api, _APIS)
     known = results.read_baseline(baseline, threshold)
     plan = bench_neighbours.Plan(
-        url=url,
-        api=route,
-        model=model,
-        key=api_key,
-        name=name,
+        target=Target(url, route, model, api_key, name),
         kinds=tuple(only or ()),
         pid=_checked_pid(pid, url),
         max_tokens=max_tokens,
