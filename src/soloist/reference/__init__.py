@@ -3,18 +3,7 @@
 `blocks` holds attention and MLP, `transformer` puts them together, `laneformer` does so with lanes.
 """
 
-from soloist.model.config import ModelConfig
-from soloist.model.torch_types import Weights
+from soloist.reference.build import Reference, build_reference
 from soloist.reference.cache import KVCache
-from soloist.reference.device import Reference
-from soloist.reference.laneformer import LaneTransformer
-from soloist.reference.transformer import Transformer
 
 __all__ = ["KVCache", "Reference", "build_reference"]
-
-
-def build_reference(config: ModelConfig, weights: Weights) -> Reference:
-    """Put weights and configuration together."""
-    return (
-        Transformer(config, weights) if config.lanes is None else LaneTransformer(config, weights)
-    )
