@@ -340,9 +340,9 @@ class StepFailed(RequestError):
 class QueueFull(Unavailable):
     """The queue holds as many requests as it may."""
 
-    def __init__(self, num_columns: int, most_waiting: int, retry_s: float) -> None:
+    def __init__(self, max_running: int, most_waiting: int, retry_s: float) -> None:
         super().__init__(
-            f"the queue is full (allowed: {most_waiting} waiting requests beside {num_columns} "
+            f"the queue is full (allowed: {most_waiting} waiting requests beside {max_running} "
             "running ones); this request was not accepted",
             f"try again in about {retry_s:.0f} s, or start the server with a larger --queue",
         )

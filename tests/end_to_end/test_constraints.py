@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from soloist.engine import Chunk, Completion, Engine, EngineConfig
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, Request
 from soloist.engine.reference import ReferenceModel
 from soloist.errors import GrammarFailed
 from soloist.sampling import Sampler, SamplingParams
@@ -55,11 +55,12 @@ def one_at_a_time(params: SamplingParams) -> list[int]:
     ids = engine().tokenizer.encode(PROMPT)
     eos_ids, model = engine().tokenizer.eos_ids, engine().model
     sampler = Sampler(params, engine().config.vocab_size, ids, eos_ids, grammar().start())
-    running = model.open(ids, sampler, 0)
-    made = [model.read(running).token_id]
-    while not running.is_over:
-        made += [picked.token_id for (picked,) in model.rounds([running], 99)]
-    model.close(running)
+    request = Request(ids, sampler, top_logprobs=0)
+    assert model.open(request)
+    made = [model.read(request).token_id]
+    while not request.has_all_tokens:
+        made += [picked.token_id for (picked,) in model.rounds([request], 99)]
+    model.free(request)
     return made
 
 

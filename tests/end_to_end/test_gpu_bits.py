@@ -25,8 +25,10 @@ from plan.shapes import LANEFORMER, SHAPES
 from soloist.bench.agreement import forced_logits, require_same_bits
 from soloist.bench.subject import shape_on_gpu
 from soloist.engine import Engine, EngineConfig
+from soloist.engine.core import tokens_of
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.request import Request
 from soloist.jit.compiler import nvrtc_version
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
@@ -75,7 +77,7 @@ def bits(model: KernelModel, vocab_size: int, ids: list[int]) -> dict[str, str]:
     found = {"logits": hashed(one)}
     for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         sampler = Sampler(params, vocab_size, ids)
-        found[name] = hashed(list(model.generate(ids, sampler, lambda: False)))
+        found[name] = hashed(list(tokens_of(model, Request(ids, sampler))))
     return found
 
 

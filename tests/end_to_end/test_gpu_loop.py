@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Scored, Ticket
+from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Request, Scored
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.model.checkpoint import open_checkpoint
@@ -47,7 +47,7 @@ def all_of(loop: EngineLoop, ids: list[int], params: SamplingParams) -> list[obj
     return events_of(loop.submit(ids, params, top_logprobs=3))
 
 
-def events_of(ticket: Ticket) -> list[object]:
+def events_of(ticket: Request) -> list[object]:
     events: list[object] = []
     until = time.monotonic() + 120
     while not events or not isinstance(events[-1], Completion):
@@ -57,7 +57,7 @@ def events_of(ticket: Ticket) -> list[object]:
     return events
 
 
-def end_of(ticket: Ticket) -> Completion:
+def end_of(ticket: Request) -> Completion:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for event in ticket.take():
@@ -252,13 +252,13 @@ def ttft_s(model: KernelModel, prompt: list[int]) -> tuple[float, int]:
     sampler = Sampler(SamplingParams(max_tokens=8), vocab_size, prompt, ())
     torch.cuda.synchronize()
     start = time.perf_counter()
-    running = model.open(prompt, sampler)
-    assert running is not None
-    while model.read(running) is None:
+    request = Request(prompt, sampler)
+    assert model.open(request)
+    while model.read(request) is None:
         pass
     took_s = time.perf_counter() - start
-    model.close(running)
-    return took_s, running.num_cached
+    model.free(request)
+    return took_s, request.num_cached
 
 
 @pytest.mark.timed

@@ -14,7 +14,7 @@ import torch
 
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Ticket
+from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Request
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.errors import LaunchError
 from soloist.megakernel.attention_plan import AttentionPlan
@@ -306,7 +306,7 @@ def _end(loop: EngineLoop, ids: list[int], params: SamplingParams) -> tuple[int,
     return _finished(loop.submit(ids, params))
 
 
-def _finished(ticket: Ticket) -> tuple[int, ...]:
+def _finished(ticket: Request) -> tuple[int, ...]:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for event in ticket.take():

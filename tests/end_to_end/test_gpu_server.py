@@ -24,7 +24,7 @@ from server.running import (
 )
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.bandwidth import brief_bandwidth, read_bandwidth
-from soloist.engine.columns import KernelExecutor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.sampling import SamplingParams
 from soloist.server.serve import Server
 
@@ -124,7 +124,7 @@ def test_disconnects_leave_no_sequence(server) -> None:
     wait_for(lambda: is_idle(server))
     before = len(executor.allocator._free_rows)
     asyncio.run(all_of_them())
-    assert len(executor.allocator._free_rows) == before == executor.num_columns
+    assert len(executor.allocator._free_rows) == before == executor.max_running
 
 
 @pytest.mark.timed  # it reads the card's free memory, which others beside it would take

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Ticket
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Request
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Ranks
@@ -48,7 +48,7 @@ def held_bytes() -> int:
 class Asked:
     """One request, and what is to become of it."""
 
-    def __init__(self, ticket: Ticket, wanted: tuple[int, ...], cancel_at: int | None) -> None:
+    def __init__(self, ticket: Request, wanted: tuple[int, ...], cancel_at: int | None) -> None:
         self.ticket, self.wanted, self.cancel_at = ticket, wanted, cancel_at
         self.since, self.seen, self.is_over = time.monotonic(), 0, False
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.executor import Executor, Outcome, Picked, Running
+from soloist.engine.executor import Executor, Outcome, Picked
+from soloist.engine.request import Request
 from soloist.errors import RequestError
 from soloist.sampling.constraint import has_bit
 from soloist.server.config import ServerConfig
@@ -77,7 +78,7 @@ class Scripted(Executor):
         num_open: sequences.
     """
 
-    num_columns = 8
+    max_running = 8
 
     def __init__(
         self,
@@ -96,14 +97,12 @@ class Scripted(Executor):
         self.fault: Exception | None = None
         self._stop = False
 
-    def open(
-        self, prompt_ids, sampler, top_logprobs=None, *, scores_prompt=False
-    ) -> Running | None:
-        assert not scores_prompt, "the script has no scores"
+    def open(self, request: Request) -> bool:
+        assert request.prompt_scores is None, "the script has no scores"
         self.num_open += 1
-        return Running(prompt_ids, sampler, top_logprobs)
+        return True
 
-    def read(self, running: Running) -> Picked | None:
+    def read(self, running: Request) -> Picked | None:
         self.asked = time.perf_counter()
         self._check()
         if self.read_s:
@@ -112,7 +111,7 @@ class Scripted(Executor):
         running.num_read = running.num_to_read
         return self._next(running)
 
-    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+    def rounds(self, running: Sequence[Request], most: int) -> Generator[list[Outcome], None, None]:
         self._stop = False
         due = time.perf_counter()
         for _ in range(min(most, *(r.num_wanted for r in running))):
@@ -124,13 +123,13 @@ class Scripted(Executor):
             if self._stop:
                 return
 
-    def _outcome(self, running: Running) -> Outcome:
+    def _outcome(self, running: Request) -> Outcome:
         try:
             return self._next(running)
         except RequestError as error:
             return error
 
-    def _next(self, running: Running) -> Picked:
+    def _next(self, running: Request) -> Picked:
         token_id = self.script[len(running.sampler.output_ids) % len(self.script)]
         allowed = running.sampler.allowed()
         if allowed is not None and not has_bit(allowed, token_id):
@@ -147,7 +146,7 @@ class Scripted(Executor):
     def stop(self) -> None:
         self._stop = True
 
-    def close(self, _: Running) -> None:
+    def free(self, _: Request) -> None:
         self.num_open -= 1
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from server.asgi import Exchange, application, is_idle
 from server.running import Scripted, etude, scripted, with_tools
 from server.values import LIKELY, junk
-from soloist.engine import Engine, Ticket
-from soloist.engine.columns import KernelExecutor
+from soloist.engine import Engine, Request
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.server.fields import (
     ChatRequest,
@@ -85,7 +85,7 @@ def test_ten_thousand_requests_get_answers_or_clear_refusals() -> None:
     executor, rng = Scripted(), random.Random(20)
     # Most answers fill the context.
     engine, statuses = with_tools(executor, 128), Counter()
-    before = of_one_kind(Generation, Ticket)
+    before = of_one_kind(Generation, Request)
 
     async def one(app: object) -> None:
         path, body = request(rng)
@@ -105,7 +105,7 @@ def test_ten_thousand_requests_get_answers_or_clear_refusals() -> None:
     for path in PATHS:
         assert min(statuses[path, 200], statuses[path, 400]) > 30, statuses
     assert executor.num_open == 0
-    assert not of_one_kind(Generation, Ticket) - before
+    assert not of_one_kind(Generation, Request) - before
 
 
 def paged(num_pages: int) -> tuple[Engine, KernelExecutor]:
@@ -124,7 +124,7 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
     rng, outcomes = random.Random(3), Counter()
     num_pages = 24  # of 4 sequences with up to 10 each
     engine, executor = paged(num_pages)
-    before = of_one_kind(Generation, Ticket)
+    before = of_one_kind(Generation, Request)
 
     async def one(app: object, host: object) -> None:
         is_stream = rng.random() < 0.6
@@ -163,9 +163,9 @@ def test_a_thousand_disconnects_leave_no_sequence_and_every_page() -> None:
 
     asyncio.run(all_of_them())
     assert outcomes["cut"] > 300, outcomes
-    assert not of_one_kind(Generation, Ticket) - before
+    assert not of_one_kind(Generation, Request) - before
     allocator, cached = executor.allocator, executor.cached
     cached_pages = cached.on_device // PAGE_POSITIONS
     assert allocator.pages.num_free + cached_pages == num_pages, "every page came back"
     assert allocator.tiers.host_pages.num_free + cached.on_host // PAGE_POSITIONS == 6
-    assert len(allocator._free_rows) == executor.num_columns
+    assert len(allocator._free_rows) == executor.max_running

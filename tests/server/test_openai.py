@@ -409,7 +409,7 @@ def test_a_chat_may_fill_the_context(client, server) -> None:
     ) as stream:
         next(iter(stream))
         (generation,) = server.host.running.values()
-        (ticket,) = generation.tickets
+        (ticket,) = generation.requests
         assert len(ticket.prompt_ids) > 5
     wait_for(lambda: is_idle(server))
 
@@ -467,8 +467,11 @@ def test_metrics_count_the_engines_tokens(client, http, server) -> None:
     assert value("soloist_prompt_tokens_total") == prompts + len(ids)
     wait_for(lambda: is_idle(server))
     assert value("soloist_requests_running") == 0
+    assert value("soloist_requests_preempted_total") == 0
     assert value("soloist_requests_paused_total") == 0
-    assert value('soloist_prefix_tokens_kept{on="device"}') % 128 == 0
+    cached = value('soloist_prefix_tokens_cached{on="device"}')
+    assert cached % 128 == 0
+    assert value('soloist_prefix_tokens_kept{on="device"}') == cached
     assert value('soloist_prefix_tokens_total{to="host"}') == 0
     assert value('soloist_http_replies_total{path="/v1/completions",status="200"}') >= 2
 

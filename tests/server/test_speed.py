@@ -16,7 +16,8 @@ from statistics import median
 import pytest
 
 from server.running import Scripted, etude, running, scripted, wait_until_ready
-from soloist.engine.executor import Picked, Running
+from soloist.engine.executor import Picked
+from soloist.engine.request import Request
 
 pytestmark = pytest.mark.timed
 
@@ -70,7 +71,7 @@ class Watched(Scripted):
         super().__init__(*args, **options)
         self.read_took: list[float] = []
 
-    def read(self, running: Running) -> Picked:
+    def read(self, running: Request) -> Picked:
         picked = super().read(running)
         self.read_took.append(self.first - self.asked)
         return picked

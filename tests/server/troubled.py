@@ -9,8 +9,9 @@ from pathlib import Path
 from server.running import Scripted, etude, scripted
 from soloist.cli import main
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.executor import Outcome, Picked, Running
+from soloist.engine.executor import Outcome, Picked
 from soloist.engine.kernel import KernelModel
+from soloist.engine.request import Request
 from soloist.errors import KernelStuck
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build
@@ -23,7 +24,7 @@ LOAD = Engine.load  # before it is patched
 class Hanging(Scripted):
     """After ten tokens it is in a call that does not return."""
 
-    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+    def rounds(self, running: Sequence[Request], most: int) -> Generator[list[Outcome], None, None]:
         for number, outcomes in enumerate(super().rounds(running, most)):
             yield outcomes
             if number == 10:
@@ -37,7 +38,7 @@ class StuckOnce(Scripted):
         super().__init__()
         self.file = file
 
-    def read(self, running: Running) -> Picked | None:
+    def read(self, running: Request) -> Picked | None:
         if not self.file.exists():
             self.file.touch()
             raise KernelStuck("block 3", "the residual stream", "nothing")

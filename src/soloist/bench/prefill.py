@@ -32,6 +32,7 @@ from soloist.engine.config import resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
+from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.model.families import read_config
 from soloist.model.folder import CONFIG_FILE, find_model
@@ -77,14 +78,15 @@ class _Reader:
         start = time.perf_counter()
         ids = self.prompt_ids[:num_tokens]
         sampler = Sampler(SamplingParams(max_tokens=1, ignore_eos=True), self.vocab_size, ids)
-        running = self.executor.open(ids, sampler)
-        assert running is not None, "nobody else has a sequence open"
+        request = Request(ids, sampler)
+        is_open = self.executor.open(request)
+        assert is_open, "no other request is open"
         try:
-            while self.executor.read(running) is None:
+            while self.executor.read(request) is None:
                 pass
-            return time.perf_counter() - start, running.num_cached
+            return time.perf_counter() - start, request.num_cached
         finally:
-            self.executor.close(running)
+            self.executor.free(request)
 
 
 def measure(plan: Plan) -> list[rows.PrefillRow]:

@@ -1,6 +1,6 @@
 """`bench decode --shape`: random weights, on the decode kernel with as many columns as asked for.
 
-One column is timed through `Executor.generate`, as any request runs; without a GPU, on the
+One column is timed through `EngineCore.run`, as any request runs; without a GPU, on the
 reference. Several are timed as one launch of the decoder, in which every column goes on with the
 tokens it chose itself.
 """
@@ -30,10 +30,12 @@ from soloist.bench.subject import (
 )
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import GpuCount, Precision, resolve_device
+from soloist.engine.core import tokens_of
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import KernelModel
+from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
@@ -181,7 +183,7 @@ def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) ->
     made, times = [], []
     start = time.perf_counter()
     sampler = Sampler(params, vocab_size, prompt)
-    for token_id in model.generate(prompt, sampler, lambda: False):
+    for token_id in tokens_of(model, Request(prompt, sampler)):
         times.append(time.perf_counter())
         made.append(token_id)
     return Run(times[0] - start, times[-1] - times[0], tuple(made), gaps_s(times))

@@ -22,6 +22,8 @@ from soloist.bench.timeline import About, Timeline, timeline, times_by_phase
 from soloist.engine import EngineConfig
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.config import GpuCount, Precision
+from soloist.engine.core import tokens_of
+from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.megakernel.header import ABLATIONS, Build
 from soloist.megakernel.launch import Query
@@ -212,7 +214,7 @@ def _first_token(subject: Subject) -> int:
     """Run the prompt; what follows it."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     sampler = Sampler(params, subject.model.plan.model.vocab_size, subject.prompt_ids)
-    (token_id,) = subject.model.generate(subject.prompt_ids, sampler, lambda: False)
+    (token_id,) = tokens_of(subject.model, Request(subject.prompt_ids, sampler))
     return token_id
 
 
@@ -222,7 +224,7 @@ def _host_us(subject: Subject, first: int, rounds: int) -> float:
     params = SamplingParams(max_tokens=rounds, ignore_eos=True)
     for _ in range(_LAUNCHES + 1):
         sampler = Sampler(params, subject.model.plan.model.vocab_size, prompt)
-        made = subject.model.generate(prompt, sampler, lambda: False)
+        made = tokens_of(subject.model, Request(prompt, sampler))
         times = [time.perf_counter() for _ in made]
         results.append((times[-1] - times[0]) / (rounds - 1) * 1e6)
     round_us = _round_us(subject, [first], rounds, len(prompt))

@@ -4,9 +4,9 @@ from soloist.engine.config import EngineConfig
 from soloist.engine.engine import Engine
 from soloist.engine.events import Cancel, Chunk, Completion, Event, Failure, Scored, Timings
 from soloist.engine.loop import EngineLoop
-from soloist.engine.ticket import Ticket
+from soloist.engine.request import Request
 
 __all__ = [
     "Cancel", "Chunk", "Completion", "Engine", "EngineConfig", "EngineLoop", "Event", "Failure",
-    "Scored", "Ticket", "Timings",
+    "Request", "Scored", "Timings",
 ]  # fmt: skip

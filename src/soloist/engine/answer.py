@@ -1,48 +1,42 @@
 """One request's answer while it grows: tokens in, text and figures out."""
 
-from collections.abc import Set as AbstractSet
-
 from soloist.engine.events import Chunk, Completion, FinishReason, Timings
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs
-from soloist.text import TextStream, Tokenizer
+from soloist.text import TextStream
 
 
 class Answer:
-    """Collects tokens, decides when the request is over, tells what happened and how fast.
+    """Collects tokens, asks whether the request is over, tells what happened and how fast.
 
     Attributes:
         finish_reason: None while the request goes on.
         decode_bytes: see `Timings`.
-        num_cached: tokens of the prompt that were not read for it.
 
     Args:
-        tokenizer: turns tokens into text.
         sampler: of the request.
         prompt_tokens: tokens read.
         accepted: time of acceptance, by `time.perf_counter`.
-        shown_ids: special tokens that are part of the text.
+        text: takes the tokens; without one there is no text, and no stop string.
         scores_end: give log probabilities of the token that ends the request, too.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         sampler: Sampler,
         prompt_tokens: int,
         accepted: float,
-        shown_ids: AbstractSet[int] = frozenset(),
+        text: TextStream | None = None,
         *,
         scores_end: bool = False,
     ) -> None:
         self.finish_reason: FinishReason | None = None
-        self.num_cached = self.decode_bytes = 0
-        self._stream = TextStream(tokenizer, sampler.params.stop, shown_ids=shown_ids)
+        self.decode_bytes = 0
+        self._stream, self._pieces = text, list[str]()
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._scores_end = scores_end
         self._accepted = self._started = self._first = self._last = accepted
         self._made: list[int] = []
-        self._text: list[str] = []
 
     @property
     def num_made(self) -> int:
@@ -50,7 +44,7 @@ class Answer:
         return len(self._made)
 
     def start(self, now: float) -> None:
-        """The request has a column."""
+        """Work on the request begins."""
         self._started = now
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Chunk:
@@ -59,16 +53,14 @@ class Answer:
         if not self._made:
             self._first = now
         self._made.append(token_id)
-        reason = self._sampler.stop_test.finish_reason(token_id, len(self._made))
-        is_shown = reason not in ("eos", "stop")
-        piece = self._stream.push([token_id]) if is_shown else ""
-        if self._stream.stopped is not None:
-            reason = "stop"
-        if reason in (None, "length") and self._is_complete:
-            reason = "stop"  # it has the form that was asked for
-        self.finish_reason = reason
+        stop_test = self._sampler.stop_test
+        is_shown = token_id not in stop_test.ending_ids
+        piece = self._stream.push([token_id]) if is_shown and self._stream is not None else ""
+        self.finish_reason = stop_test.finish_reason(
+            token_id, len(self._made), is_complete=self._stop is not None or self._has_form
+        )
         if piece:
-            self._text.append(piece)
+            self._pieces.append(piece)
         is_scored = logprobs is not None and (is_shown or self._scores_end)
         return Chunk(piece, (token_id,), (logprobs,) if is_scored and logprobs is not None else ())
 
@@ -78,16 +70,25 @@ class Answer:
         self.finish_reason = "length"
 
     @property
-    def _is_complete(self) -> bool:
+    def _stop(self) -> str | None:
+        return None if self._stream is None else self._stream.stopped
+
+    @property
+    def _has_form(self) -> bool:
         return self._sampler.is_complete and len(self._made) == len(self._sampler.output_ids)
 
-    def finish(self, now: float) -> tuple[Chunk | None, Completion]:
-        """Text that was held back, if any, and the end; cancelled if nothing else ended it."""
-        rest = self._stream.finish()
+    def finish(self, now: float, num_cached: int) -> tuple[Chunk | None, Completion]:
+        """Text that was held back, if any, and the end; cancelled if nothing else ended it.
+
+        Args:
+            now: by `time.perf_counter`.
+            num_cached: tokens of the prompt that did not have to be read.
+        """
+        rest = "" if self._stream is None else self._stream.finish()
         if rest:
-            self._text.append(rest)
+            self._pieces.append(rest)
         completion = Completion(
-            text="".join(self._text),
+            text="".join(self._pieces),
             token_ids=tuple(self._made),
             finish_reason=self.finish_reason or "cancelled",
             timings=Timings(
@@ -97,10 +98,10 @@ class Answer:
                 decode_s=self._last - self._first,
                 total_s=now - self._accepted,
                 queue_s=self._started - self._accepted,
-                cached_tokens=self.num_cached,
+                cached_tokens=num_cached,
                 decode_bytes=self.decode_bytes,
             ),
             seed=self._sampler.params.seed,
-            stop=self._stream.stopped,
+            stop=self._stop,
         )
         return (Chunk(rest, ()) if rest else None), completion

@@ -14,16 +14,17 @@ from typing import Literal
 import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
-from soloist.engine.answer import Answer
 from soloist.engine.bandwidth import brief_bandwidth
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
+from soloist.engine.core import EngineCore
 from soloist.engine.events import Cancel, Chunk, Completion
-from soloist.engine.executor import Executor, Running
+from soloist.engine.executor import Executor
 from soloist.engine.gpus import place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
 from soloist.engine.reference import ReferenceModel
+from soloist.engine.request import Request
 from soloist.engine.support import Support
-from soloist.engine.traffic import Burst, Traffic
+from soloist.engine.traffic import Traffic
 from soloist.megakernel.plan import Plan
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
@@ -36,7 +37,7 @@ from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import Settings, read_settings
-from soloist.text import ChatTemplate, Message, Tokenizer
+from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.loading import Destination, Source, load_ranks
@@ -250,38 +251,21 @@ class Engine:
         accepted = time.perf_counter()
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.processor.check_prompt(prompt_ids, params.max_tokens)
-        params.check_vocabulary(self.config.vocab_size)
         sampler = Sampler(
             params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
             None if grammar is None else grammar.start(),
         )  # fmt: skip
-        return self._events(prompt_ids, sampler, cancel or Cancel(), accepted)
+        request = Request(
+            prompt_ids, sampler, TextStream(self.tokenizer, params.stop), accepted=accepted
+        )
+        return self._events(request, cancel or Cancel())
 
-    def _events(
-        self,
-        prompt_ids: list[int],
-        sampler: Sampler,
-        cancel: Cancel,
-        accepted: float,
-    ) -> Iterator[Chunk | Completion]:
-        answer = Answer(self.tokenizer, sampler, len(prompt_ids), accepted)
-
-        def was_read(running: Running) -> None:
-            answer.num_cached = running.num_cached
-
-        source = self.model.generate(prompt_ids, sampler, lambda: cancel.requested, was_read)
-        with closing(source):
-            for token_id in source:
-                yield answer.take(token_id, None, time.perf_counter())
-                if answer.finish_reason is not None:
-                    break
-        burst = Burst(self.traffic, [len(prompt_ids) + 1])
-        burst.num_rounds = max(0, answer.num_made - 1)
-        answer.decode_bytes = burst.num_bytes
-        rest, completion = answer.finish(time.perf_counter())
-        if rest is not None:
-            yield rest
-        yield completion
+    def _events(self, request: Request, cancel: Cancel) -> Iterator[Chunk | Completion]:
+        core = EngineCore(self.model, self.tokenizer, traffic=self.traffic)
+        with closing(core.run(request, lambda: cancel.requested)) as events:
+            for event in events:
+                if isinstance(event, Chunk | Completion):
+                    yield event
 
 
 def devices() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from soloist.engine.columns import KernelExecutor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks

@@ -1,6 +1,6 @@
-"""Sequences on the reference: prompts in passes, then one token of each in turn.
+"""Requests on the reference: prompts in passes, then one token of each in turn.
 
-Passes are left after a bounded time and gone on with later, so that no sequence waits for another's
+Passes are left after a bounded time and gone on with later, so that no request waits for another's
 prompt. Where a pass begins follows from the position alone: time changes no bit.
 """
 
@@ -16,10 +16,10 @@ from soloist.engine.executor import (
     Executor,
     Outcome,
     Picked,
-    Running,
     own_failure,
     pick,
 )
+from soloist.engine.request import Request
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.prefix import Match, Node, PrefixTree
@@ -30,12 +30,11 @@ from soloist.reference import KVCache, build_reference
 from soloist.reference.passes import Pass
 from soloist.reference.reading import Readers, Reading
 from soloist.reference.threads import Threads
-from soloist.sampling import Sampler
 
-# Seconds of a prompt, or of forced tokens, between two rounds of other sequences; and without any,
+# Seconds of a prompt, or of forced tokens, between two rounds of other requests; and without any,
 # between two looks whether the request was cancelled.
 _BESIDE_S, _ALONE_S = 0.02, 0.25
-# A part of a prompt and a round of the other sequences together, as long as rounds let it be: where
+# A part of a prompt and a round of the other requests together, as long as rounds let it be: where
 # their cores are busy, parts become shorter, down to the least.
 _WAIT_S, _LEAST_S = 0.06, 0.005
 
@@ -43,19 +42,10 @@ _WAIT_S, _LEAST_S = 0.06, 0.005
 _Cached = list[tuple[Tensor, Tensor]]
 
 
-class _Running(Running):
-    """A sequence with a KV cache of its own, and the last cached chunk of its prompt."""
+class _Sequence:
+    """What a request has: a KV cache of its own, and the last cached chunk of its prompt."""
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        top_logprobs: int | None,
-        cache: KVCache,
-        *,
-        scores_prompt: bool,
-    ) -> None:
-        super().__init__(prompt_ids, sampler, top_logprobs, scores_prompt=scores_prompt)
+    def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.reading: Reading | None = None
         self.node: Node[_Cached] | None = None
@@ -67,8 +57,8 @@ class ReferenceModel(Executor):
     Args:
         config: what it computes.
         weights: on the device; taken over.
-        kv_tokens: positions that all open sequences together may take; at least one context.
-        num_columns: sequences that may be open at once.
+        kv_tokens: positions that all open requests together may take; at least one context.
+        max_running: requests that may be open at once.
         chunk_tokens: prompt tokens a pass, and of what is cached of prompts at least.
         keeps_prefixes: cache keys and values of prompts, as far as the memory goes, for later
             ones that begin alike.
@@ -81,7 +71,7 @@ class ReferenceModel(Executor):
         config: ModelConfig,
         weights: Weights,
         kv_tokens: int,
-        num_columns: int = 1,
+        max_running: int = 1,
         chunk_tokens: int = REFERENCE_PASS_TOKENS,
         *,
         keeps_prefixes: bool = False,
@@ -89,10 +79,10 @@ class ReferenceModel(Executor):
         self.reference = build_reference(config, weights)
         # Now, and not when a long sequence is opened beside others.
         self.reference.reach(min(kv_tokens, config.context_tokens))
-        self.num_columns = num_columns
+        self.max_running = max_running
         self._num_free, self._chunk_tokens = kv_tokens, chunk_tokens
         self._kv_tokens = kv_tokens
-        self._open: dict[_Running, None] = {}
+        self._open: dict[Request, _Sequence] = {}
         is_on_cpu = self.reference.device.type == "cpu"
         self._threads = Threads(torch.get_num_threads() if is_on_cpu else 1)
         self._readers = Readers(self.reference, self._threads)
@@ -107,28 +97,20 @@ class ReferenceModel(Executor):
         """See Executor; the number of threads is partly a thread's own."""
         torch.set_num_threads(torch.get_num_threads())
 
-    def open(
-        self,
-        prompt_ids: Sequence[int],
-        sampler: Sampler,
-        top_logprobs: int | None = None,
-        *,
-        scores_prompt: bool = False,
-    ) -> Running | None:
+    def open(self, request: Request) -> bool:
         """See Executor."""
-        asked = len(prompt_ids) + sampler.stop_test.max_tokens
+        asked = len(request.prompt_ids) + request.sampler.stop_test.max_tokens
         # Of a prompt that is cached whole the last chunk is read again: it gives the logits.
-        tree = None if scores_prompt else self._tree
-        match = None if tree is None else tree.match(prompt_ids[:-1])
+        tree = None if request.prompt_scores is not None else self._tree
+        match = None if tree is None else tree.match(request.prompt_ids[:-1])
         if not self._reserve(asked):
-            return None
-        cache = self.reference.new_cache(asked)
-        running = _Running(prompt_ids, sampler, top_logprobs, cache, scores_prompt=scores_prompt)
+            return False
+        sequence = _Sequence(self.reference.new_cache(asked))
         if match is not None:
-            self._take_cached(running, match)
+            self._take_cached(request, sequence, match)
         self._num_free -= asked
-        self._open[running] = None
-        return running
+        self._open[request] = sequence
+        return True
 
     def _reserve(self, asked: int) -> bool:
         """Whether so many positions are free, if need be by evicting cached prefixes."""
@@ -142,31 +124,31 @@ class ReferenceModel(Executor):
                 self._num_evicted += self._chunk_tokens
         return asked <= self._num_free
 
-    def _take_cached(self, running: _Running, match: Match[_Cached]) -> None:
+    def _take_cached(self, request: Request, sequence: _Sequence, match: Match[_Cached]) -> None:
         """Copy what is cached of the prompt; the match holds it, even if it was just evicted."""
         for number, node in enumerate(match.nodes):
             position = number * self._chunk_tokens
             for block, (keys, values) in enumerate(node.held):
-                running.cache.append(block, position, keys, values)
-        running.num_cached = running.num_read = match.num_tokens
-        running.divergence = match.divergence
+                sequence.cache.append(block, position, keys, values)
+        request.num_cached = request.num_read = match.num_tokens
+        request.divergence = match.divergence
         assert self._tree is not None, "there is a match"
         if self._tree.is_cached(match.node):
-            running.node = match.node
+            sequence.node = match.node
             self._tree.use(match.node)
 
-    def _cache(self, running: _Running, start: int, chunk: Sequence[int]) -> None:
+    def _cache(self, sequence: _Sequence, start: int, chunk: Sequence[int]) -> None:
         """Cache a chunk that was just read, if it is whole and there is memory for it."""
         tree, size = self._tree, self._chunk_tokens
-        if tree is None or running.node is None or len(chunk) < size or not self._reserve(size):
+        if tree is None or sequence.node is None or len(chunk) < size or not self._reserve(size):
             return
-        cache = running.cache
+        cache = sequence.cache
         views = [cache.view(block, start, start + size) for block in range(cache.num_blocks)]
         cached = [(keys.clone(), values.clone()) for keys, values in views]
-        node, is_new = tree.insert(running.node, chunk, cached)
+        node, is_new = tree.insert(sequence.node, chunk, cached)
         self._num_free -= size if is_new else 0
         tree.advance(node)
-        running.node = node
+        sequence.node = node
 
     @property
     def cached(self) -> CachedTokens:
@@ -189,32 +171,31 @@ class ReferenceModel(Executor):
         """See Executor."""
         num_cached = 0
         if self._tree is not None:
-            self._tree.check([r.node for r in self._open if r.node is not None])
+            self._tree.check([s.node for s in self._open.values() if s.node is not None])
             num_cached = self._tree.num_tokens
-        taken = sum(r.cache.capacity for r in self._open)
+        taken = sum(s.cache.capacity for s in self._open.values())
         assert self._num_free + taken + num_cached == self._kv_tokens, (
             "all positions are accounted for"
         )
 
-    def read(self, running: Running) -> Picked | None:
+    def read(self, request: Request) -> Picked | None:
         """See Executor."""
-        assert isinstance(running, _Running), "opened here"
-        is_scored = running.prompt_scores is not None
-        if running.reading is None:
-            start = running.num_read
-            running.reading = Reading(
+        sequence, is_scored = self._open[request], request.prompt_scores is not None
+        if sequence.reading is None:
+            start = request.num_read
+            sequence.reading = Reading(
                 self.reference,
-                running.cache,
-                running.prompt_ids[start:],
+                sequence.cache,
+                request.prompt_ids[start:],
                 start,
                 SCORED_TOKENS if is_scored else self._chunk_tokens,
                 "all" if is_scored else "last",
             )
         until = time.perf_counter() + self._part_s
-        logits = self._advance(running, running.reading, until)
+        logits = self._advance(request, sequence.reading, until)
         if logits is None:
             return None
-        return None if is_scored and running.is_over else pick(running, logits)
+        return None if is_scored and request.has_all_tokens else pick(request, logits)
 
     @property
     def _part_s(self) -> float:
@@ -223,77 +204,78 @@ class ReferenceModel(Executor):
             return _ALONE_S
         return max(_LEAST_S, min(_BESIDE_S, _WAIT_S - self._round_s))
 
-    def _advance(self, running: _Running, reading: Reading, until: float) -> Tensor | None:
+    def _advance(self, request: Request, reading: Reading, until: float) -> Tensor | None:
         """Read until it is time; the logits [V] behind the last token, once it is read."""
         logits = None
         while True:
             for work in self._readers.advance(reading, until):
                 logits = work.logits
-                if not running.is_read:
-                    self._was_read(running, work)
+                if not request.is_read:
+                    self._was_read(request, work)
             if reading.is_over:
-                running.reading = None
+                self._open[request].reading = None
                 assert logits is not None, "the last row was asked for"
                 return logits[-1]
             if time.perf_counter() >= until:
                 return None
 
-    def _was_read(self, running: _Running, work: Pass) -> None:
+    def _was_read(self, request: Request, work: Pass) -> None:
         """Take what a pass over a part of the prompt brought."""
-        if running.prompt_scores is not None:
+        if request.prompt_scores is not None:
             assert work.logits is not None, "all rows were asked for"
-            running.score(work.position, work.logits)
-        running.num_read += work.num_tokens
-        start, stop = work.position, running.num_read
-        self._cache(running, start, running.prompt_ids[start:stop])
+            request.score(work.position, work.logits)
+        request.num_read += work.num_tokens
+        start, stop = work.position, request.num_read
+        self._cache(self._open[request], start, request.prompt_ids[start:stop])
 
-    def rounds(self, running: Sequence[Running], most: int) -> Generator[list[Outcome], None, None]:
+    def rounds(
+        self, requests: Sequence[Request], most: int
+    ) -> Generator[list[Outcome], None, None]:
         """See Executor."""
         self._is_asked_to_stop = False
-        for _ in range(min(most, *(r.num_wanted for r in running))):
-            num_fed = sum(r.num_behind > 0 for r in running)
+        for _ in range(min(most, *(r.num_wanted for r in requests))):
+            num_fed = sum(r.num_behind > 0 for r in requests)
             begun, bound_s = time.perf_counter(), self._part_s / max(1, num_fed)
-            outcomes = [self._outcome(r, bound_s) for r in running]
+            outcomes = [self._outcome(r, bound_s) for r in requests]
             self._round_s = time.perf_counter() - begun
             yield outcomes
-            if self._is_asked_to_stop or any(r.is_over for r in running):
+            if self._is_asked_to_stop or any(r.has_all_tokens for r in requests):
                 return
 
-    def _outcome(self, running: Running, bound_s: float) -> Outcome:
-        assert isinstance(running, _Running), "opened here"
+    def _outcome(self, request: Request, bound_s: float) -> Outcome:
         try:
-            return self._step(running, time.perf_counter() + bound_s)
+            return self._step(request, time.perf_counter() + bound_s)
         except Exception as error:  # noqa: BLE001 - every sequence has a pass of its own
             return own_failure("decoding", error)
 
-    def _step(self, running: _Running, until: float) -> Picked | None:
-        if running.num_behind:
-            if running.reading is None:
-                start = running.position - running.num_behind
-                ids = [*running.ids_behind, running.last]
-                running.reading = Reading(
-                    self.reference, running.cache, ids, start, self._chunk_tokens
+    def _step(self, request: Request, until: float) -> Picked | None:
+        sequence = self._open[request]
+        if request.num_behind:
+            if sequence.reading is None:
+                start = request.position - request.num_behind
+                ids = [*request.ids_behind, request.last]
+                sequence.reading = Reading(
+                    self.reference, sequence.cache, ids, start, self._chunk_tokens
                 )
-            last = self._advance(running, running.reading, until)
+            last = self._advance(request, sequence.reading, until)
             if last is None:
                 return None
-            running.num_behind = 0
-            return pick(running, last)
-        self._token.fill_(running.last)
+            request.num_behind = 0
+            return pick(request, last)
+        self._token.fill_(request.last)
         self._threads.use(1, self._threads.num_free)
-        logits = self.reference.forward(self._token, running.position, running.cache, "last")
+        logits = self.reference.forward(self._token, request.position, sequence.cache, "last")
         assert logits is not None, "the last row was asked for"
-        return pick(running, logits[0])
+        return pick(request, logits[0])
 
     def stop(self) -> None:
         """See Executor."""
         self._is_asked_to_stop = True
 
-    def close(self, running: Running) -> None:
+    def free(self, request: Request) -> None:
         """See Executor."""
-        assert isinstance(running, _Running), "opened here"
-        del self._open[running]
-        self._num_free += running.cache.capacity
-        if self._tree is not None and running.node is not None:
-            self._tree.release(running.node)
-            running.node = None
+        sequence = self._open.pop(request)
+        self._num_free += sequence.cache.capacity
+        if self._tree is not None and sequence.node is not None:
+            self._tree.release(sequence.node)
+            sequence.node = None

@@ -1,8 +1,8 @@
 """Which request does what next. Pure: requests are any hashable keys, no clock, no device.
 
-A request waits, joins a column, reads its prompt chunk by chunk, and decodes with the others until
-it leaves. Prompts are read in turns, and while some decode, a burst of rounds follows every chunk:
-so a running stream pauses for one chunk at most, and a short prompt overtakes a long one.
+A request waits, gets a batch slot, reads its prompt chunk by chunk, and decodes with the others
+until it leaves. Prompts are read in turns, and while some decode, a burst of rounds follows every
+chunk: so a running stream pauses for one chunk at most, and a short prompt overtakes a long one.
 
 Requests take memory as they grow. When it is used up, the one that came last is preempted: it
 goes back to the head of the queue, and nobody joins until a request has left. So the first
@@ -49,15 +49,15 @@ Step = Join[Key] | Read[Key] | Decode[Key]
 
 
 class Scheduler(Generic[Key]):
-    """The queue, the columns and whose turn it is.
+    """The queue, the batch and whose turn it is.
 
     Args:
-        num_columns: requests that may be open at once.
+        max_running: requests that may be open at once.
         most_waiting: further ones that may wait.
     """
 
-    def __init__(self, num_columns: int, most_waiting: int) -> None:
-        self.num_columns, self.most_waiting = num_columns, most_waiting
+    def __init__(self, max_running: int, most_waiting: int) -> None:
+        self.max_running, self.most_waiting = max_running, most_waiting
         self._waiting: deque[Key] = deque()
         self._reading: deque[Key] = deque()
         self._decoding: list[Key] = []
@@ -66,23 +66,23 @@ class Scheduler(Generic[Key]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a column."""
+        """Requests without a batch slot."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests with a column."""
+        """Requests with a batch slot."""
         return len(self._running)
 
     @property
     def is_full(self) -> bool:
         """Whether nothing more may be submitted."""
-        return self.num_waiting + self.num_running >= self.num_columns + self.most_waiting
+        return self.num_waiting + self.num_running >= self.max_running + self.most_waiting
 
     @property
     def can_join(self) -> bool:
         """Whether the next step is somebody's joining."""
-        return bool(self._waiting) and self.num_running < self.num_columns and not self._is_blocked
+        return bool(self._waiting) and self.num_running < self.max_running and not self._is_blocked
 
     def submit(self, key: Key) -> None:
         """Append a request to the queue; the caller asked `is_full`."""
@@ -90,7 +90,7 @@ class Scheduler(Generic[Key]):
         self._waiting.append(key)
 
     def joined(self, key: Key) -> None:
-        """The first in the queue has a column and will read its prompt."""
+        """The first in the queue has a batch slot and will read its prompt."""
         assert self._waiting[0] == key, "requests join in the order they came"
         self._waiting.popleft()
         self._reading.append(key)

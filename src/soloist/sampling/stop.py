@@ -1,4 +1,16 @@
-"""When generation ends: decided from one token id and a count, without text and without torch."""
+"""When a request ends, and why: decided here alone, from one token after the other. Without torch.
+
+The first of these that holds is told as the finish reason:
+
+- 'eos': the token is one of the model's end-of-sequence tokens, unless they are ignored;
+- 'stop': it is a stop token, it completes a stop string in the text, or with it the answer has the
+  whole form that was asked for (a JSON object is closed, say);
+- 'length': it is the last one that was wanted.
+
+Whoever cancels a request ends it as 'cancelled'. The host asks this test for every token. A launch
+of the decode kernel ends early at up to `MAX_STOPS` of `ending_ids`, so that less is made in vain;
+what it makes beyond the end is dropped.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,13 +40,21 @@ class StopTest:
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        """Every token id after which nothing follows."""
+        """Every token id after which nothing follows; such a token is no part of the text."""
         return self.eos_ids | self.stop_ids
 
-    def finish_reason(self, token_id: int, num_output: int) -> FinishReason | None:
-        """Why generation ends with `token_id` as output token number `num_output`, or None."""
+    def finish_reason(
+        self, token_id: int, num_output: int, *, is_complete: bool = False
+    ) -> FinishReason | None:
+        """Why generation ends with `token_id` as output token number `num_output`, or None.
+
+        Args:
+            token_id: the latest one.
+            num_output: tokens so far, with it.
+            is_complete: the text has a stop string, or the answer its whole form.
+        """
         if token_id in self.eos_ids:
             return "eos"
-        if token_id in self.stop_ids:
+        if token_id in self.stop_ids or is_complete:
             return "stop"
         return "length" if num_output >= self.max_tokens else None

@@ -19,7 +19,7 @@ from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
-from soloist.server.preparation.prepared import Asked
+from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import CHAT, RequestTrace
@@ -61,7 +61,7 @@ class _Chat:
     """The shape of the replies to one request."""
 
     def __init__(
-        self, ready: Ready, asked: ChatRequest, request_id: str, model: str, one: Asked
+        self, ready: Ready, asked: ChatRequest, request_id: str, model: str, one: PreparedPrompt
     ) -> None:
         self._ready, self._asked, self._one = ready, asked, one
         self.tellers: list[Teller] = []

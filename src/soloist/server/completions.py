@@ -19,7 +19,7 @@ from soloist.server.fields import CompletionRequest
 from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.preparation.jobs import COMPLETIONS
-from soloist.server.preparation.prepared import Asked
+from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with, with_errors
 from soloist.server.tracing import TEXT, RequestTrace
@@ -61,7 +61,7 @@ class _Texts:
         asked: CompletionRequest,
         request_id: str,
         model: str,
-        prompts: Sequence[Asked],
+        prompts: Sequence[PreparedPrompt],
     ) -> None:
         self._ready, self._asked, self._prompts = ready, asked, prompts
         self._shows_more = bool(asked.logprobs is not None or asked.return_token_ids)
@@ -73,7 +73,7 @@ class _Texts:
         }
         self._offsets: dict[int, int] = {}
 
-    def _prompt_of(self, index: int) -> Asked:
+    def _prompt_of(self, index: int) -> PreparedPrompt:
         return self._prompts[index // (self._asked.n or 1)]
 
     def _echoed(self, index: int) -> str:

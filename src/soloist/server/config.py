@@ -33,7 +33,7 @@ class ServerConfig:
         allowed_hosts: names that clients may call the server by beside local ones, without a port;
             '*' allows any. None allows any as well where `host` is not local.
         cors_origins: web pages from these origins may use the API; '*' allows all.
-        most_waiting: requests that may wait for a column.
+        most_waiting: requests that may wait for others to end.
         flush_ms: how often a stream is written to, at most; 0 for each token.
         most_body_bytes: of one request.
         request_s: a request that takes longer is cut.

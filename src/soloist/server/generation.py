@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from soloist.engine import Chunk, Completion, Event, Failure, Scored, Ticket
+from soloist.engine import Chunk, Completion, Event, Failure, Request, Scored
 from soloist.errors import SoloistError
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server.host import Host, Ready
-from soloist.server.preparation.prepared import Asked
+from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.problems import Problem, invalid, problem_of
 from soloist.server.tracing import RequestTrace
 from soloist.text.grammar import Grammar
@@ -70,7 +70,7 @@ class Generation:
         host: Host,
         ready: Ready,
         request_id: str,
-        asked: Sequence[Asked],
+        asked: Sequence[PreparedPrompt],
         accepted: float,
         trace: RequestTrace,
         grammar: Grammar | None = None,
@@ -79,13 +79,13 @@ class Generation:
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         self._cut: Problem | None = None
         self._bandwidth_gb_per_s = ready.engine.report.bandwidth_gb_per_s
-        self.tickets: list[Ticket] = []
+        self.requests: list[Request] = []
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
             load = ready.loop.load
-            _check_count(len(asked), load.num_columns + load.most_waiting)
+            _check_count(len(asked), load.max_running + load.most_waiting)
             for one in asked:
-                self.tickets.append(
+                self.requests.append(
                     ready.loop.submit(
                         one.prompt_ids,
                         one.params,
@@ -133,13 +133,13 @@ class Generation:
         Raises:
             Problem: an answer failed or was cut.
         """
-        running = dict(enumerate(self.tickets))
+        running = dict(enumerate(self.requests))
         num_made = dict.fromkeys(running, 0)
         while running:
             await self._woken.wait()
             self._woken.clear()
-            for index, ticket in list(running.items()):
-                if not (events := ticket.take()):
+            for index, one in list(running.items()):
+                if not (events := one.take()):
                     continue
                 if isinstance(last := events[-1], Failure):
                     self._cut = problem_of(last.error)
@@ -173,8 +173,8 @@ class Generation:
             log.debug("%s: the event loop has ended", self._request_id)
 
     def _cancel(self) -> None:
-        for ticket in self.tickets:
-            ticket.cancel()
+        for one in self.requests:
+            one.cancel()
 
 
 def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
@@ -210,7 +210,7 @@ class Whole:
     scored: Scored | None = None
 
 
-async def collect(request: Request, generation: Generation) -> list[Whole]:
+async def collect(request: HttpRequest, generation: Generation) -> list[Whole]:
     """All answers at their end; a client that goes away ends them.
 
     Raises:

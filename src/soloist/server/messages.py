@@ -61,7 +61,7 @@ class _Message:
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """The reply as events; what comes before the first text comes with it."""
-        (ticket,) = generation.tickets
+        (request,) = generation.requests
         blocks, has_begun = Blocks(), False
         async for delta in generation.deltas():
             end = delta.end
@@ -69,7 +69,7 @@ class _Message:
             events = list(blocks.events(parts, is_last=end is not None))
             if events and not has_begun:
                 has_begun = True
-                usage = _usage(len(ticket.prompt_ids), ticket.num_cached, delta.num_made)
+                usage = _usage(len(request.prompt_ids), request.num_cached, delta.num_made)
                 events.insert(0, self._start(usage))
             if end is not None:
                 events += self._end(end)

@@ -72,10 +72,13 @@ class _Load(Collector):
     def collect(self) -> list[Metric]:
         """How many requests there are, their progress, and what the KV cache holds, now."""
         load, cached, pages = self._loop.load, self._loop.cached, self._loop.pages
-        preemptions = CounterMetricFamily(
-            "soloist_requests_paused", "Preempted because the KV cache was full."
-        )
-        preemptions.add_metric([], load.num_preemptions)
+        preemptions = [
+            CounterMetricFamily(f"soloist_requests_{name}", told, load.num_preemptions)
+            for name, told in (
+                ("preempted", "Pages freed for others because the KV cache was full."),
+                ("paused", "The former name of soloist_requests_preempted."),
+            )
+        ]
         moved = CounterMetricFamily(
             "soloist_prefix_tokens",
             "Prefix cache: offloaded to the host, fetched to the device, evicted to nowhere.",
@@ -85,15 +88,20 @@ class _Load(Collector):
             ("host", cached.offloaded), ("device", cached.fetched), ("nowhere", cached.evicted)
         ):  # fmt: skip
             moved.add_metric([to], tokens)
-        held = GaugeMetricFamily(
-            "soloist_prefix_tokens_kept", "In the prefix cache.", labels=["on"]
-        )
-        held.add_metric(["device"], cached.on_device)
-        held.add_metric(["host"], cached.on_host)
+        held = [
+            GaugeMetricFamily(f"soloist_prefix_tokens_{name}", told, labels=["on"])
+            for name, told in (
+                ("cached", "In the prefix cache."),
+                ("kept", "The former name of soloist_prefix_tokens_cached."),
+            )
+        ]
+        for family in held:
+            family.add_metric(["device"], cached.on_device)
+            family.add_metric(["host"], cached.on_host)
         return [
-            preemptions,
+            *preemptions,
             moved,
-            held,
+            *held,
             GaugeMetricFamily(
                 "soloist_requests_running", "In prefill or decode.", load.num_running
             ),

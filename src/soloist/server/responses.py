@@ -18,7 +18,7 @@ from soloist.server.generation import Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items
 from soloist.server.preparation.jobs import RESPONSES
-from soloist.server.preparation.prepared import Asked
+from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.preparation.responses import SEALED, ResponsesRequest
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import long_json
@@ -45,7 +45,9 @@ async def responses(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _head(asked: ResponsesRequest, one: Asked, request_id: str, model: str) -> dict[str, object]:
+def _head(
+    asked: ResponsesRequest, one: PreparedPrompt, request_id: str, model: str
+) -> dict[str, object]:
     """Fields of every reply: the values that count, whether they were given or not."""
     return {
         "id": request_id,

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from soloist.engine.executor import Executor
+from soloist.engine.request import Request
 from soloist.errors import BadLogits
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.choice import pack_choices
 from soloist.megakernel.launch import Query
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
+from soloist.sampling import Sampler
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
 from soloist.sampling.sample import sample
@@ -240,3 +243,10 @@ class FakeHost:
         for source_page, to_page in zip(source_pages, to_pages, strict=True):
             for i in range(PAGE_POSITIONS):
                 to[to_page, i] = source[source_page, i]
+
+
+def opened(executor: Executor, prompt: Sequence[int], sampler: Sampler, **more: object) -> Request:
+    """A request that an executor has opened."""
+    request = Request(prompt, sampler, **more)  # type: ignore[arg-type]
+    assert executor.open(request)
+    return request

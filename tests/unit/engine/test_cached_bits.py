@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from soloist.engine.columns import KernelExecutor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.kv.offload import HostPages
 from soloist.kv.pool import PagePool
 from soloist.megakernel.share import Share
@@ -18,7 +18,7 @@ from soloist.model.config import ModelConfig
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import Cache, FakeDecoder
+from unit.engine.fakes import Cache, FakeDecoder, opened
 from unit.prefill.models import MODELS, matrices, random_weights, vectors
 
 # Prompts cross the position, 2,048, from which chunks are twice as wide.
@@ -61,12 +61,14 @@ class Parts:
     def read(self, prompt: list[int]) -> tuple[Tensor, Tensor, int]:
         """Logits, the prompt's pages, and how many tokens were cached."""
         params = SamplingParams(max_tokens=8, temperature=1.0, seed=0)
-        running = self.executor.open(prompt, Sampler(params, 61, prompt, ()))
+        running = opened(self.executor, prompt, Sampler(params, 61, prompt, ()))
         assert running is not None
         while self.executor.read(running) is None:
             pass
-        pages = self.pool.tensor[running.allocation.pages[: len(prompt) // 64]].clone()
-        self.executor.close(running)
+        pages = self.pool.tensor[
+            self.executor.allocation_of(running).pages[: len(prompt) // 64]
+        ].clone()
+        self.executor.free(running)
         return self.told.logits, pages, running.num_cached
 
 

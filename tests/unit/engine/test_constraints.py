@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from soloist.engine.core import tokens_of
 from soloist.engine.executor import Picked
+from soloist.engine.request import Request
 from soloist.errors import GrammarFailed
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, logits_after
+from unit.engine.fakes import VOCAB, logits_after, opened
 from unit.engine.test_kernel import EOS, Parts, parts, prompt_of
 from unit.sampling.constraints import Drawn, Steps
 
@@ -46,7 +48,7 @@ def expected(prompt, params, constraint) -> list[int]:
 
 def answer(p: Parts, prompt, sampler: Sampler) -> list[int]:
     made = []
-    source = p.executor.generate(prompt, sampler, lambda: False)
+    source = tokens_of(p.executor, Request(prompt, sampler))
     for token_id in source:
         made.append(token_id)
         if sampler.stop_test.finish_reason(token_id, len(made)) is not None:
@@ -88,29 +90,33 @@ def test_many_forced_tokens_ride_and_few_do_not() -> None:
 
 def test_forced_tokens_at_the_beginning_need_no_round() -> None:
     p, prompt = parts(), prompt_of(30)
-    running = p.executor.open(
-        prompt, sampler_of(prompt, PARAMS["greedy"], Steps(VOCAB, [{9}, {10}, {11}, {5, 6}]))
+    running = opened(
+        p.executor,
+        prompt,
+        sampler_of(prompt, PARAMS["greedy"], Steps(VOCAB, [{9}, {10}, {11}, {5, 6}])),
     )
     assert p.executor.read(running) == Picked(9, forced=(10, 11))
     assert not p.decoder.launches
-    p.executor.close(running)
+    p.executor.free(running)
 
 
 def test_log_probabilities_change_no_token() -> None:
     prompt = prompt_of(30)
     for seed in range(3):
         p = parts()
-        running = p.executor.open(prompt, sampler_of(prompt, PARAMS["sampled"], steps(seed)), 2)
+        running = opened(
+            p.executor, prompt, sampler_of(prompt, PARAMS["sampled"], steps(seed)), top_logprobs=2
+        )
         picked = p.executor.read(running)
         made = [picked]
-        while not running.is_over:
+        while not running.has_all_tokens:
             made += [o for (o,) in p.executor.rounds([running], 50)]
         assert [x.token_id for x in made] == expected(prompt, PARAMS["sampled"], steps(seed))
         assert all(x.logprobs is not None and not x.forced for x in made)
 
 
 def is_over(running) -> bool:
-    return running.is_over or running.last in running.sampler.stop_test.ending_ids
+    return running.has_all_tokens or running.last in running.sampler.stop_test.ending_ids
 
 
 def test_others_go_on_while_one_answer_is_forced() -> None:
@@ -124,7 +130,7 @@ def test_others_go_on_while_one_answer_is_forced() -> None:
 
     alone = [answer(parts(), q, s) for q, s in zip(prompts, samplers(), strict=True)]
     p = parts(sequences=3)
-    running = [p.executor.open(q, s) for q, s in zip(prompts, samplers(), strict=True)]
+    running = [opened(p.executor, q, s) for q, s in zip(prompts, samplers(), strict=True)]
     made: list[list[int]] = []
     for r in running:
         while (picked := p.executor.read(r)) is None:
@@ -139,7 +145,7 @@ def test_others_go_on_while_one_answer_is_forced() -> None:
                 break
     assert made == alone
     for r in running:
-        p.executor.close(r)
+        p.executor.free(r)
 
 
 def test_a_constraint_that_fails_ends_its_request_alone() -> None:
@@ -147,8 +153,8 @@ def test_a_constraint_that_fails_ends_its_request_alone() -> None:
     dead = Steps(VOCAB, [{5, 6}, {7, 8}, set(), {5, 6}])
     p = parts(sequences=2)
     running = [
-        p.executor.open(prompts[0], sampler_of(prompts[0], PARAMS["greedy"], dead)),
-        p.executor.open(prompts[1], sampler_of(prompts[1], PARAMS["greedy"], Drawn(VOCAB, 1))),
+        opened(p.executor, prompts[0], sampler_of(prompts[0], PARAMS["greedy"], dead)),
+        opened(p.executor, prompts[1], sampler_of(prompts[1], PARAMS["greedy"], Drawn(VOCAB, 1))),
     ]
     for r in running:
         assert p.executor.read(r) is not None
@@ -169,7 +175,7 @@ def test_a_request_that_is_paused_goes_on_with_the_same_tokens(length, params) -
     prompt = prompt_of(length)
     for seed in range(4):
         p, made, num_behind = parts(), [], 0
-        running = p.executor.open(prompt, sampler_of(prompt, params, steps(seed)))
+        running = opened(p.executor, prompt, sampler_of(prompt, params, steps(seed)))
         while not (made and is_over(running)):
             while not running.is_read:
                 if (picked := p.executor.read(running)) is not None:
@@ -180,6 +186,6 @@ def test_a_request_that_is_paused_goes_on_with_the_same_tokens(length, params) -
             num_behind += running.num_behind
             if not is_over(running):
                 p.executor.preempt(running)
-                assert p.executor.resume(running)
+                assert p.executor.open(running)
         assert made == expected(prompt, params, steps(seed))
         assert num_behind > 0

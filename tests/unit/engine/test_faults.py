@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
-from soloist.engine.columns import KernelExecutor
-from soloist.engine.executor import Running, is_lost
+from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Failure, Request
+from soloist.engine.executor import is_lost
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.engine.scheduler import Scheduler
 from soloist.errors import (
     EngineStopped,
@@ -23,7 +23,7 @@ from soloist.errors import (
     StepFailed,
 )
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeHost, FakePrefill
+from unit.engine.fakes import VOCAB, Cache, FakeHost, FakePrefill, opened
 from unit.engine.test_kernel import expected, prompt_of
 from unit.engine.test_loop import WAIT_S, Slow, Words, all_at_once, ended, wait_for
 
@@ -93,7 +93,7 @@ class FaultyDecoder(Slow):
 class FaultyExecutor(KernelExecutor):
     faults: Faults
 
-    def rounds(self, running: Sequence[Running], most: int):
+    def rounds(self, running: Sequence[Request], most: int):
         inner = super().rounds(running, most)
         try:
             for outcomes in inner:
@@ -122,7 +122,7 @@ class Parts:
         self.faults.stand_before(self.decoder, "write_pages", "start", "stop")
         self.faults.stand_before(self.prefill, "run")
         self.faults.stand_before(host, "offload", "fetch", "join")
-        names = ("open", "reserve", "preempt", "resume", "read", "close")
+        names = ("open", "reserve", "preempt", "read", "free")
         self.faults.stand_before(self.executor, *(names[:-1] if share else names))
         self.failures: list[Exception] = []
         self.loop = EngineLoop(
@@ -149,7 +149,7 @@ def parts(**options) -> Iterator[Parts]:
         assert made.loop.close(within_s=WAIT_S), "the thread ends, whatever happened"
 
 
-def failed(ticket: Ticket) -> Failure:
+def failed(ticket: Request) -> Failure:
     end = ended(ticket)[2]
     assert isinstance(end, Failure)
     return end
@@ -160,7 +160,7 @@ def test_faults_anywhere_at_random_cost_only_requests_they_concern(seed: int) ->
     rng = random.Random(seed)
     stems = [prompt_of(200, seed=n) for n in range(3)]
     with parts(pages=rng.choice([7, 12, 30]), share=0.01, seed=seed) as p:
-        asked: list[tuple[list[int], SamplingParams, Ticket]] = []
+        asked: list[tuple[list[int], SamplingParams, Request]] = []
         num_failed = num_whole = 0
         for number in range(250):
             own = prompt_of(rng.choice([1, 5, 30]), seed=number)
@@ -200,24 +200,24 @@ def test_a_page_table_whose_write_failed_is_written_again(is_written: bool) -> N
             write(*args)
         raise Broken
 
-    def opened() -> list[Running]:
+    def all_opened() -> list[Request]:
         prompts = [prompt_of(30, seed=n) for n in range(3)]
-        running = [executor.open(one, Sampler(SHORT, VOCAB, one)) for one in prompts]
+        running = [opened(executor, one, Sampler(SHORT, VOCAB, one)) for one in prompts]
         for one in running:
             while not one.is_read:
                 executor.read(one)
         return running
 
-    first = opened()
-    allocations = [(one.allocation.row, list(one.allocation.pages)) for one in first]
+    first = all_opened()
+    allocations = [(a.row, list(a.pages)) for a in map(executor.allocation_of, first)]
     decoder.write_pages = failing
     with pytest.raises(Broken):
         list(executor.rounds(first, 4))
     decoder.write_pages = write
     for one in reversed(first):
-        executor.close(one)
-    again = opened()
-    assert [(one.allocation.row, one.allocation.pages) for one in again] == allocations
+        executor.free(one)
+    again = all_opened()
+    assert [(a.row, a.pages) for a in map(executor.allocation_of, again)] == allocations
     list(executor.rounds(again, 4))
     for slot, pages in allocations:
         assert decoder.page_tables[slot, : len(pages)].tolist() == pages
@@ -324,7 +324,7 @@ def test_a_column_whose_choice_fails_leaves_its_neighbours_alone(at: int) -> Non
         tickets = [p.loop.submit(prompt_of(30, seed=n), params) for n in range(2)]
         wait_for(lambda: p.loop.load.num_running == 2)
         broken = p.loop.submit(prompt_of(30, seed=2), params)
-        sampler = next(job.sampler for job in p.loop._state.jobs if job.ticket is broken)
+        sampler = broken.sampler
         observe = sampler.observe
 
         def observed(token_id: int) -> None:
@@ -361,7 +361,7 @@ LOST = [
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("name", ["read", "start", "tokens", "preempt", "open", "close"])
+@pytest.mark.parametrize("name", ["read", "start", "tokens", "preempt", "open", "free"])
 def test_a_device_that_is_lost_fails_everybody_and_is_said_once(name: str, error) -> None:
     with parts(pages=10, num_host_pages=0) as p:
         p.faults.due[name] = error
@@ -390,11 +390,11 @@ def breaks_scheduler(p: Parts, error: BaseException) -> None:
     def next_step() -> None:
         raise error
 
-    p.loop._scheduler.next = next_step
+    p.loop._core.scheduler.next = next_step
 
 
 def breaks_close(p: Parts, error: BaseException) -> None:
-    p.faults.due["close"] = error
+    p.faults.due["free"] = error
 
 
 def breaks_read(p: Parts, error: BaseException) -> None:
@@ -402,7 +402,7 @@ def breaks_read(p: Parts, error: BaseException) -> None:
 
 
 def loses_a_page(p: Parts, _: BaseException) -> None:
-    def read(_: Running) -> None:
+    def read(_: Request) -> None:
         p.executor.allocator.pages.allocate(1)
         raise Broken
 
@@ -421,7 +421,7 @@ def loses_a_page(p: Parts, _: BaseException) -> None:
 )
 def test_what_nobody_can_go_on_after_ends_the_loop(breaks, error: BaseException, caplog) -> None:
     with parts() as p:
-        with p.loop._condition:  # the loop's thread looks for a step where it has this
+        with p.loop._core.changed:  # the loop's thread looks for a step where it has this
             breaks(p, error)
             tickets = [p.loop.submit(prompt_of(30, seed=n), SHORT) for n in range(3)]
         ends = [ended(ticket)[2] for ticket in tickets]
@@ -552,7 +552,7 @@ def test_books_that_do_not_balance_are_found() -> None:
             ended(ticket)
             wait_for(lambda p=p: p.loop.load.num_running == 0)
         sampler = Sampler(SHORT, VOCAB, prompt_of(70), frozenset())
-        assert p.executor.open(prompt_of(70), sampler) is not None
+        opened(p.executor, prompt_of(70), sampler)
         p.executor.check()
         wrongs(p)[number]()
         with pytest.raises(AssertionError):

@@ -9,8 +9,10 @@ import torch
 
 from plan.shapes import LANEFORMER
 from soloist.engine import support as support_module
-from soloist.engine.columns import KernelExecutor
 from soloist.engine.config import EngineConfig, resolve
+from soloist.engine.core import tokens_of
+from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.request import Request
 from soloist.engine.support import find_support, support_on
 from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.sampling_header import NO_TOKEN
@@ -20,7 +22,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.rope import Rope
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after, opened
 from unit.prefill.models import model
 
 EOS = (3,)
@@ -39,7 +41,9 @@ class Parts:
         params: SamplingParams,
         cancelled: Callable[[], bool] = lambda: False,
     ):
-        return self.executor.generate(prompt, Sampler(params, VOCAB, prompt, EOS), cancelled)
+        return tokens_of(
+            self.executor, Request(prompt, Sampler(params, VOCAB, prompt, EOS)), cancelled
+        )
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """What the engine would take."""
@@ -239,14 +243,14 @@ def test_a_stream_that_somebody_interrupts_keeps_what_it_has_come_to() -> None:
     p, params = parts(sequences=2), SamplingParams(max_tokens=500, ignore_eos=True)
     prompt, other = prompt_of(30), prompt_of(600, seed=1)
     samplers = [Sampler(params, VOCAB, ids, EOS) for ids in (prompt, other)]
-    stream = p.executor.open(prompt, samplers[0])
+    stream = opened(p.executor, prompt, samplers[0])
     while p.executor.read(stream) is None:
         pass
     rounds = p.executor.rounds([stream], 400)
     for _ in range(300):
         next(rounds)
     rounds.close()
-    late = p.executor.open(other, samplers[1])
+    late = opened(p.executor, other, samplers[1])
     while p.executor.read(late) is None:
         pass
     for _ in p.executor.rounds([stream], 1):

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Ticket
-from soloist.engine.columns import KernelExecutor
-from soloist.engine.executor import Executor, Running
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Request
+from soloist.engine.executor import Executor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.engine.loop import Progress
 from soloist.errors import (
     BadLogits,
@@ -24,7 +24,7 @@ from soloist.errors import (
 from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.model.memory import kv_bytes_seen
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill, opened
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 from unit.engine.test_traffic import TRAFFIC
 
@@ -80,7 +80,7 @@ class Parts:
         return self.executor.allocator.pages.num_free
 
 
-def ended(ticket: Ticket) -> tuple[str, list[int], Completion | Failure]:
+def ended(ticket: Request) -> tuple[str, list[int], Completion | Failure]:
     text, ids = "", []
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
@@ -95,7 +95,7 @@ def ended(ticket: Ticket) -> tuple[str, list[int], Completion | Failure]:
     raise AssertionError("the request does not end")
 
 
-def all_of(ticket: Ticket) -> tuple[Completion, list[Chunk]]:
+def all_of(ticket: Request) -> tuple[Completion, list[Chunk]]:
     """The end and all that came before."""
     events: list[Chunk | Completion | Failure] = []
 
@@ -164,10 +164,10 @@ def test_a_thousand_disconnects_leave_every_page_free(parts) -> None:
     rng = random.Random(0)
     p = parts(pages=12, most_waiting=20, keeps_prefixes=True, num_host_pages=6)
     stems = [prompt_of(200, seed=n) for n in range(3)]
-    listening: list[tuple[Ticket, list[int], SamplingParams]] = []
+    listening: list[tuple[Request, list[int], SamplingParams]] = []
     num_ended = 0
 
-    def end(one: tuple[Ticket, list[int], SamplingParams]) -> None:
+    def end(one: tuple[Request, list[int], SamplingParams]) -> None:
         ticket, prompt, params = one
         _, ids, completion = ended(ticket)
         assert isinstance(completion, Completion)
@@ -277,7 +277,7 @@ def test_a_preempted_request_can_be_cancelled(parts) -> None:
     p = parts(pages=10)
     preempt = p.executor.preempt
 
-    def cancelled(running: Running) -> None:
+    def cancelled(running: Request) -> None:
         preempt(running)
         tickets[1].cancel()
 
@@ -427,7 +427,7 @@ def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
     p.decoder.pause_s = 0.001
     close = p.executor.close
 
-    def held_up(running: Running) -> None:
+    def held_up(running: Request) -> None:
         leaves.set()
         go.wait(WAIT_S)
         close(running)
@@ -452,7 +452,7 @@ def test_closing_lets_requests_finish_or_cuts_them(parts) -> None:
     long = p.loop.submit(prompt_of(6), SamplingParams(max_tokens=500, ignore_eos=True))
     closer = threading.Thread(target=p.loop.close, args=[0.15])
     closer.start()
-    wait_for(lambda: p.loop._state.is_closing)
+    wait_for(lambda: p.loop._is_closing)
     with pytest.raises(ShuttingDown):
         p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
     assert ended(short)[2].finish_reason == "length"
@@ -478,7 +478,7 @@ def test_a_device_that_fails_fails_everybody_and_says_so(parts) -> None:
     wait_for(lambda: bool(failures))
     with pytest.raises(EngineStopped, match="it broke"):
         p.loop.submit(prompt_of(5), params)
-    assert not p.loop._state.jobs
+    assert not p.loop._core.requests
     assert p.loop.progress.age_s == 0.0
 
 
@@ -564,16 +564,14 @@ def test_the_reference_takes_turns(etude: Engine) -> None:
 def test_requests_wait_for_pages(etude: Engine) -> None:
     prompt = etude.tokenizer.encode("def f(x):\n")
     params = SamplingParams(max_tokens=590 - len(prompt), ignore_eos=True)
-    opened = []
+    fitting = etude.resolved.kv_tokens // 590
+    requests = [Request(prompt, sampler_of(etude, prompt, params)) for _ in range(fitting + 1)]
     executor = etude.model
-    while (running := executor.open(prompt, sampler_of(etude, prompt, params))) is not None:
-        opened.append(running)
-    assert len(opened) == etude.resolved.kv_tokens // 590
-    executor.close(opened.pop())
-    again = executor.open(prompt, sampler_of(etude, prompt, params))
-    assert again is not None
-    for running in [*opened, again]:
-        executor.close(running)
+    assert [executor.open(one) for one in requests] == [*[True] * fitting, False]
+    executor.free(requests[0])
+    assert executor.open(requests[-1])
+    for one in requests[1:]:
+        executor.free(one)
 
 
 def sampler_of(engine: Engine, prompt: list[int], params: SamplingParams) -> Sampler:
@@ -653,7 +651,7 @@ def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
     shared = prompt_of(200)
     prompts = [shared + prompt_of(30, seed=n) for n in range(3)]
     samplers = [Sampler(SamplingParams(max_tokens=3), VOCAB, x, EOS) for x in prompts]
-    running = [p.executor.open(x, s) for x, s in zip(prompts, samplers, strict=True)]
+    running = [opened(p.executor, x, s) for x, s in zip(prompts, samplers, strict=True)]
     waiting = list(running)
     while waiting:
         sequence = waiting.pop(0)
@@ -664,7 +662,7 @@ def test_prompts_that_begin_alike_at_the_same_time_are_read_once(parts) -> None:
     assert [r.num_cached for r in running] == [0, 192, 192]
     for prompt, sampler, sequence in zip(prompts, samplers, running, strict=True):
         assert sampler.output_ids == expected(prompt, SamplingParams(max_tokens=1))
-        p.executor.close(sequence)
+        p.executor.free(sequence)
 
 
 def test_where_a_long_prompt_leaves_a_cached_one_is_logged(caplog) -> None:

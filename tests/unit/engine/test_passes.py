@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from soloist.engine import EngineLoop
-from soloist.engine.columns import KernelExecutor
-from soloist.engine.executor import Running
+from soloist.engine.core import tokens_of
+from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.request import Request
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill, opened
 from unit.engine.test_kernel import EOS, expected, prompt_of
 from unit.engine.test_loop import Words, ended
 
@@ -33,10 +34,10 @@ class Parts:
             host=FakeHost(cache, num_host_pages),
         )  # fmt: skip
 
-    def open(self, prompt: list[int], params: SamplingParams = ONE) -> Running | None:
-        return self.executor.open(prompt, Sampler(params, VOCAB, prompt, EOS))
+    def open(self, prompt: list[int], params: SamplingParams = ONE) -> Request:
+        return opened(self.executor, prompt, Sampler(params, VOCAB, prompt, EOS))
 
-    def read(self, running: Running) -> list[int]:
+    def read(self, running: Request) -> list[int]:
         """Read it to its first token; what passes had."""
         self.prefill.chunks.clear()
         while True:
@@ -49,7 +50,7 @@ class Parts:
         """Passes, and how many tokens were cached."""
         running = self.open(prompt)
         passes = list(self.read(running))
-        self.executor.close(running)
+        self.executor.free(running)
         return passes, running.num_cached
 
 
@@ -66,8 +67,8 @@ def test_beside_others_passes_are_those_that_a_stream_may_wait_for() -> None:
     other = p.open(prompt_of(30))
     running = p.open(prompt_of(1300))
     assert p.read(running) == [512, 512, 276]
-    p.executor.close(running)
-    p.executor.close(other)
+    p.executor.free(running)
+    p.executor.free(other)
     assert p.read_alone(prompt_of(1300, seed=1))[0] == [1300]
 
 
@@ -131,10 +132,10 @@ def test_nothing_is_read_after_a_cancel() -> None:
 
     def cancelled() -> bool:
         asked.append(None)
-        return len(asked) > 2
+        return len(asked) > 3  # before it joins, and before every chunk
 
     prompt = prompt_of(5000)
-    made = p.executor.generate(prompt, Sampler(ONE, VOCAB, prompt, EOS), cancelled)
+    made = tokens_of(p.executor, Request(prompt, Sampler(ONE, VOCAB, prompt, EOS)), cancelled)
     assert list(made) == []
     assert p.prefill.chunks == [2048, 2048]
     assert p.executor.tiers.num_available == 80

@@ -11,8 +11,9 @@ import torch
 from soloist.bench.others import QUIET_CORES, others_counted
 from soloist.device import CoreWatch, usable_cores
 from soloist.engine import Completion, Engine, EngineConfig
-from soloist.engine.executor import Picked, Running
+from soloist.engine.executor import Picked
 from soloist.engine.reference import ReferenceModel
+from soloist.engine.request import Request
 from soloist.model.config import Attention
 from soloist.sampling import Sampler, SamplingParams
 from unit.prefill.models import model, random_weights
@@ -43,32 +44,32 @@ def tokens(count: int, seed: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def opened(one: ReferenceModel, prompt: list[int], most: int = 8, **more: object) -> Running:
+def opened(one: ReferenceModel, prompt: list[int], most: int = 8, **more: object) -> Request:
     steps = more.pop("steps", None)
     sampler = Sampler(SamplingParams(max_tokens=most, ignore_eos=True), VOCAB, prompt, (), steps)  # type: ignore[arg-type]
-    running = one.open(prompt, sampler, **more)  # type: ignore[arg-type]
-    assert running is not None
-    return running
+    request = Request(prompt, sampler, **more)  # type: ignore[arg-type]
+    assert one.open(request)
+    return request
 
 
-def read(one: ReferenceModel, running: Running) -> Picked | None:
+def read(one: ReferenceModel, running: Request) -> Picked | None:
     picked = None
     while not running.is_read:
         picked = one.read(running)
     return picked
 
 
-def answer(one: ReferenceModel, running: Running) -> list[int]:
+def answer(one: ReferenceModel, running: Request) -> list[int]:
     read(one, running)
-    while not running.is_over:
+    while not running.has_all_tokens:
         for _ in one.rounds([running], running.num_wanted):
             pass
-    one.close(running)
+    one.free(running)
     return running.sampler.output_ids
 
 
-def keys(running: Running, stop: int) -> list[torch.Tensor]:
-    cache = running.cache  # type: ignore[attr-defined]
+def keys(one: ReferenceModel, request: Request, stop: int) -> list[torch.Tensor]:
+    cache = one._open[request].cache
     return [x.clone() for i in range(cache.num_blocks) for x in cache.view(i, 0, stop)]
 
 
@@ -83,7 +84,7 @@ def test_prompts_in_turns_have_the_bits_of_each_alone(bounds: float) -> None:
         one = executor()
         running = opened(one, prompt)
         read(one, running)
-        wanted.append((keys(running, len(prompt)), answer(one, running)))
+        wanted.append((keys(one, running, len(prompt)), answer(one, running)))
     one = executor()
     running = [opened(one, prompt) for prompt in prompts]
     num_reads = 0
@@ -93,8 +94,8 @@ def test_prompts_in_turns_have_the_bits_of_each_alone(bounds: float) -> None:
                 one.read(r)
                 num_reads += 1
                 if r.is_read:
-                    assert same(keys(r, len(prompts[i])), wanted[i][0])
-        decoding = [r for r in running if r.is_read and not r.is_over]
+                    assert same(keys(one, r, len(prompts[i])), wanted[i][0])
+        decoding = [r for r in running if r.is_read and not r.has_all_tokens]
         for _ in one.rounds(decoding, 1) if decoding else ():
             pass  # steps between the parts of passes
     if not bounds:
@@ -117,7 +118,7 @@ def test_a_kept_prompt_has_the_bits_of_a_new_one() -> None:
         assert hit.num_cached == shared // 32 * 32
         read(one, hit)
         read(fresh, miss)
-        assert same(keys(hit, len(prompt)), keys(miss, len(prompt)))
+        assert same(keys(one, hit, len(prompt)), keys(fresh, miss, len(prompt)))
         assert answer(one, hit) == answer(fresh, miss)
         one.check()
 
@@ -126,11 +127,11 @@ def test_a_kept_prompt_has_the_bits_of_a_new_one() -> None:
 def test_scores_of_a_prompt_do_not_depend_on_what_runs_beside_it() -> None:
     prompt = tokens(150, 2)
     alone, one = executor(), executor()
-    wanted = opened(alone, prompt, scores_prompt=True, top_logprobs=2)
+    wanted = opened(alone, prompt, scores="both", top_logprobs=2)
     first = read(alone, wanted)
     other = opened(one, tokens(90, 3), most=200)
     read(one, other)
-    scored = opened(one, prompt, scores_prompt=True, top_logprobs=2)
+    scored = opened(one, prompt, scores="both", top_logprobs=2)
     while not scored.is_read:
         picked = one.read(scored)
         next(iter(one.rounds([other], 1)))
@@ -145,7 +146,7 @@ def test_closing_in_the_middle_of_a_pass_gives_all_back(bounds: float) -> None:
     halfway = opened(one, stem)
     one.read(halfway)
     assert halfway.is_read == (bounds > 0)
-    one.close(halfway)
+    one.free(halfway)
     one.check()
     assert one.num_pages_free == one.num_pages
     fresh = executor()
@@ -165,7 +166,7 @@ def test_forced_tokens_of_one_do_not_stop_another(monkeypatch: pytest.MonkeyPatc
             read(one, running)
         assert forced.num_behind == 400
         num_waits = 0
-        while not forced.is_over:
+        while not forced.has_all_tokens:
             for first, second in one.rounds([forced, other], 8):
                 assert isinstance(second, Picked), "a token in every round"
                 num_waits += first is None
@@ -196,7 +197,7 @@ def test_opening_a_sequence_makes_no_table_and_fills_no_memory() -> None:
     for length in (10, 3000):
         running = opened(one, tokens(length, 7))
         assert one.reference._rotary is table
-        one.close(running)
+        one.free(running)
 
 
 # --- the clock ------------------------------------------------------------------------------------
@@ -231,12 +232,12 @@ def test_a_stream_beside_a_long_prompt_is_never_held_up_for_long(etude: Engine) 
     for seed in range(3):
         rng, one = random.Random(seed), etude.model
         short, long = ([rng.randrange(1, 8000) for _ in range(n)] for n in (20, 3000))
-        stream = one.open(short, sampler_of(short, 2000))
-        assert stream is not None
+        stream = Request(short, sampler_of(short, 2000))
+        assert one.open(stream)
         while one.read(stream) is None:
             pass
-        beside = one.open(long, sampler_of(long, 4))
-        assert beside is not None
+        beside = Request(long, sampler_of(long, 4))
+        assert one.open(beside)
         times = [time.perf_counter()]
         while not beside.is_read:
             one.read(beside)
@@ -245,7 +246,7 @@ def test_a_stream_beside_a_long_prompt_is_never_held_up_for_long(etude: Engine) 
         gaps = [b - a for a, b in pairwise(times)]
         worst.append(max(gaps))
         for running in (stream, beside):
-            one.close(running)
+            one.free(running)
     assert min(worst) < 0.1, f"gaps of up to {worst} s"
 
 

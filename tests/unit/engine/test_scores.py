@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from soloist.engine import Completion, Event, Failure, Scored, Ticket
-from soloist.engine.executor import SCORED_TOKENS, Running
+from soloist.engine import Completion, Event, Failure, Request, Scored
+from soloist.engine.executor import SCORED_TOKENS
 from soloist.errors import BadLogits
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.logprobs import TokenLogprobs, logprobs, logprobs_of_rows
 from soloist.sampling.params import Scores
-from unit.engine.fakes import VOCAB, logits_after
+from unit.engine.fakes import VOCAB, logits_after, opened
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 from unit.engine.test_loop import LONG, WAIT_S, all_at_once, ended, wait_for
 
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
-def events_of(ticket: Ticket) -> list[Event]:
+def events_of(ticket: Request) -> list[Event]:
     events: list[Event] = []
     until = time.monotonic() + WAIT_S
     while not (events and isinstance(events[-1], Completion | Failure)):
@@ -119,21 +119,21 @@ def test_others_wait_for_one_piece_of_a_scored_prompt(parts) -> None:
 
 def test_a_scored_prompt_can_be_cancelled_while_it_is_read(parts) -> None:
     p, prompt = parts(), prompt_of(600)
-    score = Running.score
-    tickets: list[Ticket] = []
+    score = Request.score
+    tickets: list[Request] = []
 
-    def cancelled(running: Running, position: int, logits: torch.Tensor) -> None:
+    def cancelled(running: Request, position: int, logits: torch.Tensor) -> None:
         score(running, position, logits)
         if position >= 64:
             wait_for(lambda: bool(tickets))
             tickets[0].cancel()
 
-    Running.score = cancelled
+    Request.score = cancelled
     try:
         tickets.append(p.loop.submit(prompt, SHORT, top_logprobs=0, scores="prompt"))
         (end,) = events_of(tickets[0])
     finally:
-        Running.score = score
+        Request.score = score
     assert isinstance(end, Completion)
     assert end.finish_reason == "cancelled"
     assert p.decoder.num_rounds <= 2 * SCORED_TOKENS // 8
@@ -158,16 +158,18 @@ def test_who_is_paused_is_read_again_in_the_same_way(parts) -> None:
 def test_a_sequence_that_is_paused_midway_keeps_its_scores(parts) -> None:
     p, prompt = parts(), prompt_of(200)
     p.loop.close()
-    running = p.executor.open(prompt, Sampler(SHORT, VOCAB, prompt, EOS), 1, scores_prompt=True)
+    running = opened(
+        p.executor, prompt, Sampler(SHORT, VOCAB, prompt, EOS), top_logprobs=1, scores="both"
+    )
     for _ in range(2):
         assert p.executor.read(running) is None
     p.executor.preempt(running)
-    assert p.executor.resume(running)
+    assert p.executor.open(running)
     while (picked := p.executor.read(running)) is None:
         pass
     assert picked.token_id == expected(prompt, SHORT)[0]
     assert same(tuple(running.prompt_scores), defined(prompt, 1))
-    p.executor.close(running)
+    p.executor.free(running)
 
 
 def test_scores_without_a_best_one_fail_the_request_alone(parts) -> None:

@@ -2,7 +2,7 @@
 
 from soloist.server.fields import ChatRequest
 from soloist.server.part_formats import PROMPT_END, checked_tools, part_format, shown_ids
-from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, fitted
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, shape_of
@@ -34,7 +34,7 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     end = text[-PROMPT_END:]
     grammar = grammar_of(processor, shape, use, style, end)
-    one = Asked(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
+    one = PreparedPrompt(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
     fields = asked.model_copy(update=without)
     return Prepared(fields, model, (one,), grammar, style, end)

@@ -2,7 +2,7 @@
 
 from soloist.sampling.params import Scores
 from soloist.server.fields import MOST_CHOICES, CompletionRequest
-from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import completion_prompts
 from soloist.server.shapes import plain_grammar, shape_of
@@ -35,7 +35,9 @@ def prepare_completions(
     for ids in prompts:
         processor.check_prompt(ids, wanted)
     grammar = plain_grammar(processor, shape)
-    answers = tuple(Asked(tuple(ids), params, asked.logprobs, scores=scores) for ids in prompts)
+    answers = tuple(
+        PreparedPrompt(tuple(ids), params, asked.logprobs, scores=scores) for ids in prompts
+    )
     without: dict[str, object] = dict.fromkeys(_MAKES_THE_PROMPT)
     if not asked.echo:
         without["prompt"] = ""

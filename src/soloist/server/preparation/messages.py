@@ -16,7 +16,7 @@ from soloist.server.fields import (
     only,
 )
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
-from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import unsupported
 from soloist.server.prompts import for_template
 from soloist.server.shapes import ToolUse, anthropic_choice, grammar_of, output_shape
@@ -101,7 +101,7 @@ def prepare_message(
     processor.check_prompt(prompt_ids, asked.max_tokens)
     style, end = part_format(processor, use.tools), text[-PROMPT_END:]
     grammar = grammar_of(processor, shape, use, style, end)
-    one = Asked(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
+    one = PreparedPrompt(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
     return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
 

@@ -11,7 +11,7 @@ Wanted = TypeVar("Wanted", bound=Fields)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedPrompt:
     """One prompt, ready for the engine; see `EngineLoop.submit`."""
 
     prompt_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class Prepared(Generic[Wanted]):
 
     fields: Wanted
     model: str
-    prompts: tuple[Asked, ...]
+    prompts: tuple[PreparedPrompt, ...]
     grammar: str | None = None
     style: PartFormat = field(default_factory=lambda: PartFormat(None, thinks=False))
     prompt_end: str = ""

@@ -14,7 +14,7 @@ from soloist.server.fields import (
 )
 from soloist.server.items import plain_conversation, plain_tools
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
-from soloist.server.preparation.prepared import Asked, Prepared
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import fitted, for_template
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, text_shape
@@ -104,7 +104,7 @@ def prepare_response(
     params = fitted(processor, prompt_ids, params, wanted)
     end = text[-PROMPT_END:]
     grammar = grammar_of(processor, shape, use, style, end)
-    one = Asked(tuple(prompt_ids), params, shown, shown_ids(processor, style))
+    one = PreparedPrompt(tuple(prompt_ids), params, shown, shown_ids(processor, style))
     # The reply repeats instructions and tools.
     without = {"input": "", "logit_bias": None, "stop": None}
     return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
