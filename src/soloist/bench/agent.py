@@ -15,12 +15,11 @@ from soloist.bench import record, rows
 from soloist.bench.client import Api, Client, Prompt, Target
 from soloist.bench.dialect import Server, meet
 from soloist.bench.sizes import require_at_least
-from soloist.bench.stream import Answer, Counting, arrivals, decode_span
-from soloist.bench.text import python_characters
+from soloist.bench.stream import Answer, Counting, arrivals, complete, decode_span
+from soloist.bench.text import CHARACTERS_PER_TOKEN, python_characters
 from soloist.errors import ServerFailed
 from soloist.planning.cost import ApiPrices, Machine
 
-_CHARACTERS_PER_TOKEN = 4
 _TASK = "Read this module, then work on it step by step; I return what your tools say."
 _RETURNED = "The tool returned:"
 
@@ -96,7 +95,7 @@ def measure(plan: Plan, targets: Sequence[Target]) -> list[rows.AgentRow]:
 
 def _loop(plan: Plan, server: Server) -> list[Step]:
     """One conversation; its first line is a new one, so that a server has none of it in a cache."""
-    size = plan.prompt_tokens * _CHARACTERS_PER_TOKEN
+    size = plan.prompt_tokens * CHARACTERS_PER_TOKEN
     first = f"# {uuid.uuid4().hex}\n{_TASK}\n\n{python_characters(size)}"
     told, steps = [first], []
     for turn in range(plan.turns):
@@ -124,7 +123,7 @@ def _reply(text: str, told: Sequence[str]) -> str:
 
 def _tool_result(tokens: int, turn: int) -> str:
     """A stretch of Python text, another one each turn."""
-    size = tokens * _CHARACTERS_PER_TOKEN
+    size = tokens * CHARACTERS_PER_TOKEN
     return f"{_RETURNED}\n{python_characters(size * (turn + 2))[-size:]}"
 
 
@@ -151,8 +150,8 @@ def _step(answer: Answer, counting: Counting) -> Step:
 
 def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.AgentRow:
     steps = [step for loop in loops for step in loop]
-    ttfts = _all([step.ttft_s for step in steps])
-    speeds = [_all([step.tokens_per_s for step in loop]) for loop in loops]
+    ttfts = complete([step.ttft_s for step in steps])
+    speeds = [complete([step.tokens_per_s for step in loop]) for loop in loops]
     medians = [median(of_loop) for of_loop in speeds if of_loop]
     cost = _mean_cost(plan, steps)
     return rows.AgentRow(
@@ -214,7 +213,7 @@ def _turn(steps: Sequence[Step]) -> rows.Turn:
     """The same step of all loops."""
 
     def middle(value: Callable[[Step], float | None]) -> float | None:
-        known = _all([value(step) for step in steps])
+        known = complete([value(step) for step in steps])
         return round(median(known), 2) if known else None
 
     def count(value: Callable[[Step], int | None]) -> int | None:
@@ -229,9 +228,3 @@ def _turn(steps: Sequence[Step]) -> rows.Turn:
         ttft_ms=middle(lambda s: None if s.ttft_s is None else s.ttft_s * 1e3),
         decode_tokens_per_s=middle(lambda s: s.tokens_per_s),
     )
-
-
-def _all(values: Sequence[float | None]) -> list[float]:
-    """The values, or none where one is missing."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []

@@ -21,6 +21,7 @@ from soloist.bench.stream import (
     Counting,
     Span,
     arrivals,
+    complete,
     decode_span,
     difference,
     first_burst,
@@ -28,11 +29,10 @@ from soloist.bench.stream import (
     text_arrivals,
     token_times_s,
 )
-from soloist.bench.text import python_characters
+from soloist.bench.text import CHARACTERS_PER_TOKEN, python_characters
 from soloist.bench.traffic import Traffic
 from soloist.errors import ServerFailed, SettingError
 
-_CHARACTERS_PER_TOKEN = 4
 _MOST_GUESSES = 5
 
 
@@ -133,7 +133,7 @@ def _check(plan: Plan) -> None:
 def _prompt_of(server: Server, tokens: int) -> _Prompt:
     """Python text that the server counts as about so many tokens, what surrounds it included."""
     warm_line = _line(uuid.uuid5(uuid.NAMESPACE_URL, "warm"))
-    count = tokens * _CHARACTERS_PER_TOKEN
+    count = tokens * CHARACTERS_PER_TOKEN
     for _ in range(_MOST_GUESSES):
         answer = server.ask(_Prompt(python_characters(count), warm_line).of("cold"), 1)
         if not answer.prompt_tokens:
@@ -182,8 +182,8 @@ def _row(
     if plan.traffic is not None and read is not None and new is not None:
         moved = plan.traffic.bytes_at(read + new // 2)
     told = [run.long.timings for run in runs]
-    own_speeds = _all([timings.tokens_per_s for timings in told])
-    own_mbus = _all([timings.mbu for timings in told])
+    own_speeds = complete([timings.tokens_per_s for timings in told])
+    own_mbus = complete([timings.mbu for timings in told])
     mbu = mbu_by = bandwidth = None
     if plan.traffic is not None:
         bandwidth = plan.traffic.bandwidth / 1e9
@@ -242,9 +242,3 @@ def _why_not(counting: Counting) -> str:
 def _median(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return round(median(known)) if known else None
-
-
-def _all(values: Sequence[float | None]) -> list[float]:
-    """The values, or none where one is missing."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []
