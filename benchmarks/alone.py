@@ -20,9 +20,10 @@ from soloist.bench.subject import shape_dtype
 from soloist.engine.support import find_support
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.megakernel import launch
+from soloist.megakernel import kernel
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build, header
-from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.launch import Query
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.trace import block_times, spans
 from soloist.model.families import read_config, tensors
@@ -93,7 +94,7 @@ class _Alone:
     def load(self, variant: str, trace_round: int | None = None) -> None:
         """Take the kernel with these constants."""
         self._variant = variant
-        launch.header = lambda plan, build: _with(plan, build, variant)
+        kernel.header = lambda plan, build: _with(plan, build, variant)
         self._decoder.load(Build(alone=True, trace_round=trace_round))
 
     def token_times(self, context: int, rounds: int) -> str:

@@ -15,12 +15,12 @@
     │   └── UnknownHardware   hardware without figures
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
     │                         EngineStopped · PreparationFailed
-    └── DeviceError           the machine cannot do it: OutOfMemory · DeviceMissing · Stalled
-                              EndForced · MemoryNotFreed
-                              CudaMissing · CompileError · BadInclude · LaunchError
-                              GpuUnsupported · ShapeUnsupported · KernelStuck
-                              RunFailed · BitsDiffer · HardwareNotDetected
-                              DoesNotFit · ServerFailed
+    └── DeviceError           the machine cannot do it: OutOfMemory · DoesNotFit
+                              HardwareNotDetected · DeviceMissing · CudaMissing · CompileError
+                              BadInclude · LaunchError · GpuUnsupported · GpusMissing
+                              RanksUnsupported · NoPeerAccess · ShapeUnsupported · KernelStuck
+                              MemoryNotFreed · Stalled · EndForced · RunFailed · ServerFailed
+                              BitsDiffer
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -123,7 +123,7 @@ class UnknownFamily(ConfigError):
         self.model_type = model_type
 
 
-# --- checkpoint files ----------------------------------------------------------------------------
+# --- model files ---------------------------------------------------------------------------------
 
 
 class CheckpointError(UserError):
@@ -217,9 +217,6 @@ class DownloadFailed(CheckpointError):
             "check the name, the network and, for gated models, `hf auth login`; or give a local "
             "folder",
         )
-
-
-# --- text ----------------------------------------------------------------------------------------
 
 
 class TokenizerError(UserError):
@@ -337,6 +334,9 @@ class StepFailed(RequestError):
         self.step = step
 
 
+# --- no request now ------------------------------------------------------------------------------
+
+
 class QueueFull(Unavailable):
     """The queue holds as many requests as it may."""
 
@@ -380,6 +380,9 @@ class EngineStopped(Unavailable):
             told if isinstance(cause, EngineStopped) else f"the engine stopped: {told}",
             hint or "restart the server; its log has the details",
         )
+
+
+# --- options and environment ---------------------------------------------------------------------
 
 
 class SettingError(UserError):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from typer.main import get_command
 
+from soloist import errors
 from soloist.cli.app import app
 from soloist.errors import SoloistError
-from soloist.server import protocol
+from soloist.server import bounds
 from soloist.server.app import ROUTES
 from soloist.server.config import ServerConfig
 from soloist.server.fields import (
@@ -89,6 +90,12 @@ def test_exit_statuses_are_the_errors() -> None:
     assert told - raised == {0, 1}
 
 
+def test_every_error_is_drawn() -> None:
+    drawn = set(re.findall(r"\w+", errors.__doc__ or ""))
+    ours = {kind.__name__ for kind in all_kinds(SoloistError) if kind.__module__ == errors.__name__}
+    assert ours <= drawn
+
+
 def all_kinds(error: type[SoloistError]) -> set[type[SoloistError]]:
     return {error}.union(*map(all_kinds, error.__subclasses__()))
 
@@ -103,14 +110,14 @@ def test_tests_that_hold_promises_exist() -> None:
 def test_bounds_of_connections_are_told() -> None:
     told = [most for _, most in rows("| what a client may do | at most |", SECURITY)]
     assert told == [
-        f"{protocol.MOST_CONNECTIONS:,}, or what open files allow",
-        f"{protocol.IDLE_S:.0f} s",
-        f"{protocol.HEADER_S:.0f} s",
-        f"{protocol.BODY_S:.0f} s",
-        f"{protocol.READING_S:.0f} s",
-        f"{protocol.MOST_HEAD_BYTES // 1024} KiB in {protocol.MOST_HEADERS} headers",
+        f"{bounds.MOST_CONNECTIONS:,}, or what open files allow",
+        f"{bounds.IDLE_S:.0f} s",
+        f"{bounds.HEADER_S:.0f} s",
+        f"{bounds.BODY_S:.0f} s",
+        f"{bounds.READING_S:.0f} s",
+        f"{bounds.MOST_HEAD_BYTES // 1024} KiB in {bounds.MOST_HEADERS} headers",
     ]
-    assert f"to read {protocol.LEAST_READ_BYTES // 1024} KiB of a reply" in SECURITY
+    assert f"to read {bounds.LEAST_READ_BYTES // 1024} KiB of a reply" in SECURITY
 
 
 def test_endpoints_are_those_of_the_server() -> None:

@@ -18,10 +18,11 @@ from soloist.jit.compiler import Cubin, compile_source
 from soloist.jit.source import Source
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.megakernel import launch
+from soloist.megakernel import kernel
 from soloist.megakernel.attention_plan import AttentionPlan
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.gpu import TYPICAL, arch_from_capability
-from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.prefill import fused
 from soloist.prefill.elementwise import rope_table
@@ -51,7 +52,7 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             pytest.skip(f"no typical figures of {native}")
         yield native
         return
-    for module in (launch, fused):
+    for module in (kernel, fused):
         monkeypatch.setattr(module, "load_or_build", translatable)
     yield request.param
 

@@ -13,8 +13,9 @@ from soloist.engine.kernel import Capacity, load_kernel
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.megakernel.choice import Choice
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks

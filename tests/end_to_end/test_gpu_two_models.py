@@ -9,8 +9,9 @@ from interpreter.models import CONTEXT, configured, prompt
 from soloist.engine.kernel import Capacity, load_kernel
 from soloist.jit.compiler import compile_source
 from soloist.jit.module import Module
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Decoder, Query
+from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig

@@ -10,11 +10,11 @@ from interpreter.models import Bench, configured, load, prompt, reference_logits
 from plan.shapes import operation
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
 from soloist.megakernel.interpreter.split import Splits
-from soloist.megakernel.launch import _fresh_workspace
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.workspace import fresh_workspace
 from soloist.model.config import ModelConfig
 from soloist.weights.packed import pack_weights
 from unit.prefill.models import random_weights
@@ -43,7 +43,7 @@ def test_the_kernel_gets_the_same_image(case: tuple[ModelConfig, Plan]) -> None:
 
 def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
-    fresh = _fresh_workspace(plan, MAX_QUERIES)
+    fresh = fresh_workspace(plan, MAX_QUERIES)
     for name in ("hidden_in", "gated"):
         buffer = plan.exchanges.workspace[name]
         seen = fresh[buffer.offset : buffer.offset + buffer.num_bytes].view(torch.int16)
@@ -54,7 +54,7 @@ def test_the_decoders_buffers_start_absent_but_for_padding(case: tuple[ModelConf
 
 def test_of_one_query_they_lie_without_room_for_more(case: tuple[ModelConfig, Plan]) -> None:
     plan = case[1]
-    fresh, all_queries = _fresh_workspace(plan, 1), _fresh_workspace(plan, MAX_QUERIES)
+    fresh, all_queries = fresh_workspace(plan, 1), fresh_workspace(plan, MAX_QUERIES)
     assert len(fresh) == len(all_queries)
     for name, op in (("hidden_in", operation(plan, "qkv")), ("gated", operation(plan, "down"))):
         buffer = plan.exchanges.workspace[name]

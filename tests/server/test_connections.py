@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from server.running import KEY, Scripted, is_idle, running, scripted, wait_for, wait_until_ready
-from soloist.server import descriptors, protocol, serve
-from soloist.server.protocol import MOST_HEAD_BYTES, MOST_HEADERS, Connection
+from soloist.server import bounds, protocol, serve
+from soloist.server.bounds import MOST_HEAD_BYTES, MOST_HEADERS
+from soloist.server.protocol import Connection
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -45,12 +46,11 @@ def server():
 @pytest.fixture
 def hurried(monkeypatch):
     """One whose bounds are short, and its executor; 2,000 tokens a second."""
-    bounds = {
-        "HEADER_S": 0.4, "BODY_S": 0.8, "IDLE_S": 0.4, "READING_S": 0.6, "CLOSING_S": 0.4,
-        "_LOOK_S": 0.05, "_YOUNG_S": 0.1,
-    }  # fmt: skip
-    for name, value in bounds.items():
-        monkeypatch.setattr(protocol, name, value)
+    short = {"HEADER_S": 0.4, "BODY_S": 0.8, "IDLE_S": 0.4, "READING_S": 0.6, "CLOSING_S": 0.4}
+    for name, value in short.items():
+        monkeypatch.setattr(bounds, name, value)
+    monkeypatch.setattr(protocol, "_LOOK_S", 0.05)
+    monkeypatch.setattr(protocol, "_YOUNG_S", 0.1)
     executor = Scripted(tokens_per_s=2000)
     with running(lambda _: scripted(executor)) as made:
         yield wait_until_ready(made), executor
@@ -394,8 +394,8 @@ def test_a_reply_is_read_however_large_the_body_was() -> None:
 def test_connections_are_bounded_and_the_oldest_that_waits_makes_room(monkeypatch) -> None:
     monkeypatch.setattr(serve, "MOST_CONNECTIONS", 10)
     monkeypatch.setattr(protocol, "_YOUNG_S", 0.3)
-    monkeypatch.setattr(protocol, "HEADER_S", 60)
-    monkeypatch.setattr(protocol, "BODY_S", 60)
+    monkeypatch.setattr(bounds, "HEADER_S", 60)
+    monkeypatch.setattr(bounds, "BODY_S", 60)
     executor = Scripted(tokens_per_s=200)
     with (
         running(lambda _: scripted(executor)) as server,
@@ -427,12 +427,12 @@ def test_connections_are_bounded_and_the_oldest_that_waits_makes_room(monkeypatc
 
 def test_the_system_is_asked_for_as_many_files_as_are_needed(monkeypatch) -> None:
     asked = []
-    limits = descriptors.resource
+    limits = bounds.resource
     monkeypatch.setattr(limits, "setrlimit", lambda _, both: asked.append(both))
 
     def given(soft: int, hard: int) -> int:
         monkeypatch.setattr(limits, "getrlimit", lambda _: (soft, hard))
-        return descriptors.connections_for(1000)
+        return bounds.connections_for(1000)
 
     assert given(1024, 4096) == 1000
     assert given(1024, limits.RLIM_INFINITY) == 1000
@@ -480,7 +480,7 @@ def test_requests_that_offer_another_protocol_are_answered_in_this_one(
 
 def test_a_signal_does_not_wait_for_the_rest_of_requests(monkeypatch) -> None:
     for name in ("HEADER_S", "BODY_S", "IDLE_S", "READING_S", "CLOSING_S"):
-        monkeypatch.setattr(protocol, name, 60)
+        monkeypatch.setattr(bounds, name, 60)
     with ExitStack() as stack:
         with running(lambda _: scripted(Scripted()), shutdown_s=15) as server:
             wait_until_ready(server)

@@ -13,8 +13,8 @@ from soloist.engine.executor import Outcome, Picked
 from soloist.engine.kernel import KernelModel
 from soloist.engine.request import Request
 from soloist.errors import KernelStuck
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Decoder
 from soloist.server.metrics import Metrics
 
 FOREVER_S = 10**6

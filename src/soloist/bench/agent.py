@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from soloist.bench import record, rows
-from soloist.bench.client import Api, Client, Prompt
+from soloist.bench.client import Api, Client, Prompt, Target
 from soloist.bench.dialect import Server, meet
 from soloist.bench.sizes import require_at_least
-from soloist.bench.stream import Answer, Counting, arrivals, decode_span
-from soloist.bench.text import python_characters
+from soloist.bench.stream import Answer, Counting, arrivals, complete, decode_span
+from soloist.bench.text import CHARACTERS_PER_TOKEN, python_characters
 from soloist.errors import ServerFailed
 from soloist.planning.cost import ApiPrices, Machine
 
-_CHARACTERS_PER_TOKEN = 4
 _TASK = "Read this module, then work on it step by step; I return what your tools say."
 _RETURNED = "The tool returned:"
 
@@ -30,11 +29,6 @@ class Plan:
     """What to measure.
 
     Attributes:
-        url: of the server, with or without /v1.
-        api: 'chat' or 'completions'.
-        model: as the server calls it; None for the first that it lists.
-        key: API key, or None.
-        name: of the engine in the row; None for the URL.
         turns: steps of a loop.
         prompt_tokens: length of the first prompt, by about four characters a token.
         tool_tokens: by how much a tool's result makes the next prompt longer, likewise.
@@ -44,11 +38,6 @@ class Plan:
         api_prices: what an API charges, or None.
     """
 
-    url: str
-    api: Api
-    model: str | None
-    key: str | None
-    name: str | None
     turns: int
     prompt_tokens: int
     tool_tokens: int
@@ -77,26 +66,17 @@ class Step:
     new_tokens: int | None
 
 
-def measure(plan: Plan) -> rows.AgentRow:
-    """A row for all loops.
+def measure(plan: Plan, targets: Sequence[Target]) -> list[rows.AgentRow]:
+    """A row of each server for all its loops; servers take turns loop by loop.
+
+    Args:
+        plan: the same for all.
+        targets: at least one server.
 
     Raises:
         SettingError: sizes that cannot be measured.
-        ServerFailed: the server cannot be reached, refuses, or answers nothing.
+        ServerFailed: a server cannot be reached, refuses, or answers nothing.
     """
-    return measure_in_turns([plan])[0]
-
-
-def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
-    """The same of several servers, which take turns loop by loop.
-
-    Args:
-        plans: at least one; they differ in server, model, key and name only.
-
-    Raises:
-        SettingError, ServerFailed: as `measure`.
-    """
-    plan = plans[0]
     require_at_least(
         ("--turns", plan.turns, 1),
         ("--prompt-tokens", plan.prompt_tokens, 1),
@@ -105,27 +85,21 @@ def measure_in_turns(plans: Sequence[Plan]) -> list[rows.AgentRow]:
         ("--runs", plan.runs, 1),
     )
     with ExitStack() as stack:
-        servers = []
-        for one in plans:
-            client = stack.enter_context(Client(one.url, one.api, one.key))
-            servers.append(meet(client, one.model or client.only_model()))
-        loops: list[list[list[Step]]] = [[] for _ in plans]
+        servers = [meet(stack.enter_context(Client(target))) for target in targets]
+        loops: list[list[list[Step]]] = [[] for _ in targets]
         for _ in range(plan.runs + 1):
-            for of_one, one, server in zip(loops, plans, servers, strict=True):
-                of_one.append(_loop(one, server))
-    return [
-        _row(one, server, of_one[1:])
-        for one, server, of_one in zip(plans, servers, loops, strict=True)
-    ]
+            for of_one, server in zip(loops, servers, strict=True):
+                of_one.append(_loop(plan, server))
+    return [_row(plan, server, of_one[1:]) for server, of_one in zip(servers, loops, strict=True)]
 
 
 def _loop(plan: Plan, server: Server) -> list[Step]:
     """One conversation; its first line is a new one, so that a server has none of it in a cache."""
-    size = plan.prompt_tokens * _CHARACTERS_PER_TOKEN
+    size = plan.prompt_tokens * CHARACTERS_PER_TOKEN
     first = f"# {uuid.uuid4().hex}\n{_TASK}\n\n{python_characters(size)}"
     told, steps = [first], []
     for turn in range(plan.turns):
-        answer = server.ask(_prompt(plan.api, told), plan.max_tokens)
+        answer = server.ask(_prompt(server.client.api, told), plan.max_tokens)
         if not answer.text and not answer.new_tokens:
             raise ServerFailed(server.client.url, "it answered without a single token")
         steps.append(_step(answer, server.counting))
@@ -149,7 +123,7 @@ def _reply(text: str, told: Sequence[str]) -> str:
 
 def _tool_result(tokens: int, turn: int) -> str:
     """A stretch of Python text, another one each turn."""
-    size = tokens * _CHARACTERS_PER_TOKEN
+    size = tokens * CHARACTERS_PER_TOKEN
     return f"{_RETURNED}\n{python_characters(size * (turn + 2))[-size:]}"
 
 
@@ -176,15 +150,15 @@ def _step(answer: Answer, counting: Counting) -> Step:
 
 def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.AgentRow:
     steps = [step for loop in loops for step in loop]
-    ttfts = _all([step.ttft_s for step in steps])
-    speeds = [_all([step.tokens_per_s for step in loop]) for loop in loops]
+    ttfts = complete([step.ttft_s for step in steps])
+    speeds = [complete([step.tokens_per_s for step in loop]) for loop in loops]
     medians = [median(of_loop) for of_loop in speeds if of_loop]
     cost = _mean_cost(plan, steps)
     return rows.AgentRow(
         bench="agent",
-        engine=plan.name or server.client.url,
+        engine=server.client.name,
         url=server.client.url,
-        api=plan.api,
+        api=server.client.api,
         shape=server.model,
         turns=plan.turns,
         asked_prompt_tokens=plan.prompt_tokens,
@@ -239,7 +213,7 @@ def _turn(steps: Sequence[Step]) -> rows.Turn:
     """The same step of all loops."""
 
     def middle(value: Callable[[Step], float | None]) -> float | None:
-        known = _all([value(step) for step in steps])
+        known = complete([value(step) for step in steps])
         return round(median(known), 2) if known else None
 
     def count(value: Callable[[Step], int | None]) -> int | None:
@@ -254,9 +228,3 @@ def _turn(steps: Sequence[Step]) -> rows.Turn:
         ttft_ms=middle(lambda s: None if s.ttft_s is None else s.ttft_s * 1e3),
         decode_tokens_per_s=middle(lambda s: s.tokens_per_s),
     )
-
-
-def _all(values: Sequence[float | None]) -> list[float]:
-    """The values, or none where one is missing."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []

@@ -5,6 +5,7 @@ Events are read after the stream has ended, so that reading them delays none.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx2
@@ -27,19 +28,34 @@ class Refused(Exception):
         self.told = told
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that is to be measured.
+
+    Attributes:
+        url: with or without /v1.
+        api: which route to use.
+        model: as the server calls it; None for the first that it lists.
+        key: API key, or None.
+        name: of the engine in rows; None for the URL.
+    """
+
+    url: str
+    api: Api = "chat"
+    model: str | None = None
+    key: str | None = None
+    name: str | None = None
+
+
 class Client:
     """One connection to one server, kept open.
 
-    Args:
-        url: with or without /v1.
-        api: which route to use.
-        key: API key, or None.
-
     Raises:
-        SettingError: that is no URL of a server.
+        SettingError: the target has no URL of a server.
     """
 
-    def __init__(self, url: str, api: Api, key: str | None) -> None:
+    def __init__(self, target: Target) -> None:
+        url, self.target, self.api = target.url, target, target.api
         try:
             whole = httpx2.URL(url)
         except httpx2.InvalidURL as error:
@@ -47,8 +63,8 @@ class Client:
         if whole.scheme not in ("http", "https"):
             raise SettingError("URL", url, "an address such as http://localhost:8000")
         self.url = str(whole).rstrip("/") + ("/v1" if whole.path in ("", "/") else "")
-        self.api = api
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.name = target.name or self.url
+        headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
         self._http = httpx2.Client(
             headers={**headers, "Accept-Encoding": "identity"}, timeout=_TIMEOUT
         )

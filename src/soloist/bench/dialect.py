@@ -41,12 +41,13 @@ class Server:
         return self.client.ask(prompt, max_tokens, self.model, _body(self.fields))
 
 
-def meet(client: Client, model: str) -> Server:
+def meet(client: Client) -> Server:
     """Find out which fields a server takes and how it counts; this warms it up as well.
 
     Raises:
         ServerFailed: it answers none of the requests.
     """
+    model = client.target.model or client.only_model()
     prompt = python_characters(400)
     fields = frozenset(_OPTIONAL[1:])
     answer, fields = _accepted(client, model, prompt, fields)

@@ -18,7 +18,7 @@ from time import sleep
 from typing import Any
 
 from soloist.bench import record, rows
-from soloist.bench.client import Api, Client, Refused
+from soloist.bench.client import Client, Refused, Target
 from soloist.bench.dialect import Server, meet
 from soloist.bench.observer import Sight, Task
 from soloist.bench.process_memory import TreeMemory
@@ -44,11 +44,7 @@ class Plan:
     """What to measure.
 
     Attributes:
-        url: of the server, with or without /v1.
-        api: of the stream: 'chat' or 'completions'; neighbours use the latter.
-        model: as the server calls it; None for the first that it lists.
-        key: API key, or None.
-        name: of the engine in rows; None for the URL.
+        target: the server; its `api` is the stream's, neighbours use completions.
         kinds: of neighbours, names of `NEIGHBOURS`; empty for all.
         pid: of the server, where it runs on this machine and its memory is wanted; else None.
         max_tokens: of the stream.
@@ -56,11 +52,7 @@ class Plan:
         patience_s: a neighbour waits so long for its answer.
     """
 
-    url: str
-    api: Api
-    model: str | None
-    key: str | None
-    name: str | None
+    target: Target
     kinds: tuple[str, ...]
     pid: int | None
     max_tokens: int
@@ -95,8 +87,8 @@ def measure(plan: Plan) -> list[rows.NeighboursRow]:
     """
     _check(plan)
     process = None if plan.pid is None else TreeMemory(plan.pid).name
-    with Client(plan.url, plan.api, plan.key) as client:
-        server = meet(client, plan.model or client.only_model())
+    with Client(plan.target) as client:
+        server = meet(client)
         length = client.context_tokens(server.model)
         prompt = python_characters(_PROMPT_CHARACTERS)
         first = server.ask(prompt, plan.max_tokens)
@@ -179,7 +171,7 @@ class _Stage:
         return Order(
             url=self.server.client.url,
             model=self.server.model,
-            key=self.plan.key,
+            key=self.plan.target.key,
             kind=kind,
             prompt_tokens=min(_LONG_PROMPT_TOKENS, fits),
             patience_s=self.plan.patience_s,
@@ -296,9 +288,9 @@ def _row(
     base = None if alone is None else alone.decode_tokens_per_s
     return rows.NeighboursRow(
         bench="neighbours",
-        engine=plan.name or server.client.url,
+        engine=server.client.name,
         url=server.client.url,
-        api=plan.api,
+        api=server.client.api,
         shape=server.model,
         neighbour=kind,
         neighbour_bytes=num_bytes,

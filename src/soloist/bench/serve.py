@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from soloist.bench import record, rows
-from soloist.bench.client import Api, Client
+from soloist.bench.client import Client, Target
 from soloist.bench.dialect import Server, meet
 from soloist.bench.sizes import require_at_least
 from soloist.bench.stream import (
@@ -21,6 +21,7 @@ from soloist.bench.stream import (
     Counting,
     Span,
     arrivals,
+    complete,
     decode_span,
     difference,
     first_burst,
@@ -28,11 +29,10 @@ from soloist.bench.stream import (
     text_arrivals,
     token_times_s,
 )
-from soloist.bench.text import python_characters
+from soloist.bench.text import CHARACTERS_PER_TOKEN, python_characters
 from soloist.bench.traffic import Traffic
 from soloist.errors import ServerFailed, SettingError
 
-_CHARACTERS_PER_TOKEN = 4
 _MOST_GUESSES = 5
 
 
@@ -41,11 +41,6 @@ class Plan:
     """What to measure.
 
     Attributes:
-        url: of the server, with or without /v1.
-        api: 'chat' or 'completions'.
-        model: as the server calls it; None for the first that it lists.
-        key: API key, or None.
-        name: of the engine in rows; None for the URL.
         prompt: text; None for Python text of `prompt_tokens`.
         prompt_tokens: lengths to measure, as the server counts them.
         max_tokens: made after the prompt, if the server does not end earlier.
@@ -54,11 +49,6 @@ class Plan:
         traffic: what a token makes the server's memory read, for MBU; None where it is not known.
     """
 
-    url: str
-    api: Api
-    model: str | None
-    key: str | None
-    name: str | None
     prompt: str | None
     prompt_tokens: tuple[int, ...]
     max_tokens: int
@@ -96,49 +86,38 @@ class _Run:
     short: Answer | None
 
 
-def measure(plan: Plan) -> list[rows.ServeRow]:
-    """A row for each length of prompt and each kind of prefix.
+def measure(plan: Plan, targets: Sequence[Target]) -> list[rows.ServeRow]:
+    """A row of each server for each length of prompt and each kind of prefix.
+
+    Servers take turns run by run: a slow minute hits all of them.
+
+    Args:
+        plan: the same for all.
+        targets: at least one server.
 
     Raises:
         SettingError: sizes that cannot be measured.
-        ServerFailed: the server cannot be reached, refuses, or answers without a token.
+        ServerFailed: a server cannot be reached, refuses, or answers without a token.
     """
-    return measure_in_turns([plan])
-
-
-def measure_in_turns(plans: Sequence[Plan]) -> list[rows.ServeRow]:
-    """The same of several servers, which take turns run by run: a slow minute hits all of them.
-
-    Args:
-        plans: at least one; they differ in server, model, key and name only.
-
-    Raises:
-        SettingError, ServerFailed: as `measure`.
-    """
-    plan, made = plans[0], []
+    made: list[rows.ServeRow] = []
     _check(plan)
     with ExitStack() as stack:
-        servers = [_met(one, stack) for one in plans]
+        servers = [meet(stack.enter_context(Client(target))) for target in targets]
         for length in (None,) if plan.prompt is not None else plan.prompt_tokens:
             prompts = [
                 _Prompt(plan.prompt or "", "") if length is None else _prompt_of(server, length)
                 for server in servers
             ]
             for prefix in plan.prefixes:
-                runs: list[list[_Run]] = [[] for _ in plans]
+                runs: list[list[_Run]] = [[] for _ in targets]
                 for _ in range(plan.runs + 1):
                     for of_one, server, prompt in zip(runs, servers, prompts, strict=True):
                         of_one.append(_run(server, prompt, prefix, plan.max_tokens))
                 made += [
-                    _row(one, server, length, prefix, of_one[1:])
-                    for one, server, of_one in zip(plans, servers, runs, strict=True)
+                    _row(plan, server, length, prefix, of_one[1:])
+                    for server, of_one in zip(servers, runs, strict=True)
                 ]
     return made
-
-
-def _met(plan: Plan, stack: ExitStack) -> Server:
-    client = stack.enter_context(Client(plan.url, plan.api, plan.key))
-    return meet(client, plan.model or client.only_model())
 
 
 def _check(plan: Plan) -> None:
@@ -154,7 +133,7 @@ def _check(plan: Plan) -> None:
 def _prompt_of(server: Server, tokens: int) -> _Prompt:
     """Python text that the server counts as about so many tokens, what surrounds it included."""
     warm_line = _line(uuid.uuid5(uuid.NAMESPACE_URL, "warm"))
-    count = tokens * _CHARACTERS_PER_TOKEN
+    count = tokens * CHARACTERS_PER_TOKEN
     for _ in range(_MOST_GUESSES):
         answer = server.ask(_Prompt(python_characters(count), warm_line).of("cold"), 1)
         if not answer.prompt_tokens:
@@ -203,8 +182,8 @@ def _row(
     if plan.traffic is not None and read is not None and new is not None:
         moved = plan.traffic.bytes_at(read + new // 2)
     told = [run.long.timings for run in runs]
-    own_speeds = _all([timings.tokens_per_s for timings in told])
-    own_mbus = _all([timings.mbu for timings in told])
+    own_speeds = complete([timings.tokens_per_s for timings in told])
+    own_mbus = complete([timings.mbu for timings in told])
     mbu = mbu_by = bandwidth = None
     if plan.traffic is not None:
         bandwidth = plan.traffic.bandwidth / 1e9
@@ -217,9 +196,9 @@ def _row(
     gaps = [t * 1e3 for of_run in found for t in gaps_s(of_run)]
     return rows.ServeRow(
         bench="serve",
-        engine=plan.name or server.client.url,
+        engine=server.client.name,
         url=server.client.url,
-        api=plan.api,
+        api=server.client.api,
         shape=server.model,
         prefix=prefix,
         asked_prompt_tokens=asked,
@@ -263,9 +242,3 @@ def _why_not(counting: Counting) -> str:
 def _median(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return round(median(known)) if known else None
-
-
-def _all(values: Sequence[float | None]) -> list[float]:
-    """The values, or none where one is missing."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []

@@ -240,3 +240,9 @@ def token_times_s(found: Sequence[Arrival]) -> list[float]:
             more = b.num_tokens - a.num_tokens
             times += [(b.at_s - a.at_s) / more] * more
     return times
+
+
+def complete(values: Sequence[float | None]) -> list[float]:
+    """The values, or none where one is missing."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []

@@ -3,6 +3,9 @@
 import argparse
 import inspect
 
+# About so many, whatever the tokenizer.
+CHARACTERS_PER_TOKEN = 4
+
 
 def python_text() -> str:
     """A module of the standard library."""

@@ -1,12 +1,18 @@
 """The options that several commands share, each written once."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
 from soloist.errors import SettingError
 
+if TYPE_CHECKING:
+    from soloist.bench.rows import Prefix
+
+_Choice = TypeVar("_Choice")
+WITH_SHAPE, COST = "With --shape", "Cost"
 _MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
 
 Model = Annotated[
@@ -159,105 +165,56 @@ Shape = Annotated[
         help="A config.json, with random weights, instead of a model.", rich_help_panel=_MODEL
     ),
 ]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
+]
+DecodeFrom = Annotated[
+    int | None,
+    typer.Option(
+        help="Decode from this position on, over a random KV cache.", rich_help_panel=WITH_SHAPE
+    ),
+]
+Runs = Annotated[int, typer.Option(help="Timed runs after one to warm up.")]
+Utilisation = Annotated[
+    float,
+    typer.Option(
+        help="Share of the paid hours in which the machine serves requests.", rich_help_panel=COST
+    ),
+]
 
 DEFAULT_MODEL = "etude"
 THRESHOLD = 0.05
 
-_PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+PREFIXES: "dict[str, tuple[Prefix, ...]]" = {
+    "cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm"),
+}  # fmt: skip
+_PRECISIONS: dict[str, Literal["auto", "fp32", "bf16", "fp16"]] = {
+    "auto": "auto", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16",
+}  # fmt: skip
+_GPUS: dict[str, int | Literal["auto"]] = {"1": 1, "2": 2, "4": 4, "8": 8, "auto": "auto"}
+
+
+def chosen(option: str, given: str, choices: Mapping[str, _Choice]) -> _Choice:
+    """What a word means.
+
+    Args:
+        option: its name.
+        given: the word.
+        choices: all words, with what they mean.
+
+    Raises:
+        SettingError: it is none of them.
+    """
+    if given not in choices:
+        raise SettingError(option, given, ", ".join(choices))
+    return choices[given]
 
 
 def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
     """The option's value, or an error that names the allowed ones."""
-    if given not in _PRECISIONS:
-        raise SettingError("--precision", given, ", ".join(_PRECISIONS))
-    return given  # type: ignore[return-value]  # the line above narrowed it
+    return chosen("--precision", given, _PRECISIONS)
 
 
 def parsed_gpus(given: str) -> int | Literal["auto"]:
     """How many, or an error that names the allowed counts."""
-    if given == "auto":
-        return "auto"
-    if given not in ("1", "2", "4", "8"):
-        raise SettingError("--gpus", given, "1, 2, 4, 8, auto")
-    return int(given)
-
-
-def check_shape(
-    shape: Path | None,
-    model: str | None,
-    against: str | None,
-    columns: int,
-    sequences: int,
-    context: int | None,
-) -> None:
-    """Options of `bench decode` that go with --shape, and those that do not.
-
-    Raises:
-        SettingError: one is there that would have no effect.
-    """
-    if shape is None:
-        for name, value, off in (
-            ("--columns", columns, 1),
-            ("--sequences", sequences, 1),
-            ("--context", context, None),
-        ):
-            if value != off:
-                raise SettingError(name, value, "only with --shape", "add --shape config.json")
-        return
-    for name, unused in (("MODEL", model), ("--against", against)):
-        if unused is not None:
-            raise SettingError(name, unused, "only without --shape, which uses random weights")
-
-
-def check_only_one(shape: Path | None, model: str | None) -> None:
-    """A shape or a model.
-
-    Raises:
-        SettingError: both are there.
-    """
-    if shape is not None and model is not None:
-        raise SettingError("MODEL", model, "only without --shape, which uses random weights")
-
-
-def unless(default: object, value: object) -> object | None:
-    """The value, or None where it is the default."""
-    return None if value == default else value
-
-
-def check_trace(source: Path | None, given: dict[str, object | None]) -> None:
-    """Options of `trace` that exclude each other; `given` maps names to values, None where absent.
-
-    Raises:
-        SettingError: one is there that would have no effect.
-    """
-
-    def refuse(names: tuple[str, ...], allowed: str) -> None:
-        for name in names:
-            if given[name] is not None:
-                raise SettingError(name, str(given[name]), allowed, "leave one of the options out")
-
-    if source is not None:
-        refuse(
-            tuple(name for name in given if name != "--picture"),
-            "not with --from, which shows an existing trace",
-        )
-    if given["--ablations"] is not None:
-        refuse(("--output", "--picture"), "not with --ablations, which makes no trace")
-    if given["--shape"] is not None:
-        refuse(("MODEL", "--prompt"), "not with --shape, which uses random weights and tokens")
-    else:
-        refuse(("--context",), "only with --shape")
-
-
-def parsed_bias(given: list[str] | None) -> dict[int, float]:
-    """Token id → bias from words of the form ID:BIAS."""
-    biases: dict[int, float] = {}
-    for word in given or ():
-        token_id, _, bias = word.partition(":")
-        try:
-            biases[int(token_id)] = float(bias)
-        except ValueError:
-            raise SettingError(
-                "--logit-bias", word, "ID:BIAS, such as 123:-5", "write one --logit-bias per token"
-            ) from None
-    return biases
+    return chosen("--gpus", given, _GPUS)

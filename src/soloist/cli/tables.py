@@ -2,10 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from soloist.cli.terminal import print_json
 from soloist.errors import gigabytes
 
 if TYPE_CHECKING:
@@ -66,11 +64,8 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(rich_table)
 
 
-def show_rows(rows: "Sequence[DecodeRow]", *, as_json: bool) -> None:
+def show_decode(rows: "Sequence[DecodeRow]") -> None:
     """Benchmark rows as a table, or as JSON."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     wide = ""
     if first.columns > 1:
@@ -118,11 +113,8 @@ def show_clocks(clocks: "Clocks | None") -> None:
     )
 
 
-def show_prefill(rows: "Sequence[PrefillRow]", *, as_json: bool) -> None:
+def show_prefill(rows: "Sequence[PrefillRow]") -> None:
     """How fast prompts are read."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     print(
         f"{first.shape} · {first.precision} · {first.device} · from token ids to the first token "
@@ -145,11 +137,8 @@ def show_prefill(rows: "Sequence[PrefillRow]", *, as_json: bool) -> None:
     show_clocks(first.clocks)
 
 
-def show_startup(rows: "Sequence[StartupRow]", *, as_json: bool) -> None:
+def show_startup(rows: "Sequence[StartupRow]") -> None:
     """Times to the first token of a fresh process."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     print(
         f"{first.shape} · {first.precision} · {first.device} · {first.executor} · from the start "
@@ -176,11 +165,8 @@ def show_startup(rows: "Sequence[StartupRow]", *, as_json: bool) -> None:
     )
 
 
-def show_accuracy(rows: "Sequence[AccuracyRow]", *, as_json: bool) -> None:
+def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
     """Distances from fp32."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     print(
         f"{first.shape} · {first.precision} · {first.device} · {first.positions} teacher-forced "
@@ -208,26 +194,21 @@ def show_accuracy(rows: "Sequence[AccuracyRow]", *, as_json: bool) -> None:
             print(f"{row.engine}: {row.repeats:,} launches of 64 tokens gave the same bits")
 
 
-def show_bandwidth(row: "BandwidthRow", *, as_json: bool) -> None:
-    """How fast a device reads."""
-    if as_json:
-        print_json([asdict(row)])
-        return
-    show_facts(
-        row.device,
-        [
-            ("reads", f"{row.gb_per_s.median:,.1f} GB/s, median of {row.runs}"),
-            ("min – max", f"{row.gb_per_s.min:,.1f} – {row.gb_per_s.max:,.1f} GB/s"),
-            ("by", row.method),
-        ],
-    )
+def show_bandwidth(rows: "Sequence[BandwidthRow]") -> None:
+    """How fast devices read."""
+    for row in rows:
+        show_facts(
+            row.device,
+            [
+                ("reads", f"{row.gb_per_s.median:,.1f} GB/s, median of {row.runs}"),
+                ("min – max", f"{row.gb_per_s.min:,.1f} – {row.gb_per_s.max:,.1f} GB/s"),
+                ("by", row.method),
+            ],
+        )
 
 
-def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
+def show_serve(rows: "Sequence[ServeRow]") -> None:
     """What a client saw of a server."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     print(f"{first.shape} · {first.api} · up to {first.max_tokens} new tokens · {first.runs} runs")
     for engine, counting in {row.engine: row.counting for row in rows}.items():
@@ -263,11 +244,8 @@ def show_serve(rows: "Sequence[ServeRow]", *, as_json: bool) -> None:
         print(f"no decode speed: {reason}")
 
 
-def show_agent(rows: "Sequence[AgentRow]", *, as_json: bool) -> None:
+def show_agent(rows: "Sequence[AgentRow]") -> None:
     """What an agent's loop waits for, step by step."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     for row in rows:
         _show_loop(row)
 
@@ -316,11 +294,8 @@ def _show_loop(row: "AgentRow") -> None:
         )
 
 
-def show_neighbours(rows: "Sequence[NeighboursRow]", *, as_json: bool) -> None:
+def show_neighbours(rows: "Sequence[NeighboursRow]") -> None:
     """What other requests do to a stream."""
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     first = rows[0]
     memory = f" · memory of {first.process} and its descendants" if first.process else ""
     print(

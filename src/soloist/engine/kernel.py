@@ -14,7 +14,7 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.pool import PagePool
 from soloist.kv.tiers import Host
-from soloist.megakernel.launch import Decoder
+from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.torch_types import TORCH_DTYPES, Weights

@@ -1,6 +1,6 @@
 """What the host and the decode kernel give each other, field by field.
 
-Every structure is defined here once: `launch.py` fills it as a numpy record, and spec.cuh has the
+Every structure is defined here once: the host fills it as a numpy record, and spec.cuh has the
 text that `Struct.cuda` makes of it. Offsets are computed by the rules of C, and the text asserts
 each of them: what compiles agrees with the host. Pure: no torch, no device.
 """

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from threading import Thread
 
 from starlette.applications import Starlette
@@ -14,13 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from soloist.errors import SoloistError
-from soloist.server import documentation, playground, status, tokens
+from soloist.server import documentation, playground, status
 from soloist.server.access import Gate, Keys, Lock, ReplyCount
+from soloist.server.bodies import whole_reply
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
 from soloist.server.host import Host
-from soloist.server.messages import count_tokens, messages
+from soloist.server.messages import messages
 from soloist.server.origin import Senders
+from soloist.server.preparation.jobs import COUNT_TOKENS, DETOKENIZE, TOKENIZE
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import problem_reply
 from soloist.server.responses import responses
@@ -33,7 +36,7 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/messages/count_tokens", partial(whole_reply, job=COUNT_TOKENS), methods=["POST"]),
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
@@ -41,8 +44,8 @@ ROUTES = (
     Route("/v1/messages/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/models", status.models),
     Route("/v1/models/{name:path}", status.model),
-    Route("/tokenize", tokens.tokenize, methods=["POST"]),
-    Route("/detokenize", tokens.detokenize, methods=["POST"]),
+    Route("/tokenize", partial(whole_reply, job=TOKENIZE), methods=["POST"]),
+    Route("/detokenize", partial(whole_reply, job=DETOKENIZE), methods=["POST"]),
     Route("/health", status.health),
     Route("/health/ready", status.health),
     Route("/health/live", status.live),

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak."""
+"""POST /v1/messages, as Anthropic's clients speak."""
 
 import time
 import uuid
@@ -12,10 +12,10 @@ from soloist.engine import Completion
 from soloist.errors import SoloistError
 from soloist.server import figures
 from soloist.server.blocks import Blocks, whole_blocks
-from soloist.server.bodies import prepared, ready_of, whole_reply
+from soloist.server.bodies import prepared, ready_of
 from soloist.server.generation import Generation, collect
 from soloist.server.host import Ready
-from soloist.server.preparation.jobs import COUNT_TOKENS, MESSAGES
+from soloist.server.preparation.jobs import MESSAGES
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
@@ -38,11 +38,6 @@ async def messages(request: Request) -> Response:
         return Events(generation, _with_errors(reply.stream(generation)))
     (answer,) = await collect(request, generation)
     return json_reply(reply.whole(answer.end))
-
-
-async def count_tokens(request: Request) -> Response:
-    """How long a prompt would be."""
-    return await whole_reply(request, COUNT_TOKENS)
 
 
 class _Message:

@@ -6,7 +6,6 @@ read. Knows nothing of paths and models; errors come in the API's shapes.
 """
 
 import asyncio
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,57 +16,25 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from soloist.errors import ShuttingDown
+from soloist.server import bounds
 from soloist.server.access import ReplyCount
+from soloist.server.bounds import Wait
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import problem_reply
+from soloist.server.transport import LingeringTransport
 
-# From the connection's opening, or a request's first byte, to the end of its headers.
-HEADER_S = 10.0
-# From there to the end of the body.
-BODY_S = 60.0
-# Of silence between two requests.
-IDLE_S = 5.0
-# In which a client reads at least so much of what was written, or all of it.
-READING_S, LEAST_READ_BYTES = 60.0, 48 * 1024
-# In which a client takes note that its connection is closed.
-CLOSING_S = 3.0
-
-MOST_HEAD_BYTES = 64 * 1024
-MOST_HEADERS = 128
 _HEAD_PART_BYTES = 8 * 1024
-# Of a body: sizes of chunks, their extensions, trailers; and as much again as the body itself has.
-MOST_FRAMING_BYTES = 2 * MOST_HEAD_BYTES
-MOST_CONNECTIONS = 1000
-# Beyond these, for clients that are told to come back.
+# Connections beyond the most, for clients that are told to come back.
 _SPARE = 64
 
 # How often bounds in time are looked at, and how long a wait is never cut for want of room.
 _LOOK_S = 0.5
 _YOUNG_S = 1.0
 
-
-class _Wait(Enum):
-    """What a connection waits for its client to do, for how long; the name is a word for logs."""
-
-    IDLE = "a request"
-    HEAD = "the rest of the headers"
-    BODY = "the rest of the body"
-    READING = "the reply being read"
-    CLOSING = "the end"
-
-    @property
-    def most_s(self) -> float:
-        """Seconds."""
-        return {
-            _Wait.IDLE: IDLE_S, _Wait.HEAD: HEADER_S, _Wait.BODY: BODY_S,
-            _Wait.READING: READING_S, _Wait.CLOSING: CLOSING_S,
-        }[self]  # fmt: skip
-
-
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
 
 # What ends for want of room.
-_ENDS_EARLY = frozenset({_Wait.IDLE, _Wait.HEAD, _Wait.BODY})
+_ENDS_EARLY = frozenset({Wait.IDLE, Wait.HEAD, Wait.BODY})
 
 
 class Connections:
@@ -106,7 +73,7 @@ class Connections:
         elif oldest is not None and now - self._since[oldest] >= _YOUNG_S:
             oldest.make_room()
         else:
-            connection.refuse(_no_room())
+            connection.refuse(bounds.no_room())
 
     def remove(self, connection: "Connection") -> None:
         """It is closed."""
@@ -158,10 +125,10 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.app = partial(_answer, self, self.config.loaded_app)
-        self.wait: _Wait | None = None
+        self.wait: Wait | None = None
         self.problem: Problem | None = None
         self.url = b""
-        self._missing: _Wait | None = _Wait.HEAD  # what of a request is still to come
+        self._missing: Wait | None = Wait.HEAD  # what of a request is still to come
         self._takes_more = self._lingers = True
         # Bytes: of the latest data, of data since the one that a request began in, of its body, of
         # what was dropped, and of what the client has to read.
@@ -172,9 +139,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
-        self._bounded = _Transport(transport, self)
+        self._bounded = LingeringTransport(transport, self)
         super().connection_made(self._bounded)
-        self._wait_for(_Wait.HEAD)
+        self._wait_for(Wait.HEAD)
         self.others.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -189,7 +156,7 @@ class Connection(HttpToolsProtocol):
         """Parse what came; what nobody waits for is dropped, up to a bound."""
         start = 0
         # A head in parts, since each of its headers costs a call: too many are refused early.
-        while self._missing is not _Wait.BODY and len(data) - start > _HEAD_PART_BYTES:
+        while self._missing is not Wait.BODY and len(data) - start > _HEAD_PART_BYTES:
             self._receive(data[start : start + _HEAD_PART_BYTES])
             start += _HEAD_PART_BYTES
         self._receive(data[start:])
@@ -199,16 +166,16 @@ class Connection(HttpToolsProtocol):
             self._drop(data)
             return
         if self._missing is None and not self._is_answering:
-            self._missing, self._num_fed = _Wait.HEAD, 0
+            self._missing, self._num_fed = Wait.HEAD, 0
         self._num_given = len(data)
         self._num_fed += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self.refuse(self.problem or _malformed(error))
+            self.refuse(self.problem or bounds.malformed(error))
         else:
             self._check_sizes()
-        if self._takes_more and self.wait is not _Wait.READING:
+        if self._takes_more and self.wait is not Wait.READING:
             awaited = self._awaited
             if awaited is not self.wait:
                 self._wait_for(awaited)
@@ -216,19 +183,19 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client does not read."""
         super().pause_writing()
-        if self.wait is not _Wait.CLOSING:
-            self._wait_for(_Wait.READING)
+        if self.wait is not Wait.CLOSING:
+            self._wait_for(Wait.READING)
 
     def resume_writing(self) -> None:
         """It does again."""
         super().resume_writing()
-        if self.wait is _Wait.READING:
+        if self.wait is Wait.READING:
             self._wait_for(self._awaited)
 
     def shutdown(self) -> None:
         """The server ends: so do waiting for a request and for a body that nobody will read."""
         self._lingers = False
-        if self._missing is _Wait.BODY and self._is_answering:
+        if self._missing is Wait.BODY and self._is_answering:
             self.refuse(problem_of(ShuttingDown()))
         else:
             super().shutdown()
@@ -240,20 +207,20 @@ class Connection(HttpToolsProtocol):
         if self._is_answering:
             raise _Pipelined
         super().on_message_begin()
-        self._missing, self._num_fed, self._num_body = _Wait.HEAD, 0, 0
+        self._missing, self._num_fed, self._num_body = Wait.HEAD, 0, 0
 
     def on_headers_complete(self) -> None:
         """Its headers are whole."""
         if (
             # Or less: its exact size is unknown. Its first part was not counted.
-            self._num_fed + self._num_given + _HEAD_PART_BYTES > MOST_HEAD_BYTES
-            or len(self.headers) > MOST_HEADERS
+            self._num_fed + self._num_given + _HEAD_PART_BYTES > bounds.MOST_HEAD_BYTES
+            or len(self.headers) > bounds.MOST_HEADERS
         ):
             self._check_head()
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
-        self._missing = _Wait.BODY
+        self._missing = Wait.BODY
         # Of a request that was judged by its headers, no header changes: trailers go nowhere.
         self.headers = []
         if self.cycle.waiting_for_100_continue:
@@ -267,7 +234,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """It is whole."""
-        if self._missing is _Wait.HEAD:  # of one that is parsed again
+        if self._missing is Wait.HEAD:  # of one that is parsed again
             return
         self._missing = None
         super().on_message_complete()
@@ -290,59 +257,59 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def _awaited(self) -> _Wait | None:
+    def _awaited(self) -> Wait | None:
         if self._missing is None and not self._is_answering:
-            return _Wait.IDLE
+            return Wait.IDLE
         return self._missing
 
     @property
     def has_more_to_come(self) -> bool:
         """Whether the client may be sending what nobody waits for, and has time to end that."""
-        return self._lingers and (self._missing is _Wait.BODY or not self._takes_more)
+        return self._lingers and (self._missing is Wait.BODY or not self._takes_more)
 
     def refuse(self, problem: Problem) -> None:
         """End the connection: with this, if nothing was replied to its request."""
         self._finish_with_this()
         if not self._is_answering:
-            if self._missing is not _Wait.BODY:
+            if self._missing is not Wait.BODY:
                 self._write(problem)
             self.transport.close()
-        elif self._missing is _Wait.BODY:
+        elif self._missing is Wait.BODY:
             if self.cycle.response_started:
                 self.transport.close()
             else:
                 # The application asks for the body, and hears of it.
                 self.problem = problem
                 self.cycle.message_event.set()
-                self._wait_for(_Wait.CLOSING)
+                self._wait_for(Wait.CLOSING)
 
     def make_room(self) -> None:
         """Others want to use the server, too."""
-        if self.wait is _Wait.BODY:
-            self.refuse(_no_room())
+        if self.wait is Wait.BODY:
+            self.refuse(bounds.no_room())
         else:
             self.transport.abort()
 
     def wait_is_over(self) -> None:
         """The client had its time."""
-        if self.wait is _Wait.BODY:
-            self.refuse(_too_slow(_Wait.BODY))
-        elif self.wait is _Wait.HEAD and self._num_given:
-            self.refuse(_too_slow(_Wait.HEAD))
-        elif self.wait in (_Wait.IDLE, _Wait.HEAD):
+        if self.wait is Wait.BODY:
+            self.refuse(bounds.too_slow(Wait.BODY))
+        elif self.wait is Wait.HEAD and self._num_given:
+            self.refuse(bounds.too_slow(Wait.HEAD))
+        elif self.wait in (Wait.IDLE, Wait.HEAD):
             self.transport.close()
         elif self._bounded.num_unread and (
-            self.wait is _Wait.CLOSING
-            or self._num_unread - self._bounded.num_unread >= LEAST_READ_BYTES
+            self.wait is Wait.CLOSING
+            or self._num_unread - self._bounded.num_unread >= bounds.LEAST_READ_BYTES
         ):
-            self._wait_for(_Wait.READING)
+            self._wait_for(Wait.READING)
         else:
             self.transport.abort()
 
     def begin_closing(self) -> None:
         """The transport is told to close; the client has a while to take what was written."""
         self._takes_more = False
-        self._wait_for(_Wait.CLOSING)
+        self._wait_for(Wait.CLOSING)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -358,12 +325,12 @@ class Connection(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self.parser.feed_data(b"\r\n".join([*lines, b"", data[other.args[0] :]]))
 
-    def _wait_for(self, wait: _Wait | None) -> None:
+    def _wait_for(self, wait: Wait | None) -> None:
         self.wait = wait
         if wait is None:
             self.others.end_wait(self)
         else:
-            if wait is _Wait.READING:
+            if wait is Wait.READING:
                 self._num_unread = self._bounded.num_unread
             self.others.begin_wait(self)
 
@@ -372,7 +339,7 @@ class Connection(HttpToolsProtocol):
         self._takes_more = False
         if self._is_answering:
             self.cycle.keep_alive = False
-            if self.wait is not _Wait.READING:
+            if self.wait is not Wait.READING:
                 self._wait_for(None)
 
     def _drop(self, data: bytes) -> None:
@@ -382,18 +349,18 @@ class Connection(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MOST_HEAD_BYTES or len(self.headers) > MOST_HEADERS:
-            self.problem = _head_too_large()
+        if size > bounds.MOST_HEAD_BYTES or len(self.headers) > bounds.MOST_HEADERS:
+            self.problem = bounds.head_too_large()
             raise self.problem
 
     def _check_sizes(self) -> None:
-        if self._missing is _Wait.HEAD and (
-            self._num_fed > MOST_HEAD_BYTES or len(self.headers or ()) > MOST_HEADERS
+        if self._missing is Wait.HEAD and (
+            self._num_fed > bounds.MOST_HEAD_BYTES or len(self.headers or ()) > bounds.MOST_HEADERS
         ):
-            self.refuse(_head_too_large())
-        elif self._missing is _Wait.BODY:
-            if self._num_fed - 2 * self._num_body > MOST_FRAMING_BYTES:
-                self.refuse(_too_much_framing())
+            self.refuse(bounds.head_too_large())
+        elif self._missing is Wait.BODY:
+            if self._num_fed - 2 * self._num_body > bounds.MOST_FRAMING_BYTES:
+                self.refuse(bounds.too_much_framing())
             elif not self._is_answering and self._num_body > self.others.most_body_bytes:
                 self.transport.close()
 
@@ -406,62 +373,6 @@ class Connection(HttpToolsProtocol):
         head = (STATUS_LINE[problem.status], *lines, b"connection: close\r\n\r\n")
         self.transport.write(b"".join((*head, bytes(reply.body))))
         self.others.replies.add(path, problem.status)
-
-
-class _Transport(asyncio.Transport):
-    """A transport whose `close` gives the client time to read what was written.
-
-    Closing a socket with bytes that nobody read discards replies on their way; so where more may
-    come, only the direction to the client is closed. The connection's bounds end the rest.
-    """
-
-    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
-        super().__init__()
-        self._transport = transport
-        self._connection: Connection | None = connection
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that wait here for the client to read those before them."""
-        return self._transport.get_write_buffer_size()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Nothing, once it is closing."""
-        if self._connection is not None:
-            self._transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._connection is None or self._transport.is_closing()
-
-    def close(self) -> None:
-        """Close it in both directions the second time."""
-        if (connection := self.release()) is None:
-            self._transport.close()
-            return
-        if connection.has_more_to_come:
-            connection.flow.resume_reading()
-            self._transport.write_eof()
-        else:
-            self._transport.close()
-        connection.begin_closing()
-
-    def abort(self) -> None:
-        self.release()
-        self._transport.abort()
-
-    def release(self) -> "Connection | None":
-        """The connection, the first time."""
-        connection, self._connection = self._connection, None
-        return connection
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: object = None) -> object:
-        return self._transport.get_extra_info(name, default)
 
 
 class _Pipelined(Exception):
@@ -492,34 +403,3 @@ def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, by
         elif name not in _UPGRADES:
             kept.append((name, value))
     return kept
-
-
-def _malformed(error: httptools.HttpParserError) -> Problem:
-    return Problem(400, f"the request is not well-formed HTTP/1.1: {str(error)[:80].lower()}")
-
-
-def _too_slow(wait: _Wait) -> Problem:
-    return Problem(408, f"{wait.value} did not come within {wait.most_s:g} s")
-
-
-def _head_too_large() -> Problem:
-    return Problem(
-        431,
-        f"the request's line and headers are too large (allowed: {MOST_HEAD_BYTES:,} bytes in "
-        f"{MOST_HEADERS} headers)",
-    )
-
-
-def _too_much_framing() -> Problem:
-    return Problem(
-        400,
-        "the body's chunks are too small, or its trailers too long (allowed on top of the body: "
-        f"{MOST_FRAMING_BYTES:,} bytes and the body's size); send larger chunks",
-    )
-
-
-def _no_room() -> Problem:
-    return Problem(
-        503, "too many connections are open; try again later", code="overloaded",
-        headers={"Retry-After": "1"},
-    )  # fmt: skip

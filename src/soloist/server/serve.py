@@ -14,11 +14,11 @@ from soloist.engine import Engine
 from soloist.errors import EndForced, SettingError
 from soloist.server.access import common_headers
 from soloist.server.app import make_app, reply_count
+from soloist.server.bounds import MOST_CONNECTIONS, connections_for
 from soloist.server.config import ServerConfig
-from soloist.server.descriptors import connections_for
 from soloist.server.ending import LAST_WORDS_S, Ending, end_by_force
 from soloist.server.host import Host, Load
-from soloist.server.protocol import MOST_CONNECTIONS, Connections
+from soloist.server.protocol import Connections
 
 _SWITCH_S = 0.0005
 

@@ -6,20 +6,21 @@ import pytest
 
 from soloist.bench import agent
 from soloist.bench.agent import _reply
+from soloist.bench.client import Api, Target
 from soloist.errors import ServerFailed, SettingError
 from soloist.planning.cost import ApiPrices, Machine
 from unit.bench.toy_server import Toy, serving
 
 PLAN = agent.Plan(
-    url="", api="chat", model=None, key=None, name="toy", turns=3, prompt_tokens=100,
-    tool_tokens=20, max_tokens=50, runs=2, machine=Machine(36.0, 0.5),
-    api_prices=ApiPrices(1.0, 0.5, 4.0),
+    turns=3, prompt_tokens=100, tool_tokens=20, max_tokens=50, runs=2,
+    machine=Machine(36.0, 0.5), api_prices=ApiPrices(1.0, 0.5, 4.0),
 )  # fmt: skip
 
 
-def measured(toy: Toy, **changed: object):
+def measured(toy: Toy, *, api: Api = "chat", **changed: object):
     with serving(toy):
-        return agent.measure(replace(PLAN, url=toy.url, **changed))
+        (row,) = agent.measure(replace(PLAN, **changed), [Target(toy.url, api, name="toy")])
+    return row
 
 
 def test_each_step_sends_all_that_was_said() -> None:
@@ -111,18 +112,19 @@ def test_texts_grow_as_conversations_do() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
+    nobody = [Target("http://127.0.0.1:9")]
     for changed in ({"turns": 0}, {"runs": 0}, {"tool_tokens": 0}, {"prompt_tokens": 0}):
         with pytest.raises(SettingError):
-            agent.measure(replace(PLAN, url="http://127.0.0.1:9", **changed))
+            agent.measure(replace(PLAN, **changed), nobody)
     with pytest.raises(ServerFailed):
-        agent.measure(replace(PLAN, url="http://127.0.0.1:9"))
+        agent.measure(PLAN, nobody)
 
 
 def test_servers_take_turns() -> None:
     fast, slow = Toy(4, tokens_per_s=20_000, first_s=0.0), Toy(4, tokens_per_s=500, first_s=0.1)
     with serving(fast), serving(slow):
-        plans = [replace(PLAN, url=toy.url, turns=1, runs=1) for toy in (fast, slow)]
-        first, second = agent.measure_in_turns(plans)
+        targets = [Target(toy.url) for toy in (fast, slow)]
+        first, second = agent.measure(replace(PLAN, turns=1, runs=1), targets)
     assert first.url != second.url
     assert second.loop_s.median > 0.1 + 49 / 500 - 0.01
     assert first.loop_s.median < second.loop_s.median

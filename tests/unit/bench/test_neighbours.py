@@ -12,6 +12,7 @@ import pytest
 
 from soloist.bench import neighbours
 from soloist.bench.bodies import KINDS
+from soloist.bench.client import Target
 from soloist.bench.process_memory import TreeMemory, listener
 from soloist.bench.rows import NeighboursRow
 from soloist.bench.sender import NEIGHBOURS
@@ -19,7 +20,7 @@ from soloist.errors import SettingError
 from unit.bench.toy_server import Toy, serving
 
 PLAN = neighbours.Plan(
-    "", "chat", None, None, "toy", ("choices",), None, max_tokens=40, runs=2, patience_s=30
+    Target("http://127.0.0.1:9"), ("choices",), None, max_tokens=40, runs=2, patience_s=30
 )
 FREEZE_S = 1.0
 
@@ -58,9 +59,10 @@ def toy(**options: object) -> Frozen:
     return made
 
 
-def measured(server: Toy, **changed: object) -> list[NeighboursRow]:
+def measured(server: Toy, key: str | None = None, **changed: object) -> list[NeighboursRow]:
     with serving(server):
-        return neighbours.measure(replace(PLAN, url=server.url, **changed))
+        target = Target(server.url, key=key, name="toy")
+        return neighbours.measure(replace(PLAN, target=target, **changed))
 
 
 def test_a_neighbour_that_freezes_a_stream_is_seen() -> None:
@@ -208,5 +210,5 @@ def test_the_process_that_listens_is_found() -> None:
 )
 def test_what_cannot_be_measured_is_refused(changed: dict, named: str) -> None:
     with pytest.raises(SettingError, match=named):
-        neighbours.measure(replace(PLAN, url="http://127.0.0.1:9", **changed))
+        neighbours.measure(replace(PLAN, **changed))
     assert set(KINDS) < set(NEIGHBOURS)

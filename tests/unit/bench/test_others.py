@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from soloist.bench.others import Others, others_counted
-from soloist.cli.benching import warn_of_others
+from soloist.cli.commands.results import warn_of_others
 from soloist.device import CoreWatch
 
 _SPIN_S = 0.6

@@ -5,18 +5,20 @@ from dataclasses import replace
 import pytest
 
 from soloist.bench import serve
+from soloist.bench.client import Api, Target
 from soloist.bench.rows import ServeRow
 from soloist.errors import ServerFailed, SettingError
 from unit.bench.toy_server import Toy, serving
 
 # A busy machine delays a chunk now and then; what is read wrongly is wrong every time.
 _TRIES = 12
-PLAN = serve.Plan("", "chat", None, None, None, "a b c d", (), 113, 3, ("warm",))
+PLAN = serve.Plan("a b c d", (), 113, 3, ("warm",))
+NOBODY = Target("http://127.0.0.1:9")
 
 
-def measured(toy: Toy, **changed: object) -> list:
+def measured(toy: Toy, *, api: Api = "chat", key: str | None = None, **changed: object) -> list:
     with serving(toy):
-        return serve.measure(replace(PLAN, url=toy.url, **changed))
+        return serve.measure(replace(PLAN, **changed), [Target(toy.url, api, key=key)])
 
 
 @pytest.mark.timed
@@ -73,11 +75,10 @@ def test_servers_take_turns() -> None:
         return toy
 
     with serving(noting(first, "a")), serving(noting(second, "b")):
-        plans = [
-            replace(PLAN, url=first.url, name="a", key="k1", prefixes=("cold", "warm")),
-            replace(PLAN, url=second.url, name="b", key="k2", prefixes=("cold", "warm")),
-        ]
-        made = serve.measure_in_turns(plans)
+        targets = [
+            Target(first.url, key="k1", name="a"), Target(second.url, key="k2", name="b"),
+        ]  # fmt: skip
+        made = serve.measure(replace(PLAN, prefixes=("cold", "warm")), targets)
     assert "".join(order) == "ab" * 4 * 2
     assert [(row.engine, row.prefix) for row in made] == [
         ("a", "cold"), ("b", "cold"), ("a", "warm"), ("b", "warm"),
@@ -147,13 +148,15 @@ def test_servers_that_fail() -> None:
     with pytest.raises(ServerFailed, match="unknown field: model"):
         measured(Toy(refuses=("model",)))
     with pytest.raises(ServerFailed, match="127"):
-        serve.measure(replace(PLAN, url="http://127.0.0.1:9"))
+        serve.measure(PLAN, [NOBODY])
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"url": "localhost:8000"}, {"max_tokens": 1}, {"runs": 0}, {"prompt_tokens": (0,)}],
-)
+@pytest.mark.parametrize("changed", [{"max_tokens": 1}, {"runs": 0}, {"prompt_tokens": (0,)}])
 def test_what_cannot_be_measured_is_refused(changed: dict) -> None:
     with pytest.raises(SettingError):
-        serve.measure(replace(PLAN, **{"url": "http://127.0.0.1:9", **changed}))
+        serve.measure(replace(PLAN, **changed), [NOBODY])
+
+
+def test_what_is_no_address_is_refused() -> None:
+    with pytest.raises(SettingError, match="URL"):
+        serve.measure(PLAN, [Target("localhost:8000")])

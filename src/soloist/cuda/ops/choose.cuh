@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u
     if (!(sample_state<M>().params[c].flags & kSampleMasked)) continue;
     if (static_cast<i32>(round + 1) < params.launch->query[c].forced) continue;  // the host gives the next token
     u32 ready;
-    do ready = load_host_acquire(params.masks.ready + c * kMaskReadyWords);  // pairs with `allow` of launch.py
+    do ready = load_host_acquire(params.masks.ready + c * kMaskReadyWords);  // pairs with `allow` of sampler.py
     while (ready != kMaskEnd && ready != round + 1);
     if (ready == kMaskEnd) ended = 1;
     else masked |= 1u << c;

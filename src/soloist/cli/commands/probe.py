@@ -1,21 +1,21 @@
 """`soloist bench serve`, `agent` and `neighbours`: servers, measured from outside."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from soloist.cli import benching
 from soloist.cli import options as o
+from soloist.cli.commands import results
 from soloist.errors import ServerFailed, SettingError
 
 if TYPE_CHECKING:
-    from soloist.bench.client import Api
+    from soloist.bench.client import Api, Target
     from soloist.bench.traffic import Traffic
 
-_MBU, _COST = "Memory-bandwidth utilisation", "Cost"
+_APIS: "dict[str, Api]" = {"chat": "chat", "completions": "completions"}
+_MBU = "Memory-bandwidth utilisation"
 _Urls = Annotated[
     list[str],
     typer.Argument(
@@ -36,24 +36,20 @@ _Name = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """One server, as options name it."""
-
-    url: str
-    model: str | None
-    key: str | None
-    name: str | None
-
-
 def _targets(
-    urls: list[str], models: list[str] | None, keys: list[str] | None, names: list[str] | None
-) -> list[_Target]:
-    """Options of each server; a key goes to no other one than it was given for.
+    urls: list[str],
+    api: "Api",
+    models: list[str] | None,
+    keys: list[str] | None,
+    names: list[str] | None,
+) -> "list[Target]":
+    """The servers with their options; a key goes to no other one than it was given for.
 
     Raises:
         SettingError: not as many of them as there are servers.
     """
+    from soloist.bench.client import Target
+
     if models is not None and len(models) == 1:
         models = models * len(urls)
     each: list[Sequence[str | None]] = []
@@ -62,13 +58,7 @@ def _targets(
             allowed = f"given {len(urls)} times, once for each URL"
             raise SettingError(option, f"given {len(given)} times", allowed)
         each.append(given or [None] * len(urls))
-    return [_Target(*options) for options in zip(urls, *each, strict=True)]
-
-
-def _checked_api(given: str) -> "Api":
-    if given not in ("chat", "completions"):
-        raise SettingError("--api", given, "chat, completions")
-    return "chat" if given == "chat" else "completions"
+    return [Target(url, api, *options) for url, *options in zip(urls, *each, strict=True)]
 
 
 def _read_traffic(
@@ -95,9 +85,7 @@ def serve(
     model: _ServedModel = None,
     api_key: _ApiKey = None,
     name: _Name = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
-    ] = None,
+    prompt: o.Prompt = None,
     prompt_tokens: Annotated[
         list[int] | None,
         typer.Option(
@@ -108,7 +96,7 @@ def serve(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")
     ] = 256,
-    runs: Annotated[int, typer.Option(help="Timed runs after one to warm up.")] = 5,
+    runs: o.Runs = 5,
     prefix: Annotated[
         str,
         typer.Option(
@@ -147,38 +135,26 @@ def serve(
     The server counts the tokens, in every chunk or at the end; chunks are not counted as tokens.
     Several servers take turns, run by run.
     """
-    from soloist.bench import record
     from soloist.bench import serve as bench_serve
     from soloist.cli import tables
 
     if prompt is not None and prompt_tokens:
         raise SettingError("--prompt-tokens", prompt_tokens[0], "only without --prompt")
-    prefixes = benching.checked_prefixes(prefix)
-    known = benching.read_baseline(baseline, threshold)
+    prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
+    known = results.read_baseline(baseline, threshold)
     traffic = _read_traffic(config, precision, bandwidth_file, gpus)
-    route = _checked_api(api)
-    rows = bench_serve.measure_in_turns(
-        [
-            bench_serve.Plan(
-                url=t.url,
-                api=route,
-                model=t.model,
-                key=t.key,
-                name=t.name,
-                prompt=prompt,
-                prompt_tokens=tuple(prompt_tokens or (256,)),
-                max_tokens=max_tokens,
-                runs=runs,
-                prefixes=prefixes,
-                traffic=traffic,
-            )
-            for t in _targets(urls, model, api_key, name)
-        ]
+    route = o.chosen("--api", api, _APIS)
+    plan = bench_serve.Plan(
+        prompt=prompt,
+        prompt_tokens=tuple(prompt_tokens or (256,)),
+        max_tokens=max_tokens,
+        runs=runs,
+        prefixes=prefixes,
+        traffic=traffic,
     )
-    if output is not None:
-        record.write(output, rows)
-    tables.show_serve(rows, as_json=json)
-    benching.hold_against(known, rows)
+    rows = bench_serve.measure(plan, _targets(urls, route, model, api_key, name))
+    results.show(rows, tables.show_serve, output, as_json=json)
+    results.hold_against(known, rows)
 
 
 def agent(
@@ -200,21 +176,15 @@ def agent(
     runs: Annotated[int, typer.Option(help="Timed loops after one to warm up.")] = 3,
     price: Annotated[
         float | None,
-        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=_COST),
+        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=o.COST),
     ] = None,
-    utilisation: Annotated[
-        float,
-        typer.Option(
-            help="Share of the paid hours in which the machine serves requests.",
-            rich_help_panel=_COST,
-        ),
-    ] = 1.0,
+    utilisation: o.Utilisation = 1.0,
     api_price: Annotated[
         str | None,
         typer.Option(
             metavar="PROMPT/NEW",
             help="Price per million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
-            rich_help_panel=_COST,
+            rich_help_panel=o.COST,
         ),
     ] = None,
     output: o.Output = None,
@@ -227,39 +197,27 @@ def agent(
     Each step sends the conversation so far, answers included, and the result of a tool.
     """
     from soloist.bench import agent as bench_agent
-    from soloist.bench import record
     from soloist.cli import tables
     from soloist.planning.cost import read_api_prices, read_machine
 
     machine = None if price is None else read_machine(price, utilisation)
     if machine is None and utilisation != 1.0:
         raise SettingError("--utilisation", utilisation, "only with --price")
-    known = benching.read_baseline(baseline, threshold)
-    route = _checked_api(api)
+    known = results.read_baseline(baseline, threshold)
+    route = o.chosen("--api", api, _APIS)
     api_prices = None if api_price is None else read_api_prices(api_price)
-    rows = bench_agent.measure_in_turns(
-        [
-            bench_agent.Plan(
-                url=t.url,
-                api=route,
-                model=t.model,
-                key=t.key,
-                name=t.name,
-                turns=turns,
-                prompt_tokens=prompt_tokens,
-                tool_tokens=tool_tokens,
-                max_tokens=max_tokens,
-                runs=runs,
-                machine=machine,
-                api_prices=api_prices,
-            )
-            for t in _targets(urls, model, api_key, name)
-        ]
+    plan = bench_agent.Plan(
+        turns=turns,
+        prompt_tokens=prompt_tokens,
+        tool_tokens=tool_tokens,
+        max_tokens=max_tokens,
+        runs=runs,
+        machine=machine,
+        api_prices=api_prices,
     )
-    if output is not None:
-        record.write(output, rows)
-    tables.show_agent(rows, as_json=json)
-    benching.hold_against(known, rows)
+    rows = bench_agent.measure(plan, _targets(urls, route, model, api_key, name))
+    results.show(rows, tables.show_agent, output, as_json=json)
+    results.hold_against(known, rows)
 
 
 def neighbours(
@@ -302,17 +260,13 @@ def neighbours(
     neighbour's request ended, how long GET /health took, and what memory it cost.
     """
     from soloist.bench import neighbours as bench_neighbours
-    from soloist.bench import record
+    from soloist.bench.client import Target
     from soloist.cli import tables
 
-    route = _checked_api(api)
-    known = benching.read_baseline(baseline, threshold)
+    route = o.chosen("--api", api, _APIS)
+    known = results.read_baseline(baseline, threshold)
     plan = bench_neighbours.Plan(
-        url=url,
-        api=route,
-        model=model,
-        key=api_key,
-        name=name,
+        target=Target(url, route, model, api_key, name),
         kinds=tuple(only or ()),
         pid=_checked_pid(pid, url),
         max_tokens=max_tokens,
@@ -320,14 +274,12 @@ def neighbours(
         patience_s=patience,
     )
     rows = bench_neighbours.measure(plan)
-    if output is not None:
-        record.write(output, rows)
-    tables.show_neighbours(rows, as_json=json)
+    results.show(rows, tables.show_neighbours, output, as_json=json)
     if left := bench_neighbours.unmeasured(plan, rows):
         told = f"the server stopped answering beside {rows[-1].neighbour}; not measured: "
         told += ", ".join(left)
         raise ServerFailed(url, told, "see the server's own log, and start it again")
-    benching.hold_against(known, rows)
+    results.hold_against(known, rows)
 
 
 def _checked_pid(given: str | None, url: str) -> int | None:

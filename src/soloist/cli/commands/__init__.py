@@ -1,0 +1,1 @@
+"""The commands and their options; what they do is in the modules beside this folder."""

@@ -1,0 +1,259 @@
+"""`soloist bench decode`, `prefill`, `startup`, `accuracy`, `bandwidth`: in this process."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from soloist.cli import options as o
+from soloist.cli.commands import results
+from soloist.errors import SettingError
+
+if TYPE_CHECKING:
+    from soloist.bench.rows import KernelCache
+
+_KERNEL_CACHES: "dict[str, tuple[KernelCache, ...]]" = {
+    "warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold"),
+}  # fmt: skip
+
+
+def decode(
+    model: o.OptionalModel = None,
+    shape: Annotated[
+        Path | None,
+        typer.Option(
+            help="A config.json, with random weights, instead of a model.",
+            rich_help_panel=o.WITH_SHAPE,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 256,
+    runs: o.Runs = 5,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Also measure this engine on the same weights, in turns: transformers."),
+    ] = None,
+    columns: Annotated[
+        int,
+        typer.Option(help="Tokens of each sequence in one step.", rich_help_panel=o.WITH_SHAPE),
+    ] = 1,
+    sequences: Annotated[
+        int, typer.Option(help="Sequences decoded together.", rich_help_panel=o.WITH_SHAPE)
+    ] = 1,
+    context: o.DecodeFrom = None,
+    busy: o.Busy = 0,
+    device: o.Device = "auto",
+    gpus: o.Gpus = "1",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Time to first token and decode speed of one greedy request, in this process."""
+    from soloist.bench import decode as bench_decode
+    from soloist.bench import shape as shapes
+    from soloist.cli import tables
+    from soloist.engine import EngineConfig
+
+    checked = o.checked_precision(precision)
+    _check_shape(shape, model, against, columns, sequences, context)
+    known = results.read_baseline(baseline, threshold)
+    if shape is not None:
+        rows = shapes.measure(
+            shapes.Plan(
+                file=shape,
+                device=device,
+                precision=checked,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                runs=runs,
+                columns=columns,
+                sequences=sequences,
+                context=context,
+                gpus=o.parsed_gpus(gpus),
+                num_busy=busy,
+            )
+        )
+    else:
+        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus))
+        plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy)
+        rows = bench_decode.measure(plan)
+    results.show(rows, tables.show_decode, output, as_json=json)
+    results.hold_against(known, rows)
+
+
+def prefill(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Length of the prompt; may be repeated.", show_default="256"),
+    ] = None,
+    runs: o.Runs = 5,
+    prefix: Annotated[
+        str,
+        typer.Option(help="cold: nothing is cached; warm: the prompt came before; or both."),
+    ] = "both",
+    busy: o.Busy = 0,
+    device: o.Device = "auto",
+    gpus: o.Gpus = "1",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Prefill: how fast prompts are read, until the first token, in this process.
+
+    Cold, and warm: with the prompt's prefix in the prefix cache, as in a server.
+    """
+    from soloist.bench import prefill as bench_prefill
+    from soloist.cli import tables
+    from soloist.engine import EngineConfig
+
+    checked = o.checked_precision(precision)
+    _check_only_one(shape, model)
+    prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
+    known = results.read_baseline(baseline, threshold)
+    plan = bench_prefill.Plan(
+        asked=EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus)),
+        shape=shape,
+        prompt_tokens=tuple(prompt_tokens or (256,)),
+        runs=runs,
+        prefixes=prefixes,
+        num_busy=busy,
+    )
+    rows = bench_prefill.measure(plan)
+    results.show(rows, tables.show_prefill, output, as_json=json)
+    results.hold_against(known, rows)
+
+
+def startup(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    runs: Annotated[int, typer.Option(help="Timed processes after one to warm up.")] = 3,
+    kernel_cache: Annotated[
+        str, typer.Option(help="warm: all kernels are compiled; cold: none is; or both.")
+    ] = "both",
+    device: o.Device = "auto",
+    gpus: o.Gpus = "1",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Time from starting `soloist run` to its first token, with and without compiled kernels."""
+    from soloist.bench import startup as bench_startup
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    _check_only_one(shape, model)
+    known = results.read_baseline(baseline, threshold)
+    plan = bench_startup.Plan(
+        model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus),
+        o.chosen("--kernel-cache", kernel_cache, _KERNEL_CACHES),
+    )  # fmt: skip
+    rows = bench_startup.measure(plan)
+    results.show(rows, tables.show_startup, output, as_json=json)
+    results.hold_against(known, rows)
+
+
+def accuracy(
+    model: o.OptionalModel = None,
+    shape: o.Shape = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file; default: Python source code, or random tokens with --shape."),
+    ] = None,
+    positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
+    against: Annotated[
+        str | None, typer.Option(help="Also compare this engine with fp32: transformers.")
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Also run so many equal launches of 64 tokens and compare their bits."),
+    ] = 0,
+    device: o.Device = "auto",
+    gpus: o.Gpus = "1",
+    precision: o.Precision = "auto",
+    output: o.Output = None,
+    json: o.Json = False,
+) -> None:
+    """How far 16-bit logits are from fp32 arithmetic, at each position of a given text.
+
+    On the decode kernel, also checks that batching and separate launches change no bit.
+    """
+    from soloist.bench import accuracy as bench_accuracy
+    from soloist.cli import tables
+
+    checked = o.checked_precision(precision)
+    _check_only_one(shape, model)
+    plan = bench_accuracy.Plan(
+        model=model or o.DEFAULT_MODEL,
+        shape=shape,
+        text=text,
+        positions=positions,
+        against=against,
+        repeats=repeats,
+        device=device,
+        precision=checked,
+        gpus=o.parsed_gpus(gpus),
+    )
+    rows = bench_accuracy.measure(plan)
+    results.show(rows, tables.show_accuracy, output, as_json=json)
+
+
+def bandwidth(
+    device: o.Device = "auto",
+    output: o.Output = None,
+    baseline: o.Baseline = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    json: o.Json = False,
+) -> None:
+    """Read bandwidth of the memory, as the other benches measure it for MBU."""
+    from soloist.bench import bandwidth as bench_bandwidth
+    from soloist.cli import tables
+
+    known = results.read_baseline(baseline, threshold)
+    row = bench_bandwidth.measure(device)
+    results.show([row], tables.show_bandwidth, output, as_json=json)
+    results.hold_against(known, [row])
+
+
+def _check_shape(
+    shape: Path | None,
+    model: str | None,
+    against: str | None,
+    columns: int,
+    sequences: int,
+    context: int | None,
+) -> None:
+    """Options of `bench decode` that go with --shape, and those that do not.
+
+    Raises:
+        SettingError: one is there that would have no effect.
+    """
+    if shape is None:
+        for name, value, off in (
+            ("--columns", columns, 1),
+            ("--sequences", sequences, 1),
+            ("--context", context, None),
+        ):
+            if value != off:
+                raise SettingError(name, value, "only with --shape", "add --shape config.json")
+        return
+    for name, unused in (("MODEL", model), ("--against", against)):
+        if unused is not None:
+            raise SettingError(name, unused, "only without --shape, which uses random weights")
+
+
+def _check_only_one(shape: Path | None, model: str | None) -> None:
+    """A shape or a model.
+
+    Raises:
+        SettingError: both are there.
+    """
+    if shape is not None and model is not None:
+        raise SettingError("MODEL", model, "only without --shape, which uses random weights")

@@ -1,0 +1,57 @@
+"""The decode kernel on a GPU: compiled, or taken from the cache, and loaded."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from soloist.jit.cache import load_or_build
+from soloist.jit.compiler import Cubin
+from soloist.jit.module import Module
+from soloist.jit.source import Source
+from soloist.megakernel.header import BUILT_FOR, Build, header
+from soloist.megakernel.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """A build of the kernel, loaded twice: for launches of one query, and of more.
+
+    Attributes:
+        single: for one query.
+        several: for up to eight.
+        shared_bytes: dynamic shared memory of a block, enough for every build of the plan.
+    """
+
+    single: Module
+    several: Module
+    shared_bytes: int
+
+    @classmethod
+    def load(
+        cls, plan: Plan, build: Build, device: torch.device, cache: Path | None
+    ) -> "DecodeKernel":
+        """Compile what the cache lacks, both at the same time; `build` is for any queries."""
+
+        def built(queries: int) -> Cubin:
+            source = Source("kernels/decode.cu", header(plan, replace(build, queries=queries)))
+            return load_or_build(source, plan.gpu.arch, cache)
+
+        with ThreadPoolExecutor(len(BUILT_FOR), "soloist-compile") as pool:
+            cubins = list(pool.map(built, BUILT_FOR))
+        with torch.cuda.device(device):  # a module belongs to the context it is loaded in
+            single, several = (Module(cubin, "decode") for cubin in cubins)
+        shared_bytes = max(
+            plan.with_room_for(queries, samples=samples).shared.num_bytes
+            for queries in BUILT_FOR
+            for samples in (False, True)
+        )
+        # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
+        for module in (single, several):
+            module.make_ready(shared_bytes)
+        return cls(single, several, shared_bytes)
+
+    def module_for(self, num_queries: int) -> Module:
+        """The one for launches of so many queries."""
+        return self.single if num_queries == 1 else self.several

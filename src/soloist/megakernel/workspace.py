@@ -1,0 +1,39 @@
+"""What the buffers that blocks exchange results through hold before a launch."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.layout import Buffer, end_of
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
+from soloist.megakernel.plan import Plan
+
+
+def fresh_workspace(plan: Plan, queries: int) -> Tensor:
+    """Sentinels everywhere, but columns of padding are zeros for good.
+
+    Args:
+        plan: of the kernel.
+        queries: that a build has room for.
+    """
+    fresh = torch.full((plan.exchanges.lane_bytes,), 0xFF, dtype=torch.uint8)
+    exchanges = plan.exchanges
+    for name, op in exchanges.operands.items():
+        buffer = exchanges.workspace[name]
+        values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
+        copies = values.view(EXCHANGE_COPIES, -1, 32)
+        chunks = copies.shape[1] // MAX_QUERIES  # [chunk][query][32], for fewer queries in front
+        padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(queries)
+        is_padding = torch.arange(32) >= padding[:, None]
+        copies[:, : chunks * queries].masked_fill_(is_padding, 0)
+    if plan.model.lanes is not None:
+        published = torch.full((end_of(exchanges.published),), 0xFF, dtype=torch.uint8)
+        _clear(published, exchanges.published["best"])
+        return torch.cat([*[fresh] * plan.shape.lanes_here, published])
+    _clear(fresh, exchanges.workspace["best"])
+    return fresh
+
+
+def _clear(workspace: Tensor, buffer: Buffer) -> None:
+    workspace[buffer.offset : buffer.offset + math.prod(buffer.shape)] = 0
