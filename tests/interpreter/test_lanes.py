@@ -13,11 +13,11 @@ from interpreter.lane_models import CASES, EIGHT, configured
 from interpreter.models import Bench, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.shape import ModelShape
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.parallel.lanes import LaneShare
 from soloist.weights.sharding import shard
 from unit.model.configurations import written
 

@@ -14,11 +14,11 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.pool import PagePool
 from soloist.kv.tiers import Host
-from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.launch import Decoder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.parallel.lanes import LaneShare
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes

@@ -12,10 +12,10 @@ from soloist.megakernel.header import BUILT_FOR
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.sampling_header import sample_workspace_bytes
-from soloist.megakernel.share import share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.memory import KernelMemory
+from soloist.parallel.share import share_of
 from soloist.prefill.buffers import bytes_per_token
 from soloist.prefill.part import require_prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.lanes import modules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.limits import (
@@ -17,6 +16,7 @@ from soloist.megakernel.limits import (
 from soloist.megakernel.program import PRODUCTS
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
+from soloist.parallel.lanes import modules_of
 
 _REDUCE_BYTES = 16 * 1024
 # 16-bit activations lie in chunks of so many columns of the matrix, one after the other.

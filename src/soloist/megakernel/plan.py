@@ -16,17 +16,17 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.buffers import Exchanges, SharedMemory
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.image import Image
-from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.share import Share
 from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
+from soloist.parallel.lanes import LaneShare, modules_of, require_lanes, rules_of
+from soloist.parallel.share import Share
 
 
 @dataclass(frozen=True)

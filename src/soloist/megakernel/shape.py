@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from soloist.megakernel.lanes import LaneShare, lane_of
-from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import Layer, ModelConfig
+from soloist.parallel.lanes import LaneShare, lane_of
+from soloist.parallel.share import Share, part_of, share_of
 
 
 @dataclass(frozen=True)

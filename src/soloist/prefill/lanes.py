@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks, modules_of, rules_of
 from soloist.model.config import ModelConfig
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks, modules_of, rules_of
 from soloist.prefill.buffers import by_lane, modules_under_way, num_bytes
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, Reach

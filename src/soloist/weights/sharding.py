@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from soloist.megakernel.lanes import LaneShare, lane_of, rules_of
-from soloist.megakernel.share import Share, padded, share_of
 from soloist.model.config import Attention
+from soloist.parallel.lanes import LaneShare, lane_of, rules_of
+from soloist.parallel.share import Share, padded, share_of
 
 
 def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from soloist.megakernel.interpreter.memory import Memory
 from soloist.megakernel.interpreter.phases import Interpreter
 from soloist.megakernel.interpreter.published import Published
 from soloist.megakernel.interpreter.residual import Stream
-from soloist.megakernel.lanes import modules_of, rules_of, vocabulary_of
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
+from soloist.parallel.lanes import modules_of, rules_of, vocabulary_of
 
 
 class LaneInterpreter(Interpreter):

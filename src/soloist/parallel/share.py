@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import Layer, ModelConfig
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 
 RANKS = (1, 2, 4, 8)
 # Neurons and rows of the vocabulary come in units of so many rows.

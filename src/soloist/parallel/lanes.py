@@ -1,7 +1,7 @@
-"""What Laneformer's lanes mean to the kernel: whose they are, and who receives what when. Pure.
+"""Laneformer's lanes: which of them a rank has, and who receives what when. Pure.
 
-A lane has its own residual stream and whole heads and neurons, so for the kernel it is a small
-model of its own, on blocks of its own. A rank runs some lanes side by side.
+A lane has its own residual stream and whole heads and neurons: a small model of its own. A rank runs
+some lanes side by side.
 """
 
 from dataclasses import dataclass, replace
