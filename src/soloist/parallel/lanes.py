@@ -1,16 +1,12 @@
 """Laneformer's lanes: which of them a rank has, and who receives what when. Pure.
 
-A lane has its own residual stream and whole heads and neurons: a small model of its own. A rank runs
-some lanes side by side.
+A lane has its own residual stream and whole heads and neurons: it is a small model of its own. A
+rank has some lanes.
 """
 
 from dataclasses import dataclass, replace
 
-from soloist.errors import ShapeUnsupported
 from soloist.model.config import Lanes, Layer, ModelConfig
-
-# Neurons of a lane come in units of so many.
-_UNIT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,29 +119,3 @@ def _parted(model: ModelConfig, num: int) -> ModelConfig:
         )
 
     return replace(model, layers=tuple(share(layer) for layer in model.layers))
-
-
-def require_lanes(model: ModelConfig, ranks: int) -> None:
-    """Refuse lanes that the kernel cannot run.
-
-    Raises:
-        ShapeUnsupported: they do not divide over the ranks, their neurons not into units, they
-            meet side by side, or never, on several ranks.
-    """
-    lanes, ffn = rules_of(model), model.layers[0].mlp.intermediate_size
-    if lanes.num_lanes % ranks:
-        fine = [r for r in (1, 2, 4, 8) if lanes.num_lanes % r == 0]
-        raise ShapeUnsupported(
-            f"{lanes.num_lanes} lanes on {ranks} ranks", ", ".join(str(r) for r in fine)
-        )
-    if ffn % (lanes.num_lanes * _UNIT):
-        allowed = f"a multiple of {_UNIT} for each of {lanes.num_lanes} lanes"
-        raise ShapeUnsupported(f"intermediate_size {ffn}", allowed)
-    talks = lanes.early_sum or lanes.attention_comm or lanes.mlp_comm
-    if ranks > 1 and lanes.head == "vocab_parallel" and not talks:
-        # What ranks store for sampling would have no order.
-        raise ShapeUnsupported(f"lanes that exchange no results, on {ranks} ranks", "one rank")
-    if lanes.head == "lane":
-        raise ShapeUnsupported(
-            "an LM head over all lanes side by side", "'replicate' or 'vocab_parallel'"
-        )
