@@ -18,7 +18,6 @@ from soloist.megakernel.launch import Decoder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.model.torch_types import TORCH_DTYPES, Weights
-from soloist.parallel.lanes import LaneShare
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
@@ -166,10 +165,9 @@ def _load_rank(
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
     matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed.image, table)
     share = plan.part_of(rank)
-    lanes = len(share.lanes) if isinstance(share, LaneShare) else 0
     operations = partial(
         FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope,
-        ranks=plan.ranks, lanes=lanes,
+        ranks=plan.ranks, lanes=len(share.lanes),
     )  # fmt: skip
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)

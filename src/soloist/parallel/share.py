@@ -37,6 +37,16 @@ class Share:
         return share_of(self.whole, self.ranks).layers[layer]
 
     @property
+    def lanes(self) -> range:
+        """Which lanes are the rank's: none, of an ordinary model."""
+        return range(0)
+
+    @property
+    def unties_head(self) -> bool:
+        """The rank has a head of its own, though the model ties it to the embedding."""
+        return self.whole.tied_head and self.ranks > 1
+
+    @property
     def kv_heads(self) -> list[int | None]:
         """Which KV heads the rank's are; None for one of zeros.
 
