@@ -30,11 +30,6 @@ class LaneShare:
         return range(self.rank * here, (self.rank + 1) * here)
 
     @property
-    def unties_head(self) -> bool:
-        """The rank's lanes have a head of their own, though the model ties it to the embedding."""
-        return self.whole.tied_head
-
-    @property
     def vocabulary(self) -> range:
         """Which rows of the LM head are the rank's; its matrices may have room for more."""
         parts = [vocabulary_of(self.whole, lane) for lane in self.lanes]

@@ -42,11 +42,6 @@ class Share:
         return range(0)
 
     @property
-    def unties_head(self) -> bool:
-        """The rank has a head of its own, though the model ties it to the embedding."""
-        return self.whole.tied_head and self.ranks > 1
-
-    @property
     def kv_heads(self) -> list[int | None]:
         """Which KV heads the rank's are; None for one of zeros.
 

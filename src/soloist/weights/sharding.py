@@ -61,10 +61,12 @@ def _groups(places: Sequence[int | None], group: int) -> list[int | None]:
 def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A rank's parts of all or some of a model's tensors.
 
-    Where the share unties the head, it has both the whole embedding and a head.
+    On several ranks, and of lanes, there are both the whole embedding and a head, also where the
+    model ties them.
     """
     parts = {name: shard(share, name, values) for name, values in weights.items()}
-    if share.unties_head and "embedding" in weights:
+    is_parted = share.ranks > 1 or len(share.lanes) > 0
+    if is_parted and share.whole.tied_head and "embedding" in weights:
         parts["head"] = shard(share, "head", weights["embedding"])
     return parts
 
