@@ -32,8 +32,8 @@ class LaneShare:
     @property
     def vocabulary(self) -> range:
         """Which rows of the LM head are the rank's; its matrices may have room for more."""
-        parts = [vocabulary_of(self.whole, lane) for lane in self.lanes]
-        return range(parts[0].start, parts[-1].stop)
+        rows, last = lane_of(self.whole).vocab_size, self.whole.vocab_size
+        return range(min(last, rows * self.lanes.start), min(last, rows * self.lanes.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +79,31 @@ def rules_of(model: ModelConfig) -> Lanes:
     return model.lanes
 
 
-def vocabulary_of(model: ModelConfig, lane: int) -> range:
-    """Which rows of the LM head are a lane's; its matrix may have room for more."""
-    rows, last = lane_of(model).vocab_size, model.vocab_size
-    return range(min(last, rows * lane), min(last, rows * (lane + 1)))
-
-
 def lane_of(model: ModelConfig) -> ModelConfig:
-    """The sizes of every lane, as a model with as large a residual stream.
-
-    Its LM head has the lane's rows and is not tied: any lane may need any token's embedding.
-    """
-    num = rules_of(model).num_lanes
-    return replace(_parted(model, num), vocab_size=-(-model.vocab_size // num), tied_head=False)
+    """The sizes of every lane: those of a rank that has only one."""
+    return lanes_of_ranks(model, rules_of(model).num_lanes)
 
 
 def lanes_of_ranks(model: ModelConfig, ranks: int) -> ModelConfig:
-    """The sizes of every rank's lanes together, as a model with as many lanes."""
+    """The sizes of every rank's lanes together, as a model with as many lanes.
+
+    Its LM head has the lanes' rows and is not tied: any lane may need any token's embedding.
+    """
     lanes = rules_of(model)
     here = lanes.num_lanes // ranks
+
+    def share(layer: Layer) -> Layer:
+        attention, mlp = layer.attention, layer.mlp
+        query_heads, kv_heads = attention.num_query_heads // ranks, attention.num_kv_heads // ranks
+        return Layer(
+            replace(attention, num_query_heads=query_heads, num_kv_heads=kv_heads),
+            replace(mlp, intermediate_size=mlp.intermediate_size // ranks),
+        )
+
     return replace(
-        _parted(model, ranks),
-        vocab_size=lane_of(model).vocab_size * here,
+        model,
+        layers=tuple(share(layer) for layer in model.layers),
+        vocab_size=-(-model.vocab_size // lanes.num_lanes) * here,
         lanes=replace(lanes, num_lanes=here),
         tied_head=False,
     )
-
-
-def _parted(model: ModelConfig, num: int) -> ModelConfig:
-    def share(layer: Layer) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
-        return Layer(
-            replace(
-                attention,
-                num_query_heads=attention.num_query_heads // num,
-                num_kv_heads=attention.num_kv_heads // num,
-            ),
-            replace(mlp, intermediate_size=mlp.intermediate_size // num),
-        )
-
-    return replace(model, layers=tuple(share(layer) for layer in model.layers))

@@ -107,7 +107,7 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         model,
         layers=tuple(share(layer) for layer in model.layers),
         vocab_size=_share_rows(model.vocab_size, ranks),
-        tied_head=model.tied_head and ranks == 1,
+        tied_head=False,
     )
 
 
