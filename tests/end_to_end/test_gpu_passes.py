@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from plan.shapes import LANEFORMER, SHAPES, etude
-from soloist.jit.peers import allow_access
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import lanes_of_ranks
-from soloist.megakernel.share import Share, part_of, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.torch_types import TORCH_DTYPES
+from soloist.parallel.lanes import lanes_of_ranks
+from soloist.parallel.peers import allow_access
+from soloist.parallel.share import Share, part_of, share_of
 from soloist.prefill import chunk_attention
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes

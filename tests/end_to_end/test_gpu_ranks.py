@@ -24,8 +24,8 @@ from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
-from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
+from soloist.parallel.share import Share
 from soloist.sampling import Sampler, SamplingParams
 from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights

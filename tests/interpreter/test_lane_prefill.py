@@ -7,7 +7,7 @@ import torch
 
 from interpreter.lane_models import configured
 from interpreter.models import Bench, prompt, reference_logits
-from soloist.megakernel.lanes import LaneShare
+from soloist.parallel.lanes import LaneShare
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
 from soloist.prefill.runner import Prefill

@@ -12,12 +12,12 @@ from torch import Tensor
 from interpreter.lane_models import CASES, EIGHT, configured
 from interpreter.models import Bench, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel import lanes
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.lanes import LaneShare
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.shape import ModelShape
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.parallel.lanes import LaneShare
 from soloist.weights.sharding import shard
 from unit.model.configurations import written
 
@@ -103,9 +103,7 @@ def test_fewer_copies_would_be_too_few(
     ids = prompt(config, 3)
     wanted = reference_logits(config, weights, ids)
     require_logits(Bench(config, plan, weights).launch(Hasty(0)), ids, 0, 1, wanted)
-    monkeypatch.setattr(
-        ModelShape, "lane_copies", property(lambda p: 2 * p.model.lanes.delay_layers - 1)
-    )
+    monkeypatch.setattr(lanes, "copies_of", lambda model: 2 * model.lanes.delay_layers - 1)
     fewer = Plan(plan.model, plan.dtype, plan.gpu, plan.blocks, plan.ranks)
     with pytest.raises(AssertionError, match=r"published_.*: overwritten"):
         require_logits(Bench(config, fewer, weights).launch(Hasty(0)), ids, 0, 1, wanted)

@@ -11,10 +11,10 @@ from interpreter.models import CASES, Bench, configured, gpu, prompt, reference_
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.share import Share, share_of
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
+from soloist.parallel.share import Share, share_of
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.weights.sharding import shard, shard_all

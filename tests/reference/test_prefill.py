@@ -9,11 +9,11 @@ from reference.compare import divergence
 from reference.oracle import Case, build, load, oracle_logits, prompt, run, save
 from reference.test_precision import in_16_bits
 from soloist.kv.pool import PagePool
-from soloist.megakernel.share import Share
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.torch_types import TORCH_DTYPES
+from soloist.parallel.share import Share
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.weights.reading import load_weights

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from soloist.cli.terminal import millions
 from soloist.errors import gigabytes
 from soloist.model.tensors import parameters
+from soloist.planning.bounds import Kind, kind_of
 from soloist.planning.expectation import FORMULA, MEASURED, Wall
 from soloist.planning.precision import PRECISIONS, can_store
 from soloist.planning.reach import Reach, Subject, find_shape_obstacle, what_fits
@@ -89,12 +90,12 @@ def _by_gpus(waits: Mapping[int, float]) -> str:
 
 def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     """What the expectations were measured on, and what they assume."""
-    hardware, config = subject.hardware, subject.model.config
+    hardware, kind = subject.hardware, kind_of(subject.model)
     lines = [
         *_sharing(subject, rows),
         f"measured on {MEASURED.hardware}: {MEASURED.read_bandwidth / 1e12:.3g} TB/s read by one "
         "GPU; wait in a layer (5 exchanges) in µs by number of GPUs: "
-        f"{_by_gpus(MEASURED.layer_wait_s)}; {MEASURED.sources}",
+        f"{_by_gpus(MEASURED.waits[Kind.DENSE].layer_s)}; {MEASURED.sources}",
     ]
     if hardware.name != MEASURED.hardware:
         lines.append(
@@ -102,14 +103,15 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
             f"{MEASURED.read_share:.1%} of its peak and waits as long, or longer over a slower "
             "link"
         )
-    if config is None:
+    if kind is Kind.OTHER:
         lines.append(
             "assumed: layers wait as long as dense layers; the extra time of routing is left out"
         )
-    elif config.lanes is not None:
+    elif kind is Kind.LANES:
+        waits = MEASURED.waits[kind]
         lines.append(
-            f"with lanes, in µs a layer: {_by_gpus(MEASURED.lanes_wait_s)}; measured on "
-            f"{' and '.join(map(str, MEASURED.lanes_gpus))} GPUs (benchmarks/results/2-h200.json, "
+            f"with lanes, in µs a layer: {_by_gpus(waits.layer_s)}; measured on "
+            f"{' and '.join(map(str, waits.measured_on))} GPUs (benchmarks/results/2-h200.json, "
             "4-h200.json) and assumed on others"
         )
     unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))

@@ -8,10 +8,10 @@ import torch
 from soloist.engine.config import EngineConfig, GpuCount
 from soloist.engine.support import Support, find_support
 from soloist.errors import DeviceMissing, GpusMissing, NoPeerAccess, RanksUnsupported, SettingError
-from soloist.jit.peers import can_access, largest_group
-from soloist.megakernel.share import RANKS, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.parallel.peers import can_access, largest_group
+from soloist.parallel.share import RANKS, share_of
 
 _COUNTS = ", ".join(map(str, RANKS))
 

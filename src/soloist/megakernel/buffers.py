@@ -1,11 +1,10 @@
 """The kernel's buffers: what blocks exchange in global memory, what a block has in shared. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.lanes import modules_of
 from soloist.megakernel.layer_kind import LayerKind, Operation
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.limits import (
@@ -70,71 +69,62 @@ class Exchanges:
             chunks = op.matrix.steps * STEP_COLUMNS // OPERAND_COLUMNS
             return (EXCHANGE_COPIES, chunks, queries, OPERAND_COLUMNS * 2)
 
+        qkv = self.kinds[0].operations["qkv"].matrix  # of as many rows in all layers
         partial = (EXCHANGE_COPIES, queries, shape.query_heads, self.attention.splits)
         buffers = {
             **{name: operand(op) for name, op in self.operands.items() if name != "hidden_out"},
             "squares_in": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
             "squares_mid": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
-            "projected": (EXCHANGE_COPIES, queries, self._rows("qkv"), 4),
+            "projected": (EXCHANGE_COPIES, queries, qkv.units * HALF_TILE_ROWS, 4),
             "partial": (*partial, shape.head_dim, 4),
             "partial_stats": (*partial, 2 * 4),
         }
         if shape.meets:
             buffers["hidden_out"] = operand(self.head)
             buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)
-        if shape.model.lanes is None:
-            buffers["best"] = (2, queries, shape.ranks * blocks, 16)
-        if shape.model.lanes is None and shape.ranks > 1:
-            # Partial sums of the rows that a block owns, from every rank.
-            sums = (EXCHANGE_COPIES, shape.ranks, queries, self.hidden_rows, 4)
-            buffers |= {"sums_mid": sums, "sums_in": sums}
-            # For kernels that sample: which blocks' logits are here, and all of them.
-            buffers |= self._sampled(blocks)
-        return stack(buffers, value_bytes=1)
-
-    @property
-    def hidden_rows(self) -> int:
-        """Rows of the residual stream, in whole units."""
-        return self._rows("down")
-
-    def _rows(self, name: str) -> int:
-        """Of a matrix that has as many in all layers, in whole units."""
-        return self.kinds[0].operations[name].matrix.units * HALF_TILE_ROWS
+        return stack(buffers | ({} if shape.has_lanes else self._for_all), value_bytes=1)
 
     @cached_property
     def published(self) -> dict[str, Buffer]:
-        """Lanes' partial results for each other, once in each rank, behind its lanes' workspaces.
-
-        Values are pairs of 32 bits: a number and its epoch.
-        """
-        model = self.shape.model
-        if model.lanes is None:
+        """What lanes write for each other, once in each rank, behind its lanes' workspaces."""
+        if not self.shape.has_lanes:
             return {}
-        lanes, queries, rows = self.shape.lanes, MAX_QUERIES, self.hidden_rows
-        buffers: dict[str, tuple[int, ...]] = {"best": (2, queries, lanes * self.blocks, 16)}
-        for name, module in zip(("published_mid", "published_in"), modules_of(model), strict=True):
-            if any(module.publishes(layer) for layer in range(model.num_layers)):
-                buffers[name] = (self.shape.lane_copies, lanes, queries, rows, 8)
-        if self.shape.meets:
-            buffers["published_out"] = (lanes, queries, rows, 8)
-        if self.shape.ranks > 1:
-            buffers |= self._sampled(self.blocks * self.shape.lanes_here)
-        return stack(buffers, value_bytes=1)
+        start = self.lane_bytes * self.shape.lanes_here
+        buffers = stack(self._for_all, value_bytes=1)
+        return {name: replace(b, offset=start + b.offset) for name, b in buffers.items()}
+
+    @property
+    def _for_all(self) -> dict[str, tuple[int, ...]]:
+        """What blocks of all ranks (and lanes) write."""
+        shape = self.shape
+        blocks = self.blocks * shape.lanes_here
+        best = (2, MAX_QUERIES, shape.ranks * blocks, 16)
+        buffers = {"best": best, **shape.partial_results}
+        if shape.ranks > 1:
+            # For kernels that sample: which blocks' logits are here, and all of them.
+            buffers["arrivals"] = (shape.ranks, blocks, 4)
+            buffers["logits"] = (MAX_QUERIES, self.sampled_rows, 4)
+        return buffers
+
+    @property
+    def best(self) -> Buffer:
+        """The best tokens of all blocks, in a rank."""
+        return (self.workspace | self.published)["best"]
 
     @property
     def lane_bytes(self) -> int:
-        """All exchange buffers of one rank's only lane, or of one of its lanes."""
+        """The workspace of one rank, or of one of its lanes."""
         return end_of(self.workspace)
 
     @property
     def num_bytes(self) -> int:
         """All exchange buffers of a rank."""
-        return self.lane_bytes * self.shape.lanes_here + end_of(self.published)
+        return max(self.lane_bytes * self.shape.lanes_here, end_of(self.published))
 
     @property
     def logit_rows(self) -> int:
         """A query's logits that a rank makes, in the order of the vocabulary, and padding."""
-        if self.shape.model.lanes is None:
+        if not self.shape.has_lanes:
             return self.head.matrix.units * HALF_TILE_ROWS
         return _padded(self.shape.share.vocab_size * self.shape.lanes_here)
 
@@ -144,12 +134,6 @@ class Exchanges:
         if self.shape.ranks == 1:
             return self.logit_rows
         return _padded(self.shape.model.vocab_size)
-
-    def _sampled(self, blocks: int) -> dict[str, tuple[int, ...]]:
-        return {
-            "arrivals": (self.shape.ranks, blocks, 4),
-            "logits": (MAX_QUERIES, self.sampled_rows, 4),
-        }
 
 
 def _padded(rows: int) -> int:

@@ -182,7 +182,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kVocabRows": exchanges.logit_rows,
         "kSampledRows": exchanges.sampled_rows,
         "kVocabWords": num_words(model.vocab_size),
-        "kRanks": 1 if model.lanes else plan.ranks,
+        "kRanks": shape.summing_ranks,
         "kShareVocab": plan.share.vocab_size,
         "kQueryHeads": shape.query_heads,
         "kKvHeads": shape.kv_heads,
@@ -223,8 +223,8 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
             continue
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
-    for name, buffer in exchanges.published.items():  # behind the lanes' workspaces
-        constants[f"kWs{_pascal(name)}"] = exchanges.lane_bytes * shape.lanes_here + buffer.offset
+    for name, buffer in exchanges.published.items():
+        constants[f"kWs{_pascal(name)}"] = buffer.offset
     for name, buffer in shared.buffers.items():
         constants[f"kSh{_pascal(name)}"] = buffer.offset
         constants[f"kSh{_pascal(name)}Bytes"] = buffer.num_bytes
@@ -420,31 +420,17 @@ _VECTORS = (
 
 
 def _lanes(plan: Plan) -> dict[str, Value]:
-    """Constants of lanes; an ordinary model has one, which receives nothing."""
-    constants: dict[str, Value] = {
-        "kHasLanes": plan.model.lanes is not None,
+    """Constants of lanes; an ordinary model has one."""
+    return {
+        "kHasLanes": plan.shape.has_lanes,
         "kLanes": plan.shape.lanes,
         "kLanesHere": plan.shape.lanes_here,
         "kLaneWorkspaceBytes": plan.exchanges.lane_bytes,
         "kLaneVectors": plan.image.vector_values if plan.shape.vector_lanes > 1 else 0,
         "kMeets": plan.shape.meets,
         "kWsPublishedMid": 0, "kWsPublishedIn": 0, "kWsPublishedOut": 0,
+        **plan.shape.delays,
     }  # fmt: skip
-    if plan.model.lanes is None:
-        return constants | {
-            "kDelayLayers": 1, "kLaneCopies": 1, "kEarlySum": False, "kSumBeforeNorm": False,
-            "kAttentionCommunicates": False, "kMlpCommunicates": False, "kAloneScale": 1.0,
-        }  # fmt: skip
-    lanes = plan.model.lanes
-    return constants | {
-        "kDelayLayers": lanes.delay_layers,
-        "kLaneCopies": plan.shape.lane_copies,
-        "kEarlySum": lanes.early_sum,
-        "kAttentionCommunicates": lanes.attention_comm,
-        "kMlpCommunicates": lanes.mlp_comm,
-        "kSumBeforeNorm": lanes.sum_before_norm,
-        "kAloneScale": math.sqrt(lanes.num_lanes),
-    }
 
 
 def _operation(op: Operation, offset: int) -> str:

@@ -1,151 +1,94 @@
-"""What Laneformer's lanes mean to the kernel: whose they are, and who receives what when. Pure.
+"""Laneformer on the kernel: sizes of a lane, what lanes exchange, what is refused. Pure.
 
-A lane has its own residual stream and whole heads and neurons, so for the kernel it is a small
-model of its own, on blocks of its own. A rank runs some lanes side by side.
+For the kernel a lane is a small model of its own, on blocks of its own. A rank runs some lanes side
+by side. `parallel/lanes.py` says who receives what when.
 """
 
-from dataclasses import dataclass, replace
+import math
 
 from soloist.errors import ShapeUnsupported
-from soloist.model.config import Lanes, Layer, ModelConfig
+from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.shape import ModelShape
+from soloist.model.config import ModelConfig
+from soloist.parallel.lanes import lane_of, modules_of, rules_of
+from soloist.parallel.share import RANKS
 
 # Neurons of a lane come in units of so many.
 _UNIT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class LaneShare:
-    """One rank's part of a model: some lanes, and their rows of the vocabulary.
-
-    Attributes:
-        whole: the model.
-        ranks: over how many it is spread.
-        rank: whose part this is.
-    """
-
-    whole: ModelConfig
-    ranks: int
-    rank: int
-
-    @property
-    def lanes(self) -> range:
-        """Which lanes are the rank's."""
-        here = rules_of(self.whole).num_lanes // self.ranks
-        return range(self.rank * here, (self.rank + 1) * here)
-
-    @property
-    def vocabulary(self) -> range:
-        """Which rows of the LM head are the rank's; its matrices may have room for more."""
-        parts = [vocabulary_of(self.whole, lane) for lane in self.lanes]
-        return range(parts[0].start, parts[-1].stop)
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """Attention or the MLP of all layers, as far as its results concern other lanes.
-
-    Attributes:
-        lanes: the rules.
-        communicates: partial results reach other lanes `delay_layers` later.
-        num_layers: of the model.
-    """
-
-    lanes: Lanes
-    communicates: bool
-    num_layers: int
-
-    def sums(self, layer: int) -> bool:
-        """A lane adds the sum of all lanes' partial results of this very layer."""
-        return layer < self.lanes.delay_layers and self.lanes.early_sum
-
-    def receives(self, layer: int) -> bool:
-        """A lane adds the others' partial results of `delay_layers` before, and its own."""
-        return self.communicates and layer >= self.lanes.delay_layers
-
-    def publishes(self, layer: int) -> bool:
-        """Somebody needs a lane's partial result of this layer, now or later."""
-        later = layer + self.lanes.delay_layers
-        return self.sums(layer) or (self.communicates and later < self.num_layers)
-
-
-def modules_of(model: ModelConfig) -> tuple[Module, Module]:
-    """Attention and the MLP."""
-    lanes = rules_of(model)
-    return (
-        Module(lanes, lanes.attention_comm, model.num_layers),
-        Module(lanes, lanes.mlp_comm, model.num_layers),
-    )
-
-
-def rules_of(model: ModelConfig) -> Lanes:
-    """The lanes of a model that has them."""
-    assert model.lanes is not None, "the caller asks for models with lanes only"
-    return model.lanes
-
-
-def vocabulary_of(model: ModelConfig, lane: int) -> range:
-    """Which rows of the LM head are a lane's; its matrix may have room for more."""
-    rows, last = lane_of(model).vocab_size, model.vocab_size
-    return range(min(last, rows * lane), min(last, rows * (lane + 1)))
-
-
-def lane_of(model: ModelConfig) -> ModelConfig:
-    """The sizes of every lane, as a model with as large a residual stream.
-
-    Its LM head has the lane's rows and is not tied: any lane may need any token's embedding.
-    """
-    num = rules_of(model).num_lanes
-    return replace(_parted(model, num), vocab_size=-(-model.vocab_size // num), tied_head=False)
-
-
-def lanes_of_ranks(model: ModelConfig, ranks: int) -> ModelConfig:
-    """The sizes of every rank's lanes together, as a model with as many lanes."""
-    lanes = rules_of(model)
-    here = lanes.num_lanes // ranks
-    return replace(
-        _parted(model, ranks),
-        vocab_size=lane_of(model).vocab_size * here,
-        lanes=replace(lanes, num_lanes=here),
-        tied_head=False,
-    )
-
-
-def _parted(model: ModelConfig, num: int) -> ModelConfig:
-    def share(layer: Layer) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
-        return Layer(
-            replace(
-                attention,
-                num_query_heads=attention.num_query_heads // num,
-                num_kv_heads=attention.num_kv_heads // num,
-            ),
-            replace(mlp, intermediate_size=mlp.intermediate_size // num),
-        )
-
-    return replace(model, layers=tuple(share(layer) for layer in model.layers))
-
-
-def require_lanes(model: ModelConfig, ranks: int) -> None:
-    """Refuse lanes that the kernel cannot run.
+def shape_of_lanes(model: ModelConfig, ranks: int) -> ModelShape:
+    """Of a model with lanes. Rope may turn neighbours: rows are brought into another order.
 
     Raises:
-        ShapeUnsupported: they do not divide over the ranks, their neurons not into units, they
-            meet side by side, or never, on several ranks.
+        ShapeUnsupported: the kernel cannot run these lanes.
     """
-    lanes, ffn = rules_of(model), model.layers[0].mlp.intermediate_size
+    _require_supported(model, ranks)
+    rules, meets, copies = rules_of(model), rules_of(model).head == "replicate", copies_of(model)
+    layers, modules = range(model.num_layers), modules_of(model)
+    # Pairs of 32 bits: a number and its epoch.
+    of_all = (rules.num_lanes, MAX_QUERIES, model.hidden_size, 8)
+    partial_results = {
+        name: (copies, *of_all)
+        for name, module in zip(("published_mid", "published_in"), modules, strict=True)
+        if any(map(module.publishes, layers))
+    }
+    published = sum(m.publishes(i) for m in modules for i in layers)
+    waits = sum(m.sums(i) for m in modules for i in layers)
+    here = rules.num_lanes // ranks
+    return ModelShape(
+        model,
+        ranks,
+        share=lane_of(model),
+        summing_ranks=1,  # results of others come late
+        partial_results=partial_results | ({"published_out": of_all} if meets else {}),
+        has_lanes=True,
+        lanes=rules.num_lanes,
+        lanes_here=here,
+        vector_lanes=1 if rules.shared_norm_scales else here,
+        meets=meets,
+        delays={
+            "kDelayLayers": rules.delay_layers,
+            "kLaneCopies": copies,
+            "kEarlySum": rules.early_sum,
+            "kAttentionCommunicates": rules.attention_comm,
+            "kMlpCommunicates": rules.mlp_comm,
+            "kSumBeforeNorm": rules.sum_before_norm,
+            "kAloneScale": math.sqrt(rules.num_lanes),
+        },
+        delays_in_words=(
+            f"of {2 * len(layers)} partial results a round a lane publishes {published}, "
+            f"{8 * model.hidden_size:,} bytes to each rank, received {rules.delay_layers} layers "
+            f"later; {waits} are waited for"
+        ),
+    )
+
+
+def copies_of(model: ModelConfig) -> int:
+    """Copies of partial results: a lane receives them d layers later, then publishes.
+
+    A lane at layer l has received all results of layer l - d. Their senders had by then received
+    all results of layer l - 2 d, so that nobody needs those any more.
+    """
+    return 2 * min(rules_of(model).delay_layers, model.num_layers)
+
+
+def _require_supported(model: ModelConfig, ranks: int) -> None:
+    """Lanes have one shape, divide over the ranks, and do not meet side by side, or never."""
+    lanes, mlp = rules_of(model), model.layers[0].mlp
+    if any(layer.mlp != mlp for layer in model.layers):
+        given = "layers of different shapes in a model with lanes"
+        raise ShapeUnsupported(given, "layers that differ in window and rope only")
     if lanes.num_lanes % ranks:
-        fine = [r for r in (1, 2, 4, 8) if lanes.num_lanes % r == 0]
-        raise ShapeUnsupported(
-            f"{lanes.num_lanes} lanes on {ranks} ranks", ", ".join(str(r) for r in fine)
-        )
-    if ffn % (lanes.num_lanes * _UNIT):
+        fine = ", ".join(str(r) for r in RANKS if lanes.num_lanes % r == 0)
+        raise ShapeUnsupported(f"{lanes.num_lanes} lanes on {ranks} ranks", fine)
+    if mlp.intermediate_size % (lanes.num_lanes * _UNIT):
         allowed = f"a multiple of {_UNIT} for each of {lanes.num_lanes} lanes"
-        raise ShapeUnsupported(f"intermediate_size {ffn}", allowed)
+        raise ShapeUnsupported(f"intermediate_size {mlp.intermediate_size}", allowed)
     talks = lanes.early_sum or lanes.attention_comm or lanes.mlp_comm
     if ranks > 1 and lanes.head == "vocab_parallel" and not talks:
         # What ranks store for sampling would have no order.
         raise ShapeUnsupported(f"lanes that exchange no results, on {ranks} ranks", "one rank")
     if lanes.head == "lane":
-        raise ShapeUnsupported(
-            "an LM head over all lanes side by side", "'replicate' or 'vocab_parallel'"
-        )
+        given = "an LM head over all lanes side by side"
+        raise ShapeUnsupported(given, "'replicate' or 'vocab_parallel'")

@@ -16,17 +16,18 @@ from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.buffers import Exchanges, SharedMemory
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.image import Image
-from soloist.megakernel.lanes import LaneShare, modules_of, require_lanes, rules_of
+from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.program import PRODUCTS, matrix_shape
-from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.share import Share
+from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
+from soloist.parallel.lanes import LaneShare
+from soloist.parallel.share import Share, part_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Plan:
     @cached_property
     def shape(self) -> ModelShape:
         """Sizes of what each rank (or lane) has."""
-        return ModelShape(self.model, self.ranks)
+        of_model = shape_of_lanes if self.model.lanes else shape_of_ranks
+        return of_model(self.model, self.ranks)
 
     @property
     def share(self) -> ModelConfig:
@@ -75,7 +77,7 @@ class Plan:
 
     def part_of(self, rank: int) -> Share | LaneShare:
         """What a rank has of the model."""
-        return self.shape.part_of(rank)
+        return part_of(self.model, self.ranks, rank)
 
     @property
     def grid_blocks(self) -> int:
@@ -160,7 +162,7 @@ class Plan:
         few = layer_bytes <= tuning.few_layer_bytes
         if self.ranks == 1:
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
-        few |= self.model.lanes is None and layer_bytes <= tuning.few_ranks_layer_bytes
+        few |= self.shape.summing_ranks > 1 and layer_bytes <= tuning.few_ranks_layer_bytes
         return tuning.few_ranks_copies_in_flight if few else tuning.ranks_copies_in_flight
 
     @property
@@ -192,8 +194,11 @@ class Plan:
             f"{self.shared.num_bytes:,} bytes; attention: up to {self.attention.splits} splits a "
             f"KV head, {self.attention.softmax_lanes} softmax lanes",
         ]
-        if self.model.lanes is not None:
-            lines.append(self._describe_lanes())
+        if self.shape.has_lanes:
+            lines.append(
+                f"{self.shape.lanes_here} of {self.shape.lanes} lanes a rank, {self.blocks} blocks "
+                f"each; {self.shape.delays_in_words}"
+            )
         for op in self.operations:
             m = op.matrix
             lines.append(
@@ -202,20 +207,6 @@ class Plan:
                 f"{op.group_tiles} tiles together, {op.depth} steps ahead"
             )
         return "\n".join(lines)
-
-    def _describe_lanes(self) -> str:
-        lanes, (attention, mlp) = rules_of(self.model), modules_of(self.model)
-        published = sum(
-            m.publishes(i) for m in (attention, mlp) for i in range(self.model.num_layers)
-        )
-        waits = sum(m.sums(i) for m in (attention, mlp) for i in range(self.model.num_layers))
-        row_bytes = 8 * self.model.hidden_size
-        return (
-            f"{self.shape.lanes_here} of {self.shape.lanes} lanes a rank, {self.blocks} blocks "
-            f"each; of {2 * self.model.num_layers} partial results a round a lane publishes "
-            f"{published}, {row_bytes:,} bytes to each rank, received {lanes.delay_layers} layers "
-            f"later; {waits} are waited for"
-        )
 
 
 def make_plan(
@@ -240,8 +231,6 @@ def make_plan(
         ShapeUnsupported: the kernel cannot run this model; the message says why.
     """
     _require_supported(model, dtype)
-    if model.lanes is not None:
-        require_lanes(model, ranks)
     first = Plan(model, dtype, gpu, 1, ranks, formats=formats or {})
     _require_formats(first)
     kv_heads = first.shape.kv_heads
@@ -251,7 +240,7 @@ def make_plan(
         op.matrix.units
         for kind in first.image.kinds
         for name, op in kind.operations.items()
-        if name != "qkv" or not (first.shape.is_shared or model.lanes)
+        if name != "qkv" or not (first.shape.is_shared)
     ]
     most = min(gpu.num_sms // first.shape.lanes_here, *owned)
     if most < kv_heads:
@@ -307,12 +296,6 @@ def _columns_of_share(plan: Plan, name: str) -> int:
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
     attention = model.layers[0].attention
     checks = [
-        # Lanes' rows are brought into the order that turns halves; see rope_in_halves.
-        (
-            model.lanes is not None or not model.rope.interleaved,
-            "interleaved rope",
-            "rope that is not interleaved",
-        ),
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),
         (
             attention.head_dim in (32, 64, 96, 128),
@@ -334,11 +317,6 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
                 _heads(layer) == _heads(model.layers[0]),
                 "layers with other heads than the first",
                 "layers that differ in biases, norms of queries and keys, MLP, window and rope",
-            ),
-            (
-                model.lanes is None or layer.mlp == model.layers[0].mlp,
-                "layers of different shapes in a model with lanes",
-                "layers that differ in window and rope only",
             ),
         ]
     for fine, given, allowed in checks:

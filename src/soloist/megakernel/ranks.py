@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from soloist.errors import DeviceError, KernelStuck, LaunchError
-from soloist.jit.peers import allow_access
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.parallel.peers import allow_access
 from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.

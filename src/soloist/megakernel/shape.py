@@ -1,11 +1,19 @@
-"""A rank's or a lane's part of a model in numbers, and which layers are of one kind. Pure."""
+"""A rank's part of a model in numbers, which layers are of one kind, what ranks exchange. Pure."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from soloist.megakernel.lanes import LaneShare, lane_of
-from soloist.megakernel.share import Share, part_of, share_of
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.model.config import Layer, ModelConfig
+from soloist.parallel.share import share_of
+
+
+def _no_delays() -> dict[str, bool | int | float]:
+    return {
+        "kDelayLayers": 1, "kLaneCopies": 1, "kEarlySum": False, "kSumBeforeNorm": False,
+        "kAttentionCommunicates": False, "kMlpCommunicates": False, "kAloneScale": 1.0,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,19 +27,31 @@ class ModelShape:
     Attributes:
         model: the whole.
         ranks: over how many it is spread.
+        share: what one rank (or lane) has, as a model: the whole where there is one rank.
+        summing_ranks: ranks that wait twice a layer for the sum of what all of them give.
+        partial_results: shapes, in bytes, of buffers for what all ranks (or lanes) give to the
+            residual stream.
+        has_lanes: each lane has a workspace, and what all lanes write lies behind them.
+        lanes: L; an ordinary model has one.
+        lanes_here: lanes of each rank.
+        vector_lanes: lanes of a rank that have norm weights of their own.
+        meets: lanes become one stream before the head.
+        delays: constants of the header that say when lanes receive what.
+        delays_in_words: what lanes exchange, for people.
     """
 
     model: ModelConfig
     ranks: int
-
-    @cached_property
-    def share(self) -> ModelConfig:
-        """What one rank (or lane) has, as a model: the whole where there is one rank."""
-        return lane_of(self.model) if self.model.lanes else share_of(self.model, self.ranks)
-
-    def part_of(self, rank: int) -> Share | LaneShare:
-        """What a rank has of the model."""
-        return part_of(self.model, self.ranks, rank)
+    share: ModelConfig
+    summing_ranks: int
+    partial_results: Mapping[str, tuple[int, ...]]
+    has_lanes: bool = False
+    lanes: int = 1
+    lanes_here: int = 1
+    vector_lanes: int = 1
+    meets: bool = False
+    delays: Mapping[str, bool | int | float] = field(default_factory=_no_delays)
+    delays_in_words: str = ""
 
     @property
     def hidden_size(self) -> int:
@@ -44,34 +64,9 @@ class ModelShape:
         return self.model.num_layers
 
     @property
-    def lanes(self) -> int:
-        """L; an ordinary model has one."""
-        return self.model.lanes.num_lanes if self.model.lanes else 1
-
-    @property
-    def lanes_here(self) -> int:
-        """Lanes of each rank."""
-        return self.lanes // self.ranks if self.model.lanes else 1
-
-    @property
     def is_shared(self) -> bool:
         """Other ranks or lanes have rows of the same layers."""
         return self.lanes_here * self.ranks > 1
-
-    @property
-    def meets(self) -> bool:
-        """Lanes become one stream before the head."""
-        return self.model.lanes is not None and self.model.lanes.head == "replicate"
-
-    @property
-    def lane_copies(self) -> int:
-        """Copies of lanes' partial results: a lane receives them d layers later, then publishes.
-
-        A lane at layer l has received all results of layer l - d. Their senders had by then
-        received all results of layer l - 2 d, so that nobody needs those any more.
-        """
-        assert self.model.lanes is not None, "lanes"
-        return 2 * min(self.model.lanes.delay_layers, self.num_layers)
 
     @property
     def query_heads(self) -> int:
@@ -98,12 +93,6 @@ class ModelShape:
         """Query heads that share a KV head."""
         return self.query_heads // self.kv_heads
 
-    @property
-    def vector_lanes(self) -> int:
-        """Lanes of a rank that have norm weights of their own."""
-        own = self.model.lanes is not None and not self.model.lanes.shared_norm_scales
-        return self.lanes_here if own else 1
-
     def kind_of(self, layer: int) -> Layer:
         """What decides the code that a layer runs: equal for layers of one kind.
 
@@ -111,3 +100,16 @@ class ModelShape:
         """
         sizes = self.share.layers[layer]
         return replace(sizes, attention=replace(sizes.attention, window=None, rope=True))
+
+
+def shape_of_ranks(model: ModelConfig, ranks: int) -> ModelShape:
+    """Of an ordinary model, whose ranks add up what they give.
+
+    Raises:
+        ShapeUnsupported: rope turns neighbours, or the model is not spread over so many.
+    """
+    if model.rope.interleaved:
+        raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
+    sums = (EXCHANGE_COPIES, ranks, MAX_QUERIES, model.hidden_size, 4)
+    exchanged = {"sums_mid": sums, "sums_in": sums} if ranks > 1 else {}
+    return ModelShape(model, ranks, share_of(model, ranks), ranks, exchanged)

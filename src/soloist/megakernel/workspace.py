@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from soloist.megakernel.layout import Buffer, end_of
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.megakernel.plan import Plan
 
@@ -17,8 +16,8 @@ def fresh_workspace(plan: Plan, queries: int) -> Tensor:
         plan: of the kernel.
         queries: that a build has room for.
     """
-    fresh = torch.full((plan.exchanges.lane_bytes,), 0xFF, dtype=torch.uint8)
     exchanges = plan.exchanges
+    fresh = torch.full((exchanges.num_bytes,), 0xFF, dtype=torch.uint8)
     for name, op in exchanges.operands.items():
         buffer = exchanges.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
@@ -27,13 +26,8 @@ def fresh_workspace(plan: Plan, queries: int) -> Tensor:
         padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(queries)
         is_padding = torch.arange(32) >= padding[:, None]
         copies[:, : chunks * queries].masked_fill_(is_padding, 0)
-    if plan.model.lanes is not None:
-        published = torch.full((end_of(exchanges.published),), 0xFF, dtype=torch.uint8)
-        _clear(published, exchanges.published["best"])
-        return torch.cat([*[fresh] * plan.shape.lanes_here, published])
-    _clear(fresh, exchanges.workspace["best"])
+    lanes = fresh[: exchanges.lane_bytes * plan.shape.lanes_here].view(plan.shape.lanes_here, -1)
+    lanes[1:] = lanes[0]
+    best = exchanges.best
+    fresh[best.offset : best.offset + best.num_bytes] = 0
     return fresh
-
-
-def _clear(workspace: Tensor, buffer: Buffer) -> None:
-    workspace[buffer.offset : buffer.offset + math.prod(buffer.shape)] = 0

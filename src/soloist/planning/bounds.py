@@ -81,7 +81,7 @@ def step_cost(
         kv_bytes=kv_bytes_read(model, context_tokens),
         flops=queries * (2 * _values_used(model) + attention_flops(model, context_tokens)),
         layers=model.num_layers,
-        kind=_kind(model),
+        kind=kind_of(model),
     )
 
 
@@ -144,7 +144,8 @@ def _values_used(model: Model) -> float:
     )
 
 
-def _kind(model: Model) -> Kind:
+def kind_of(model: Model) -> Kind:
+    """What layers of a model wait for."""
     if model.config is None:
         return Kind.OTHER
     return Kind.DENSE if model.config.lanes is None else Kind.LANES

@@ -61,6 +61,19 @@ class Wall(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """What a layer's exchanges add to the stream.
+
+    Attributes:
+        layer_s: number of GPUs → seconds.
+        measured_on: numbers of GPUs; on others it is assumed.
+    """
+
+    layer_s: Mapping[int, float]
+    measured_on: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured of one kind of GPU.
 
@@ -68,9 +81,7 @@ class Measured:
         hardware: its name.
         read_bandwidth: bytes a second that one GPU really reads.
         read_share: that, of the peak.
-        layer_wait_s: number of GPUs → seconds that a layer's five exchanges add to the stream.
-        lanes_wait_s: the same of a layer with lanes.
-        lanes_gpus: numbers of GPUs on which the latter was measured.
+        waits: of each kind of layer.
         queries_wait_s: what several queries add to that.
         sources: for people.
     """
@@ -78,27 +89,23 @@ class Measured:
     hardware: str
     read_bandwidth: float
     read_share: float
-    layer_wait_s: Mapping[int, float]
-    lanes_wait_s: Mapping[int, float]
-    lanes_gpus: Sequence[int]
+    waits: Mapping[Kind, Waits]
     queries_wait_s: float
     sources: str
 
 
 _CHAIN_LAYERS = 28
+_DENSE_S = {1: 2.0e-6, 2: 2.5e-6, 4: 5.8e-6, 8: (339 - 102) * 1e-6 / _CHAIN_LAYERS}
 
 MEASURED = Measured(
     hardware="H200",
     read_bandwidth=4.44e12,
     read_share=4.44 / 4.8,
-    layer_wait_s={
-        1: 2.0e-6,
-        2: 2.5e-6,
-        4: 5.8e-6,
-        8: (339 - 102) * 1e-6 / _CHAIN_LAYERS,
+    waits={
+        Kind.DENSE: Waits(_DENSE_S, (1, 2, 4, 8)),
+        Kind.LANES: Waits({1: 3.0e-6, 2: 3.0e-6, 4: 4.6e-6, 8: 4.6e-6}, (2, 4)),
+        Kind.OTHER: Waits(_DENSE_S, ()),
     },
-    lanes_wait_s={1: 3.0e-6, 2: 3.0e-6, 4: 4.6e-6, 8: 4.6e-6},
-    lanes_gpus=(2, 4),
     queries_wait_s=3.2e-6,
     sources="1, 2 and 4 GPUs: benchmarks/results/h200.json, 2-h200.json and 4-h200.json; 8 GPUs: a "
     "chain of multiplies and exchanges in the shape of a 2B model, without attention "
@@ -145,8 +152,7 @@ class Expectation:
 
 def expect(cost: StepCost, hardware: Hardware, gpus: int, queries: int = 1) -> Expectation:
     """The formula above for 1, 2, 4 or 8 GPUs of this kind, and a step of `queries` queries."""
-    waits = MEASURED.lanes_wait_s if cost.kind is Kind.LANES else MEASURED.layer_wait_s
-    of_layer = waits[gpus]
+    of_layer = MEASURED.waits[cost.kind].layer_s[gpus]
     if queries > 1:
         of_layer += MEASURED.queries_wait_s
     compute = None if hardware.flops is None else cost.flops / (hardware.flops * gpus)
@@ -156,9 +162,7 @@ def expect(cost: StepCost, hardware: Hardware, gpus: int, queries: int = 1) -> E
 
 def is_measured(kind: Kind, hardware: Hardware, gpus: int) -> bool:
     """Whether all that `expect` needs for 16-bit weights was measured, or some of it assumed."""
-    if hardware.name != MEASURED.hardware or kind is Kind.OTHER:
-        return False
-    return kind is Kind.DENSE or gpus in MEASURED.lanes_gpus
+    return hardware.name == MEASURED.hardware and gpus in MEASURED.waits[kind].measured_on
 
 
 def prompt_s(cost: StepCost, layers: int, hardware: Hardware, gpus: int) -> float | None:

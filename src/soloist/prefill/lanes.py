@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.megakernel.lanes import LaneShare, modules_of, rules_of
+from soloist.parallel.lanes import LaneShare, modules_of, rules_of
 from soloist.prefill.buffers import Buffers, num_bytes
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, Reach

@@ -9,9 +9,9 @@ from soloist.errors import ShapeUnsupported
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
-from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
+from soloist.parallel.share import Share, share_of
 from soloist.prefill.buffers import num_bytes
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Nobody, Workspace

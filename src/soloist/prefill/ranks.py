@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from soloist.megakernel.share import Share
+from soloist.parallel.share import Share
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, OwnRows, Reach
 

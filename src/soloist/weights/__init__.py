@@ -5,7 +5,7 @@ One step a file, each of which knows only those before it:
     upload         files → a GPU's memory, while Python still imports torch; so it imports no torch
     reading        files → whole tensors; `random` makes some without files
     uploaded       files for `reading` that are in the GPU's memory already
-    sharding       a whole tensor → a rank's share of it
+    sharding       a whole tensor → a rank's share of it, by `lanes` where a rank has lanes
     distribution   all tensors → every rank's share, on its GPU
     loading        all of these in their order, for a model that is loaded
     packing        a matrix in rows → the kernel's order, and back

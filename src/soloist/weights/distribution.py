@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from soloist.errors import LaunchError
-from soloist.megakernel.share import part_of
 from soloist.model.config import ModelConfig
 from soloist.model.torch_types import Weights
+from soloist.parallel.share import part_of
 from soloist.weights.sharding import shard_all
 
 # Tensors that are read while others are still on their way to a GPU.

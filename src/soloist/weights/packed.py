@@ -35,7 +35,7 @@ def pack_weights(
         parts = {part: take(tensor + part) for part in op.matrix.format.parts}
         for i, own_image in enumerate(image.split(plan.blocks)):
             own = {
-                part: (values if plan.model.lanes is None else values[i]).to(device)
+                part: values.reshape(shape.lanes_here, -1, values.shape[-1])[i].to(device)
                 for part, values in parts.items()
             }
             if op.matrix.format.is_plain:
@@ -43,10 +43,9 @@ def pack_weights(
             place(plan, op, layer, pack(plan, op, own), own_image)
 
     def put_vector(start: int, values: Tensor, matrix: Matrix | None = None) -> None:
-        for i, part in enumerate(vectors):
-            own = (values if values.ndim == 1 else values[i]).to(device, torch.float32)
-            own = own if matrix is None else ordered(shape, matrix, own)
-            part[start : start + own.numel()] = own
+        own = values.to(device, torch.float32)
+        own = own if matrix is None else ordered(shape, matrix, own)
+        vectors[:, start : start + own.shape[-1]] = own
 
     for layer in range(shape.num_layers):
         kind = layout.layer(layer)

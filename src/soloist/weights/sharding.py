@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from soloist.megakernel.lanes import LaneShare, lane_of, rules_of
-from soloist.megakernel.share import Share, padded, share_of
-from soloist.model.config import Attention
+from soloist.parallel.lanes import LaneShare
+from soloist.parallel.share import Share, padded, share_of
+from soloist.weights.lanes import shard_lanes
 
 
 def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
@@ -18,11 +18,11 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         name: of the `TensorSpec`.
         values: the whole tensor in the checkpoint's order.
     """
+    layer, short = _place(name)
     if isinstance(share, LaneShare):
-        return _of_lanes(share, name, values)
+        return shard_lanes(share, short, values)
     if share.ranks == 1:
         return values
-    layer, short = _place(name)
     sizes, attention = share.sizes(layer), share.whole.layers[layer].attention
     if short in ("qkv", "qkv_bias"):
         counts = (attention.num_query_heads, attention.num_kv_heads, attention.num_kv_heads)
@@ -58,36 +58,6 @@ def _groups(places: Sequence[int | None], group: int) -> list[int | None]:
     return [None if first is None else first // group for first in places[::group]]
 
 
-def _of_lanes(share: LaneShare, name: str, values: Tensor) -> Tensor:
-    """[lanes of the rank, ...]: a slice, since lanes come first; of a head of all, their rows."""
-    lanes, sizes = rules_of(share.whole), lane_of(share.whole)
-    _, short = _place(name)
-    own = slice(share.lanes.start, share.lanes.stop)
-    if short == "qkv":
-        return rope_in_halves(sizes.layers[0].attention, values[own])
-    if short in ("attention_output", "gate_up", "down"):
-        return values[own]
-    if short == "head" and lanes.head == "replicate":
-        places = padded(share.vocabulary, sizes.vocab_size * len(share.lanes))
-        return _taken(values, places).view(len(share.lanes), sizes.vocab_size, -1)
-    if short == "head" or (short.endswith("norm") and not lanes.shared_norm_scales):
-        return values[own]
-    return values
-
-
-def rope_in_halves(attention: Attention, qkv: Tensor) -> Tensor:
-    """Rows [..., (Q + 2 K) · D, H] in which rope turns i and i + D / 2, where it turned 2i, 2i + 1.
-
-    Products of queries and keys do not notice that both have their values in another order.
-    """
-    heads = qkv.unflatten(-2, (-1, attention.head_dim))  # [..., Q + 2 K, D, H]
-    rotating, values = heads.split(
-        [attention.num_query_heads + attention.num_kv_heads, attention.num_kv_heads], dim=-3
-    )
-    halves = torch.cat([rotating[..., ::2, :], rotating[..., 1::2, :]], dim=-2)
-    return torch.cat([halves, values], dim=-3).flatten(-3, -2)
-
-
 def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A rank's parts of all or some of a model's tensors.
 
@@ -95,7 +65,7 @@ def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[s
     model ties them.
     """
     parts = {name: shard(share, name, values) for name, values in weights.items()}
-    is_parted = share.ranks > 1 or isinstance(share, LaneShare)
+    is_parted = share.ranks > 1 or len(share.lanes) > 0
     if is_parted and share.whole.tied_head and "embedding" in weights:
         parts["head"] = shard(share, "head", weights["embedding"])
     return parts

@@ -36,7 +36,7 @@ class Unpacked:
             self._row_major(operation, gather(self._plan, operation, layer, image))
             for image in torch.split(self._image, self._plan.blocks)
         ]
-        return parts[0].contiguous() if self._plan.model.lanes is None else torch.stack(parts)
+        return torch.stack(parts) if self._plan.shape.has_lanes else parts[0].contiguous()
 
     def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
         dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format

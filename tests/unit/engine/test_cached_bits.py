@@ -13,8 +13,8 @@ from torch import Tensor
 from soloist.engine.kernel_executor import KernelExecutor
 from soloist.kv.offload import HostPages
 from soloist.kv.pool import PagePool
-from soloist.megakernel.share import Share
 from soloist.model.config import ModelConfig
+from soloist.parallel.share import Share
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.sampling import Sampler, SamplingParams

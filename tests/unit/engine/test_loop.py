@@ -425,14 +425,14 @@ def test_every_round_is_progress(parts) -> None:
 def test_who_leaves_is_not_waited_for_under_the_lock(parts) -> None:
     p, leaves, go = parts(), threading.Event(), threading.Event()
     p.decoder.pause_s = 0.001
-    close = p.executor.close
+    close = p.executor.free
 
     def held_up(running: Request) -> None:
         leaves.set()
         go.wait(WAIT_S)
         close(running)
 
-    p.executor.close = held_up
+    p.executor.free = held_up
     ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=400, ignore_eos=True))
     wait_for(lambda: p.decoder.num_rounds > 3)
     ticket.cancel()

@@ -15,9 +15,9 @@ from soloist.engine.memory import Footprint, require_host_memory
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.kv.pool import PagePool
 from soloist.megakernel.memory import workspace_bytes
-from soloist.megakernel.share import Share
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.parallel.share import Share
 from soloist.prefill.buffers import num_bytes
 from soloist.prefill.part import Part
 from soloist.weights.packed import pack_weights

@@ -15,8 +15,8 @@ from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.launch import Query
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.ranks import Ranks
-from soloist.megakernel.share import Share
 from soloist.model.dtype import Dtype
+from soloist.parallel.share import Share
 
 RANKS = 4
 PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=5), RANKS)

@@ -16,10 +16,10 @@ from soloist.jit.compiler import compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.parallel.share import Share, share_of
 from soloist.prefill import elementwise
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise, Heads, TorchElementwise
 from soloist.prefill.fused import FusedElementwise

@@ -14,14 +14,14 @@ from plan.shapes import LANEFORMER
 from soloist.errors import CudaMissing
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
-from soloist.jit.peers import allow_access
 from soloist.jit.source import Source
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
+from soloist.parallel.peers import allow_access
 from soloist.prefill.elementwise import (
     Elementwise,
     Heads,

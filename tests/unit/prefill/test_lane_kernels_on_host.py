@@ -14,10 +14,10 @@ from torch import Tensor
 import soloist
 from interpreter.lane_models import fields_of, random_weights
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 from soloist.prefill.elementwise import Reach, TorchElementwise
 from soloist.prefill.fused import peers_type
 from soloist.prefill.fused_lanes import KernelDue, KernelHearing, hearing_of

@@ -14,10 +14,10 @@ from interpreter.lane_models import CASES, fields_of, random_weights
 from interpreter.models import prompt, reference_logits
 from plan.shapes import LANEFORMER
 from soloist.kv.pool import PagePool
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 from soloist.prefill import communicator, settling
 from soloist.prefill.buffers import bytes_per_token
 from soloist.prefill.elementwise import (

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from soloist.jit.peers import allow_access
 from soloist.kv.pool import PagePool
-from soloist.megakernel.share import Share, share_of
 from soloist.model.config import ModelConfig
+from soloist.parallel.peers import allow_access
+from soloist.parallel.share import Share, share_of
 from soloist.prefill import settling
 from soloist.prefill.elementwise import MakeElementwise, OwnRows
 from soloist.prefill.part import Part

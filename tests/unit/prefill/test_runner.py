@@ -10,10 +10,10 @@ from torch import Tensor
 from soloist.errors import ShapeUnsupported
 from soloist.kv.memory import kv_bytes_per_token
 from soloist.kv.pool import PagePool
-from soloist.megakernel.share import Share
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope, YarnScaling
+from soloist.parallel.share import Share
 from soloist.prefill import chunk_attention, settling
 from soloist.prefill.part import Part, require_prefill
 from soloist.prefill.runner import Prefill

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from soloist.errors import LaunchError
-from soloist.megakernel.share import Share
+from soloist.parallel.share import Share
 from soloist.weights.distribution import distribute, failures_of
 from soloist.weights.sharding import shard_all
 from unit.prefill.models import MODELS, random_weights

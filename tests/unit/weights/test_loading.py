@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.megakernel.share import part_of
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
+from soloist.parallel.share import part_of
 from soloist.weights.loading import Destination, Source, load_ranks
 from soloist.weights.reading import LoadProgress, load_weights
 from soloist.weights.sharding import shard_all

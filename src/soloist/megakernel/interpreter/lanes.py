@@ -17,9 +17,9 @@ from soloist.megakernel.interpreter.memory import Memory
 from soloist.megakernel.interpreter.phases import Interpreter
 from soloist.megakernel.interpreter.published import Published
 from soloist.megakernel.interpreter.residual import Stream
-from soloist.megakernel.lanes import modules_of, rules_of, vocabulary_of
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
+from soloist.parallel.lanes import LaneShare, modules_of, rules_of
 
 
 class LaneInterpreter(Interpreter):
@@ -52,7 +52,7 @@ class LaneInterpreter(Interpreter):
             first_head=place * plan.shape.kv_heads,
         )
         super().__init__(plan, own, dtype, rank)
-        self._vocabulary = self._sampled = vocabulary_of(plan.model, lane)
+        self._vocabulary = self._sampled = LaneShare(plan.model, plan.shape.lanes, lane).vocabulary
         self._published, self._published_here = published, published[rank]
         self.records = self._published_here.records
         self._rules = rules_of(plan.model)

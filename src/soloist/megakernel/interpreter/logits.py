@@ -34,9 +34,7 @@ class Records:
     """[2, queries, blocks of all, 4]: value, token, what the host wants, round."""
 
     def __init__(self, plan: Plan) -> None:
-        exchanges = plan.exchanges
-        best = (exchanges.published if plan.model.lanes else exchanges.workspace)["best"]
-        self._values = torch.zeros(*best.shape[:-1], 4, dtype=torch.float64)
+        self._values = torch.zeros(*plan.exchanges.best.shape[:-1], 4, dtype=torch.float64)
 
     def write(self, done: int, query: int, place: int, best: tuple[float, int]) -> None:
         """A block's best logit and its token, after so many rounds that are done."""

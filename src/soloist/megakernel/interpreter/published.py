@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.interpreter.logits import Records
-from soloist.megakernel.lanes import modules_of
 from soloist.megakernel.plan import Plan
+from soloist.parallel.lanes import modules_of
 
 # The exchanges of attention and of the MLP, in the order of `modules_of`.
 _NAMES = ("published_mid", "published_in")

@@ -3,7 +3,7 @@
 import pytest
 
 from soloist.errors import NoPeerAccess
-from soloist.jit.peers import allow_access, largest_group, require_access
+from soloist.parallel.peers import allow_access, largest_group, require_access
 
 
 def linked(*pairs: tuple[int, int]):

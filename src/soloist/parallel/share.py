@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.lanes import LaneShare, lanes_of_ranks
 from soloist.model.config import Layer, ModelConfig
+from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 
 RANKS = (1, 2, 4, 8)
 # Neurons and rows of the vocabulary come in units of so many rows.
@@ -35,6 +35,11 @@ class Share:
     def sizes(self, layer: int = 0) -> Layer:
         """What every rank has of a layer. Heads are the same in all layers."""
         return share_of(self.whole, self.ranks).layers[layer]
+
+    @property
+    def lanes(self) -> range:
+        """Which lanes are the rank's: none, of an ordinary model."""
+        return range(0)
 
     @property
     def kv_heads(self) -> list[int | None]:
@@ -102,7 +107,7 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         model,
         layers=tuple(share(layer) for layer in model.layers),
         vocab_size=_share_rows(model.vocab_size, ranks),
-        tied_head=model.tied_head and ranks == 1,
+        tied_head=False,
     )
 
 
