@@ -10,7 +10,7 @@ NAMES_LANES = re.compile(r"\b(?:model|config|whole)\.lanes\b|^(?:from|import) .*
 # ordinary model, once.
 CHOOSING = {
     "megakernel/interpreter/__init__.py", "megakernel/plan.py", "model/families/__init__.py",
-    "parallel/share.py", "planning/bounds.py", "prefill/part.py", "prefill/streams.py",
+    "parallel/share.py", "planning/bounds.py", "prefill/part.py", "prefill/residual_streams.py",
     "reference/build.py", "weights/sharding.py",
 }  # fmt: skip
 # What lanes publish; what they take of memory; which kernels they run; what people are told.

@@ -13,7 +13,7 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
-from soloist.prefill.streams import streams_of
+from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
 
@@ -66,7 +66,7 @@ def allocate(config: ModelConfig, rows: int, pool: PagePool) -> Buffers:
         rows: how many.
         pool: says device and dtype.
     """
-    is_wide = pool.dtype in DTYPES and streams_of(config).wide_products(DTYPES[pool.dtype])
+    is_wide = pool.dtype in DTYPES and residual_streams_of(config).wide_products(DTYPES[pool.dtype])
     dtypes = {
         _Kind.STREAM: torch.float32,
         _Kind.PRODUCT: widest(pool) if is_wide else pool.dtype,
@@ -108,7 +108,7 @@ def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
         config: what the rank has (`share_of`).
         dtype: of the pool.
     """
-    streams, value = streams_of(config), dtype.num_bytes
+    streams, value = residual_streams_of(config), dtype.num_bytes
     sizes = {
         _Kind.STREAM: _FP32_BYTES,
         _Kind.PRODUCT: _FP32_BYTES if streams.widens_fp16 else value,
@@ -129,7 +129,7 @@ def num_bytes(*tensors: Tensor) -> int:
 def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
     a, ffn = config.layers[0].attention, max(x.mlp.intermediate_size for x in config.layers)
-    streams, hidden = streams_of(config), config.hidden_size
+    streams, hidden = residual_streams_of(config), config.hidden_size
     given = 0 if streams.ring_modules else hidden
     return {
         "residual": (_Kind.STREAM, (streams.count * hidden,)),

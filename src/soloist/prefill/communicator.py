@@ -13,7 +13,7 @@ from soloist.model.config import ModelConfig
 from soloist.prefill.buffers import Buffers, allocate, widest
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
 from soloist.prefill.products import Products
-from soloist.prefill.streams import streams_of
+from soloist.prefill.residual_streams import residual_streams_of
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.
 Stages = Iterator[None]
@@ -44,7 +44,7 @@ class Workspace:
         products: Products,
         most_tokens: int,
     ) -> None:
-        self.config, self.streams, self.pool = config, streams_of(config), pool
+        self.config, self.streams, self.pool = config, residual_streams_of(config), pool
         self.operations, self.products = operations, products
         self.buffers, self.last = (allocate(config, rows, pool) for rows in (most_tokens, 1))
         logits = (1, config.vocab_size)

@@ -29,7 +29,7 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.first_attention import FirstAttention, has_first_attention
 from soloist.prefill.gate_up import GateUp, has_gate_up
 from soloist.prefill.header import AWAIT_NS, THREADS, header
-from soloist.prefill.streams import streams_of
+from soloist.prefill.residual_streams import residual_streams_of
 
 _KERNEL = "kernels/prefill.cu"
 _ACCESS_VALUES = 8
@@ -96,7 +96,7 @@ def peers_type(ranks: int) -> type[ctypes.Structure]:
 
 
 class FusedElementwise(Elementwise):
-    """On a CUDA device, for 16-bit pools; products as `Streams` says, gate and up 16-bit.
+    """On a CUDA device, for 16-bit pools; products as `ResidualStreams` says, gate and up 16-bit.
 
     Args:
         config: see the base class.
@@ -128,7 +128,7 @@ class FusedElementwise(Elementwise):
         ranks: int = 1,
     ) -> None:
         super().__init__(config, vectors, pool, rope)
-        attention, streams = config.layers[0].attention, streams_of(config)
+        attention, streams = config.layers[0].attention, residual_streams_of(config)
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
         mlps = {layer.mlp.intermediate_size: None for layer in config.layers}  # in order
         sizes = [("hidden", config.hidden_size), *(("FFN", n // streams.count) for n in mlps)]

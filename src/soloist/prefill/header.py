@@ -7,7 +7,7 @@ from soloist.kv.layout import KvLayout
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
-from soloist.prefill.streams import streams_of
+from soloist.prefill.residual_streams import residual_streams_of
 
 THREADS = 256
 # A rank that waits so long for others is stuck; the host may be busy between two kernels.
@@ -25,7 +25,7 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, neurons: int | Non
     """
     attention = config.layers[0].attention
     neurons = config.layers[0].mlp.intermediate_size if neurons is None else neurons
-    streams = streams_of(config)
+    streams = residual_streams_of(config)
     pages = KvLayout(
         config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]
     )

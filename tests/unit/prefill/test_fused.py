@@ -33,8 +33,8 @@ from soloist.prefill.gate_up import (
 )
 from soloist.prefill.header import header
 from soloist.prefill.part import Part
+from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.runner import Prefill
-from soloist.prefill.streams import streams_of
 from soloist.reference.build import build_reference
 from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
 
@@ -192,7 +192,7 @@ def test_operations(
     a, ffn = config.layers[0].attention, max(x.mlp.intermediate_size for x in config.layers)
     hidden = config.hidden_size
     chunk = a_chunk(position, num_tokens, rows)
-    is_wide = streams_of(config).wide_products(elementwise.DTYPES[dtype])
+    is_wide = residual_streams_of(config).wide_products(elementwise.DTYPES[dtype])
     delta = torch.randn(rows, hidden, device="cuda").to(torch.float32 if is_wide else dtype)
     other = torch.randn(rows, hidden, device="cuda").to(delta.dtype)
     product = torch.randn(rows, a.qkv_rows, device="cuda").to(delta.dtype)

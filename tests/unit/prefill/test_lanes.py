@@ -31,8 +31,8 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.lane_elementwise import Due, MakeLanes, News, TorchLanes
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
+from soloist.prefill.residual_streams import ResidualStreams, residual_streams_of
 from soloist.prefill.runner import Prefill
-from soloist.prefill.streams import Streams, streams_of
 from soloist.prefill.widths import Widths
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import written
@@ -364,11 +364,11 @@ def test_rings_have_no_place_too_many(name: str, tmp_path: Path, monkeypatch) ->
     ids = prompt(config, CUTS[-1])
     alone = logits_in_chunks(Prefill(spread(config, 1, multiply=LaneByLane)), ids)
 
-    def fewer(config: ModelConfig) -> Streams:
-        streams = streams_of(config)
+    def fewer(config: ModelConfig) -> ResidualStreams:
+        streams = residual_streams_of(config)
         return replace(streams, ring_modules=streams.ring_modules - 1)
 
-    monkeypatch.setattr(communicator, "streams_of", fewer)
+    monkeypatch.setattr(communicator, "residual_streams_of", fewer)
     seen = [
         in_order(
             spread(config, 2, CountingLanes, multiply=LaneByLane, operations=Counting), ids, order
@@ -392,5 +392,5 @@ def test_buffers_are_what_the_estimate_counts(ranks: int) -> None:
     counted = bytes_per_token(held, Dtype.FP16)
     attended = a.num_query_heads * a.head_dim * 2
     if ranks == 1:  # which sums while it adds, and needs no buffer for it
-        counted -= streams_of(config).ring_modules * config.hidden_size * 4
+        counted -= residual_streams_of(config).ring_modules * config.hidden_size * 4
     assert part.num_bytes / tokens + attended == pytest.approx(counted, rel=0.02)

@@ -10,7 +10,7 @@ from soloist.model.dtype import Dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class ResidualStreams:
     """Defaults are those of a model with one stream, which every module's result joins at once.
 
     Attributes:
@@ -38,14 +38,14 @@ class Streams:
         return self.widens_fp16 and dtype is Dtype.FP16
 
 
-def streams_of(config: ModelConfig) -> Streams:
+def residual_streams_of(config: ModelConfig) -> ResidualStreams:
     """The streams of a rank that has these sizes (`share_of`, `lanes_of_ranks`)."""
     lanes = config.lanes
     if lanes is None:
-        return Streams()
+        return ResidualStreams()
     talks = lanes.attention_comm or lanes.mlp_comm
     modules = min(2 * lanes.delay_layers + 1, 2 * config.num_layers) if talks else 1
-    return Streams(
+    return ResidualStreams(
         lanes.num_lanes, modules, widens_fp16=False, fuses_gate_up=False,
         padded=(),  # a lane's rows are followed by the next lane's
         leaves_queries=False,
