@@ -1,5 +1,6 @@
 """`soloist trace`: a traced round, or builds that leave something out, in words and tables."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 from soloist.bench.picture import picture
 from soloist.bench.shares import PhaseTraffic, Share, shares, traffic
 from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, write
-from soloist.cli.tables import show_table
+from soloist.cli.tables import show_columns, show_table
 from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, gigabytes
 
@@ -124,9 +125,9 @@ def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: fl
     """Phases in their order; MBU where a phase reads something."""
     by_phase = {part.phase: part for part in read}
 
-    def moved(phase: str) -> tuple[str, str]:
-        part = by_phase.get(phase)
-        return ("", "") if part is None else (gigabytes(part.num_bytes), f"{part.mbu:.0%}")
+    def of_traffic(phase: PhaseTime, shown: Callable[[PhaseTraffic], str]) -> str:
+        part = by_phase.get(phase.phase)
+        return "" if part is None else shown(part)
 
     everything = PhaseTime(
         "all",
@@ -134,29 +135,16 @@ def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: fl
         sum(p.multiplying_us for p in phases),
         sum(p.finishing_us for p in phases),
     )
-    show_table(
-        (
-            "phase",
-            "waiting µs",
-            "multiplying µs",
-            "finishing µs",
-            "together µs",
-            "of the round",
-            "reads",
-            "MBU",
-        ),
-        [
-            (
-                phase.phase,
-                f"{phase.waiting_us:.1f}",
-                f"{phase.multiplying_us:.1f}",
-                f"{phase.finishing_us:.1f}",
-                f"{phase.total_us:.1f}",
-                f"{phase.total_us / total_us:.1%}",
-                *moved(phase.phase),
-            )
-            for phase in [*phases, everything]
-        ],
+    show_columns(
+        [*phases, everything],
+        ("phase", lambda phase: phase.phase),
+        ("waiting µs", lambda phase: f"{phase.waiting_us:.1f}"),
+        ("multiplying µs", lambda phase: f"{phase.multiplying_us:.1f}"),
+        ("finishing µs", lambda phase: f"{phase.finishing_us:.1f}"),
+        ("together µs", lambda phase: f"{phase.total_us:.1f}"),
+        ("of the round", lambda phase: f"{phase.total_us / total_us:.1%}"),
+        ("reads", lambda phase: of_traffic(phase, lambda part: gigabytes(part.num_bytes))),
+        ("MBU", lambda phase: of_traffic(phase, lambda part: f"{part.mbu:.0%}")),
     )
     if read:
         print("MBU of a phase: its bytes over its time; weights also load ahead, while blocks wait")
