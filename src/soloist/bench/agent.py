@@ -180,10 +180,7 @@ def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.Ag
         if plan.api_prices is None
         else (plan.api_prices.prompt, plan.api_prices.cached, plan.api_prices.new),
         fields=tuple(sorted(server.fields)),
-        versions=record.versions("httpx2"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("httpx2"),
     )
 
 

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from soloist.bench.subject import shape_dtype
+from soloist.bench.caches import free
+from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
 from soloist.model.checkpoint import INDEX_FILE
 from soloist.model.families import read_config, tensors
@@ -17,6 +21,17 @@ from soloist.weights.random import random_weights
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 2 * 10**9
+
+
+@contextmanager
+def random_model(shape: Path, precision: Precision, device: torch.device) -> Iterator[Path]:
+    """A folder with `write_random_model`'s checkpoint, named after its shape, for a while."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / shape_name(shape)
+        folder.mkdir()
+        write_random_model(shape, precision, folder, device)
+        free(device)
+        yield folder
 
 
 def write_random_model(

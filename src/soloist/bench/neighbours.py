@@ -318,8 +318,5 @@ def _row(
         memory_after_bytes=sight.after_bytes,
         memory_per_body_byte=taken,
         fields=tuple(sorted(server.fields)),
-        versions=record.versions("httpx2", "psutil"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("httpx2", "psutil"),
     )

@@ -4,7 +4,6 @@ A prompt is read through the executor, as any request's is: from token ids to th
 ones are read whole. Warm ones came before, on an executor that keeps prompts as a server's does.
 """
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from statistics import median
 import torch
 
 from soloist.bench import record, rows
-from soloist.bench.caches import Flush, gpu_uuid
+from soloist.bench.caches import Flush, free, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.decode import python_prompt
 from soloist.bench.others import others_counted
@@ -119,9 +118,7 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
             row = _row(reader, prefix, length, read[1:], watch.clocks)
             made.append(replace(row, others_cores=others.cores, busy_processes=plan.num_busy))
         del reader  # the next one needs the room
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
     return made
 
 
@@ -198,8 +195,5 @@ def _row(
         ttft_ms=rows.Spread.of([seconds * 1e3 for seconds, _ in read]),
         prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),
         clocks=clocks,
-        versions=record.versions("torch"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("torch"),
     )
