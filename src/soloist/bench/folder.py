@@ -25,31 +25,28 @@ _SHARD_BYTES = 2 * 10**9
 
 @contextmanager
 def random_model(shape: Path, precision: Precision, device: torch.device) -> Iterator[Path]:
-    """A folder with `write_random_model`'s checkpoint, named after its shape, for a while."""
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / shape_name(shape)
-        folder.mkdir()
-        write_random_model(shape, precision, folder, device)
-        free(device)
-        yield folder
+    """A folder with a checkpoint of this shape, and étude's tokenizer: its ids are the lowest.
 
-
-def write_random_model(
-    shape: Path, precision: Precision, folder: Path, device: torch.device
-) -> None:
-    """Fill `folder` with a checkpoint of this shape, and étude's tokenizer: its ids are the lowest.
-
-    The same shape, precision and kind of device give the same weights.
+    The same shape, precision and kind of device give the same weights. The folder has the shape's
+    name and lasts as long as the context.
 
     Args:
         shape: a config.json.
         precision: to store: 'bf16', 'fp16', or 'auto' for bf16.
-        folder: exists; gains the files.
         device: where numbers are drawn.
 
     Raises:
         SettingError, ConfigError: the shape or the precision cannot be used.
     """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / shape_name(shape)
+        folder.mkdir()
+        _fill(folder, shape, precision, device)
+        free(device)
+        yield folder
+
+
+def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device) -> None:
     dtype, specs = shape_dtype(precision), tensors(read_config(shape))
     shutil.copyfile(shape, folder / CONFIG_FILE)
     for name in _TOKENIZER_FILES:

@@ -35,6 +35,7 @@ from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.model.families import read_config
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 
@@ -155,17 +156,11 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
     executor: Executor
     if device.type == "cpu":
         executor = shape_on_cpu(config, dtype, room, keeps_prefixes=keeps)
-    elif keeps:
-        executor = shape_on_gpu(
-            config,
-            dtype,
-            room,
-            placed,
-            chunk_tokens=SHARED_CHUNK_TOKENS,
-            keeps_prefixes=True,
-        )
     else:
-        executor = shape_on_gpu(config, dtype, room, placed)
+        chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
+        executor = shape_on_gpu(
+            config, dtype, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps
+        )
     ids = random_prompt(config, longest)
     return _Reader(
         shape_name(plan.shape), dtype.value, executor, placed.num_gpus, config.vocab_size, ids,
