@@ -73,7 +73,7 @@ def show_columns(rows: Sequence[_Row], *columns: tuple[str, Callable[[_Row], str
 
 
 def show_decode(rows: "Sequence[DecodeRow]") -> None:
-    """Benchmark rows as a table, or as JSON."""
+    """Time to first token and decode speed of each engine."""
     first = rows[0]
     wide = ""
     if first.columns > 1:
