@@ -4,8 +4,6 @@ Both read the weights that 16 bits hold, so what differs is arithmetic alone. On
 at a time.
 """
 
-import gc
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +14,11 @@ from torch import Tensor
 
 from soloist.bench import record, rows
 from soloist.bench.agreement import agreement, forced_logits, require_same_bits
+from soloist.bench.caches import free
 from soloist.bench.decode import python_prompt
-from soloist.bench.folder import write_random_model
+from soloist.bench.folder import random_model
 from soloist.bench.sizes import require_at_least
-from soloist.bench.subject import random_prompt, shape_name
+from soloist.bench.subject import random_prompt
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
@@ -107,13 +106,13 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
             )
         ids, ours = _ours(plan, files, device)
         read = [ours]
-        _free(device)
+        free(device)
         if plan.against == "transformers":
             from soloist.bench.rival import forward_logits
 
             logits = forward_logits(files.folder, files.dtype, device, ids[:-1])
             read.append(_Read("transformers forward", logits))
-            _free(device)
+            free(device)
         right = _reference_logits(_fp32_reference(files, device), ids[:-1])
     return [_row(plan, files, device, r, right, torch.tensor(ids[1:])) for r in read]
 
@@ -138,11 +137,7 @@ def _files(plan: Plan, device: torch.device) -> Iterator[_Files]:
         offline = read_settings().hub_offline
         yield _opened(plan, find_model(plan.model, offline=offline))
         return
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / shape_name(plan.shape)
-        folder.mkdir()
-        write_random_model(plan.shape, plan.precision, folder, device)
-        _free(device)
+    with random_model(plan.shape, plan.precision, device) as folder:
         yield _opened(plan, folder)
 
 
@@ -247,13 +242,6 @@ def _reference_logits(reference: Reference, ids: list[int]) -> Tensor:
     return torch.cat(chunks)
 
 
-def _free(device: torch.device) -> None:
-    """Memory of a model that nothing refers to any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _row(
     plan: Plan, files: _Files, device: torch.device, read: _Read, right: Tensor, targets: Tensor
 ) -> rows.AccuracyRow:
@@ -277,8 +265,5 @@ def _row(
         top_1_agreement=a.top_1,
         same_bits=read.same_bits,
         repeats=plan.repeats if is_ours else 0,
-        versions=record.versions(*packages),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin(*packages),
     )

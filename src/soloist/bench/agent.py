@@ -153,7 +153,7 @@ def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.Ag
     ttfts = complete([step.ttft_s for step in steps])
     speeds = [complete([step.tokens_per_s for step in loop]) for loop in loops]
     medians = [median(of_loop) for of_loop in speeds if of_loop]
-    cost = _mean_cost(plan, steps)
+    machine_cost, api_cost = _mean_costs(plan, steps)
     return rows.AgentRow(
         bench="agent",
         engine=server.client.name,
@@ -172,30 +172,20 @@ def _row(plan: Plan, server: Server, loops: Sequence[Sequence[Step]]) -> rows.Ag
         ttft_ms=rows.Percentiles.of([t * 1e3 for t in ttfts]) if ttfts else None,
         decode_tokens_per_s=rows.Spread.of(medians) if len(medians) == len(loops) else None,
         by_turn=tuple(_turn([loop[i] for loop in loops]) for i in range(plan.turns)),
-        machine_cost_per_step=cost.machine,
+        machine_cost_per_step=machine_cost,
         price_per_hour=None if plan.machine is None else plan.machine.price_per_hour,
         utilisation=None if plan.machine is None else plan.machine.utilisation,
-        api_cost_per_step=cost.api,
+        api_cost_per_step=api_cost,
         api_prices=None
         if plan.api_prices is None
         else (plan.api_prices.prompt, plan.api_prices.cached, plan.api_prices.new),
         fields=tuple(sorted(server.fields)),
-        versions=record.versions("httpx2"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("httpx2"),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """Of a step, mean over all; None where a price or a count is missing."""
-
-    machine: float | None
-    api: float | None
-
-
-def _mean_cost(plan: Plan, steps: Sequence[Step]) -> _Cost:
+def _mean_costs(plan: Plan, steps: Sequence[Step]) -> tuple[float | None, float | None]:
+    """Of a step, by the machine and by the API; None where a price or a count is missing."""
     machine = api = None
     if plan.machine is not None:
         machine = mean(plan.machine.cost(step.total_s) for step in steps)
@@ -206,7 +196,7 @@ def _mean_cost(plan: Plan, steps: Sequence[Step]) -> _Cost:
             if step.prompt_tokens is not None and step.new_tokens is not None
         ]
         api = mean(counted) if len(counted) == len(steps) else None
-    return _Cost(machine, api)
+    return machine, api
 
 
 def _turn(steps: Sequence[Step]) -> rows.Turn:

@@ -30,10 +30,7 @@ def measure(asked: str) -> rows.BandwidthRow:
         gb_per_s=rows.Spread.of(found.rates_gb_per_s),
         method=found.method,
         runs=len(found.rates_gb_per_s),
-        versions=record.versions("torch"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
         clocks=watch.clocks,
         others_cores=others.cores,
+        **record.origin("torch"),
     )

@@ -1,5 +1,7 @@
 """Caches without anything of the run before: what a measurement should find."""
 
+import gc
+
 import torch
 
 # Larger than the caches of any CPU core in sight of this process.
@@ -25,6 +27,13 @@ class Flush:
         self._buffer.add_(1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def free(device: torch.device) -> None:
+    """Memory of a model that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def gpu_uuid(device: torch.device) -> str | None:

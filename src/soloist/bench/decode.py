@@ -157,14 +157,11 @@ def _row(
         mbu=round(streamed * speed.median / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
-        versions=record.versions(*packages),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
         start_position=plan.prompt_tokens,
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),
         clocks=clocks,
+        **record.origin(*packages),
     )
 
 

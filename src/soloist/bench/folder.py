@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from soloist.bench.subject import shape_dtype
+from soloist.bench.caches import free
+from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
 from soloist.model.checkpoint import INDEX_FILE
 from soloist.model.families import read_config, tensors
@@ -19,22 +23,30 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 2 * 10**9
 
 
-def write_random_model(
-    shape: Path, precision: Precision, folder: Path, device: torch.device
-) -> None:
-    """Fill `folder` with a checkpoint of this shape, and étude's tokenizer: its ids are the lowest.
+@contextmanager
+def random_model(shape: Path, precision: Precision, device: torch.device) -> Iterator[Path]:
+    """A folder with a checkpoint of this shape, and étude's tokenizer: its ids are the lowest.
 
-    The same shape, precision and kind of device give the same weights.
+    The same shape, precision and kind of device give the same weights. The folder has the shape's
+    name and lasts as long as the context.
 
     Args:
         shape: a config.json.
         precision: to store: 'bf16', 'fp16', or 'auto' for bf16.
-        folder: exists; gains the files.
         device: where numbers are drawn.
 
     Raises:
         SettingError, ConfigError: the shape or the precision cannot be used.
     """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / shape_name(shape)
+        folder.mkdir()
+        _fill(folder, shape, precision, device)
+        free(device)
+        yield folder
+
+
+def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device) -> None:
     dtype, specs = shape_dtype(precision), tensors(read_config(shape))
     shutil.copyfile(shape, folder / CONFIG_FILE)
     for name in _TOKENIZER_FILES:

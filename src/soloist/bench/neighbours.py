@@ -131,7 +131,8 @@ class _Stage:
 
     def row(self, kind: str, alone: rows.NeighboursRow | None) -> rows.NeighboursRow:
         """Measure beside one kind of neighbour; `alone` is None where this is the stream alone."""
-        with _observed(self._task()) as found:
+        health = f"{self.server.client.url.removesuffix('/v1')}/health"
+        with _observed(Task(health, self.plan.pid)) as found:
             if kind == ALONE:
                 runs = [_Run(*self._stream(), None) for _ in range(self.plan.runs)]
             else:
@@ -176,9 +177,6 @@ class _Stage:
             prompt_tokens=min(_LONG_PROMPT_TOKENS, fits),
             patience_s=self.plan.patience_s,
         )
-
-    def _task(self) -> Task:
-        return Task(f"{self.server.client.url.removesuffix('/v1')}/health", self.plan.pid)
 
 
 class _Helper:
@@ -318,8 +316,5 @@ def _row(
         memory_after_bytes=sight.after_bytes,
         memory_per_body_byte=taken,
         fields=tuple(sorted(server.fields)),
-        versions=record.versions("httpx2", "psutil"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("httpx2", "psutil"),
     )

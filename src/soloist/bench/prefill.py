@@ -4,7 +4,6 @@ A prompt is read through the executor, as any request's is: from token ids to th
 ones are read whole. Warm ones came before, on an executor that keeps prompts as a server's does.
 """
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from statistics import median
 import torch
 
 from soloist.bench import record, rows
-from soloist.bench.caches import Flush, gpu_uuid
+from soloist.bench.caches import Flush, free, gpu_uuid
 from soloist.bench.clocks import watching
 from soloist.bench.decode import python_prompt
 from soloist.bench.others import others_counted
@@ -36,6 +35,7 @@ from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.model.families import read_config
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 
@@ -119,9 +119,7 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
             row = _row(reader, prefix, length, read[1:], watch.clocks)
             made.append(replace(row, others_cores=others.cores, busy_processes=plan.num_busy))
         del reader  # the next one needs the room
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
     return made
 
 
@@ -158,17 +156,11 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
     executor: Executor
     if device.type == "cpu":
         executor = shape_on_cpu(config, dtype, room, keeps_prefixes=keeps)
-    elif keeps:
-        executor = shape_on_gpu(
-            config,
-            dtype,
-            room,
-            placed,
-            chunk_tokens=SHARED_CHUNK_TOKENS,
-            keeps_prefixes=True,
-        )
     else:
-        executor = shape_on_gpu(config, dtype, room, placed)
+        chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
+        executor = shape_on_gpu(
+            config, dtype, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps
+        )
     ids = random_prompt(config, longest)
     return _Reader(
         shape_name(plan.shape), dtype.value, executor, placed.num_gpus, config.vocab_size, ids,
@@ -198,8 +190,5 @@ def _row(
         ttft_ms=rows.Spread.of([seconds * 1e3 for seconds, _ in read]),
         prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),
         clocks=clocks,
-        versions=record.versions("torch"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
+        **record.origin("torch"),
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from soloist.bench.rows import AnyRow
 from soloist.errors import UserError
@@ -42,6 +42,22 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 _WHERE_FROM = "make a result file with soloist bench … --output FILE"
+
+
+class Origin(TypedDict):
+    """Where a row comes from: fields that the rows of every bench have."""
+
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+
+
+def origin(*packages: str) -> Origin:
+    """Of a row that is made now, with the versions of these packages."""
+    return {
+        "versions": versions(*packages), "commit": commit(), "command": command(), "date": now(),
+    }  # fmt: skip
 
 
 def versions(*packages: str) -> dict[str, str]:

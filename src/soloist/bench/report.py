@@ -61,7 +61,13 @@ def report(files: Mapping[str, Sequence[Json]]) -> str:
         parts += _against_context(rows, kind)
     parts += _mbu(rows, colours)
     parts += _latencies(rows) + _loops(rows)
-    parts += ["<h2>Conditions</h2>", _table(rows)]
+    parts += [
+        "<h2>Conditions</h2>",
+        _table(
+            ("file", "row", *_CONDITIONS),
+            [(f, describe(row), *(_condition(row, c) for c in _CONDITIONS)) for f, row in rows],
+        ),
+    ]
     style = _STYLE + "".join(
         f".c{i} {{ fill: {colour}; }} .s{i} {{ stroke: {colour}; stroke-width: 2; }} "
         f".b{i} {{ background: {colour}; }}\n"
@@ -195,27 +201,19 @@ def _labels(rows: Sequence[tuple[str, Json]]) -> list[str]:
 
 def _times(names: Iterable[str], rows: Sequence[Json], field: str) -> str:
     shares = ("p50", "p90", "p99", "max")
-    head = "".join(f"<th>{name}</th>" for name in ("", *shares))
-    body = "".join(
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f"<td>{row[field][share]:.2f} ms</td>" for share in shares)
-        + "</tr>\n"
-        for name, row in zip(names, rows, strict=True)
+    return _table(
+        ("", *shares),
+        [
+            (name, *(f"{row[field][share]:.2f} ms" for share in shares))
+            for name, row in zip(names, rows, strict=True)
+        ],
     )
-    return f"<table><tr>{head}</tr>\n{body}</table>"
 
 
-def _table(rows: Sequence[tuple[str, Json]]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("file", "row", *_CONDITIONS))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{escape(cell)}</td>"
-            for cell in (file, describe(row), *(_condition(row, name) for name in _CONDITIONS))
-        )
-        + "</tr>\n"
-        for file, row in rows
-    )
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{of_row}</tr>\n" for of_row in cells)
     return f"<table><tr>{head}</tr>\n{body}</table>"
 
 

@@ -216,15 +216,12 @@ def _row(
         gap_ms=rows.Percentiles.of(gaps) if gaps else None,
         text_sha256=" ".join(sorted(hashes)) if prefix == "warm" else "",
         fields=tuple(sorted(server.fields)),
-        versions=record.versions("httpx2"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
         server_tokens_per_s=rows.Spread.of(own_speeds) if own_speeds else None,
         streamed_bytes_per_token=moved,
         bandwidth_gb_per_s=bandwidth,
         mbu=None if mbu is None else round(mbu, 3),
         mbu_by=mbu_by,
+        **record.origin("httpx2"),
     )
 
 

@@ -7,7 +7,6 @@ tokens it chose itself.
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,25 +115,22 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     placed = shape_placement(plan.file, plan.precision, device, plan.device, plan.gpus)
     device = placed.devices[0]
     prompts = [random_prompt(config, plan.prompt_tokens, s) for s in range(plan.sequences)]
-    run: Callable[[], Run]
     if device.type == "cpu":
         _check_reference(plan)
-        bandwidth = read_bandwidth(device)
-        reference = shape_on_cpu(config, dtype, plan.last)
-
-        def run() -> Run:
-            return _request(plan, reference, config.vocab_size, prompts[0])
+    bandwidth = read_bandwidth(device)
+    model: Executor
+    if device.type == "cpu":
+        model = shape_on_cpu(config, dtype, plan.last)
     else:
-        bandwidth = read_bandwidth(device)
         model = shape_on_gpu(config, dtype, plan.last, placed, plan.sequences)
         if plan.context is not None:
             model.fill_pools()
-        is_request = plan.all_columns == 1 and plan.context is None
 
-        def run() -> Run:
-            if is_request:
-                return _request(plan, model, config.vocab_size, prompts[0])
-            return _launch(plan, model, prompts)
+    def run() -> Run:
+        if plan.all_columns == 1 and plan.context is None:
+            return _request(plan, model, config.vocab_size, prompts[0])
+        assert isinstance(model, KernelModel), "the reference runs requests only"
+        return _launch(plan, model, prompts)
 
     name = device_name(str(device))  # now: on a CPU the number of threads changes with the load
     flushes, runs = [Flush(one) for one in placed.devices], []
@@ -248,13 +244,10 @@ def _row(
         mbu=round(streamed * speed.median / plan.all_columns / all_gb_per_s / 1e9, 3),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
-        versions=record.versions("torch"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
         sequences=plan.sequences,
         start_position=plan.start,
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),
         clocks=clocks,
+        **record.origin("torch"),
     )

@@ -20,7 +20,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import gpu_uuid
 from soloist.bench.clocks import watching
-from soloist.bench.folder import write_random_model
+from soloist.bench.folder import random_model
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
@@ -114,12 +114,7 @@ def _model(plan: Plan, device: torch.device) -> Iterator[str]:
     if plan.shape is None:
         yield plan.model
         return
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / shape_name(plan.shape)
-        folder.mkdir()
-        write_random_model(plan.shape, plan.precision, folder, device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    with random_model(plan.shape, plan.precision, device) as folder:
         yield str(folder)
 
 
@@ -196,9 +191,6 @@ def _row(
         kernels_s=rows.Spread.of([s.kernels_s for s in starts]),
         rest_s=rows.Spread.of(others),
         kernels_built=starts[0].num_kernels,
-        versions=record.versions("torch"),
-        commit=record.commit(),
-        command=record.command(),
-        date=record.now(),
         clocks=clocks,
+        **record.origin("torch"),
     )

@@ -34,8 +34,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """An inference engine for the speed of a single request."""

@@ -1,6 +1,7 @@
 """The options that several commands share, each written once."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -12,174 +13,82 @@ if TYPE_CHECKING:
     from soloist.bench.rows import Prefix
 
 _Choice = TypeVar("_Choice")
-WITH_SHAPE, COST = "With --shape", "Cost"
-_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_MODEL_HELP = "A folder, a hub id (owner/name), or a shipped model: etude, etude-draft."
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A folder, a hub id (owner/name), or a shipped model: etude, etude-draft.",
-        show_default=True,
-    ),
-]
-OptionalModel = Annotated[
-    str | None,
-    typer.Argument(
-        help="A folder, a hub id (owner/name), or a shipped model: etude, etude-draft.",
-        show_default="etude",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
+# Options by the panel of `--help` that lists them.
+_model = partial(typer.Option, rich_help_panel="Model")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_output = partial(typer.Option, rich_help_panel="Output")
+with_shape = partial(typer.Option, rich_help_panel="With --shape")
+cost = partial(typer.Option, rich_help_panel="Cost")
+
+Model = Annotated[str, typer.Argument(help=_MODEL_HELP, show_default=True)]
+OptionalModel = Annotated[str | None, typer.Argument(help=_MODEL_HELP, show_default="etude")]
+Device = Annotated[str, _model(help="auto, cpu, cuda or cuda:N.")]
 Gpus = Annotated[
-    str,
-    typer.Option(
-        help="GPUs that run the model together: 1, 2, 4, 8, or auto for as many as can.",
-        rich_help_panel=_MODEL,
-    ),
+    str, _model(help="GPUs that run the model together: 1, 2, 4, 8, or auto for as many as can.")
 ]
-Precision = Annotated[
-    str,
-    typer.Option(help="Weights and KV cache: auto, fp32, bf16 or fp16.", rich_help_panel=_MODEL),
-]
+Precision = Annotated[str, _model(help="Weights and KV cache: auto, fp32, bf16 or fp16.")]
 Context = Annotated[
     int | None,
-    typer.Option(
-        help="Context length in tokens; default: the model's own, or as much as fits.",
-        rich_help_panel=_MODEL,
-    ),
+    _model(help="Context length in tokens; default: the model's own, or as much as fits."),
 ]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_MODEL),
+Revision = Annotated[str | None, _model(help="Branch, tag or commit of a hub model.")]
+Shape = Annotated[
+    Path | None, _model(help="A config.json, with random weights, instead of a model.")
 ]
-MaxTokens = Annotated[
-    int,
-    typer.Option("--max-tokens", "-n", help="Most tokens to generate.", rich_help_panel=_SAMPLING),
-]
+MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", help="Most tokens to generate.")]
 Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature", "-t", help="Sampling temperature; 0 is greedy.", rich_help_panel=_SAMPLING
-    ),
+    float, _sampling("--temperature", "-t", help="Sampling temperature; 0 is greedy.")
 ]
-TopK = Annotated[
-    int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=_SAMPLING)
-]
+TopK = Annotated[int | None, _sampling(help="Keep the k likeliest tokens.")]
 TopP = Annotated[
-    float,
-    typer.Option(
-        help="Keep the likeliest tokens that add up to this probability.", rich_help_panel=_SAMPLING
-    ),
+    float, _sampling(help="Keep the likeliest tokens that add up to this probability.")
 ]
-MinP = Annotated[
-    float,
-    typer.Option(
-        help="Drop tokens below this share of the highest probability.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
+MinP = Annotated[float, _sampling(help="Drop tokens below this share of the highest probability.")]
 RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        help="Factor by which tokens of prompt and answer become less likely.",
-        rich_help_panel=_SAMPLING,
-    ),
+    float, _sampling(help="Factor by which tokens of prompt and answer become less likely.")
 ]
 PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        help="Subtract this from logits of tokens already in the answer.",
-        rich_help_panel=_SAMPLING,
-    ),
+    float, _sampling(help="Subtract this from logits of tokens already in the answer.")
 ]
 FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        help="Subtract this once for each time that a token is in the answer.",
-        rich_help_panel=_SAMPLING,
-    ),
+    float, _sampling(help="Subtract this once for each time that a token is in the answer.")
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="The same seed gives the same text; default: random.", rich_help_panel=_SAMPLING
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="Stop before this text; may be repeated.", rich_help_panel=_SAMPLING),
-]
-StopId = Annotated[
-    list[int] | None,
-    typer.Option(help="Stop at this token id; may be repeated.", rich_help_panel=_SAMPLING),
-]
+Seed = Annotated[int | None, _sampling(help="The same seed gives the same text; default: random.")]
+Stop = Annotated[list[str] | None, _sampling(help="Stop before this text; may be repeated.")]
+StopId = Annotated[list[int] | None, _sampling(help="Stop at this token id; may be repeated.")]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="ID:BIAS",
-        help="Add BIAS to the logit of token ID; may be repeated.",
-        rich_help_panel=_SAMPLING,
-    ),
+    _sampling(metavar="ID:BIAS", help="Add BIAS to the logit of token ID; may be repeated."),
 ]
-MinTokens = Annotated[
-    int, typer.Option(help="Do not stop before this many tokens.", rich_help_panel=_SAMPLING)
-]
+MinTokens = Annotated[int, _sampling(help="Do not stop before this many tokens.")]
 IgnoreEos = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-eos", help="Do not stop at the end-of-sequence token.", rich_help_panel=_SAMPLING
-    ),
+    bool, _sampling("--ignore-eos", help="Do not stop at the end-of-sequence token.")
 ]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print only JSON on stdout.", rich_help_panel=_OUTPUT),
-]
-
+Json = Annotated[bool, _output("--json", help="Print only JSON on stdout.")]
 Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Write the results to this JSON file.", rich_help_panel=_OUTPUT
-    ),
+    Path | None, _output("--output", "-o", help="Write the results to this JSON file.")
 ]
 Baseline = Annotated[
     Path | None,
-    typer.Option(
-        help="Compare with this result file; exit status 4 if anything became slower.",
-        rich_help_panel=_OUTPUT,
-    ),
+    _output(help="Compare with this result file; exit status 4 if anything became slower."),
 ]
 Threshold = Annotated[
-    float,
-    typer.Option(
-        help="Share by which a median may be worse than the baseline's.",
-        rich_help_panel=_OUTPUT,
-    ),
+    float, _output(help="Share by which a median may be worse than the baseline's.")
 ]
 Busy = Annotated[
-    int,
-    typer.Option(help="Load the CPU with so many busy processes during the measurement."),
-]
-Shape = Annotated[
-    Path | None,
-    typer.Option(
-        help="A config.json, with random weights, instead of a model.", rich_help_panel=_MODEL
-    ),
+    int, typer.Option(help="Load the CPU with so many busy processes during the measurement.")
 ]
 Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", help="Prompt text; default: Python source code.")
 ]
 DecodeFrom = Annotated[
-    int | None,
-    typer.Option(
-        help="Decode from this position on, over a random KV cache.", rich_help_panel=WITH_SHAPE
-    ),
+    int | None, with_shape(help="Decode from this position on, over a random KV cache.")
 ]
 Runs = Annotated[int, typer.Option(help="Timed runs after one to warm up.")]
 Utilisation = Annotated[
-    float,
-    typer.Option(
-        help="Share of the paid hours in which the machine serves requests.", rich_help_panel=COST
-    ),
+    float, cost(help="Share of the paid hours in which the machine serves requests.")
 ]
 
 DEFAULT_MODEL = "etude"

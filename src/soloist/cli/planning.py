@@ -17,13 +17,7 @@ from soloist.planning.expectation import FORMULA, PROMPT_FLOPS_SHARE
 from soloist.planning.hardware import Hardware, find_hardware, from_driver_name, names
 from soloist.planning.model import Model, active_parameters
 from soloist.planning.precision import PRECISIONS, find_precision
-from soloist.planning.reach import (
-    GPU_COUNTS,
-    Reach,
-    Subject,
-    count,
-    reaches,
-)
+from soloist.planning.reach import GPU_COUNTS, Reach, Subject, count, reaches
 from soloist.planning.reading import read_model
 from soloist.planning.speculation import read_speculation
 from soloist.settings import read_settings

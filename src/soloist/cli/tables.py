@@ -1,8 +1,8 @@
 """Tables for people: rich where stdout is a terminal, plain aligned text where it is not."""
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from soloist.errors import gigabytes
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         Spread,
         StartupRow,
     )
+
+_Row = TypeVar("_Row")
 
 
 def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -64,8 +66,14 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(rich_table)
 
 
+def show_columns(rows: Sequence[_Row], *columns: tuple[str, Callable[[_Row], str]]) -> None:
+    """A table by its columns: each heading with what a row has there."""
+    cells = [tuple(cell(row) for _, cell in columns) for row in rows]
+    show_table([heading for heading, _ in columns], cells)
+
+
 def show_decode(rows: "Sequence[DecodeRow]") -> None:
-    """Benchmark rows as a table, or as JSON."""
+    """Time to first token and decode speed of each engine."""
     first = rows[0]
     wide = ""
     if first.columns > 1:
@@ -78,18 +86,13 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
         f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
         f"{first.bandwidth_gb_per_s} GB/s · no speculation"
     )
-    show_table(
-        ("engine", "TTFT ms", "decode tokens/s", "min – max", "MBU"),
-        [
-            (
-                row.engine,
-                f"{row.ttft_ms.median:.1f}",
-                f"{row.decode_tokens_per_s.median:.1f}",
-                f"{row.decode_tokens_per_s.min:.1f} – {row.decode_tokens_per_s.max:.1f}",
-                f"{row.mbu:.0%}",
-            )
-            for row in rows
-        ],
+    show_columns(
+        rows,
+        ("engine", lambda row: row.engine),
+        ("TTFT ms", lambda row: _median(row.ttft_ms)),
+        ("decode tokens/s", lambda row: _median(row.decode_tokens_per_s)),
+        ("min – max", lambda row: _range(row.decode_tokens_per_s)),
+        ("MBU", lambda row: f"{row.mbu:.0%}"),
     )
     for row in rows:
         if row.token_ms is not None:
@@ -102,12 +105,32 @@ def percentiles(p: "Percentiles | None") -> str:
     return "–" if p is None else f"{p.p50:.2f} / {p.p90:.2f} / {p.p99:.2f}"
 
 
+def _median(spread: "Spread | None", form: str = ".1f") -> str:
+    return "–" if spread is None else format(spread.median, form)
+
+
+def _range(spread: "Spread | None", form: str = ".1f") -> str:
+    return "–" if spread is None else f"{spread.min:{form}} – {spread.max:{form}}"
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def _figure(value: float | None, form: str = ",.1f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _size(value: int | None) -> str:
+    return "–" if value is None else gigabytes(value)
+
+
 def show_clocks(clocks: "Clocks | None") -> None:
     """A line about the GPU, where NVML reports anything."""
     if clocks is None:
         return
     print(
-        f"GPU: SM clock {clocks.sm_mhz.min:,.0f} – {clocks.sm_mhz.max:,.0f} MHz, memory "
+        f"GPU: SM clock {_range(clocks.sm_mhz, ',.0f')} MHz, memory "
         f"{clocks.memory_mhz.median:,.0f} MHz, up to {clocks.temperature_c.max:.0f} °C and "
         f"{clocks.power_w.max:.0f} W, throttled by: {', '.join(clocks.throttling) or 'nothing'}"
     )
@@ -120,19 +143,14 @@ def show_prefill(rows: "Sequence[PrefillRow]") -> None:
         f"{first.shape} · {first.precision} · {first.device} · from token ids to the first token "
         f"· median of {first.runs} runs"
     )
-    show_table(
-        ("prefix", "prompt", "cached", "TTFT ms", "min – max", "tokens/s read"),
-        [
-            (
-                row.prefix,
-                f"{row.prompt_tokens:,}",
-                f"{row.cached_tokens:,}",
-                f"{row.ttft_ms.median:.1f}",
-                f"{row.ttft_ms.min:.1f} – {row.ttft_ms.max:.1f}",
-                f"{row.prompt_tokens_per_s.median:,.0f}",
-            )
-            for row in rows
-        ],
+    show_columns(
+        rows,
+        ("prefix", lambda row: row.prefix),
+        ("prompt", lambda row: f"{row.prompt_tokens:,}"),
+        ("cached", lambda row: f"{row.cached_tokens:,}"),
+        ("TTFT ms", lambda row: _median(row.ttft_ms)),
+        ("min – max", lambda row: _range(row.ttft_ms)),
+        ("tokens/s read", lambda row: _median(row.prompt_tokens_per_s, ",.0f")),
     )
     show_clocks(first.clocks)
 
@@ -145,23 +163,18 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
         f"of soloist run to its first token · median of {first.runs} runs, in seconds"
     )
 
-    def figure(spread: "Spread") -> str:
-        return f"{spread.median:.2f}"
+    def kernels(row: "StartupRow") -> str:
+        return "none needed" if row.executor == "reference" else f"{row.kernel_cache} cache"
 
-    show_table(
-        ("kernels", "total", "min – max", "weights", "compiling", "rest", "compiled"),
-        [
-            (
-                "none needed" if row.executor == "reference" else f"{row.kernel_cache} cache",
-                figure(row.total_s),
-                f"{row.total_s.min:.2f} – {row.total_s.max:.2f}",
-                figure(row.weights_s),
-                figure(row.kernels_s),
-                figure(row.rest_s),
-                str(row.kernels_built),
-            )
-            for row in rows
-        ],
+    show_columns(
+        rows,
+        ("kernels", kernels),
+        ("total", lambda row: _median(row.total_s, ".2f")),
+        ("min – max", lambda row: _range(row.total_s, ".2f")),
+        ("weights", lambda row: _median(row.weights_s, ".2f")),
+        ("compiling", lambda row: _median(row.kernels_s, ".2f")),
+        ("rest", lambda row: _median(row.rest_s, ".2f")),
+        ("compiled", lambda row: str(row.kernels_built)),
     )
 
 
@@ -172,20 +185,15 @@ def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
         f"{first.shape} · {first.precision} · {first.device} · {first.positions} teacher-forced "
         f"positions of {first.text} · against fp32 arithmetic on the same weights"
     )
-    show_table(
-        ("engine", "mean KL", "largest KL", "NLL", "NLL − fp32's", "± std. error", "same top 1"),
-        [
-            (
-                row.engine,
-                f"{row.mean_kl:.1e}",
-                f"{row.max_kl:.1e}",
-                f"{row.nll:.4f}",
-                f"{row.nll_difference:+.1e}",
-                f"{row.nll_standard_error:.1e}",
-                f"{row.top_1_agreement:.1%}",
-            )
-            for row in rows
-        ],
+    show_columns(
+        rows,
+        ("engine", lambda row: row.engine),
+        ("mean KL", lambda row: f"{row.mean_kl:.1e}"),
+        ("largest KL", lambda row: f"{row.max_kl:.1e}"),
+        ("NLL", lambda row: f"{row.nll:.4f}"),
+        ("NLL − fp32's", lambda row: f"{row.nll_difference:+.1e}"),
+        ("± std. error", lambda row: f"{row.nll_standard_error:.1e}"),
+        ("same top 1", lambda row: f"{row.top_1_agreement:.1%}"),
     )
     for row in rows:
         if row.same_bits:
@@ -200,8 +208,8 @@ def show_bandwidth(rows: "Sequence[BandwidthRow]") -> None:
         show_facts(
             row.device,
             [
-                ("reads", f"{row.gb_per_s.median:,.1f} GB/s, median of {row.runs}"),
-                ("min – max", f"{row.gb_per_s.min:,.1f} – {row.gb_per_s.max:,.1f} GB/s"),
+                ("reads", f"{_median(row.gb_per_s, ',.1f')} GB/s, median of {row.runs}"),
+                ("min – max", f"{_range(row.gb_per_s, ',.1f')} GB/s"),
                 ("by", row.method),
             ],
         )
@@ -213,33 +221,27 @@ def show_serve(rows: "Sequence[ServeRow]") -> None:
     print(f"{first.shape} · {first.api} · up to {first.max_tokens} new tokens · {first.runs} runs")
     for engine, counting in {row.engine: row.counting for row in rows}.items():
         print(f"{engine}: tokens counted by: {counting}")
-
-    def count(value: int | None) -> str:
-        return "?" if value is None else f"{value:,}"
-
-    def speeds(row: "ServeRow") -> tuple[str, str]:
-        d = row.decode_tokens_per_s
-        return ("–", "–") if d is None else (f"{d.median:.1f}", f"{d.min:.1f} – {d.max:.1f}")
-
-    show_table(
-        ("server", "prefix", "prompt", "cached", "new", "TTFT ms", "first chunk", "decode tokens/s",
-         "min – max", "token ms 50/90/99 %", "gap ms 50/90/99 %"),
-        [
-            (
-                row.engine, row.prefix, count(row.prompt_tokens), count(row.cached_tokens),
-                count(row.new_tokens), f"{row.ttft_ms.median:.1f}", count(row.first_tokens),
-                *speeds(row), percentiles(row.token_ms), percentiles(row.gap_ms),
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    show_columns(
+        rows,
+        ("server", lambda row: row.engine),
+        ("prefix", lambda row: row.prefix),
+        ("prompt", lambda row: _count(row.prompt_tokens)),
+        ("cached", lambda row: _count(row.cached_tokens)),
+        ("new", lambda row: _count(row.new_tokens)),
+        ("TTFT ms", lambda row: _median(row.ttft_ms)),
+        ("first chunk", lambda row: _count(row.first_tokens)),
+        ("decode tokens/s", lambda row: _median(row.decode_tokens_per_s)),
+        ("min – max", lambda row: _range(row.decode_tokens_per_s)),
+        ("token ms 50/90/99 %", lambda row: percentiles(row.token_ms)),
+        ("gap ms 50/90/99 %", lambda row: percentiles(row.gap_ms)),
+    )
     for row in rows:
-        which = f"{row.engine}, {row.prefix}, {count(row.prompt_tokens)}"
+        which = f"{row.engine}, {row.prefix}, {_count(row.prompt_tokens)}"
         if row.mbu is not None:
             print(f"{which}: MBU {row.mbu:.0%} of {row.bandwidth_gb_per_s} GB/s, by {row.mbu_by}")
         if row.server_tokens_per_s is not None:
-            own = row.server_tokens_per_s.median
-            print(f"{which}: by the server's own clock {own:.1f} tokens/s")
+            own = _median(row.server_tokens_per_s)
+            print(f"{which}: by the server's own clock {own} tokens/s")
     for reason in {row.no_decode_speed for row in rows if row.no_decode_speed}:
         print(f"no decode speed: {reason}")
 
@@ -256,25 +258,18 @@ def _show_loop(row: "AgentRow") -> None:
         f"{row.max_tokens} new tokens and about {row.tool_tokens} of a tool · median of "
         f"{row.runs} loops · tokens counted by: {row.counting}"
     )
-
-    def count(value: int | None) -> str:
-        return "?" if value is None else f"{value:,}"
-
-    def figure(value: float | None) -> str:
-        return "–" if value is None else f"{value:,.1f}"
-
     show_table(
         ("step", "prompt", "cached", "new", "TTFT ms", "decode tokens/s", "step ms"),
         [
             (
-                str(number), count(t.prompt_tokens), count(t.cached_tokens), count(t.new_tokens),
-                figure(t.ttft_ms), figure(t.decode_tokens_per_s), figure(t.step_ms),
+                str(number), _count(t.prompt_tokens), _count(t.cached_tokens), _count(t.new_tokens),
+                _figure(t.ttft_ms), _figure(t.decode_tokens_per_s), _figure(t.step_ms),
             )
             for number, t in enumerate(row.by_turn, 1)
         ],
     )  # fmt: skip
     print(
-        f"a loop {row.loop_s.median:.2f} s ({row.loop_s.min:.2f} – {row.loop_s.max:.2f}), a step "
+        f"a loop {_median(row.loop_s, '.2f')} s ({_range(row.loop_s, '.2f')}), a step "
         f"{percentiles(row.step_ms)} ms (50, 90, 99 %)"
     )
     if row.machine_cost_per_step is not None:
@@ -303,33 +298,26 @@ def show_neighbours(rows: "Sequence[NeighboursRow]") -> None:
         f"tokens, alone and beside one neighbour · {first.runs} runs · tokens counted by: "
         f"{first.counting}{memory}"
     )
-
-    def size(value: int | None) -> str:
-        return "–" if value is None else gigabytes(value)
-
-    show_table(
-        ("neighbour", "body", "tokens/s", "of alone", "gap ms 99 %", "worst", "same text",
-         "answered", "in s", "worst health ms", "memory before", "peak", "after", "a body's byte"),
-        [
-            (
-                row.neighbour,
-                size(row.neighbour_bytes or None),
-                "–" if row.decode_tokens_per_s is None else f"{row.decode_tokens_per_s.median:.1f}",
-                "–" if row.share_of_alone is None else f"{row.share_of_alone:.0%}",
-                *(("–", "–") if row.gap_ms is None else (
-                    f"{row.gap_ms.p99:,.1f}", f"{row.gap_ms.max:,.1f}")),
-                "yes" if row.same_text else "NO",
-                " ".join(sorted({*row.neighbour_statuses})) or "–",
-                "–" if row.neighbour_s is None else f"{row.neighbour_s.median:.2f}",
-                "–" if row.health_ms is None else f"{row.health_ms.max:,.1f}",
-                size(row.memory_before_bytes),
-                size(row.memory_peak_bytes),
-                size(row.memory_after_bytes),
-                "–" if row.memory_per_body_byte is None else f"{row.memory_per_body_byte:.1f}",
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    show_columns(
+        rows,
+        ("neighbour", lambda row: row.neighbour),
+        ("body", lambda row: _size(row.neighbour_bytes or None)),
+        ("tokens/s", lambda row: _median(row.decode_tokens_per_s)),
+        ("of alone", lambda row: _figure(row.share_of_alone, ".0%")),
+        ("gap ms 99 %", lambda row: "–" if row.gap_ms is None else f"{row.gap_ms.p99:,.1f}"),
+        ("worst", lambda row: "–" if row.gap_ms is None else f"{row.gap_ms.max:,.1f}"),
+        ("same text", lambda row: "yes" if row.same_text else "NO"),
+        ("answered", lambda row: " ".join(sorted({*row.neighbour_statuses})) or "–"),
+        ("in s", lambda row: _median(row.neighbour_s, ".2f")),
+        (
+            "worst health ms",
+            lambda row: "–" if row.health_ms is None else f"{row.health_ms.max:,.1f}",
+        ),
+        ("memory before", lambda row: _size(row.memory_before_bytes)),
+        ("peak", lambda row: _size(row.memory_peak_bytes)),
+        ("after", lambda row: _size(row.memory_after_bytes)),
+        ("a body's byte", lambda row: _figure(row.memory_per_body_byte, ".1f")),
+    )
     for row in rows:
         for error in row.stream_errors:
             print(f"beside {row.neighbour} the stream broke: {error}")

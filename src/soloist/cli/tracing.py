@@ -1,5 +1,6 @@
 """`soloist trace`: a traced round, or builds that leave something out, in words and tables."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 from soloist.bench.picture import picture
 from soloist.bench.shares import PhaseTraffic, Share, shares, traffic
 from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, write
-from soloist.cli.tables import show_table
+from soloist.cli.tables import show_columns, show_table
 from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, gigabytes
 
@@ -79,11 +80,7 @@ def _show(made: Timeline, drawing: Path | None, layer: int | None, *, as_json: b
 
 def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
     """The trace in sentences."""
-    a, total = made.about, made.round_us
-    waiting, multiplying, finishing = (
-        sum(getattr(phase, f"{activity}_us") for phase in phases)
-        for activity in ("waiting", "multiplying", "finishing")
-    )
+    a, total, whole = made.about, made.round_us, _together(phases)
     longest = max(phases, key=lambda phase: phase.waiting_us)
     return [
         f"{a.shape} · {a.precision} · {a.device} · {len(made.sms)} blocks · the token at position "
@@ -91,9 +88,10 @@ def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
         f"{a.bandwidth_gb_per_s} GB/s",
         f"The traced round took {total:.1f} µs, MBU {made.mbu:.0%}; without time stamps a round "
         f"takes {a.untraced_us:.1f} µs.",
-        f"A block multiplies, or waits for memory to deliver, in {multiplying / total:.0%} of the "
-        f"time, waits for other blocks in {waiting / total:.0%}, and finishes results in "
-        f"{finishing / total:.0%}.",
+        "A block multiplies, or waits for memory to deliver, in "
+        f"{whole.multiplying_us / total:.0%} of the time, waits for other blocks in "
+        f"{whole.waiting_us / total:.0%}, and finishes results in "
+        f"{whole.finishing_us / total:.0%}.",
         f"It waits longest in {longest.phase}: {longest.waiting_us:.1f} µs a round.",
         *_share_words(shares(made, phases)),
     ]
@@ -120,43 +118,33 @@ def _share_words(parts: list[Share]) -> list[str]:
     return [f"A token's {total:.1f} µs go to: {listed}.", f"The wall is {wall}: {_WALLS[wall]}."]
 
 
+def _together(phases: list[PhaseTime]) -> PhaseTime:
+    return PhaseTime(
+        "all",
+        sum(phase.waiting_us for phase in phases),
+        sum(phase.multiplying_us for phase in phases),
+        sum(phase.finishing_us for phase in phases),
+    )
+
+
 def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: float) -> None:
     """Phases in their order; MBU where a phase reads something."""
     by_phase = {part.phase: part for part in read}
 
-    def moved(phase: str) -> tuple[str, str]:
-        part = by_phase.get(phase)
-        return ("", "") if part is None else (gigabytes(part.num_bytes), f"{part.mbu:.0%}")
+    def of_traffic(phase: PhaseTime, shown: Callable[[PhaseTraffic], str]) -> str:
+        part = by_phase.get(phase.phase)
+        return "" if part is None else shown(part)
 
-    everything = PhaseTime(
-        "all",
-        sum(p.waiting_us for p in phases),
-        sum(p.multiplying_us for p in phases),
-        sum(p.finishing_us for p in phases),
-    )
-    show_table(
-        (
-            "phase",
-            "waiting µs",
-            "multiplying µs",
-            "finishing µs",
-            "together µs",
-            "of the round",
-            "reads",
-            "MBU",
-        ),
-        [
-            (
-                phase.phase,
-                f"{phase.waiting_us:.1f}",
-                f"{phase.multiplying_us:.1f}",
-                f"{phase.finishing_us:.1f}",
-                f"{phase.total_us:.1f}",
-                f"{phase.total_us / total_us:.1%}",
-                *moved(phase.phase),
-            )
-            for phase in [*phases, everything]
-        ],
+    show_columns(
+        [*phases, _together(phases)],
+        ("phase", lambda phase: phase.phase),
+        ("waiting µs", lambda phase: f"{phase.waiting_us:.1f}"),
+        ("multiplying µs", lambda phase: f"{phase.multiplying_us:.1f}"),
+        ("finishing µs", lambda phase: f"{phase.finishing_us:.1f}"),
+        ("together µs", lambda phase: f"{phase.total_us:.1f}"),
+        ("of the round", lambda phase: f"{phase.total_us / total_us:.1%}"),
+        ("reads", lambda phase: of_traffic(phase, lambda part: gigabytes(part.num_bytes))),
+        ("MBU", lambda phase: of_traffic(phase, lambda part: f"{part.mbu:.0%}")),
     )
     if read:
         print("MBU of a phase: its bytes over its time; weights also load ahead, while blocks wait")

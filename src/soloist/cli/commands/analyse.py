@@ -1,5 +1,6 @@
 """`soloist info`, `plan` and `trace`: their options."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 from soloist.cli import options as o
 from soloist.errors import SettingError
 
-_SPECULATION = "Speculation"
+_speculation = partial(typer.Option, rich_help_panel="Speculation")
 
 
 def info(
@@ -27,8 +28,7 @@ def plan(
     model: o.OptionalModel = None,
     config: Annotated[Path | None, typer.Option(help="A config.json instead of a model.")] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(help="A GPU, such as H200 or 'RTX 4090'; default: this machine's."),
+        str | None, typer.Option(help="A GPU, such as H200 or 'RTX 4090'; default: this machine's.")
     ] = None,
     context: Annotated[
         int | None,
@@ -45,43 +45,31 @@ def plan(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Draft model, or its config.json; default: none, drafts by prompt lookup.",
-            rich_help_panel=_SPECULATION,
+        _speculation(
+            help="Draft model, or its config.json; default: none, drafts by prompt lookup."
         ),
     ] = None,
     drafts: Annotated[
         int | None,
-        typer.Option(
-            help="Draft tokens per round, 1 to 7; default: 7 by lookup, 4 by a model.",
-            rich_help_panel=_SPECULATION,
-        ),
+        _speculation(help="Draft tokens per round, 1 to 7; default: 7 by lookup, 4 by a model."),
     ] = None,
     acceptance: Annotated[
         float | None,
-        typer.Option(
-            help="Share of draft tokens accepted; default, assumed: 0.3 by lookup, 0.7 by a model.",
-            rich_help_panel=_SPECULATION,
+        _speculation(
+            help="Share of draft tokens accepted; default, assumed: 0.3 by lookup, 0.7 by a model."
         ),
     ] = None,
-    price: Annotated[
-        float | None, typer.Option(help="Price of one GPU per hour.", rich_help_panel=o.COST)
-    ] = None,
+    price: Annotated[float | None, o.cost(help="Price of one GPU per hour.")] = None,
     utilisation: o.Utilisation = 1.0,
     step: Annotated[
         str,
-        typer.Option(
-            metavar="PROMPT/NEW",
-            help="Prompt tokens and new tokens of an interactive step.",
-            rich_help_panel=o.COST,
-        ),
+        o.cost(metavar="PROMPT/NEW", help="Prompt tokens and new tokens of an interactive step."),
     ] = "2000/200",
     api_price: Annotated[
         str | None,
-        typer.Option(
+        o.cost(
             metavar="PROMPT/NEW",
             help="API price per million tokens, such as 0.6/2.4, to compare with --price.",
-            rich_help_panel=o.COST,
         ),
     ] = None,
     revision: o.Revision = None,
@@ -143,8 +131,7 @@ def trace(
         ),
     ] = False,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Show an existing trace file; needs no GPU."),
+        Path | None, typer.Option("--from", help="Show an existing trace file; needs no GPU.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw one layer of the trace to this SVG file.")

@@ -20,11 +20,7 @@ _KERNEL_CACHES: "dict[str, tuple[KernelCache, ...]]" = {
 def decode(
     model: o.OptionalModel = None,
     shape: Annotated[
-        Path | None,
-        typer.Option(
-            help="A config.json, with random weights, instead of a model.",
-            rich_help_panel=o.WITH_SHAPE,
-        ),
+        Path | None, o.with_shape(help="A config.json, with random weights, instead of a model.")
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 256,
@@ -33,13 +29,8 @@ def decode(
         str | None,
         typer.Option(help="Also measure this engine on the same weights, in turns: transformers."),
     ] = None,
-    columns: Annotated[
-        int,
-        typer.Option(help="Tokens of each sequence in one step.", rich_help_panel=o.WITH_SHAPE),
-    ] = 1,
-    sequences: Annotated[
-        int, typer.Option(help="Sequences decoded together.", rich_help_panel=o.WITH_SHAPE)
-    ] = 1,
+    columns: Annotated[int, o.with_shape(help="Tokens of each sequence in one step.")] = 1,
+    sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
     device: o.Device = "auto",
@@ -92,8 +83,7 @@ def prefill(
     ] = None,
     runs: o.Runs = 5,
     prefix: Annotated[
-        str,
-        typer.Option(help="cold: nothing is cached; warm: the prompt came before; or both."),
+        str, typer.Option(help="cold: nothing is cached; warm: the prompt came before; or both.")
     ] = "both",
     busy: o.Busy = 0,
     device: o.Device = "auto",

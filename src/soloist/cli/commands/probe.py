@@ -1,6 +1,7 @@
 """`soloist bench serve`, `agent` and `neighbours`: servers, measured from outside."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from soloist.bench.traffic import Traffic
 
 _APIS: "dict[str, Api]" = {"chat": "chat", "completions": "completions"}
-_MBU = "Memory-bandwidth utilisation"
+_mbu = partial(typer.Option, rich_help_panel="Memory-bandwidth utilisation")
 _Urls = Annotated[
     list[str],
     typer.Argument(
@@ -104,27 +105,19 @@ def serve(
         ),
     ] = "both",
     config: Annotated[
-        Path | None,
-        typer.Option(help="The model's config.json, for bytes per token.", rich_help_panel=_MBU),
+        Path | None, _mbu(help="The model's config.json, for bytes per token.")
     ] = None,
     precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Weights in the server: fp32, bf16, fp16, fp8, int4 or fp4.",
-            rich_help_panel=_MBU,
-        ),
+        str | None, _mbu(help="Weights in the server: fp32, bf16, fp16, fp8, int4 or fp4.")
     ] = None,
     bandwidth_file: Annotated[
         Path | None,
-        typer.Option(
+        _mbu(
             "--bandwidth",
             help="Result file of soloist bench bandwidth, made on the server's machine.",
-            rich_help_panel=_MBU,
         ),
     ] = None,
-    gpus: Annotated[
-        int, typer.Option(help="GPUs that run the model in the server.", rich_help_panel=_MBU)
-    ] = 1,
+    gpus: Annotated[int, _mbu(help="GPUs that run the model in the server.")] = 1,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -174,17 +167,13 @@ def agent(
         int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")
     ] = 128,
     runs: Annotated[int, typer.Option(help="Timed loops after one to warm up.")] = 3,
-    price: Annotated[
-        float | None,
-        typer.Option(help="Price of the server's machine per hour.", rich_help_panel=o.COST),
-    ] = None,
+    price: Annotated[float | None, o.cost(help="Price of the server's machine per hour.")] = None,
     utilisation: o.Utilisation = 1.0,
     api_price: Annotated[
         str | None,
-        typer.Option(
+        o.cost(
             metavar="PROMPT/NEW",
             help="Price per million tokens, such as 0.6/2.4; or PROMPT/CACHED/NEW.",
-            rich_help_panel=o.COST,
         ),
     ] = None,
     output: o.Output = None,

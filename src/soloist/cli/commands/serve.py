@@ -26,7 +26,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Name, without port, to accept in the Host header besides local names; may be "
-            "repeated; '*' for any. Default: any name, or only local names if --host is local.",
+            "repeated; '*' for any. Default: any name, or only local names if --host is local."
         ),
     ] = None,
     cors_origin: Annotated[
@@ -53,8 +53,7 @@ def serve(
         float, typer.Option(help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
     stall_timeout: Annotated[
-        float,
-        typer.Option(help="End the server after so many seconds without progress; 0: never."),
+        float, typer.Option(help="End the server after so many seconds without progress; 0: never.")
     ] = 120.0,
     prefix_cache: Annotated[
         bool,
