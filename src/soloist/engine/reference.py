@@ -12,7 +12,6 @@ from torch import Tensor
 
 from soloist.engine.executor import (
     SCORED_TOKENS,
-    CachedTokens,
     Executor,
     Outcome,
     Picked,
@@ -23,6 +22,7 @@ from soloist.engine.request import Request
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.prefix import Match, Node, PrefixTree
+from soloist.kv.tiers import CachedTokens
 from soloist.model.config import ModelConfig
 from soloist.model.torch_types import Weights
 from soloist.reference.build import build_reference
