@@ -10,14 +10,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from soloist.engine.executor import (
-    SCORED_TOKENS,
-    Executor,
-    Outcome,
-    Picked,
-    own_failure,
-    pick,
-)
+from soloist.engine.executor import SCORED_TOKENS, Executor, Outcome, Picked, own_failure, pick
 from soloist.engine.request import Request
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
