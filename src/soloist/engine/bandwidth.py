@@ -22,7 +22,6 @@ _LEAST_GPU_BYTES = 2**30
 _REPEATS = 9
 # While loading, where a start should be quick.
 _BRIEF_HOST_BYTES = 192 * 2**20
-_BRIEF_REPEATS = 9
 # A GPU that was idle, or is not yet warm, reads up to 6 % slower for milliseconds or seconds: see
 # docs/experiments/. So it reads for so long, and its fastest readings count.
 _GPU_S = 1.0
@@ -54,7 +53,7 @@ def read_bandwidth(device: torch.device) -> Bandwidth:
     """Rate at which `device` reads a large buffer of random numbers; a GPU at its best."""
     if device.type == "cuda":
         return _read_by_gpu(device, _GPU_BYTES, _GPU_S)
-    return _read_by_host(device, _HOST_BYTES, _REPEATS)
+    return _read_by_host(device, _HOST_BYTES)
 
 
 def brief_bandwidth(device: torch.device, free_bytes: int) -> Bandwidth | None:
@@ -63,7 +62,7 @@ def brief_bandwidth(device: torch.device, free_bytes: int) -> Bandwidth | None:
     Of a few readings by a host that has other things to do as well, the best one counts.
     """
     if device.type != "cuda":
-        read = _read_by_host(device, _BRIEF_HOST_BYTES, _BRIEF_REPEATS)
+        read = _read_by_host(device, _BRIEF_HOST_BYTES)
         return Bandwidth((max(read.rates_gb_per_s),), f"{read.method}, the best of several")
     most_bytes = min(_GPU_BYTES, free_bytes // 4)
     if most_bytes < _LEAST_GPU_BYTES:
@@ -71,10 +70,10 @@ def brief_bandwidth(device: torch.device, free_bytes: int) -> Bandwidth | None:
     return _read_by_gpu(device, most_bytes, _BRIEF_GPU_S)
 
 
-def _read_by_host(device: torch.device, num_bytes: int, repeats: int) -> Bandwidth:
+def _read_by_host(device: torch.device, num_bytes: int) -> Bandwidth:
     buffer = torch.rand(num_bytes // 4, device=device)
     rates = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         buffer.sum()
         rates.append(num_bytes / (time.perf_counter() - start) / 1e9)

@@ -141,10 +141,13 @@ def resolve(
         dtype = stored
     context = wanted or max(1, footprint(dtype).fitting_context(available_bytes))
     memory = footprint(dtype).require(context, available_bytes)
-    kv_tokens = _kv_tokens(asked.sequences, context, model, dtype, available_bytes, memory)
-    token_bytes = kv_bytes_per_token(model, dtype)
-    memory = replace(memory, kv_bytes=memory.kv_bytes + (kv_tokens - context) * token_bytes)
-    return Resolved(device, dtype, context, memory, kv_tokens)
+    # Further contexts for requests side by side take half of what is then left. The other half
+    # serves what may, but need not, be in memory: on a GPU, rows for prefill.
+    left, token_bytes = available_bytes - memory.needed_bytes, kv_bytes_per_token(model, dtype)
+    further = min(left // 2 // token_bytes, (asked.sequences - 1) * context)
+    further -= further % PAGE_POSITIONS
+    memory = replace(memory, kv_bytes=memory.kv_bytes + further * token_bytes)
+    return Resolved(device, dtype, context, memory, context + further)
 
 
 def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) -> int:
@@ -170,21 +173,3 @@ def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) 
         fits = f"up to {gigabytes(free_bytes)} are free"
         raise OutOfMemory("the host cache", wanted, free_bytes, fits)
     return wanted
-
-
-def _kv_tokens(
-    sequences: int,
-    context: int,
-    model: ModelConfig,
-    dtype: Dtype,
-    available_bytes: int,
-    memory: MemoryEstimate,
-) -> int:
-    """One context, and further ones for requests side by side from half of what is then left.
-
-    The other half serves what may, but need not, be in memory: on a GPU, rows for prefill.
-    """
-    left = max(0, available_bytes - memory.needed_bytes)
-    further = left // 2 // kv_bytes_per_token(model, dtype)
-    further = min(further, (sequences - 1) * context)
-    return context + further // PAGE_POSITIONS * PAGE_POSITIONS

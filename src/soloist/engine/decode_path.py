@@ -4,11 +4,6 @@ Rounds of up to eight queries of one sequence give the bits that rounds of one w
 are read so, prompts whose every token is scored, forced tokens, and answers that are read again.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
-
-from torch import Tensor
-
 from soloist.engine.executor import SCORED_TOKENS, Picked, pick
 from soloist.engine.request import Request
 from soloist.errors import BadLogits
@@ -16,76 +11,32 @@ from soloist.kv.allocator import SequenceAllocation
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import bad_score
 from soloist.sampling import Sampler
-from soloist.sampling.constraint import Words
 
 # In a row of the page tables whose write has not succeeded; no page has this number.
 _UNKNOWN_PAGE = -1
-
-
-class Launches(Protocol):
-    """What generating needs of a `Decoder`."""
-
-    max_rounds: int
-
-    @property
-    def logits(self) -> Tensor:
-        """[8, at least V] fp32, of the last round."""
-        ...
-
-    @property
-    def page_tables(self) -> Tensor:
-        """[sequences, pages] int32, to be read; `write_pages` changes them."""
-        ...
-
-    def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
-        """The first pages of a sequence."""
-        ...
-
-    def start(self, queries: Sequence[Query], rounds: int) -> None:
-        """Start a launch."""
-        ...
-
-    def tokens(self) -> Iterator[list[int]]:
-        """The launch's tokens as they come, to its end."""
-        ...
-
-    def stop(self) -> None:
-        """Ask the launch to end soon."""
-        ...
-
-    def allow(self, query: int, words: Words | None) -> None:
-        """Say what a query may choose next; None: the launch ends, whatever it chooses."""
-        ...
-
-    def abandon(self) -> None:
-        """Have the launch end soon; nobody asks what its tokens are."""
-        ...
-
-    def run(self, queries: Sequence[Query], rounds: int) -> list[list[int]]:
-        """A launch from start to end."""
-        ...
 
 
 class DecodePath:
     """Reads tokens of requests in launches of their own.
 
     Args:
-        launches: of the decode kernel.
+        decoder: launches rounds.
         vocab_size: V.
     """
 
-    def __init__(self, launches: Launches, vocab_size: int) -> None:
-        self._launches, self._vocab_size = launches, vocab_size
-        self._page_tables = launches.page_tables.tolist()
+    def __init__(self, decoder: Launcher, vocab_size: int) -> None:
+        self._decoder, self._vocab_size = decoder, vocab_size
+        self._page_tables = decoder.page_tables.tolist()
 
     def row_of(self, allocation: SequenceAllocation) -> int:
         """The row of the kernel's page tables that has a sequence's pages now."""
         count, table = len(allocation.pages), self._page_tables[allocation.row]
         if table[:count] != allocation.pages:
             table[:count] = [_UNKNOWN_PAGE] * count  # until the write has succeeded
-            self._launches.write_pages(allocation.row, allocation.pages)
+            self._decoder.write_pages(allocation.row, allocation.pages)
             table[:count] = allocation.pages
         return allocation.row
 
@@ -100,12 +51,12 @@ class DecodePath:
         ids, row = request.prompt_ids, self.row_of(allocation)
         width, last = min(len(ids), MAX_QUERIES), (len(ids) - 1) % MAX_QUERIES
         queries = [Query(row, q, ids[q::width], stride=width) for q in range(width)]
-        token_id = self._launches.run(queries, -(-len(ids) // width))[-1][last]
+        token_id = self._decoder.run(queries, -(-len(ids) // width))[-1][last]
         request.num_read = len(ids)
         if request.sampler.output_ids:
             return None
         if request.top_logprobs is not None or choice_of(request.sampler) is not None:
-            return pick(request, self._launches.logits[last, : self._vocab_size])
+            return pick(request, self._decoder.logits[last, : self._vocab_size])
         # The best one, as the kernel has found.
         if token_id >= self._vocab_size:
             raise BadLogits(len(request.prompt_ids), bad_score(token_id))
@@ -124,8 +75,8 @@ class DecodePath:
         stop = min(start + SCORED_TOKENS, len(ids))
         for first in range(start, stop, MAX_QUERIES):
             part = ids[first : min(first + MAX_QUERIES, stop)]
-            self._launches.run([Query(row, first + q, [x]) for q, x in enumerate(part)], 1)
-            rows = self._launches.logits[: len(part), : self._vocab_size]
+            self._decoder.run([Query(row, first + q, [x]) for q, x in enumerate(part)], 1)
+            rows = self._decoder.logits[: len(part), : self._vocab_size]
             request.score(first, rows)
         request.num_read = stop
         is_resumed = bool(request.sampler.output_ids)
@@ -146,7 +97,7 @@ class DecodePath:
                 Query(row, start + begin + q, part[q::width], stride=width) for q in range(width)
             ]
             if queries:
-                self._launches.run(queries, len(part) // width)
+                self._decoder.run(queries, len(part) // width)
 
 
 def choice_of(sampler: Sampler) -> Choice | None:

@@ -36,7 +36,7 @@ from soloist.model.tensors import parameters, streamed_values
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
-from soloist.settings import Settings, read_settings
+from soloist.settings import read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
@@ -143,7 +143,8 @@ class Engine:
         if upload is not None and placed.ranks > 1:
             upload.close()  # ranks read their shares
             upload = None
-        free_bytes = _free_bytes(device) if placed.ranks == 1 else placed.free_bytes()
+        is_on_gpu = device.type == "cuda"
+        free_bytes = placed.free_bytes() if is_on_gpu else available_memory_bytes()
         if upload is not None:
             free_bytes += upload.held_bytes()  # until weights are in place
 
@@ -158,7 +159,9 @@ class Engine:
         )  # fmt: skip
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
-        _set_threads(settings)
+        # One thread a physical core: single-row products are bound by memory, and hyper-threads or
+        # an oversubscribed container only add waiting.
+        torch.set_num_threads(settings.threads or usable_cores())
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         support = support_in(resolved.dtype)
         weights_bytes = row_bytes(tensors(held), resolved.dtype)
@@ -322,15 +325,3 @@ def _executor(
 def _gpu_dtype(asked: EngineConfig, stored: Dtype) -> Dtype:
     """What weights on a GPU are in; `resolve` refuses other names of precisions."""
     return next((dtype for dtype in Dtype if dtype.value == asked.precision), stored)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory_bytes()
-
-
-def _set_threads(settings: Settings) -> None:
-    # One thread a physical core: single-row products are bound by memory, and hyper-threads or an
-    # oversubscribed container only add waiting.
-    torch.set_num_threads(settings.threads or usable_cores())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from soloist.engine.request import Request
 from soloist.errors import DeviceError, RequestError, StepFailed
+from soloist.kv.tiers import CachedTokens
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
 
 log = logging.getLogger(__name__)
@@ -46,25 +47,6 @@ class Picked:
 # What a round brings for one request: a token; why it cannot go on; or nothing, since the request
 # waits for the next rounds.
 Outcome = Picked | RequestError | None
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Prompt tokens in the prefix cache, and how many have moved since the start.
-
-    Attributes:
-        on_device: where they can be used at once.
-        on_host: in the host's memory.
-        offloaded: ever copied to the host.
-        fetched: ever copied back.
-        evicted: ever dropped from both.
-    """
-
-    on_device: int = 0
-    on_host: int = 0
-    offloaded: int = 0
-    fetched: int = 0
-    evicted: int = 0
 
 
 class Executor(ABC):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,9 @@ from soloist.kv.allocator import num_pages_of
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.pool import PagePool
-from soloist.kv.tiers import Host
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.ranks import Launcher, Ranks
+from soloist.megakernel.ranks import Ranks
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
@@ -112,13 +112,9 @@ def load_kernel(
 
     def load(rank: int) -> LoadedRank:
         device, own = devices[rank], weights[rank]
-        with torch.cuda.device(device):
-            if plan.ranks == 1:
-                return _load_rank(plan, 0, own, device, capacity, cache_root, keep_rows=keep_rows)
-            with failures_of(rank, device):
-                return _load_rank(
-                    plan, rank, own, device, capacity, cache_root, keep_rows=keep_rows
-                )
+        naming_rank = nullcontext() if plan.ranks == 1 else failures_of(rank, device)
+        with torch.cuda.device(device), naming_rank:
+            return _load_rank(plan, rank, own, device, capacity, cache_root, keep_rows=keep_rows)
 
     ranks = [load(0)]  # the first one compiles for all
     if plan.ranks > 1:
@@ -201,19 +197,17 @@ class KernelModel(KernelExecutor):
         self.devices, self._keeps_rows = tuple(devices), keeps_rows
         self.page_tables = capacity.page_tables
         self.pools = [rank.pool for rank in ranks]
-        self.decoder: Launcher = ranks[0].decoder
-        if plan.ranks > 1:
-            self.decoder = Ranks([rank.decoder for rank in ranks])
-        self.prefill = Prefill([rank.prefill for rank in ranks])
+        decoders = [rank.decoder for rank in ranks]
+        decoder = decoders[0] if plan.ranks == 1 else Ranks(decoders)
+        prefill = Prefill([rank.prefill for rank in ranks])
         if capacity.keeps_prefixes:
             with torch.cuda.device(self.device):
-                self.prefill.settle_widths()
+                prefill.settle_widths()
         own_bytes = capacity.host_bytes // plan.ranks
-        hosts = [HostPages(pool.tensor, own_bytes) for pool in self.pools]
-        host: Host = hosts[0] if plan.ranks == 1 else HostPagesOfRanks(hosts)
+        host = HostPagesOfRanks([HostPages(pool.tensor, own_bytes) for pool in self.pools])
         super().__init__(
-            self.decoder, self.prefill, capacity.num_pages, plan.model.vocab_size,
-            capacity.chunk_tokens, keeps_prefixes=capacity.keeps_prefixes, host=host,
+            decoder, prefill, capacity.num_pages, plan.model.vocab_size, capacity.chunk_tokens,
+            keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
 
     @property

@@ -6,14 +6,10 @@ a launch.
 """
 
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
-from torch import Tensor
-
-from soloist.engine.decode_path import DecodePath, Launches, choice_of
+from soloist.engine.decode_path import DecodePath, choice_of
 from soloist.engine.executor import (
     SCORED_TOKENS,
-    CachedTokens,
     Executor,
     Outcome,
     Picked,
@@ -26,12 +22,13 @@ from soloist.engine.request import Request
 from soloist.errors import BadLogits
 from soloist.kv.allocator import KvAllocator, SequenceAllocation
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
-from soloist.kv.tiers import Host
+from soloist.kv.tiers import CachedTokens, Host
 from soloist.megakernel.abi import MAX_STOPS
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import bad_score
-from soloist.prefill.upload import TokenIds
+from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 
 # Prompts of up to so many tokens are read by the decode kernel: three rounds of eight queries take
@@ -53,33 +50,15 @@ _REPLAYED_TOKENS = 64
 _CHOOSING = "choosing a token"
 
 
-class PromptPass(Protocol):
-    """What reading prompts needs of a `Prefill`."""
-
-    most_tokens: int
-    widths: tuple[int, ...]
-
-    def run(
-        self,
-        token_ids: TokenIds,
-        position: int,
-        page_table: Sequence[int],
-        *,
-        want_logits: bool = True,
-    ) -> Tensor | None:
-        """Logits [V] of the last token, where they are wanted."""
-        ...
-
-
 class KernelExecutor(Executor):
-    """Requests over anything that launches rounds and reads prompts.
+    """Requests over what launches rounds and what reads prompts.
 
     A request takes pages of the pool as it comes to their positions. One that is preempted frees
     them all, and reads again what it had come to: the prompt as before, its answer in rounds of
     eight queries, which give the bits of one.
 
     Args:
-        launches: run rounds; their page tables have a row for each request.
+        decoder: launches rounds; its page tables have a row for each request.
         prefill: reads longer prompts.
         num_pages: pages in the pool; at least one context's.
         vocab_size: V.
@@ -93,8 +72,8 @@ class KernelExecutor(Executor):
 
     def __init__(
         self,
-        launches: Launches,
-        prefill: PromptPass,
+        decoder: Launcher,
+        prefill: Prefill,
         num_pages: int,
         vocab_size: int,
         chunk_tokens: int = MOST_PASS_TOKENS,
@@ -102,8 +81,8 @@ class KernelExecutor(Executor):
         keeps_prefixes: bool = False,
         host: Host | None = None,
     ) -> None:
-        self._launches, self._prompt_pass = launches, prefill
-        self._decode_path = DecodePath(launches, vocab_size)
+        self.decoder, self.prefill = decoder, prefill
+        self._decode_path = DecodePath(decoder, vocab_size)
         self._vocab_size = vocab_size
         most = min(chunk_tokens, prefill.most_tokens)
         self.chunks = growing_chunks(most) if keeps_prefixes else PrefixChunks(most, most)
@@ -113,7 +92,7 @@ class KernelExecutor(Executor):
         if keeps_prefixes and (narrow := [w for w in whole if w <= most]):
             self._widest = narrow[-1], whole[-1]
             self.chunks = PrefixChunks(LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS)
-        self.max_running = min(MAX_QUERIES, launches.page_tables.shape[0])
+        self.max_running = min(MAX_QUERIES, decoder.page_tables.shape[0])
         self.allocator = KvAllocator(
             self.max_running, num_pages, self.chunks, keeps_prefixes=keeps_prefixes, host=host
         )
@@ -189,15 +168,7 @@ class KernelExecutor(Executor):
     @property
     def cached(self) -> CachedTokens:
         """See Executor."""
-        # The engine's thread may be between two of these counts.
-        tiers, moved, on_host = self.tiers, self.tiers.moved, self.tiers.offloaded_tokens
-        return CachedTokens(
-            on_device=max(0, tiers.cached_tokens - on_host),
-            on_host=on_host,
-            offloaded=moved.offloaded_tokens,
-            fetched=moved.fetched_tokens,
-            evicted=moved.evicted_tokens,
-        )
+        return self.tiers.cached
 
     @property
     def num_pages(self) -> int:
@@ -242,7 +213,7 @@ class KernelExecutor(Executor):
             request.num_cached += 0 if is_resumed else num_adopted
             return None
         prompt_ids = request.sampler.counts.prompt_ids[start : start + len(chunk)]
-        logits = self._prompt_pass.run(prompt_ids, start, allocation.pages, want_logits=is_last)
+        logits = self.prefill.run(prompt_ids, start, allocation.pages, want_logits=is_last)
         request.num_read += len(chunk)
         self.allocator.cache(allocation, start, chunk)
         return None if logits is None or is_resumed else pick(request, logits)
@@ -269,7 +240,7 @@ class KernelExecutor(Executor):
         its last round only.
         """
         shows_logits = any(r.top_logprobs is not None for r in requests)
-        count = 1 if shows_logits else min(most, self._launches.max_rounds)
+        count = 1 if shows_logits else min(most, self.decoder.max_rounds)
         count = self._take_pages(requests, min(count, *(r.num_wanted for r in requests)))
         queries = []
         for number, one in enumerate(requests):
@@ -284,8 +255,8 @@ class KernelExecutor(Executor):
                 yield [failure if n == number else None for n in range(len(requests))]
                 return
         settled: dict[int, Outcome] = {}
-        self._launches.start(queries, count)
-        tokens = self._launches.tokens()
+        self.decoder.start(queries, count)
+        tokens = self.decoder.tokens()
         try:
             for chosen in list(tokens) if shows_logits else tokens:
                 yield [
@@ -295,7 +266,7 @@ class KernelExecutor(Executor):
                     for query, r in enumerate(requests)
                 ]
         finally:
-            self._launches.abandon()
+            self.decoder.abandon()
             for _ in tokens:
                 pass
             for one in requests:
@@ -323,7 +294,7 @@ class KernelExecutor(Executor):
             return self._chosen(query, request, token_id, settled)
         except Exception as error:  # noqa: BLE001 - the other queries go on
             failure = own_failure(_CHOOSING, error)
-            self._launches.allow(query, None)
+            self.decoder.allow(query, None)
             settled[query] = failure
             return failure
 
@@ -334,19 +305,19 @@ class KernelExecutor(Executor):
             raise BadLogits(request.position + 1, bad_score(token_id))
         request.sampler.observe(token_id)
         if request.top_logprobs is not None:
-            return picked(request, token_id, self._launches.logits[query, : self._vocab_size])
+            return picked(request, token_id, self.decoder.logits[query, : self._vocab_size])
         outcome = Picked(token_id, forced=take_forced(request, SPAN_TOKENS))
         if request.sampler.is_constrained:
             # As soon as it is known: the kernel may be waiting for it.
             ends = bool(request.num_behind) or request.has_all_tokens
-            self._launches.allow(query, None if ends else request.sampler.allowed())
+            self.decoder.allow(query, None if ends else request.sampler.allowed())
             if ends:
                 settled[query] = None
         return outcome
 
     def stop(self) -> None:
         """See Executor."""
-        self._launches.stop()
+        self.decoder.stop()
 
 
 def _query(request: Request, row: int) -> Query:

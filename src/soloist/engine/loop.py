@@ -11,11 +11,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from soloist.engine.core import WAITING, EngineCore
-from soloist.engine.executor import CachedTokens, Executor
+from soloist.engine.executor import Executor
 from soloist.engine.request import Request
 from soloist.engine.scheduler import Step
 from soloist.engine.traffic import Traffic
 from soloist.errors import EngineStopped, QueueFull, ShuttingDown, SoloistError
+from soloist.kv.tiers import CachedTokens
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import Constraint
 from soloist.sampling.params import Scores

@@ -10,19 +10,12 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from soloist.engine.executor import (
-    SCORED_TOKENS,
-    CachedTokens,
-    Executor,
-    Outcome,
-    Picked,
-    own_failure,
-    pick,
-)
+from soloist.engine.executor import SCORED_TOKENS, Executor, Outcome, Picked, own_failure, pick
 from soloist.engine.request import Request
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.prefix import Match, Node, PrefixTree
+from soloist.kv.tiers import CachedTokens
 from soloist.model.config import ModelConfig
 from soloist.model.torch_types import Weights
 from soloist.reference.build import build_reference

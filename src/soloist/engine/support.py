@@ -10,7 +10,6 @@ from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.prefill.part import require_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,6 @@ def support_on(
     """The same for a GPU in figures."""
     try:
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
-        plan = make_plan(config, dtype, gpu, ranks)
-        if config.lanes is None:  # of others the plan knows all that reading prompts needs
-            require_prefill(config)
-        return Support(plan)
+        return Support(make_plan(config, dtype, gpu, ranks))
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference implementation")

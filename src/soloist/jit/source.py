@@ -6,7 +6,7 @@ Includes are resolved from one root only, so that the digest covers all that the
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,17 +56,16 @@ class Source:
 
     def digest(self, arch: str, options: Sequence[str], nvrtc_version: tuple[int, int]) -> str:
         """SHA-256, as hex digits, over everything that decides what the compiler produces."""
-        return _digest(
-            {
-                "writer": _WRITER_VERSION,
-                "kernel": self.kernel,
-                "text": self.text,
-                "headers": self.headers,
-                "arch": arch,
-                "options": list(options),
-                "nvrtc": list(nvrtc_version),
-            }
-        )
+        ingredients = {
+            "writer": _WRITER_VERSION,
+            "kernel": self.kernel,
+            "text": self.text,
+            "headers": self.headers,
+            "arch": arch,
+            "options": list(options),
+            "nvrtc": list(nvrtc_version),
+        }
+        return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
     def _read(self, name: str, includer: str) -> str:
         path = self.root / name
@@ -88,7 +87,3 @@ def _includes(includer: str, text: str) -> list[str]:
             raise BadInclude(includer, target.strip(), reason)
         names.append(quoted[1])
     return names
-
-
-def _digest(ingredients: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

@@ -113,7 +113,7 @@ class HostPages:
 
 
 class HostPagesOfRanks:
-    """The same for the pools of several ranks, whose pages have the same numbers.
+    """The same for the pools of all ranks, whose pages have the same numbers.
 
     Args:
         parts: one for each rank.

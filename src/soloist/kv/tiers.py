@@ -44,13 +44,23 @@ class Host(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Moved:
-    """Tokens of cached prompts since the start: offloaded, fetched and evicted."""
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens in the prefix cache, and how many have moved since the start.
 
-    offloaded_tokens: int = 0
-    fetched_tokens: int = 0
-    evicted_tokens: int = 0
+    Attributes:
+        on_device: where they can be used at once.
+        on_host: in the host's memory.
+        offloaded: ever copied to the host.
+        fetched: ever copied back.
+        evicted: ever dropped from both.
+    """
+
+    on_device: int = 0
+    on_host: int = 0
+    offloaded: int = 0
+    fetched: int = 0
+    evicted: int = 0
 
 
 class CacheTiers:
@@ -60,7 +70,6 @@ class CacheTiers:
         pages: of the pool.
         host_pages: of the host's memory.
         tree: of what is cached; None where nothing ever is.
-        moved: between the tiers, since the start.
 
     Args:
         num_pages: of the pool.
@@ -72,8 +81,8 @@ class CacheTiers:
         self.pages = FreeList(num_pages)
         self.host_pages = FreeList(0 if host is None else host.num_pages)
         self.tree: PrefixTree[list[int]] | None = None if chunks is None else PrefixTree(chunks)
-        self.moved = Moved()
         self._host = host
+        self._num_offloaded = self._num_fetched = self._num_evicted = 0  # tokens, since the start
 
     @property
     def num_available(self) -> int:
@@ -82,14 +91,18 @@ class CacheTiers:
         return self.pages.num_free + idle
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of all cached chunks, offloaded or not."""
-        return 0 if self.tree is None else self.tree.num_tokens
-
-    @property
-    def offloaded_tokens(self) -> int:
-        """Cached tokens that lie on the host."""
-        return (self.host_pages.num_pages - self.host_pages.num_free) * PAGE_POSITIONS
+    def cached(self) -> CachedTokens:
+        """How many tokens are cached; may be asked from any thread."""
+        # The engine's thread may be between two of these counts.
+        on_host = (self.host_pages.num_pages - self.host_pages.num_free) * PAGE_POSITIONS
+        num_cached = 0 if self.tree is None else self.tree.num_tokens
+        return CachedTokens(
+            on_device=max(0, num_cached - on_host),
+            on_host=on_host,
+            offloaded=self._num_offloaded,
+            fetched=self._num_fetched,
+            evicted=self._num_evicted,
+        )
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of the pool, if need be instead of idle chunks.
@@ -113,7 +126,7 @@ class CacheTiers:
             self.pages.free(reversed(pages))
             raise
         self.restore(node, pages)
-        self.moved.fetched_tokens += len(node.tokens)
+        self._num_fetched += len(node.tokens)
 
     def restore(self, node: PageNode, pages: list[int]) -> None:
         """Have an offloaded chunk in pages of the pool, which hold the same bits or soon will."""
@@ -134,7 +147,7 @@ class CacheTiers:
         pages = node.held
         if (host_pages := self._offload(pages)) is not None:
             self.tree.move(node, host_pages, is_offloaded=True)
-            self.moved.offloaded_tokens += len(node.tokens)
+            self._num_offloaded += len(node.tokens)
         else:
             self.join()  # the chunk may still be on its way to these pages
             self._evict(node)
@@ -162,6 +175,6 @@ class CacheTiers:
         for child in list(node.children.values()):
             self._evict(child)
         self.tree.remove(node)
-        self.moved.evicted_tokens += len(node.tokens)
+        self._num_evicted += len(node.tokens)
         if node.is_offloaded:
             self.host_pages.free(reversed(node.held))

@@ -9,12 +9,14 @@ even if computing, waiting and exchanging took no time. Nothing stays in a cache
 the next; only of models of a few tens of megabytes could it.
 """
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from soloist.model.dtype import Dtype
+from soloist.model.tensors import TensorSpec
 from soloist.planning.model import Model
-from soloist.planning.precision import Precision, streamed_bytes
+from soloist.planning.precision import Precision, weights_bytes
 
 
 class Kind(Enum):
@@ -98,11 +100,11 @@ def prompt_cost(model: Model, precision: Precision, tokens: int) -> StepCost:
 
 def weight_bytes(model: Model, precision: Precision, queries: int = 1) -> int:
     """Weights that a step reads; of experts only those that its queries choose."""
-    return streamed_bytes(
-        model.specs,
-        precision,
-        tied_head=model.tied_head,
-        share_read=lambda spec: model.share_read(spec, queries),
+    return math.ceil(
+        sum(
+            weights_bytes([spec], precision) * model.share_read(spec, queries)
+            for spec in _streamed(model)
+        )
     )
 
 
@@ -137,11 +139,12 @@ def _state_bytes(model: Model) -> int:
 
 def _values_used(model: Model) -> float:
     """Weights that one query multiplies with."""
-    return sum(
-        spec.num_values * model.share_read(spec, 1)
-        for spec in model.specs
-        if model.tied_head or spec.name != "embedding"
-    )
+    return sum(spec.num_values * model.share_read(spec, 1) for spec in _streamed(model))
+
+
+def _streamed(model: Model) -> list[TensorSpec]:
+    """All tensors but an untied embedding, of which one row is looked up."""
+    return [spec for spec in model.specs if model.tied_head or spec.name != "embedding"]
 
 
 def kind_of(model: Model) -> Kind:

@@ -5,7 +5,7 @@ biases stay 16-bit, and so does the KV cache.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
@@ -66,21 +66,6 @@ def weights_bytes(specs: Iterable[TensorSpec], precision: Precision) -> int:
         stored_bytes(spec.num_values, precision.bits if is_quantised(spec) else SIXTEEN_BIT.bits)
         for spec in specs
     )
-
-
-def streamed_bytes(
-    specs: Iterable[TensorSpec],
-    precision: Precision,
-    *,
-    tied_head: bool,
-    share_read: Callable[[TensorSpec], float] = lambda _: 1.0,
-) -> int:
-    """Bytes of weights that one decode step reads: all but an untied embedding.
-
-    `share_read` says how much of a tensor is read: of experts not all are.
-    """
-    read = (s for s in specs if tied_head or s.name != "embedding")
-    return math.ceil(sum(weights_bytes([s], precision) * share_read(s) for s in read))
 
 
 def can_store(specs: Iterable[TensorSpec], precision: Precision) -> bool:

@@ -1,14 +1,14 @@
 """A model on a machine: whether it fits, and how fast, by precision and number of GPUs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported, gigabytes
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
-from soloist.planning.bounds import kv_bytes_held, kv_bytes_per_token, speed_limit, step_cost
+from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
 from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware
 from soloist.planning.model import Model
@@ -125,12 +125,17 @@ def reaches(
         SettingError: it can be stored in none of these precisions.
         DoesNotFit: none of them fits; the hint says what would.
     """
+    hardware = subject.hardware
     shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
 
     def obstacle(precision: Precision, gpus: int) -> str:
         if subject.model.config is None:
             return "no experts" if subject.model.mixture else "no text parts"
-        return find_obstacle(subject.hardware, precision, shape_fits=shape_fits[gpus])
+        if hardware.arch is None:
+            return f"no kernel for {hardware.name}"
+        if not precision.runs:
+            return f"no {precision.name} weights"
+        return "" if shape_fits[gpus] else "reference only"
 
     rows = [
         reach(subject, precision, gpus, obstacle(precision, gpus))
@@ -150,7 +155,7 @@ def reaches(
             f"{subject.context_tokens:,} tokens",
             f"each of {nearest.gpus} GPUs" if nearest.gpus > 1 else "one GPU",
             needed,
-            subject.hardware.memory_bytes,
+            hardware.memory_bytes,
             _hint(subject, nearest),
         )
     return rows
@@ -164,9 +169,12 @@ def _hint(subject: Subject, nearest: Reach) -> str:
 
 def bytes_per_gpu(subject: Subject, precision: Precision, gpus: int) -> int:
     """What each GPU must hold: its share of weights, KV cache and draft, and a reserve."""
+    return -(-_held_bytes(subject, precision) // gpus) + HEADROOM_BYTES
+
+
+def _held_bytes(subject: Subject, precision: Precision) -> int:
     held = weights_bytes(subject.model.specs, precision)
-    held += kv_bytes_held(subject.model, subject.context_tokens) + subject.draft_bytes
-    return -(-held // gpus) + HEADROOM_BYTES
+    return held + kv_bytes_held(subject.model, subject.context_tokens) + subject.draft_bytes
 
 
 def what_fits(subject: Subject) -> str:
@@ -195,15 +203,9 @@ def what_fits(subject: Subject) -> str:
 
 def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     """Positions that fit, at most the model's own; 0 where the weights alone do not fit."""
-    room = gpus * (subject.hardware.memory_bytes - HEADROOM_BYTES)
-    room -= weights_bytes(subject.model.specs, precision)
-    a_token = kv_bytes_per_token(subject.model)
-    room -= kv_bytes_held(subject.model, 0)
-    draft = None if subject.speculation is None else subject.speculation.draft
-    if draft is not None:
-        room -= weights_bytes(draft.specs, SIXTEEN_BIT) + kv_bytes_held(draft, 0)
-        a_token += kv_bytes_per_token(draft)
-    return max(0, min(subject.model.context_tokens, room // a_token))
+    none, one = (_held_bytes(replace(subject, context_tokens=n), precision) for n in (0, 1))
+    room = gpus * (subject.hardware.memory_bytes - HEADROOM_BYTES) - none
+    return max(0, min(subject.model.context_tokens, room // (one - none)))
 
 
 def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
@@ -221,15 +223,6 @@ def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
     except ShapeUnsupported as error:
         return error.message
     return ""
-
-
-def find_obstacle(hardware: Hardware, precision: Precision, *, shape_fits: bool = True) -> str:
-    """Why Soloist's decode kernel cannot run a combination yet; empty where it can."""
-    if hardware.arch is None:
-        return f"no kernel for {hardware.name}"
-    if not precision.runs:
-        return f"no {precision.name} weights"
-    return "" if shape_fits else "reference only"
 
 
 def count(gpus: int) -> str:

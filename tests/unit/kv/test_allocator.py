@@ -191,7 +191,7 @@ class Pool:
         assert len({*owned, *on_device}) == len(owned) + len(on_device)
         assert self.allocator.pages.num_free == PAGES - len(owned) - len(on_device)
         assert self.allocator.tiers.host_pages.num_free == self.memories.num_pages - len(on_host)
-        assert self.allocator.tiers.offloaded_tokens == len(on_host) * PAGE
+        assert self.allocator.tiers.cached.on_host == len(on_host) * PAGE
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 3, 40])
@@ -200,10 +200,10 @@ def test_random_sequences(num_host_pages: int) -> None:
     for seed in range(4):
         pool = Pool(seed, num_host_pages)
         pool.run(6000)
-        moved = pool.allocator.tiers.moved
+        moved = pool.allocator.tiers.cached
         happened.update(pool.happened)
-        happened.update(offloaded=moved.offloaded_tokens, fetched=moved.fetched_tokens)
-        happened.update(evicted=moved.evicted_tokens)
+        happened.update(offloaded=moved.offloaded, fetched=moved.fetched)
+        happened.update(evicted=moved.evicted)
     wanted = {"refused", "preempted", "adopted", "adopted a part", "launched", "evicted"}
     wanted |= {"offloaded", "fetched"} if num_host_pages else set()
     assert {what for what, count in happened.items() if count} == wanted
@@ -267,7 +267,7 @@ def test_a_chunk_that_comes_back_is_that_which_went() -> None:
     some.free(allocation)
     other = some.allocate([9] * (3 * PAGE), 3 * PAGE, 3 * PAGE)
     read(some, other, [9] * (3 * PAGE))
-    assert some.tiers.moved.offloaded_tokens == 2 * PAGE, "the last two chunks"
+    assert some.tiers.cached.offloaded == 2 * PAGE, "the last two chunks"
     memories.pool.update(dict.fromkeys(other.pages, (9,)))
     some.free(other)
     again = some.allocate([*ids, 5], len(ids) + 1, len(ids) + 1)
@@ -277,7 +277,7 @@ def test_a_chunk_that_comes_back_is_that_which_went() -> None:
         some.next_chunk(again)
     some.tiers.join()
     assert [memories.pool[page] for page in again.pages] == [(0,), (1,), (2,)]
-    assert some.tiers.offloaded_tokens == 2 * PAGE, "of the other prompt, which made place"
+    assert some.tiers.cached.on_host == 2 * PAGE, "of the other prompt, which made place"
 
 
 def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> None:
@@ -291,7 +291,7 @@ def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> N
         some.free(allocation)
     held = {n: some.tree.match([n] * (2 * PAGE)).num_tokens for n in range(5)}
     assert held == {0: 0, 1: 0, 2: 0, 3: 128, 4: 128}
-    assert some.tiers.moved.evicted_tokens == 3 * 128
+    assert some.tiers.cached.evicted == 3 * 128
 
 
 def test_pages_are_not_given_away_while_a_chunk_is_on_its_way_to_them() -> None:
@@ -355,11 +355,11 @@ def test_a_chunk_that_went_to_the_host_meanwhile_is_read_and_stays() -> None:
     some.free(quick)
     large = some.allocate([2], 1, 2 * PAGE)
     assert some.reserve(large, 2 * PAGE)
-    assert some.tiers.offloaded_tokens == PAGE
+    assert some.tiers.cached.on_host == PAGE
     assert some.adopt(slow, 0, ids[:PAGE]) == 0
     own = list(slow.pages)
     some.cache(slow, 0, ids[:PAGE])
     assert slow.pages == own
-    assert some.tiers.offloaded_tokens == 0
+    assert some.tiers.cached.on_host == 0
     some.free(slow)
     assert some.allocate(ids, len(ids), len(ids)).num_joined == PAGE
