@@ -21,13 +21,11 @@ from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
-from soloist.server.sse import DONE, Events, event, event_with, with_errors
+from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import CHAT, RequestTrace
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
-
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 async def chat_completions(request: Request) -> Response:
@@ -42,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     trace = RequestTrace(request.headers, CHAT, found.model, accepted)
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     if asked.stream:
-        return Events(generation, with_errors(chat.stream(generation)))
+        return Events(generation, chat.stream(generation))
     wholes = await collect(request, generation)
     if not asked.logprobs:
         return json_reply(chat.whole(wholes))

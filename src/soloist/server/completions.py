@@ -14,14 +14,15 @@ from soloist.engine import Completion, Scored
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
 from soloist.server.bodies import prepared, ready_of
-from soloist.server.chat import FINISH, choices
+from soloist.server.chat import choices
 from soloist.server.fields import CompletionRequest
 from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
+from soloist.server.parts import FINISH
 from soloist.server.preparation.jobs import COMPLETIONS
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
-from soloist.server.sse import DONE, Events, event, event_with, with_errors
+from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import TEXT, RequestTrace
 
 # A chunk: its start, index, text and end.
@@ -43,7 +44,7 @@ async def completions(request: Request) -> Response:
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     texts = _Texts(ready, asked, request_id, found.model, found.prompts)
     if asked.stream:
-        return Events(generation, with_errors(texts.stream(generation)))
+        return Events(generation, texts.stream(generation))
     wholes = await collect(request, generation)
     if asked.logprobs is None:
         return json_reply(texts.whole(wholes))
