@@ -8,12 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from soloist.errors import SoloistError
-from soloist.server.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from soloist.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from soloist.server.preparation.bounds import check_body, check_fields
 from soloist.server.preparation.chat import prepare_chat
 from soloist.server.preparation.completions import prepare_completions
