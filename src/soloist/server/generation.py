@@ -82,8 +82,9 @@ class Generation:
         self.requests: list[Request] = []
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
-            count, most = len(asked), ready.loop.load.max_running + ready.loop.load.most_waiting
-            if count > most:  # coming back later would not help
+            load, count = ready.loop.load, len(asked)
+            if count > (most := load.max_running + load.most_waiting):
+                # Coming back later would not help: there will never be so many places.
                 raise invalid("n", f"{count} answers in all (allowed: at most {most}, see --queue)")
             for one in asked:
                 self.requests.append(

@@ -146,7 +146,11 @@ def texts_of(parts: Sequence[object], place: str) -> list[str]:
 
 
 def text_of(part: object, place: str) -> str:
-    """The text of one part, or refuse it as above."""
+    """The text of one part.
+
+    Raises:
+        Problem: it is no text.
+    """
     match part:
         case {"type": "text", "text": str(text)}:
             return text

@@ -111,10 +111,7 @@ class _Reply:
             "output": self._items.output,
             "usage": {
                 "input_tokens": t.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": t.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": {"cached_tokens": t.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": t.new_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
                 "total_tokens": t.prompt_tokens + t.new_tokens,
