@@ -16,13 +16,7 @@ if TYPE_CHECKING:
     from soloist.sampling.sample import Sampler
     from soloist.sampling.stop import FinishReason, StopTest
 
-__all__ = [
-    "FinishReason",
-    "Sampler",
-    "SamplingParams",
-    "StopTest",
-    "TokenLogprobs",
-]
+__all__ = ["FinishReason", "Sampler", "SamplingParams", "StopTest", "TokenLogprobs"]
 
 _HOMES = {
     "FinishReason": "stop",

@@ -21,12 +21,10 @@ class Constraint(Protocol):
     @property
     def may_end(self) -> bool:
         """Whether the answer has the form as it is now."""
-        ...
 
     @property
     def is_complete(self) -> bool:
         """Whether it may end and nothing may be appended."""
-        ...
 
     def allowed(self) -> Words:
         """Bits [ceil(V / 32)] of the tokens that may come next; the caller's to change.
@@ -34,11 +32,9 @@ class Constraint(Protocol):
         Raises:
             GrammarFailed: it cannot be told any more.
         """
-        ...
 
     def forced(self) -> list[int]:
         """Tokens that must come next, as many as are known; those that `allowed` alone allows."""
-        ...
 
     def take(self, token_id: int) -> None:
         """Append a token.
@@ -46,11 +42,9 @@ class Constraint(Protocol):
         Raises:
             GrammarFailed: it is not allowed here.
         """
-        ...
 
     def rollback(self, num_tokens: int) -> None:
         """Take the last tokens back."""
-        ...
 
 
 def num_words(vocab_size: int) -> int:

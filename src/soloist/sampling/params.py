@@ -92,11 +92,8 @@ class SamplingParams:
         Raises:
             BadTokenId: in `logit_bias` or `stop_token_ids`.
         """
-        for name, ids in (
-            ("logit_bias", self.logit_bias),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
-            for token_id in sorted(ids):
+        for name in ("logit_bias", "stop_token_ids"):
+            for token_id in sorted(getattr(self, name)):
                 if token_id >= vocab_size:
                     raise BadTokenId(name, token_id, vocab_size)
 

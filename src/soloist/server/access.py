@@ -2,17 +2,19 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from soloist.server import playground
 from soloist.server.config import ServerConfig
-from soloist.server.metrics import Metrics
 from soloist.server.origin import Senders
 from soloist.server.problems import Problem
 from soloist.server.replies import problem_reply
+
+# Counts a reply by its path and status.
+CountReply = Callable[[str, int], None]
 
 # What a page, a load balancer and a reader of the documentation need before they have a key.
 OPEN_PATHS = frozenset(
@@ -28,17 +30,67 @@ def common_headers(config: ServerConfig) -> list[tuple[str, str]]:
     return headers
 
 
-class Keys:
-    """API keys, compared in a time that tells nothing about them.
+class Gate:
+    """Middleware, the outermost: refuses what a foreign web page may have sent, counts replies.
 
     Args:
-        keys: any of them opens the API; none leaves it open.
+        app: what is behind it.
+        senders: whose requests are taken.
+        count_reply: counts them.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+    def __init__(self, app: ASGIApp, senders: Senders, count_reply: CountReply) -> None:
+        self._app, self._senders, self._count_reply = app, senders, count_reply
 
-    def check(self, headers: Headers) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, has_begun = scope["path"], False
+
+        async def counted(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._count_reply(path, message["status"])
+            await send(message)
+
+        app = self._app
+        try:
+            self._senders.check(scope["method"], path, scope["headers"])
+        except Problem as problem:
+            app = problem_reply(path, problem)
+        try:
+            await app(scope, receive, counted)
+        except Exception:
+            if not has_begun:  # what is outside of every middleware replies
+                self._count_reply(path, 500)
+            raise
+
+
+class Lock:
+    """Middleware: asks for a key, and compares it in a time that tells nothing about the keys.
+
+    Args:
+        app: what is behind it.
+        api_keys: any of them opens the API; none leaves it open.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app, self._digests = app, [_digest(key) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._check(Headers(scope=scope))
+            except Problem as problem:
+                app = problem_reply(scope["path"], problem)
+        await app(scope, receive, send)
+
+    def _check(self, headers: Headers) -> None:
         """Refuse a request without a key, which may come as OpenAI's or as Anthropic's clients do.
 
         Raises:
@@ -56,84 +108,6 @@ class Keys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-
-class ReplyCount:
-    """Counts replies by path and status.
-
-    Args:
-        metrics: where they are counted.
-        paths: known ones; others are counted together, since anybody can make them up.
-    """
-
-    def __init__(self, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._metrics, self._paths = metrics, frozenset(paths)
-
-    def add(self, path: str, status: int) -> None:
-        """A reply has begun."""
-        known = path if path in self._paths else "other"
-        self._metrics.replies.labels(known, str(status)).inc()
-
-
-class Gate:
-    """Middleware, the outermost: refuses what a foreign web page may have sent, counts replies.
-
-    Args:
-        app: what is behind it.
-        senders: whose requests are taken.
-        replies: counts them.
-    """
-
-    def __init__(self, app: ASGIApp, senders: Senders, replies: ReplyCount) -> None:
-        self._app, self._senders, self._replies = app, senders, replies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path, has_begun = scope["path"], False
-
-        async def counted(message: Message) -> None:
-            nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                self._replies.add(path, message["status"])
-            await send(message)
-
-        app = self._app
-        try:
-            self._senders.check(scope["method"], path, scope["headers"])
-        except Problem as problem:
-            app = problem_reply(path, problem)
-        try:
-            await app(scope, receive, counted)
-        except Exception:
-            if not has_begun:  # what is outside of every middleware replies
-                self._replies.add(path, 500)
-            raise
-
-
-class Lock:
-    """Middleware: asks for a key.
-
-    Args:
-        app: what is behind it.
-        keys: of the API.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                self._keys.check(Headers(scope=scope))
-            except Problem as problem:
-                app = problem_reply(scope["path"], problem)
-        await app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from soloist.errors import SoloistError
 from soloist.server import documentation, playground, status
-from soloist.server.access import Gate, Keys, Lock, ReplyCount
+from soloist.server.access import CountReply, Gate, Lock
 from soloist.server.bodies import whole_reply
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
@@ -73,7 +73,7 @@ def make_app(host: Host) -> Starlette:
         Middleware(
             Gate,
             senders=Senders(config.host, config.allowed_hosts, config.cors_origins),
-            replies=reply_count(host),
+            count_reply=reply_counter(host),
         )
     ]
     if origins := config.cors_origins:
@@ -83,14 +83,14 @@ def make_app(host: Host) -> Starlette:
                 CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
             )
         )
-    middleware.append(Middleware(Lock, keys=Keys(config.api_keys)))
+    middleware.append(Middleware(Lock, api_keys=config.api_keys))
     app = Starlette(
         routes=ROUTES,
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers={
-            Problem: _problem,
-            SoloistError: _engine_error,
+            Problem: _refused,
+            SoloistError: _refused,
             HTTPException: _http_error,
             ClientDisconnect: _gone,
             Exception: _internal_error,
@@ -100,22 +100,23 @@ def make_app(host: Host) -> Starlette:
     return app
 
 
-def reply_count(host: Host) -> ReplyCount:
-    """Counts the replies of this application, and those that never reach it."""
-    return ReplyCount(host.metrics, [route.path for route in ROUTES])
+def reply_counter(host: Host) -> CountReply:
+    """What counts the replies of this application, and those that never reach it."""
+    paths = frozenset(route.path for route in ROUTES)
+
+    def count(path: str, status: int) -> None:
+        known = path if path in paths else "other"  # anybody can make up others
+        host.metrics.replies.labels(known, str(status)).inc()
+
+    return count
 
 
 def _reply(request: Request, problem: Problem) -> Response:
     return problem_reply(request.url.path, problem)
 
 
-async def _problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem), "registered for it"
-    return _reply(request, error)
-
-
-async def _engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, SoloistError), "registered for it"
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem | SoloistError), "registered for these"
     return _reply(request, problem_of(error))
 
 

@@ -21,13 +21,11 @@ from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
-from soloist.server.sse import DONE, Events, event, event_with, with_errors
+from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import CHAT, RequestTrace
 
 # A chunk: its start, index, text and end.
 _TEXT = b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b}\n\n'
-
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 async def chat_completions(request: Request) -> Response:
@@ -42,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     trace = RequestTrace(request.headers, CHAT, found.model, accepted)
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     if asked.stream:
-        return Events(generation, with_errors(chat.stream(generation)))
+        return Events(generation, chat.stream(generation))
     wholes = await collect(request, generation)
     if not asked.logprobs:
         return json_reply(chat.whole(wholes))
@@ -87,17 +85,9 @@ class _Chat:
         return body
 
     def _choice(self, index: int, answer: Whole) -> dict[str, object]:
-        end, teller = answer.end, self.tellers[index]
-        message = message_of(teller.deltas(answer.text, is_last=True))
-        choice: dict[str, object] = {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": teller.finish_reason(end),
-            "stop_reason": end.stop,
-        }
-        if teller.reader.warning:
-            choice["warning"] = teller.reader.warning
+        end = answer.end
+        message = message_of(self.tellers[index].deltas(answer.text, is_last=True))
+        choice = self._ended(index, {"message": message}, end)
         if self._asked.logprobs:
             tokenizer = self._ready.engine.tokenizer
             choice["logprobs"] = likelihood.for_chat(tokenizer, end.token_ids, answer.logprobs)
@@ -116,7 +106,7 @@ class _Chat:
         async for delta in generation.deltas():
             index, end = delta.index, delta.end
             made[index] = delta.num_made
-            tail = self._tail(made)
+            tail = figures.usage_so_far(self._asked, len(self._one.prompt_ids), made)
             told = self.tellers[index].deltas(delta.text, is_last=end is not None)
             if self._shows_more and delta.token_ids and not told:
                 told = [{"content": ""}]
@@ -138,12 +128,6 @@ class _Chat:
             answers = [ends[i] for i in sorted(ends)]
             yield event({**head, "choices": [], "usage": figures.usage(answers, self._ready)})
         yield DONE
-
-    def _tail(self, made: dict[int, int]) -> bytes:
-        if not self._asked.counts_on:
-            return b',"usage":null' if self._asked.includes_usage else b""
-        count = figures.token_usage(len(self._one.prompt_ids), sum(made.values()))
-        return b',"usage":' + orjson.dumps(count)
 
     def _more(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
         """Fields of a choice beside its text."""
@@ -171,16 +155,19 @@ class _Chat:
     def _last(
         self, head: dict[str, object], index: int, end: Completion, tail: bytes, *, is_first: bool
     ) -> bytes:
+        delta = {"role": "assistant", "content": ""} if is_first else {}
+        choice = self._ended(index, {"delta": delta}, end)
+        shown = figures.timings(end.timings, self._ready)
+        return event_with({**head, "choices": [choice], "timings": shown}, tail)
+
+    def _ended(self, index: int, said: dict[str, object], end: Completion) -> dict[str, object]:
+        """A choice that has its end."""
         teller = self.tellers[index]
         choice: dict[str, object] = {
             "index": index,
-            "delta": {"role": "assistant", "content": ""} if is_first else {},
+            **said,
             "logprobs": None,
             "finish_reason": teller.finish_reason(end),
             "stop_reason": end.stop,
         }
-        if teller.reader.warning:
-            choice["warning"] = teller.reader.warning
-        shown = figures.timings(end.timings, self._ready)
-        body = {**head, "choices": [choice], "timings": shown}
-        return event_with(body, tail)
+        return choice | ({"warning": teller.reader.warning} if teller.reader.warning else {})

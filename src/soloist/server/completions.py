@@ -14,14 +14,15 @@ from soloist.engine import Completion, Scored
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
 from soloist.server.bodies import prepared, ready_of
-from soloist.server.chat import FINISH, choices
+from soloist.server.chat import choices
 from soloist.server.fields import CompletionRequest
 from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
+from soloist.server.parts import FINISH
 from soloist.server.preparation.jobs import COMPLETIONS
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.replies import json_reply, long_json
-from soloist.server.sse import DONE, Events, event, event_with, with_errors
+from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import TEXT, RequestTrace
 
 # A chunk: its start, index, text and end.
@@ -43,7 +44,7 @@ async def completions(request: Request) -> Response:
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     texts = _Texts(ready, asked, request_id, found.model, found.prompts)
     if asked.stream:
-        return Events(generation, with_errors(texts.stream(generation)))
+        return Events(generation, texts.stream(generation))
     wholes = await collect(request, generation)
     if asked.logprobs is None:
         return json_reply(texts.whole(wholes))
@@ -101,13 +102,7 @@ class _Texts:
 
     def _choice(self, index: int, answer: Whole) -> dict[str, object]:
         end = answer.end
-        choice: dict[str, object] = {
-            "index": index,
-            "text": self._echoed(index) + answer.text,
-            "logprobs": None,
-            "finish_reason": FINISH[end.finish_reason],
-            "stop_reason": end.stop,
-        }
+        choice = _ended(index, self._echoed(index) + answer.text, end)
         if self._asked.logprobs is not None:
             choice["logprobs"] = self._likelihood(
                 index, answer.scored, end.token_ids, answer.logprobs
@@ -141,12 +136,13 @@ class _Texts:
         """The reply as events."""
         # Everything of a chunk but index, text and usage: written once a stream.
         start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        prompt_tokens = sum(len(prompt.prompt_ids) for prompt in self._prompts)
         begun: set[int] = set()
         ends: dict[int, Completion] = {}
         made: dict[int, int] = {}
         async for delta in generation.deltas():
             made[delta.index] = delta.num_made
-            tail = self._tail(made)
+            tail = figures.usage_so_far(self._asked, prompt_tokens, made)
             is_first = delta.index not in begun
             text = self._echoed(delta.index) + delta.text if is_first else delta.text
             if text or (self._shows_more and (delta.token_ids or delta.scored is not None)):
@@ -167,13 +163,6 @@ class _Texts:
             yield event({**self._head, "choices": [], "usage": total})
         yield DONE
 
-    def _tail(self, made: dict[int, int]) -> bytes:
-        if not self._asked.counts_on:
-            return b',"usage":null' if self._asked.includes_usage else b""
-        prompt_tokens = sum(len(prompt.prompt_ids) for prompt in self._prompts)
-        count = figures.token_usage(prompt_tokens, sum(made.values()))
-        return b',"usage":' + orjson.dumps(count)
-
     def _detailed(self, delta: Delta, text: str, tail: bytes, *, is_first: bool) -> bytes:
         choice: dict[str, object] = {
             "index": delta.index, "text": text, "logprobs": None, "finish_reason": None,
@@ -192,13 +181,17 @@ class _Texts:
         return b"data: " + long_json(body)[:-1] + tail + b"}\n\n"
 
     def _last(self, index: int, end: Completion, tail: bytes) -> bytes:
-        choice = {
-            "index": index,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": FINISH[end.finish_reason],
-            "stop_reason": end.stop,
-        }
         shown = figures.timings(end.timings, self._ready)
-        body = {**self._head, "choices": [choice], "timings": shown}
+        body = {**self._head, "choices": [_ended(index, "", end)], "timings": shown}
         return event_with(body, tail)
+
+
+def _ended(index: int, text: str, end: Completion) -> dict[str, object]:
+    """A choice that has its end."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": FINISH[end.finish_reason],
+        "stop_reason": end.stop,
+    }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soloist.server.problems import invalid, unsupported
+from soloist.server.prompts import text_of, texts_of
 
 # One client writes a header that changes with every request into its system prompt. It is no part
 # of what the model is asked, and would keep prompts from ever sharing a beginning.
@@ -17,7 +18,7 @@ def system_text(given: str | list[dict[str, Any]] | None) -> str:
     """The system prompt; blocks are a line each."""
     if given is None or isinstance(given, str):
         return given or ""
-    texts = [_text(block, f"system[{n}]") for n, block in enumerate(given)]
+    texts = texts_of(given, "system")
     return "\n".join(text for text in texts if not text.startswith(_BILLING_HEADER))
 
 
@@ -80,7 +81,7 @@ def _of_user(blocks: Sequence[Any], place: str) -> list[dict[str, Any]]:
                 result = _of_tool(block, here)
                 plain.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
-                text = _text(block, here)
+                text = text_of(block, here)
                 if plain and plain[-1]["role"] == "user":
                     plain[-1]["content"] += "\n" + text
                 else:
@@ -92,7 +93,7 @@ def _of_tool(block: Mapping[str, Any], place: str) -> str:
     """A result as text. Templates know no failed calls, so that a call failed is said in words."""
     content = block.get("content") or ""
     if isinstance(content, list):
-        content = "\n".join(_text(x, f"{place}.content[{n}]") for n, x in enumerate(content))
+        content = "\n".join(texts_of(content, f"{place}.content"))
     elif not isinstance(content, str):
         raise invalid(f"{place}.content", "expected a text or a list of blocks")
     match block.get("is_error"):
@@ -115,17 +116,8 @@ def _of_assistant(blocks: Sequence[object], place: str) -> dict[str, Any]:
                 function = {"name": name, "arguments": given}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case _:
-                texts.append(_text(block, f"{place}[{number}]"))
+                texts.append(text_of(block, f"{place}[{number}]"))
     plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         plain["reasoning_content"] = "\n".join(thoughts)
     return plain | ({"tool_calls": calls} if calls else {})
-
-
-def _text(block: object, place: str) -> str:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": str(kind)} if kind != "text":
-            raise unsupported(f"{place}.type", "'text'")
-    raise invalid(place, 'expected {"type": "text", "text": …}')

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from queue import SimpleQueue
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import psutil
 
 from soloist.errors import EndForced, SoloistError, Stalled
+from soloist.server.host import Host
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +27,6 @@ LAST_WORDS_S, CLOSING_S = 2.0, 3.0
 _TELLING_S = 0.5
 
 
-class Ends(Protocol):
-    """What is to end: a `Host`."""
-
-    def stop(self) -> None:
-        """Take no further requests; cut those that run after the time the operator gave."""
-        ...
-
-    def abandon(self) -> None:
-        """Tell clients whose requests nobody cut, since the engine does not get on."""
-        ...
-
-
 class Ending:
     """Sees to it that the process ends, once it was asked to, in its bound.
 
@@ -46,7 +35,7 @@ class Ending:
         shutdown_s: requests may go on for so long.
     """
 
-    def __init__(self, host: Ends, shutdown_s: float) -> None:
+    def __init__(self, host: Host, shutdown_s: float) -> None:
         self._host, self._shutdown_s = host, shutdown_s
         # The one way to another thread that is safe in a signal handler, and twice in each other.
         self._asked: SimpleQueue[SoloistError] = SimpleQueue()

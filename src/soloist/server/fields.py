@@ -66,44 +66,35 @@ Number = int | float
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
+def optional(told: str, *, ge: int | None = None, le: int | None = None) -> Any:  # noqa: ANN401
+    """A field that may be left out: what it means, and the bounds of a number."""
+    return Field(default=None, description=told, ge=ge, le=le)
+
+
 class StreamOptions(Fields):
     """What a stream carries in addition to text."""
 
-    include_usage: bool | None = Field(
-        default=None, description="Usage in a separate chunk at the end."
-    )
-    continuous_usage_stats: bool | None = Field(
-        default=None, description="Usage so far in every chunk."
-    )
+    include_usage: bool | None = optional("Usage in a separate chunk at the end.")
+    continuous_usage_stats: bool | None = optional("Usage so far in every chunk.")
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
 class SamplingFields(Fields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
-    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
-    top_p: Number | None = Field(default=None, description="Above 0, at most 1, the default.")
-    top_k: int | None = Field(default=None, description="0 or -1 keeps all tokens.")
-    min_p: Number | None = Field(default=None, description="0 … 1; default 0.")
-    repetition_penalty: Number | None = Field(
-        default=None, description="Above 0, at most 100; default 1."
-    )
-    presence_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
-    frequency_penalty: Number | None = Field(default=None, description="-2 … 2; default 0.")
-    seed: int | None = Field(
-        default=None, description="The same seed gives the same text. Choice i uses seed + i."
-    )
+    temperature: Number | None = optional("0 is greedy; default 1.")
+    top_p: Number | None = optional("Above 0, at most 1, the default.")
+    top_k: int | None = optional("0 or -1 keeps all tokens.")
+    min_p: Number | None = optional("0 … 1; default 0.")
+    repetition_penalty: Number | None = optional("Above 0, at most 100; default 1.")
+    presence_penalty: Number | None = optional("-2 … 2; default 0.")
+    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
+    seed: int | None = optional("The same seed gives the same text. Choice i uses seed + i.")
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Items[int] | None = Field(default=None, max_length=256)
-    logit_bias: dict[str, Number] | None = Field(
-        default=None, description="Token id to bias, -100 … 100."
-    )
-    min_tokens: int | None = Field(
-        default=None, description="End tokens are excluded before this many tokens."
-    )
-    ignore_eos: bool | None = Field(
-        default=None, description="Do not stop at the model's end-of-sequence token."
-    )
+    logit_bias: dict[str, Number] | None = optional("Token id to bias, -100 … 100.")
+    min_tokens: int | None = optional("End tokens are excluded before this many tokens.")
+    ignore_eos: bool | None = optional("Do not stop at the model's end-of-sequence token.")
 
     def params(self, max_tokens: int) -> SamplingParams:
         """The engine's parameters.
@@ -141,7 +132,7 @@ class NamedSchema(Fields):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(default=None, description="Answers always keep to the schema.")
+    strict: bool | None = optional("Answers always keep to the schema.")
 
 
 class ResponseFormat(Fields):
@@ -196,8 +187,8 @@ class ShapeFields(Fields):
     """The format of an answer; at most one of these fields per request."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="One of json, json_object, regex, choice, grammar (Lark)."
+    structured_outputs: StructuredOutputs | None = optional(
+        "One of json, json_object, regex, choice, grammar (Lark)."
     )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -209,12 +200,10 @@ class GenerationFields(SamplingFields, ShapeFields):
     """What both ways to generate with OpenAI's clients share."""
 
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES, description="Answers; default 1.")
+    n: int | None = optional("Answers; default 1.", ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(
-        default=None, description="Also return token ids of prompt and answers."
-    )
+    return_token_ids: bool | None = optional("Also return token ids of prompt and answers.")
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -246,15 +235,12 @@ class CompletionRequest(GenerationFields):
     prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(
         description="Text, texts, token ids, or lists of them."
     )
-    suffix: str | None = Field(
-        default=None, description="Text after the gap, for models trained to fill in the middle."
+    suffix: str | None = optional("Text after the gap, for models trained to fill in the middle.")
+    max_tokens: int | None = optional(
+        "Default 16. 0 with echo and logprobs: only score the prompt."
     )
-    max_tokens: int | None = Field(
-        default=None, description="Default 16. 0 with echo and logprobs: only score the prompt."
-    )
-    echo: bool | None = Field(
-        default=None,
-        description="Begin the text with the prompt; with logprobs, its tokens are scored too.",
+    echo: bool | None = optional(
+        "Begin the text with the prompt; with logprobs, its tokens are scored too."
     )
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: only(1) = None  # type: ignore[valid-type]
@@ -271,11 +257,11 @@ class ChatFields(Fields):
     messages: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables for the chat template, such as enable_thinking."
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template, such as enable_thinking."
     )
-    tools: Items[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose tool calls Soloist can read."
+    tools: Items[dict[str, Any]] | None = optional(
+        "Functions, for models whose tool calls Soloist can read."
     )
 
 
@@ -285,14 +271,12 @@ class ChatRequest(GenerationFields, ChatFields):
     messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
-    max_completion_tokens: int | None = Field(
-        default=None, description="Default: as many as fit the context."
-    )
-    max_tokens: int | None = Field(default=None, description="Older name of max_completion_tokens.")
+    max_completion_tokens: int | None = optional("Default: as many as fit the context.")
+    max_tokens: int | None = optional("Older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the name of a function."
+    tool_choice: str | dict[str, Any] | None = optional(
+        "auto, none, required, or the name of a function."
     )
     parallel_tool_calls: bool | None = None
     functions: only([]) = None  # type: ignore[valid-type]
@@ -315,9 +299,7 @@ class TokenizeRequest(ChatFields):
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = Field(
-        default=None, description="Default true for a prompt, false for messages."
-    )
+    add_special_tokens: bool | None = optional("Default true for a prompt, false for messages.")
 
 
 class DetokenizeRequest(Fields):
@@ -325,7 +307,7 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     tokens: Items[int]
-    skip_special_tokens: bool | None = Field(default=None, description="Default false.")
+    skip_special_tokens: bool | None = optional("Default false.")
 
 
 def _or(value: Any, default: Any) -> Any:  # noqa: ANN401 - numbers of two kinds

@@ -1,8 +1,11 @@
 """Usage and timings as clients read them: all from the engine, none from chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import orjson
 
 from soloist.engine import Completion, Timings
+from soloist.server.fields import GenerationFields
 from soloist.server.host import Ready
 
 
@@ -42,6 +45,19 @@ def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, object]:
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
     }
+
+
+def usage_so_far(asked: GenerationFields, prompt_tokens: int, made: Mapping[int, int]) -> bytes:
+    """The usage in a chunk of a stream, as JSON of a further field, if there is one.
+
+    Args:
+        asked: says whether it is wanted.
+        prompt_tokens: of all prompts together.
+        made: new tokens of each answer.
+    """
+    if not asked.counts_on:
+        return b',"usage":null' if asked.includes_usage else b""
+    return b',"usage":' + orjson.dumps(token_usage(prompt_tokens, sum(made.values())))
 
 
 def timings(t: Timings, ready: Ready) -> dict[str, object]:

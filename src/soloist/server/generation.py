@@ -82,8 +82,10 @@ class Generation:
         self.requests: list[Request] = []
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
-            load = ready.loop.load
-            _check_count(len(asked), load.max_running + load.most_waiting)
+            load, count = ready.loop.load, len(asked)
+            if count > (most := load.max_running + load.most_waiting):
+                # Coming back later would not help: there will never be so many places.
+                raise invalid("n", f"{count} answers in all (allowed: at most {most}, see --queue)")
             for one in asked:
                 self.requests.append(
                     ready.loop.submit(
@@ -99,13 +101,15 @@ class Generation:
                 )
         except (Problem, SoloistError) as error:
             self._cancel()
-            trace.close((error if isinstance(error, Problem) else problem_of(error)).word)
+            trace.close(problem_of(error).word)
             raise
 
     async def __aenter__(self) -> Self:
         self._host.running[self._request_id] = self
         left_s = self._host.config.request_s
-        self._timer = self._loop.call_later(left_s, self.cut, _too_long(left_s))
+        told = f"the request took longer than {left_s:.0f} s and was aborted"
+        problem = Problem(504, told, code="time_limit")
+        self._timer = self._loop.call_later(left_s, self.cut, problem)
         return self
 
     async def __aexit__(
@@ -117,10 +121,8 @@ class Generation:
         self._timer.cancel()
         del self._host.running[self._request_id]
         self._cancel()
-        if self._cut is not None:
-            self._trace.close(self._cut.word)
-        else:
-            self._trace.close(None if error is None else type(error).__name__)
+        failed = None if error is None else type(error).__name__
+        self._trace.close(failed if self._cut is None else self._cut.word)
 
     def cut(self, problem: Problem) -> None:
         """End all answers; the client is told why."""
@@ -186,18 +188,6 @@ def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
     text = "".join([chunk.text for chunk in chunks])
     scored = next((event for event in events if isinstance(event, Scored)), None)
     return Delta(index, text, ids, logprobs, num_made + len(ids), end, scored)
-
-
-def _check_count(count: int, most: int) -> None:
-    """Coming back later would not help a request for more answers than there are places."""
-    if count > most:
-        raise invalid("n", f"{count} answers in all (allowed: at most {most}, see --queue)")
-
-
-def _too_long(limit_s: float) -> Problem:
-    return Problem(
-        504, f"the request took longer than {limit_s:.0f} s and was aborted", code="time_limit"
-    )
 
 
 @dataclass(slots=True)

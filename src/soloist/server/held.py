@@ -32,7 +32,16 @@ class Body:
         Raises:
             Problem: 503 where others hold too much.
         """
-        self._bodies.take(len(part))
+        bodies = self._bodies
+        if bodies.num_bytes + len(part) > bodies.most_bytes:
+            raise Problem(
+                503,
+                f"the server holds {bodies.num_bytes:,} bytes of requests that are being read "
+                f"(allowed: {bodies.most_bytes:,}); try again",
+                code="busy",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        bodies.num_bytes += len(part)
         self.num_bytes += len(part)
         self.parts.append(part)
 
@@ -40,12 +49,16 @@ class Body:
 class Bodies:
     """Counts the bytes that all bodies hold; used in the event loop's thread.
 
+    Attributes:
+        most_bytes: that they may hold.
+        num_bytes: that they hold.
+
     Args:
         most_body_bytes: of one request.
     """
 
     def __init__(self, most_body_bytes: int) -> None:
-        self._most_bytes = MOST_LARGEST * most_body_bytes
+        self.most_bytes = MOST_LARGEST * most_body_bytes
         self.num_bytes = 0
 
     @contextmanager
@@ -59,22 +72,6 @@ class Bodies:
             if body.num_bytes > LARGE_BYTES:
                 body.parts.clear()
                 asyncio.get_running_loop().run_in_executor(None, give_back)
-
-    def take(self, count: int) -> None:
-        """Hold so many bytes more.
-
-        Raises:
-            Problem: 503.
-        """
-        if self.num_bytes + count > self._most_bytes:
-            raise Problem(
-                503,
-                f"the server holds {self.num_bytes:,} bytes of requests that are being read "
-                f"(allowed: {self._most_bytes:,}); try again",
-                code="busy",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )
-        self.num_bytes += count
 
 
 def give_back() -> None:

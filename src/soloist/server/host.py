@@ -10,13 +10,7 @@ from typing import Protocol
 
 from soloist.engine import Engine, EngineLoop
 from soloist.engine.loop import Progress
-from soloist.errors import (
-    DeviceError,
-    EngineStopped,
-    ShuttingDown,
-    SoloistError,
-    Stalled,
-)
+from soloist.errors import DeviceError, EngineStopped, ShuttingDown, SoloistError, Stalled
 from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig
 from soloist.server.held import Bodies
@@ -41,7 +35,6 @@ class Running(Protocol):
 
     def cut(self, problem: Problem) -> None:
         """End it; its client is told why."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from soloist.engine import Completion
-from soloist.errors import SoloistError
 from soloist.server import figures
 from soloist.server.blocks import Blocks, whole_blocks
 from soloist.server.bodies import prepared, ready_of
 from soloist.server.generation import Generation, collect
 from soloist.server.host import Ready
 from soloist.server.preparation.jobs import MESSAGES
-from soloist.server.problems import Problem, problem_of
+from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
@@ -35,7 +34,7 @@ async def messages(request: Request) -> Response:
     reader = PartReader(found.style, found.prompt_end)
     reply = _Message(ready, request_id, found.model, reader)
     if found.fields.stream:
-        return Events(generation, _with_errors(reply.stream(generation)))
+        return Events(generation, reply.stream(generation), _last_words)
     (answer,) = await collect(request, generation)
     return json_reply(reply.whole(answer.end))
 
@@ -112,11 +111,5 @@ def _usage(prompt_tokens: int, cached_tokens: int, new_tokens: int) -> dict[str,
     }
 
 
-async def _with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for part in body:
-            yield part
-    except Problem as problem:
-        yield event(problem.anthropic_body(), "error")
-    except SoloistError as error:
-        yield event(problem_of(error).anthropic_body(), "error")
+def _last_words(problem: Problem) -> bytes:
+    return event(problem.anthropic_body(), "error")

@@ -72,6 +72,11 @@ class _Load(Collector):
     def collect(self) -> list[Metric]:
         """How many requests there are, their progress, and what the KV cache holds, now."""
         load, cached, pages = self._loop.load, self._loop.cached, self._loop.pages
+        age_s = self._loop.progress.age_s
+
+        def gauge(name: str, told: str, value: float) -> Metric:
+            return GaugeMetricFamily(f"soloist_{name}", told, value)
+
         preemptions = [
             CounterMetricFamily(f"soloist_requests_{name}", told, load.num_preemptions)
             for name, told in (
@@ -102,21 +107,13 @@ class _Load(Collector):
             *preemptions,
             moved,
             *held,
-            GaugeMetricFamily(
-                "soloist_requests_running", "In prefill or decode.", load.num_running
-            ),
-            GaugeMetricFamily("soloist_requests_waiting", "In the queue.", load.num_waiting),
-            GaugeMetricFamily(
-                "soloist_kv_pages", "Pages of the KV cache, 64 positions each.", pages.total
-            ),
-            GaugeMetricFamily(
-                "soloist_kv_pages_free",
+            gauge("requests_running", "In prefill or decode.", load.num_running),
+            gauge("requests_waiting", "In the queue.", load.num_waiting),
+            gauge("kv_pages", "Pages of the KV cache, 64 positions each.", pages.total),
+            gauge(
+                "kv_pages_free",
                 "Pages that a request could get now, unused prefix cache included.",
                 pages.free,
             ),
-            GaugeMetricFamily(
-                "soloist_last_step_age_seconds",
-                "Since the last progress; 0 while idle.",
-                self._loop.progress.age_s,
-            ),
+            gauge("last_step_age_seconds", "Since the last progress; 0 while idle.", age_s),
         ]

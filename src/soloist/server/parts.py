@@ -7,7 +7,7 @@ from typing import Any
 from soloist.engine import Completion
 from soloist.text.parts import Part, PartFormat, PartReader
 
-_FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class Teller:
@@ -29,7 +29,7 @@ class Teller:
         """With calls it is they that ended the answer."""
         if self.reader.num_calls and end.finish_reason != "length":
             return "tool_calls"
-        return _FINISH[end.finish_reason]
+        return FINISH[end.finish_reason]
 
 
 def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -63,7 +64,8 @@ class Problem(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As plain values, for another process."""
-        return _unpickled, (self.status, self.message, self.param, self.code, self.headers)
+        made = partial(Problem, param=self.param, code=self.code, headers=self.headers)
+        return made, (self.status, self.message)
 
     @property
     def kind(self) -> str:
@@ -90,30 +92,25 @@ class Problem(Exception):
         return {"error": error}
 
 
-def _unpickled(
-    status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]
-) -> Problem:
-    return Problem(status, message, param=param, code=code, headers=headers)
-
-
-def problem_of(error: SoloistError) -> Problem:
-    """The reply to a client whose request the engine refused or failed."""
+def problem_of(error: SoloistError | Problem) -> Problem:
+    """The reply to a client whose request was refused or failed, by the engine or before it."""
     message = str(error).replace("\n\n", "; ")
     match error:
+        case Problem():
+            return error
         case QueueFull():
             wait = {"Retry-After": str(math.ceil(error.retry_s))}
             return Problem(429, message, code="queue_full", headers=wait)
         case Unavailable():
             return Problem(503, message, code="unavailable")
-        case PromptTooLong():
-            return Problem(400, message, param="prompt", code="context_length_exceeded")
+        case PromptTooLong() | EmptyPrompt():
+            code = "invalid_value" if isinstance(error, EmptyPrompt) else "context_length_exceeded"
+            return Problem(400, message, param="prompt", code=code)
         case BadLogits() | StepFailed():
             code = "bad_logits" if isinstance(error, BadLogits) else "step_failed"
             return Problem(500, message, code=code)
         case BadSampling() | BadTokenId():
             return Problem(400, message, param=error.field.split("[")[0], code="invalid_value")
-        case EmptyPrompt():
-            return Problem(400, message, param="prompt", code="invalid_value")
         case UserError():
             return Problem(400, message, code="invalid_value")
     return Problem(500, message, code="device_error")

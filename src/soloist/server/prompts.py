@@ -107,9 +107,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list
                 raise unsupported(f"{place}.{name}")
         content = message.get("content")
         if isinstance(content, list):
-            content = "\n".join(
-                _text(part, f"{place}.content[{n}]") for n, part in enumerate(content)
-            )
+            content = "\n".join(texts_of(content, f"{place}.content"))
         plain.append({**message, "role": role, "content": content})
     return plain
 
@@ -138,7 +136,21 @@ def _with_object(call: Any) -> Any:  # noqa: ANN401 - the template layer says wh
     return call
 
 
-def _text(part: object, place: str) -> str:
+def texts_of(parts: Sequence[object], place: str) -> list[str]:
+    """The text of each part.
+
+    Raises:
+        Problem: a part that is no text.
+    """
+    return [text_of(part, f"{place}[{n}]") for n, part in enumerate(parts)]
+
+
+def text_of(part: object, place: str) -> str:
+    """The text of one part.
+
+    Raises:
+        Problem: it is no text.
+    """
     match part:
         case {"type": "text", "text": str(text)}:
             return text

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from soloist.errors import ShuttingDown
 from soloist.server import bounds
-from soloist.server.access import ReplyCount
+from soloist.server.access import CountReply
 from soloist.server.bounds import Wait
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import problem_reply
@@ -44,11 +44,11 @@ class Connections:
         most: of them; beyond it, one that waits for its client makes room, or the new one is told
             to come back.
         most_body_bytes: of one request.
-        replies: counts those that the application has no part in.
+        count_reply: counts replies that the application has no part in.
     """
 
-    def __init__(self, most: int, most_body_bytes: int, replies: ReplyCount) -> None:
-        self.most_body_bytes, self.replies = most_body_bytes, replies
+    def __init__(self, most: int, most_body_bytes: int, count_reply: CountReply) -> None:
+        self.most_body_bytes, self.count_reply = most_body_bytes, count_reply
         self._most = most
         self._open: set[Connection] = set()
         # Since when, in this order: the first one has waited for the longest time.
@@ -372,7 +372,7 @@ class Connection(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         head = (STATUS_LINE[problem.status], *lines, b"connection: close\r\n\r\n")
         self.transport.write(b"".join((*head, bytes(reply.body))))
-        self.others.replies.add(path, problem.status)
+        self.others.count_reply(path, problem.status)
 
 
 class _Pipelined(Exception):

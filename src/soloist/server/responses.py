@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from soloist.engine import Completion
-from soloist.errors import SoloistError
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.server import figures, likelihood
 from soloist.server.bodies import prepared, ready_of
@@ -20,7 +19,7 @@ from soloist.server.items import Items
 from soloist.server.preparation.jobs import RESPONSES
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.preparation.responses import SEALED, ResponsesRequest
-from soloist.server.problems import Problem, problem_of
+from soloist.server.problems import Problem
 from soloist.server.replies import long_json
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
@@ -39,7 +38,7 @@ async def responses(request: Request) -> Response:
     reader = PartReader(found.style, found.prompt_end)
     reply = _Reply(ready, _head(asked, one, request_id, found.model), reader, items)
     if asked.stream:
-        return Events(generation, _with_errors(reply.stream(generation)))
+        return Events(generation, reply.stream(generation), reply.last_words)
     (answer,) = await collect(request, generation)
     body = await asyncio.to_thread(lambda: long_json(reply.whole(answer)))
     return Response(body, media_type="application/json")
@@ -112,10 +111,7 @@ class _Reply:
             "output": self._items.output,
             "usage": {
                 "input_tokens": t.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": t.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": {"cached_tokens": t.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": t.new_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
                 "total_tokens": t.prompt_tokens + t.new_tokens,
@@ -156,6 +152,11 @@ class _Reply:
             if written:
                 yield b"".join(written)
 
+    def last_words(self, problem: Problem) -> bytes:
+        """The event of an error, behind all others."""
+        told = {"message": problem.message, "code": problem.code, "param": problem.param}
+        return event({"type": "error", "sequence_number": self._num_events, **told}, "error")
+
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         name, number = f"response.{kind}", self._num_events
         self._num_events += 1
@@ -164,15 +165,3 @@ class _Reply:
 
 def _status(end: Completion) -> str:
     return "incomplete" if end.finish_reason == "length" else "completed"
-
-
-async def _with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    count = 0
-    try:
-        async for part in body:
-            count += part.count(b"\n\n")
-            yield part
-    except (Problem, SoloistError) as error:
-        problem = error if isinstance(error, Problem) else problem_of(error)
-        told = {"message": problem.message, "code": problem.code, "param": problem.param}
-        yield event({"type": "error", "sequence_number": count, **told}, "error")

@@ -13,7 +13,7 @@ import uvicorn
 from soloist.engine import Engine
 from soloist.errors import EndForced, SettingError
 from soloist.server.access import common_headers
-from soloist.server.app import make_app, reply_count
+from soloist.server.app import make_app, reply_counter
 from soloist.server.bounds import MOST_CONNECTIONS, connections_for
 from soloist.server.config import ServerConfig
 from soloist.server.ending import LAST_WORDS_S, Ending, end_by_force
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
         self.ending = Ending(self.host, config.shutdown_s)
         self._socket = _listen(config)
         self._connections = Connections(
-            connections_for(MOST_CONNECTIONS), config.most_body_bytes, reply_count(self.host)
+            connections_for(MOST_CONNECTIONS), config.most_body_bytes, reply_counter(self.host)
         )
         super().__init__(
             uvicorn.Config(

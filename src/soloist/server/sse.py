@@ -1,6 +1,6 @@
 """Server-sent events: bytes on their way to a client, and the reply that carries them."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import orjson
 from starlette.responses import StreamingResponse
@@ -30,10 +30,21 @@ class Events(StreamingResponse):
 
     An error on the way is an event, too, and then the stream ends; never a silent end. The answers
     end when the client goes away, even while nothing is written.
+
+    Args:
+        generation: the answers.
+        body: the events.
+        last_words: the event of an error; default: as OpenAI's clients read it.
     """
 
-    def __init__(self, generation: Generation, body: AsyncIterator[bytes]) -> None:
-        super().__init__(body, media_type="text/event-stream", headers=_HEADERS)
+    def __init__(
+        self,
+        generation: Generation,
+        body: AsyncIterator[bytes],
+        last_words: Callable[[Problem], bytes] = lambda problem: event(problem.body()),
+    ) -> None:
+        told = _with_errors(body, last_words)
+        super().__init__(told, media_type="text/event-stream", headers=_HEADERS)
         self._generation = generation
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
@@ -46,12 +57,11 @@ class Events(StreamingResponse):
                 watcher.cancel()
 
 
-async def with_errors(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same events, and one more if something goes wrong, as OpenAI's clients read it."""
+async def _with_errors(
+    body: AsyncIterator[bytes], last_words: Callable[[Problem], bytes]
+) -> AsyncIterator[bytes]:
     try:
         async for part in body:
             yield part
-    except Problem as problem:
-        yield event(problem.body())
-    except SoloistError as error:
-        yield event(problem_of(error).body())
+    except (Problem, SoloistError) as error:
+        yield last_words(problem_of(error))

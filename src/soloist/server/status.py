@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from soloist.engine import EngineLoop
 from soloist.server.host import Host, Ready
-from soloist.server.names import served_name
+from soloist.server.preparation.jobs import served_name
 from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 

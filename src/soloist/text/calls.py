@@ -5,8 +5,8 @@ The object has a name, and arguments under one of two names. Nothing raises: wha
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 _ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
@@ -26,8 +26,10 @@ class Progress:
     arguments: str
 
 
-class Reader(Protocol):
+class Reader:
     """Reads the calls of one section, from behind its opening mark to its end.
+
+    A reader's stage takes the next character, and may set another one.
 
     Attributes:
         text: characters of the call that is being read.
@@ -36,14 +38,17 @@ class Reader(Protocol):
         failed: whether the call cannot be one any more.
     """
 
-    text: str
-    num_read: int
-    is_complete: bool
-    failed: bool
+    _stage: Callable[[str], Progress | None]
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_read = 0
+        self.is_complete = self.failed = False
 
     def take(self, character: str) -> Progress:
         """Read on; the caller stops when it `is_complete` or `failed`."""
-        ...
+        self.text += character
+        return self._stage(character) or Progress(None, "")
 
 
 class Value:
@@ -86,21 +91,18 @@ class Value:
         return bool(self.text) and self.text[0] not in '"{['
 
 
-class CallReader:
+class CallReader(Reader):
     """Reads one call.
 
     Attributes:
-        text: every character taken.
         name: of the function, once known.
         arguments: JSON text of what was told so far.
-        num_read, is_complete, failed: see Reader.
     """
 
     def __init__(self) -> None:
-        self.text = self.arguments = ""
-        self.num_read = 0
+        super().__init__()
         self.name: str | None = None
-        self.is_complete = self.failed = False
+        self.arguments = ""
         self._stage = self._before_object
         self._key: str | None = None
         self._value = Value()

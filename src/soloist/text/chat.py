@@ -73,12 +73,8 @@ class ChatTemplate:
                 f"{path} has no chat template, so a conversation cannot be turned into a prompt",
                 "use plain completion: this model continues text",
             )
-        return cls(
-            sources,
-            special_tokens=read_special_tokens(path).texts,
-            now=now,
-            file=str(origin),
-        )
+        special_tokens = read_special_tokens(path).texts
+        return cls(sources, special_tokens=special_tokens, now=now, file=str(origin))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -187,15 +183,12 @@ def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
             case {"name": str(name), "template": str(source)}:
                 sources[name] = source
             case _:
-                raise _malformed(file)
+                raise TokenizerError(
+                    f"{file}: field 'chat_template' is neither a text nor a list of names and "
+                    "texts",
+                    "download the file again",
+                )
     return file, sources
-
-
-def _malformed(file: Path) -> TokenizerError:
-    return TokenizerError(
-        f"{file}: field 'chat_template' is neither a text nor a list of names and texts",
-        "download the file again",
-    )
 
 
 def _mark_final(chat: list[dict[str, object]]) -> str:

@@ -30,7 +30,7 @@ class Decoder:
     def __init__(self, description: Mapping[str, Any], file: str) -> None:
         """Take the `decoder` object of `file`; refuse one that has no exact stream."""
         self._file = file
-        self._steps = list(_flattened(description))
+        self._steps = steps_of(description)
         self._kinds = {step["type"] for step in self._steps}
         if not self._kinds & {"ByteLevel", "Replace", "Metaspace"}:
             raise self._refusal(", ".join(sorted(self._kinds)) or "none at all")
@@ -84,9 +84,9 @@ class Decoder:
         )
 
 
-def _flattened(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def steps_of(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps of a decoder or of a pre-tokenizer, those of sequences one by one."""
     if description["type"] != "Sequence":
-        yield description
-        return
-    for step in description["decoders"]:
-        yield from _flattened(step)
+        return [description]
+    parts = description.get("decoders") or description.get("pretokenizers") or []
+    return [step for part in parts for step in steps_of(part)]

@@ -7,21 +7,23 @@ It knows tokens as text, never ids.
 
 import codecs
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
 _REPLACEMENT = "\ufffd"
 
 
-class Step(Protocol):
+class Step(ABC):
     """One step of a decoder with its state in one stream."""
 
+    @abstractmethod
     def push(self, tokens: list[str]) -> list[str]:
         """Take the next tokens; return those that are settled."""
 
     def finish(self) -> list[str]:
         """Return what waited for a token that will not come."""
+        return []
 
 
 class Detokenizer:
@@ -44,28 +46,22 @@ class Detokenizer:
         return "".join(tokens)
 
 
-class Replaced:
+class Replaced(Step):
     """Replaces one string by another within each token."""
 
     def __init__(self, old: str, new: str) -> None:
-        self._old = old
-        self._new = new
+        self._old, self._new = old, new
 
     def push(self, tokens: list[str]) -> list[str]:
         """See Step."""
         return [token.replace(self._old, self._new) for token in tokens]
 
-    def finish(self) -> list[str]:
-        """See Step."""
-        return []
 
-
-class Metaspace:
+class Metaspace(Step):
     """Turns the space mark into spaces; the first token loses its marks if one was prepended."""
 
     def __init__(self, mark: str, *, prepended: bool) -> None:
-        self._mark = mark
-        self._at_start = prepended
+        self._mark, self._at_start = mark, prepended
 
     def push(self, tokens: list[str]) -> list[str]:
         """See Step."""
@@ -75,12 +71,8 @@ class Metaspace:
             self._at_start = False
         return spaced
 
-    def finish(self) -> list[str]:
-        """See Step."""
-        return []
 
-
-class ByteRuns:
+class ByteRuns(Step):
     """Joins runs of byte tokens `<0xE4>` into characters.
 
     A run waits for its end: if any part of it is not UTF-8, decoding turns every byte of the run
@@ -113,7 +105,7 @@ class ByteRuns:
             return [_REPLACEMENT * len(run)]
 
 
-class ByteLevel:
+class ByteLevel(Step):
     """Reads each token as bytes (one letter of the byte alphabet each) and joins them as UTF-8."""
 
     def __init__(self) -> None:
@@ -133,12 +125,11 @@ class ByteLevel:
         return [self._utf8.decode(b"", final=True)]
 
 
-class StartStripped:
+class StartStripped(Step):
     """Takes up to `count` leading characters equal to `content` off the text."""
 
     def __init__(self, content: str, count: int) -> None:
-        self._content = content
-        self._count = count
+        self._content, self._count = content, count
 
     def push(self, tokens: list[str]) -> list[str]:
         """See Step."""
@@ -150,10 +141,6 @@ class StartStripped:
             text = text[1:]
             self._count -= 1
         return [text]
-
-    def finish(self) -> list[str]:
-        """See Step."""
-        return []
 
 
 def byte_level_bytes(token: str) -> bytes:

@@ -4,7 +4,7 @@ There are three forms: a list of JSON objects, one such object, and a name with 
 [ARGS], between which an id may stand. The last form repeats the mark for each call.
 """
 
-from soloist.text.calls import SPACE, CallReader, Progress, Value
+from soloist.text.calls import SPACE, CallReader, Progress, Reader, Value
 
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
@@ -12,22 +12,15 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 _MOST_NAME = 256
 
 
-class ListedReader:
-    """Reads what follows the mark; see `calls.Reader`."""
+class ListedReader(Reader):
+    """Reads what follows the mark."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.num_read = 0
-        self.is_complete = self.failed = False
+        super().__init__()
         self._stage = self._at_start
         self._is_list = False
         self._call = CallReader()
         self._value = Value()
-
-    def take(self, character: str) -> Progress:
-        """See Reader."""
-        self.text += character
-        return self._stage(character) or Progress(None, "")
 
     def _at_start(self, character: str) -> Progress | None:
         if character == "[":

@@ -7,12 +7,11 @@ LlamaTokenizer, transformers >= 5 puts one at the start of the whole text only, 
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from soloist.text.decoder import steps_of
 from soloist.text.files import read_json
 
 SPACE_MARK = "▁"
@@ -46,9 +45,5 @@ def follow_llama_class(backend: Tokenizer, folder: Path) -> None:
 
 def _is_byte_level(backend: Tokenizer) -> bool:
     parts = (backend.pre_tokenizer, backend.decoder)
-    return any("ByteLevel" in _kinds(json.loads(part.__getstate__())) for part in parts if part)
-
-
-def _kinds(description: Mapping[str, Any]) -> set[str]:
-    nested = description.get("pretokenizers", []) + description.get("decoders", [])
-    return {description["type"]}.union(*map(_kinds, nested))
+    steps = [step for part in parts if part for step in steps_of(json.loads(part.__getstate__()))]
+    return any(step["type"] == "ByteLevel" for step in steps)

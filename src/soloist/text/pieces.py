@@ -17,6 +17,8 @@ from typing import Any
 
 import tokenizers
 
+from soloist.text.decoder import steps_of
+
 # In a pattern: look-behind, anchors and borders of words ask what came before.
 _LOOKS_BACK = re.compile(r"\(\?<|\\[bBAGKyY]|(?<![\[\\])\^")
 
@@ -95,7 +97,7 @@ def _is_exact(backend: tokenizers.Tokenizer) -> bool:
         return False
     if _takes_blanks(backend):
         return False
-    stages = _stages(json.loads(backend.pre_tokenizer.__getstate__()))
+    stages = steps_of(json.loads(backend.pre_tokenizer.__getstate__()))
     patterns = [stage for stage in stages if not _maps_bytes_only(stage)]
     # With several patterns a word's start for the last may lie inside a word of the first.
     return len(patterns) == 1 and _looks_ahead_only(patterns[0])
@@ -105,12 +107,6 @@ def _takes_blanks(backend: tokenizers.Tokenizer) -> bool:
     """Whether an added token depends on what stands beside it."""
     added = backend.get_added_tokens_decoder().values()
     return any(token.lstrip or token.rstrip or token.single_word for token in added)
-
-
-def _stages(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if described["type"] == "Sequence":
-        return [stage for part in described["pretokenizers"] for stage in _stages(part)]
-    return [described]
 
 
 def _maps_bytes_only(stage: Mapping[str, Any]) -> bool:

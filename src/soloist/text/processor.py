@@ -37,21 +37,17 @@ class Processor:
     Attributes:
         files: what it was made of.
         tokenizer: of the model.
+        vocab_size: V.
+        context_tokens: room for prompt and answer.
+        most_tokens: where encoding a prompt may end: it cannot fit any more.
     """
 
-    def __init__(self, files: ProcessorFiles) -> None:
+    def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer | None = None) -> None:
+        """Read `files`, but for a tokenizer that was read before."""
         self.files = files
-        self.tokenizer = Tokenizer.from_folder(files.folder)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.files.vocab_size
-
-    @property
-    def context_tokens(self) -> int:
-        """Room for prompt and answer."""
-        return self.files.context_tokens
+        self.tokenizer = tokenizer or Tokenizer.from_folder(files.folder)
+        self.vocab_size, self.context_tokens = files.vocab_size, files.context_tokens
+        self.most_tokens = max(_COUNTED_TOKENS, 2 * files.context_tokens)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -69,11 +65,6 @@ class Processor:
         """Compiles what answers must look like, for this model's tokens."""
         return Grammars(self.tokenizer, self.vocab_size)
 
-    @property
-    def most_tokens(self) -> int:
-        """Where encoding a prompt may end: it cannot fit any more."""
-        return max(_COUNTED_TOKENS, 2 * self.context_tokens)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text that may be a prompt; one that cannot fit is not encoded to its end.
 
@@ -85,8 +76,7 @@ class Processor:
         ids = self.tokenizer.encode(
             text, add_special_tokens=add_special_tokens, most_tokens=self.most_tokens
         )
-        if len(ids) > self.most_tokens:
-            raise PromptTooLong(len(ids), 1, self.context_tokens, is_least=True)
+        self._check_least(len(ids), self.most_tokens)
         return ids
 
     def check_length(self, text: str) -> None:
@@ -95,8 +85,11 @@ class Processor:
         Raises:
             PromptTooLong: it does not.
         """
-        if (least := self.tokenizer.least_tokens(text)) > self.context_tokens:
-            raise PromptTooLong(least, 1, self.context_tokens, is_least=True)
+        self._check_least(self.tokenizer.least_tokens(text), self.context_tokens)
+
+    def _check_least(self, num_tokens: int, most: int) -> None:
+        if num_tokens > most:
+            raise PromptTooLong(num_tokens, 1, self.context_tokens, is_least=True)
 
     def fim_prompt(self, prefix: str, suffix: str) -> list[int]:
         """The prompt for what belongs between two texts.
@@ -108,8 +101,7 @@ class Processor:
         self.check_length(prefix)
         self.check_length(suffix)
         ids = self.tokenizer.fim_prompt(prefix, suffix, self.most_tokens)
-        if len(ids) > self.most_tokens:
-            raise PromptTooLong(len(ids), 1, self.context_tokens, is_least=True)
+        self._check_least(len(ids), self.most_tokens)
         return ids
 
     def check_prompt(self, prompt_ids: Sequence[int], new_tokens: int) -> None:

@@ -7,31 +7,23 @@ Arguments have names, and their values are literals, each told as JSON at its en
 
 import ast
 import json
-from collections.abc import Callable
 
-from soloist.text.calls import SPACE, Progress
+from soloist.text.calls import SPACE, Progress, Reader
 
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
 
 
-class PythonReader:
-    """Reads a list of calls, its opening bracket included; see `calls.Reader`."""
+class PythonReader(Reader):
+    """Reads a list of calls, its opening bracket included."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.num_read = 0
-        self.is_complete = self.failed = False
-        self._stage: Callable[[str], Progress | None] = self._at_start
+        super().__init__()
+        self._stage = self._at_start
         self._word = ""
         self._num_values = 0
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
-
-    def take(self, character: str) -> Progress:
-        """See Reader."""
-        self.text += character
-        return self._stage(character) or Progress(None, "")
 
     def _at_start(self, character: str) -> None:
         self.failed = character != "["

@@ -9,6 +9,7 @@ only those come that the schema names.
 import json
 import keyword
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from soloist.errors import BadGrammar
@@ -29,6 +30,9 @@ _KNOWN: dict[str, set[str]] = {
     "object": {"properties", "required", "additionalProperties"},
 }
 _NUMBERS = ("integer", "number")
+_PYTHON_TYPES = {
+    "string": str, "boolean": bool, "null": NoneType, "array": list, "object": dict,
+}  # fmt: skip
 _TYPES = (*_KNOWN, *_NUMBERS)
 
 # One character between quotes. All that has to be escaped can be; nothing else is.
@@ -58,10 +62,7 @@ class PythonCall:
         Raises:
             BadGrammar: a name that Python does not have, or a schema that cannot be kept to.
         """
-        if not all(map(_is_name, function.split("."))):
-            raise BadGrammar(
-                f"{function!r} is no Python identifier; this model writes calls in Python"
-            )
+        _check_name(function, function.split("."))
         schema, referred = self._root, set()
         while "$ref" in schema and str(schema["$ref"]) not in referred:
             referred.add(str(schema["$ref"]))
@@ -70,10 +71,7 @@ class PythonCall:
             raise BadGrammar("arguments of a Python call are an object; type has to be 'object'")
         self._check(schema, {"type", *_KNOWN["object"]}, "the arguments")
         for key in _of(schema, "properties", dict, "the arguments"):
-            if not _is_name(key):
-                raise BadGrammar(
-                    f"{key!r} is no Python identifier; this model writes calls in Python"
-                )
+            _check_name(key, [key])
         members = self._members(schema, "the arguments", lambda key: f"{key}=")
         return f'{_text(function + "(")} {members} ")"'
 
@@ -129,8 +127,7 @@ class PythonCall:
             self._check(schema, (), place)
             return self._anything()
         kinds = _types(schema, _guessed(schema), place)
-        is_number = bool(set(kinds) & set(_NUMBERS))
-        if not is_number:
+        if not set(kinds) & set(_NUMBERS):
             self._check(schema, {"type"}.union(*(_KNOWN[kind] for kind in kinds)), place)
         return _either(self._typed(kind, schema, place, kinds) for kind in kinds)
 
@@ -277,8 +274,10 @@ def _either(kinds: Iterable[str]) -> str:
     return given[0] if len(given) == 1 else f"({' | '.join(given)})"
 
 
-def _is_name(word: str) -> bool:
-    return word.isascii() and word.isidentifier() and not keyword.iskeyword(word)
+def _check_name(name: str, words: Iterable[str]) -> None:
+    for word in words:
+        if not (word.isascii() and word.isidentifier()) or keyword.iskeyword(word):
+            raise BadGrammar(f"{name!r} is no Python identifier; this model writes calls in Python")
 
 
 def _types(schema: Schema, default: object, place: str) -> list[str]:
@@ -296,17 +295,8 @@ def _guessed(schema: Schema) -> str | None:
 
 
 def _is_of(value: object, kind: str) -> bool:
-    match kind:
-        case "string":
-            return isinstance(value, str)
-        case "boolean":
-            return isinstance(value, bool)
-        case "null":
-            return value is None
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
+    if kind in _PYTHON_TYPES:
+        return isinstance(value, _PYTHON_TYPES[kind])
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and (kind == "number" or is_whole)

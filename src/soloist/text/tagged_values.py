@@ -13,7 +13,7 @@ are written, other values at their end.
 import json
 from collections.abc import Set as AbstractSet
 
-from soloist.text.calls import SPACE, Progress
+from soloist.text.calls import SPACE, Progress, Reader
 from soloist.text.markers import may_become
 from soloist.text.python_calls import json_of_literal
 
@@ -22,8 +22,8 @@ _PARAMETER, _END_PARAMETER, _END_FUNCTION = "<parameter=", "</parameter>", "</fu
 _ENDS = ("\n" + _END_PARAMETER, _END_PARAMETER)
 
 
-class TaggedValuesReader:
-    """Reads one call; see `calls.Reader`.
+class TaggedValuesReader(Reader):
+    """Reads one call.
 
     Args:
         is_open: whether its first tag was read up to the name.
@@ -33,20 +33,13 @@ class TaggedValuesReader:
     def __init__(
         self, *, is_open: bool, json_parameters: AbstractSet[tuple[str, str]] = frozenset()
     ) -> None:
-        self.text = ""
-        self.num_read = 0
-        self.is_complete = self.failed = False
+        super().__init__()
         self._json_parameters = json_parameters
         self._stage = self._in_function if is_open else self._before_function
         self._tag = self._function = ""
         self._num_values = 0
         self._held = ""
         self._is_text = self._is_begun = False
-
-    def take(self, character: str) -> Progress:
-        """See Reader."""
-        self.text += character
-        return self._stage(character) or Progress(None, "")
 
     def _tag_at(self, character: str, *tags: str) -> str | None:
         """The tag that is whole now, white space before it left out."""

@@ -95,12 +95,8 @@ class Tokenizer:
                 "supported for BPE tokenizers only (there it has no effect)",
                 "set it to false if the model's text needs no cleaning",
             )
-        return cls(
-            backend,
-            special_tokens=special.texts,
-            eos_ids=read_eos_ids(path),
-            file=str(file),
-        )
+        eos_ids = read_eos_ids(path)
+        return cls(backend, special_tokens=special.texts, eos_ids=eos_ids, file=str(file))
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
@@ -211,15 +207,14 @@ class Tokenizer:
         """Whether the model knows marks for a prefix, a suffix and the gap between them."""
         return self._find_fim_ids() is not None
 
-    def _find_fim_ids(self) -> tuple[int, ...] | None:
+    def _find_fim_ids(self) -> list[int] | None:
         for marks in _FIM_MARKS:
             ids = [self._backend.token_to_id(mark) for mark in marks]
-            known = tuple(token_id for token_id in ids if token_id is not None)
-            if len(known) == len(marks):
+            if (known := [token_id for token_id in ids if token_id is not None]) == ids:
                 return known
         return None
 
-    def _fim_ids(self) -> tuple[int, ...]:
+    def _fim_ids(self) -> list[int]:
         if (ids := self._find_fim_ids()) is not None:
             return ids
         raise TokenizerError(

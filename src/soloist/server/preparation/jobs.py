@@ -8,13 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from soloist.errors import SoloistError
-from soloist.server.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from soloist.server.names import served_name
+from soloist.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from soloist.server.preparation.bounds import check_body, check_fields
 from soloist.server.preparation.chat import prepare_chat
 from soloist.server.preparation.completions import prepare_completions
@@ -90,6 +84,24 @@ def run(
         raise problem from error
     except RecursionError as error:
         raise Problem(400, "the request is nested too deeply", code="invalid_value") from error
+
+
+def served_name(names: Sequence[str], asked: str | None) -> str:
+    """The name to reply with.
+
+    Raises:
+        Problem: 404 for a name that is not served.
+    """
+    if asked is None:
+        return names[0]
+    if asked not in names:
+        raise Problem(
+            404,
+            f"the model '{asked}' does not exist here (available: {', '.join(names)})",
+            param="model",
+            code="model_not_found",
+        )
+    return asked
 
 
 def _checked(job: Job[Wanted], body: bytes | bytearray) -> Wanted:

@@ -14,6 +14,7 @@ from soloist.server.fields import (
     OutputFields,
     SamplingFields,
     only,
+    optional,
 )
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
@@ -33,12 +34,8 @@ class ConversationFields(Fields):
     model: str | None = None
     messages: Items[dict[str, Any]]
     system: str | Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = Field(
-        default=None, description="For models whose calls can be read."
-    )
-    tool_choice: dict[str, Any] | None = Field(
-        default=None, description="Type auto, none, any, or tool with a name."
-    )
+    tools: Items[dict[str, Any]] | None = optional("For models whose calls can be read.")
+    tool_choice: dict[str, Any] | None = optional("Type auto, none, any, or tool with a name.")
     thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
     output_config: OutputFields | None = None
@@ -58,7 +55,7 @@ class MessagesRequest(ConversationFields):
     """POST /v1/messages."""
 
     max_tokens: int = Field(description="Most tokens to generate.")
-    temperature: Number | None = Field(default=None, description="0 is greedy; default 1.")
+    temperature: Number | None = optional("0 is greedy; default 1.")
     top_p: Number | None = None
     top_k: int | None = None
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = Field(

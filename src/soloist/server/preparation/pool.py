@@ -52,34 +52,6 @@ _END_S = 2.0
 _NUMBERS = {name: number for number, name in enumerate(JOBS)}
 
 
-class _Places:
-    """A number of places that nobody waits for."""
-
-    def __init__(self, num_free: int) -> None:
-        self.num_free = num_free
-
-
-class _Place:
-    """Of one request among those that are read at once."""
-
-    def __init__(self, short: asyncio.Semaphore, slow: _Places) -> None:
-        self._short, self._slow, self._is_slow = short, slow, False
-
-    def leave_early(self) -> None:
-        """Go on among the slow ones, if there is room."""
-        if self._slow.num_free:
-            self._slow.num_free -= 1
-            self._is_slow = True
-            self._short.release()
-
-    def leave(self) -> None:
-        """The request is read."""
-        if self._is_slow:
-            self._slow.num_free += 1
-        else:
-            self._short.release()
-
-
 class _Child:
     """One process that reads requests, as the event loop sees it."""
 
@@ -132,7 +104,7 @@ class Preparation:
         self._control: socket.socket | None = None
         # Several on one core would together take as much of it as the streams.
         self._short = asyncio.Semaphore(min(_MOST_SHORT, usable_cores()))
-        self._slow = _Places(_MOST_SLOW)
+        self._num_slow = 0
         self._long = asyncio.Semaphore(_MOST_LONG)
         self._closed = threading.Event()
 
@@ -192,13 +164,25 @@ class Preparation:
     async def _in_turn(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
         """Read a short body; one that is slow leaves its place to the next."""
         await self._short.acquire()
-        place = _Place(self._short, self._slow)
-        slow = asyncio.get_running_loop().call_later(SLOW_WALL_S, place.leave_early)
+        is_slow = False
+
+        def leave_early() -> None:
+            """Go on among the slow ones, if there is room."""
+            nonlocal is_slow
+            if self._num_slow < _MOST_SLOW:
+                is_slow = True
+                self._num_slow += 1
+                self._short.release()
+
+        slow = asyncio.get_running_loop().call_later(SLOW_WALL_S, leave_early)
         try:
             return await self._by_any(job, parts, length)
         finally:
             slow.cancel()
-            place.leave()
+            if is_slow:
+                self._num_slow -= 1
+            else:
+                self._short.release()
 
     async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
         """Read a body by a child that waits, if one does."""

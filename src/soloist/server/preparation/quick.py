@@ -21,7 +21,8 @@ class QuickProcessor(Processor):
     """
 
     def __init__(self, whole: Processor) -> None:
-        self.files, self.tokenizer, self._whole = whole.files, whole.tokenizer, whole
+        super().__init__(whole.files, whole.tokenizer)
+        self._whole = whole
         try:
             self.renders = whole.chat_template.is_bounded
         except TokenizerError:  # there is none

@@ -11,6 +11,7 @@ from soloist.server.fields import (
     SamplingFields,
     TextFields,
     only,
+    optional,
 )
 from soloist.server.items import plain_conversation, plain_tools
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
@@ -29,15 +30,13 @@ class ResponsesRequest(SamplingFields):
 
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(description="Text, or a list of messages.")
-    instructions: str | None = Field(default=None, description="System message before the input.")
-    max_output_tokens: int | None = Field(
-        default=None, description="Default: as many as fit the context."
-    )
+    instructions: str | None = optional("System message before the input.")
+    max_output_tokens: int | None = optional("Default: as many as fit the context.")
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
     client_metadata: Harmless = None
-    metadata: dict[str, str] | None = Field(default=None, description="Returned unchanged.")
+    metadata: dict[str, str] | None = optional("Returned unchanged.")
     service_tier: Harmless = None
     safety_identifier: Harmless = None
     prompt_cache_key: Harmless = None
@@ -45,11 +44,9 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     truncation: only("disabled") = None  # type: ignore[valid-type]
     text: TextFields | None = None
-    tools: Items[dict[str, Any]] | None = Field(
-        default=None, description="Functions, for models whose calls can be read."
-    )
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="auto, none, required, or the name of a function."
+    tools: Items[dict[str, Any]] | None = optional("Functions, for models whose calls can be read.")
+    tool_choice: str | dict[str, Any] | None = optional(
+        "auto, none, required, or the name of a function."
     )
     include: only(  # type: ignore[valid-type]
         [], [SEALED], [_LIKELY], [SEALED, _LIKELY], [_LIKELY, SEALED]
@@ -60,9 +57,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
-    top_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_TOP_LOGPROBS, description=f"With include: {_LIKELY}."
-    )
+    top_logprobs: int | None = optional(f"With include: {_LIKELY}.", ge=0, le=MOST_TOP_LOGPROBS)
 
     @property
     def shown_logprobs(self) -> int | None:
