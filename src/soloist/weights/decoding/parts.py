@@ -54,7 +54,9 @@ def by_row(matrix: StoredMatrix, shared: Tensor) -> Tensor:
 
 def split_words(words: Tensor, bits: int) -> Tensor:
     """Fields of 32-bit words [..., W] in order, the lowest first, as uint8 [..., W · 32 / bits]."""
-    in_bytes = words.contiguous().view(torch.uint8)  # the lowest byte first, as on all hosts here
+    # `contiguous` leaves the strides of dimensions of one, which `view` then minds.
+    in_order = words.clone(memory_format=torch.contiguous_format)
+    in_bytes = in_order.view(torch.uint8)  # the lowest byte first, as on all hosts here
     if bits == 8:
         return in_bytes
     return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).flatten(-2)
