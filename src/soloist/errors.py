@@ -3,10 +3,10 @@
     SoloistError
     ├── UserError             something given to Soloist cannot be used
     │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
-    │   │                     UnknownFamily
+    │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
     │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
-    │   │                     DownloadFailed
+    │   │                     QuantizationMismatch · DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -123,6 +123,32 @@ class UnknownFamily(ConfigError):
         self.model_type = model_type
 
 
+class UnsupportedQuantization(UnsupportedField):
+    """Weights are quantised in a way that Soloist does not read."""
+
+    def __init__(self, file: str, field: str, value: object, allowed: str) -> None:
+        ConfigError.__init__(
+            self,
+            f"{file}: field '{field}' is {_short(value)}, a quantisation that Soloist does not "
+            f"read (allowed: {allowed})",
+            "use the model's 16-bit checkpoint or one quantised in a format that docs/formats.md "
+            "lists, such as FP8, AWQ, GPTQ or compressed-tensors",
+        )
+        self.field = field
+
+
+class GroupMismatch(ConfigError):
+    """Rows or columns of a matrix do not divide into groups of numbers that are stored together."""
+
+    def __init__(self, module: str, scheme: str, group: int, what: str, count: int) -> None:
+        super().__init__(
+            f"'{module}' has {count:,} {what}, which {scheme} stores in groups of {group} "
+            f"(allowed: a multiple of {group})",
+            "config.json and the weights are from different models, or group_size was changed; "
+            "take both from one checkpoint",
+        )
+
+
 # --- model files ---------------------------------------------------------------------------------
 
 
@@ -195,6 +221,17 @@ class WrongShape(CheckpointError):
         super().__init__(
             f"tensor '{tensor}' has shape {list(seen)}, config.json calls for {list(wanted)}",
             "config.json and the weights are from different models; take both from one checkpoint",
+        )
+
+
+class QuantizationMismatch(CheckpointError):
+    """A matrix is stored in another way than the quantisation's configuration says."""
+
+    def __init__(self, tensor: str, seen: str, wanted: str) -> None:
+        super().__init__(
+            f"'{tensor}' is stored with {seen}, but quantization_config calls for {wanted}",
+            "config.json and the weights are from different checkpoints, or one of them was edited;"
+            " download the model again",
         )
 
 

@@ -5,7 +5,7 @@ every byte a header promises is there.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,41 +22,50 @@ from soloist.errors import (
     WrongShape,
 )
 from soloist.model.dtype import Dtype
+from soloist.model.folder import CONFIG_FILE
+from soloist.model.quantization import read_quantization
+from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
+from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import TensorSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor on disk."""
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it: F32, BF16, F16, F8_E4M3, …
+_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened set of safetensors files: names, shapes and places, no data."""
+    """An opened set of safetensors files: names, shapes and places, no data.
+
+    Attributes:
+        folder: where they are.
+        tensors: by name.
+        quantization: how matrices are stored where they do not stand for themselves.
+        config_dtype: what config.json calls the model's type.
+    """
 
     folder: Path
     tensors: dict[str, StoredTensor]
+    quantization: Quantization | None = None
+    config_dtype: str | None = None
 
     @property
     def dtype(self) -> Dtype:
-        """The type that most tensors are stored in.
+        """The type that most tensors are stored in; of quantised ones the model's 16-bit type.
 
         Raises:
             CheckpointError: a tensor has a type that is no plain float.
         """
-        counts: dict[str, int] = {}
-        for stored in self.tensors.values():
-            counts[stored.dtype] = counts.get(stored.dtype, 0) + 1
-        return stored_dtype(self, max(counts, key=lambda name: counts[name]))
+        if self.quantization is None:
+            return stored_dtype(self, _most([stored.dtype for stored in self.tensors.values()]))
+        if self.config_dtype in _DTYPES:
+            return _DTYPES[self.config_dtype]
+        norms = [t.dtype for t in self.tensors.values() if t.name.endswith("norm.weight")]
+        dtype = stored_dtype(self, _most(norms)) if norms else Dtype.FP32
+        # Quantised weights are no more exact in fp32.
+        return Dtype.BF16 if dtype is Dtype.FP32 else dtype
 
     @property
     def num_bytes(self) -> int:
@@ -73,17 +82,21 @@ class Checkpoint:
 
         Raises:
             MissingTensor, UnexpectedTensor, WrongShape: naming the tensors.
+            CheckpointError: a tensor has a type that is not read, or another one than the
+                quantisation says.
         """
         specs = tuple(specs)
-        wanted = {source.name: source.shape for spec in specs for source in spec.sources}
-        copies = {name: spec.shape for spec in specs for name in spec.copies}
-        missing = sorted(wanted.keys() - self.tensors.keys())
+        missing = sorted({name for spec in specs for name in self._missing(spec)})
         if missing:
             raise MissingTensor(str(self.folder), missing)
+        wanted, quantised = self._wanted(specs)
+        copies = {name: spec.shape for spec in specs for name in spec.copies}
         patterns = [re.compile(pattern) for pattern in ignored]
+        if self.quantization is not None:
+            patterns += [re.compile(pattern) for pattern in IGNORED]
         unexpected = [
             name
-            for name in sorted(self.tensors.keys() - wanted.keys() - copies.keys())
+            for name in sorted(self.tensors.keys() - wanted.keys() - copies.keys() - quantised)
             if not any(pattern.fullmatch(name) for pattern in patterns)
         ]
         if unexpected:
@@ -93,6 +106,34 @@ class Checkpoint:
         ).items():
             if self.tensors[name].shape != shape:
                 raise WrongShape(name, self.tensors[name].shape, shape)
+            stored_dtype(self, self.tensors[name].dtype)
+
+    def _missing(self, spec: TensorSpec) -> list[str]:
+        if self.quantization is not None:
+            return self.quantization.missing(spec)
+        return [source.name for source in spec.sources if source.name not in self.tensors]
+
+    def _wanted(self, specs: Iterable[TensorSpec]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Shapes of tensors that stand for themselves, and names of those that do not."""
+        plain: dict[str, tuple[int, ...]] = {}
+        quantised: set[str] = set()
+        for spec in specs:
+            for source, matrix in zip(spec.sources, self.matrices(spec), strict=True):
+                if matrix is None:
+                    plain[source.name] = source.shape
+                else:
+                    quantised |= {stored.name for stored in matrix.tensors.values()}
+        return plain, quantised
+
+    def matrices(self, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
+        """How each source of a tensor is quantised; None for one that stands for itself.
+
+        Raises:
+            CheckpointError: files and configuration disagree.
+        """
+        if self.quantization is None:
+            return (None,) * len(spec.sources)
+        return self.quantization.stored(spec)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -100,6 +141,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: files are missing, cut off, or disagree with their index.
+        ConfigError: config.json says that they are quantised in a way that is not read.
     """
     index = folder / INDEX_FILE
     if index.exists() and (folder / SINGLE_FILE).exists():
@@ -120,7 +162,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             tensors[stored.name] = stored
     if not tensors:
         raise TruncatedFile(str(files[0]), "it holds no tensors")
-    return Checkpoint(folder, tensors)
+    config = _config(folder)
+    method = read_quantization(folder, config)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return Checkpoint(
+        folder,
+        tensors,
+        None if method is None else Quantization(method, tensors),
+        dtype if isinstance(dtype, str) else None,
+    )
 
 
 def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library's handle is untyped
@@ -139,12 +189,21 @@ def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library'
 def stored_dtype(checkpoint: Checkpoint, name: str) -> Dtype:
     """Our type for one that safetensors names, or an error that says what is supported."""
     try:
-        return {"F32": Dtype.FP32, "BF16": Dtype.BF16, "F16": Dtype.FP16}[name]
+        return PLAIN[name]
     except KeyError:
         raise CheckpointError(
             f"{checkpoint.folder} stores tensors as {name} (supported: F32, BF16, F16)",
             "use the unquantised checkpoint of this model",
         ) from None
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    file = folder / CONFIG_FILE
+    return read_json(file) if file.exists() else {}
+
+
+def _most(names: list[str]) -> str:
+    return max(dict.fromkeys(names), key=names.count)
 
 
 def _header(file: Path) -> list[StoredTensor]:

@@ -82,6 +82,14 @@ class Fields:
         """Whether the field is there at all, be it as null."""
         return name in self._values
 
+    def path(self, name: str) -> str:
+        """The field with those around it, for messages."""
+        return self._prefix + name
+
+    def value(self, name: str) -> Any:  # noqa: ANN401
+        """Whatever the field holds; None where it is absent."""
+        return self._take(name, None, "")
+
     def integer(self, name: str, default: Any = REQUIRED, *, minimum: int = 1) -> Any:  # noqa: ANN401
         """A whole number of at least `minimum`; `default` where the field is absent or null."""
         expected = f"a whole number of at least {minimum}"

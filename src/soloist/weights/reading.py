@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,13 @@ from torch import Tensor
 from soloist.errors import CheckpointError, NotFinite
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
-from soloist.model.tensors import TensorSpec
+from soloist.model.quantization.matrices import StoredMatrix, joined
+from soloist.model.quantized import Quantized
+from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.decoding import decode
+from soloist.weights.decoding.parts import Decoded
+from soloist.weights.numbers import numbers
 
 
 class StoredFile(Protocol):
@@ -24,6 +29,12 @@ class StoredFile(Protocol):
     def get_tensor(self, name: str) -> Tensor:
         """As stored, on any device; valid while the file is open."""
         ...
+
+
+OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
+
+# Of one matrix that is quantised.
+_NUMBERS_AT_ONCE = 1 << 24
 
 
 def open_stored(file: Path) -> AbstractContextManager[StoredFile]:
@@ -55,7 +66,7 @@ def load_weights(
     dtype: Dtype,
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
-    open_with: Callable[[Path], AbstractContextManager[StoredFile]] = open_stored,
+    open_with: OpenStored = open_stored,
 ) -> Weights:
     """Read every tensor that `specs` call for, as `read_tensors` does."""
     return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with))
@@ -67,43 +78,120 @@ def read_tensors(
     dtype: Dtype,
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
-    open_with: Callable[[Path], AbstractContextManager[StoredFile]] = open_stored,
+    open_with: OpenStored = open_stored,
+    keep: Mapping[str, Quantized] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors that `specs` call for, one by one; the checkpoint was held against them.
 
-    `open_with` opens its files.
+    What is quantised comes as the numbers that it stands for, computed in fp32 and rounded once.
+
+    Args:
+        checkpoint: the files.
+        specs: what to read.
+        dtype: of what is yielded, but for what is kept.
+        device: where to.
+        on_progress: told after every tensor of the files.
+        open_with: opens the files.
+        keep: by name, tensors that stay quantised; they come as several, each under the name and
+            the end of a part's. What they mean is what `joined` says of them.
 
     Raises:
         NotFinite: a tensor holds NaN or infinite values, as stored or after conversion.
         CheckpointError: a tensor's format is not supported, or a second copy of it differs.
     """
-    specs = tuple(specs)
-    sizes = {s.name: _stored_bytes(checkpoint, s.name) for spec in specs for s in spec.sources}
-    total, done, start = sum(sizes.values()), 0, time.perf_counter()
+    specs, keep = tuple(specs), keep or {}
     with ExitStack() as stack:
-        handles = _Handles(stack, open_with)
+        files = _Files(checkpoint, _Handles(stack, open_with), device)
+        progress = _Progress(checkpoint, specs, on_progress)
         for spec in specs:
-            joined = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device=device)
-            parts = _parts(joined, spec)
-            for source, part in zip(spec.sources, parts, strict=True):
-                stored = handles.open(checkpoint.tensors[source.name].file).get_tensor(source.name)
-                part.copy_(stored)
+            if spec.name in keep:
+                yield from _kept(files, spec, keep[spec.name], progress)
+                continue
+            whole = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device=device)
+            sources = zip(spec.sources, checkpoint.matrices(spec), _parts(whole, spec), strict=True)
+            for source, matrix, part in sources:
+                if matrix is None:
+                    part.copy_(files.tensor(source.name))
+                else:
+                    _write_numbers(files.decoded(matrix), part)
                 _require_finite(source.name, part)
-                done += sizes[source.name]
-                on_progress(LoadProgress(done, total, time.perf_counter() - start))
+                progress.add(checkpoint, source, matrix)
             for name in spec.copies:
                 if name in checkpoint.tensors:
-                    copy = handles.open(checkpoint.tensors[name].file).get_tensor(name)
-                    _require_same(spec.sources[0].name, joined, name, copy)
-            yield spec.name, joined
+                    _require_same(spec.sources[0].name, whole, name, files.tensor(name))
+            yield spec.name, whole
+
+
+def _kept(
+    files: "_Files", spec: TensorSpec, wanted: Quantized, progress: "_Progress"
+) -> Iterator[tuple[str, Tensor]]:
+    """A tensor's parts, each with the rows of all sources."""
+    found = joined(files.checkpoint.quantization, spec)
+    assert found == wanted, f"{spec.name} is {found}, not {wanted}"
+    parts: dict[str, list[Tensor]] = {part: [] for part in wanted.parts}
+    for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
+        assert matrix is not None, f"{source.name} stands for itself"
+        for part, values in files.decoded(matrix).parts.items():
+            parts[part].append(values.to(files.device))
+        progress.add(files.checkpoint, source, matrix)
+    for part, rows in parts.items():
+        yield spec.name + part, torch.cat(rows)
+
+
+def _write_numbers(decoded: Decoded, out: Tensor) -> None:
+    """Some rows after the other, so that fp32 numbers of few of them are there at a time."""
+    step = max(1, _NUMBERS_AT_ONCE // out.shape[1])
+    for start in range(0, out.shape[0], step):
+        rows = {part: values[start : start + step] for part, values in decoded.parts.items()}
+        out[start : start + step].copy_(numbers(decoded.quantized, rows, decoded.groups))
+
+
+class _Files:
+    """Tensors of a checkpoint, as stored or decoded."""
+
+    def __init__(self, checkpoint: Checkpoint, handles: "_Handles", device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self._handles = handles
+
+    def tensor(self, name: str) -> Tensor:
+        """As stored, wherever its file is open."""
+        return self._handles.open(self.checkpoint.tensors[name].file).get_tensor(name)
+
+    def decoded(self, matrix: StoredMatrix) -> Decoded:
+        """A quantised matrix, on the device."""
+        tensors = {
+            role: self.tensor(stored.name).to(self.device)
+            for role, stored in matrix.tensors.items()
+        }
+        return decode(matrix, tensors)
+
+
+class _Progress:
+    """Bytes of the files, counted as they are read."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        specs: Iterable[TensorSpec],
+        on_progress: Callable[[LoadProgress], None],
+    ) -> None:
+        self._tell, self._start, self._done = on_progress, time.perf_counter(), 0
+        self._total = sum(
+            _stored_bytes(checkpoint, source, matrix)
+            for spec in specs
+            for source, matrix in zip(spec.sources, checkpoint.matrices(spec), strict=True)
+        )
+
+    def add(self, checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> None:
+        """One more source has been read."""
+        self._done += _stored_bytes(checkpoint, source, matrix)
+        self._tell(LoadProgress(self._done, self._total, time.perf_counter() - self._start))
 
 
 class _Handles:
     """Open each file once."""
 
-    def __init__(
-        self, stack: ExitStack, open_with: Callable[[Path], AbstractContextManager[StoredFile]]
-    ) -> None:
+    def __init__(self, stack: ExitStack, open_with: OpenStored) -> None:
         self._stack, self._open_with = stack, open_with
         self._open: dict[Path, StoredFile] = {}
 
@@ -121,12 +209,12 @@ def _parts(joined: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
         start += rows
 
 
-def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
-    stored = checkpoint.tensors[name]
-    count = 1
-    for size in stored.shape:
-        count *= size
-    return count * stored_dtype(checkpoint, stored.dtype).num_bytes
+def _stored_bytes(checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> int:
+    if matrix is not None:
+        return matrix.num_bytes
+    stored = checkpoint.tensors[source.name]
+    stored_dtype(checkpoint, stored.dtype)
+    return stored.num_bytes
 
 
 def _require_same(name: str, values: Tensor, copy_name: str, copy: Tensor) -> None:

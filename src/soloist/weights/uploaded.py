@@ -1,21 +1,22 @@
 """Tensors of files that began their way to the GPU before torch was imported."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from soloist.weights.reading import StoredFile, open_stored
+from soloist.weights.reading import OpenStored, StoredFile, open_stored
 from soloist.weights.upload import Upload
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
+_DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 
 
 @contextmanager

@@ -359,7 +359,6 @@ def test_flags_are_true_or_false(field: str, value: object, tmp_path: Path) -> N
     [
         ("hidden_act", "gelu"),
         ("partial_rotary_factor", 0.5),
-        ("quantization_config", {"quant_method": "fp8"}),
         ("attn_logit_softcapping", 50),
         ("final_logit_softcapping", 30.0),
         ("residual_multiplier", 0.22),

@@ -14,6 +14,7 @@ from pathlib import Path
 from soloist.errors import MissingField, UnknownFamily, WrongType
 from soloist.model.config import ModelConfig
 from soloist.model.families import laneformer, llama, mistral, qwen2, qwen3, smollm3
+from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
 from soloist.model.tensors import TensorSpec
 
@@ -55,6 +56,7 @@ def read_config(path: Path) -> ModelConfig:
         raise UnknownFamily(str(path), model_type, FAMILIES)
     fields = Fields(values, str(path), model_type)
     config = FAMILIES[model_type].read(fields)
+    fields.ignore(*QUANTIZATION_FIELDS)  # read with the checkpoint, which they describe
     fields.refuse_rest()
     return config
 

@@ -1,0 +1,71 @@
+"""Quantised checkpoints: what their configuration says, one file a method. Pure: no torch.
+
+    fields      typed reading, with refusals by name
+    names       lists of modules, as each library matches them
+    scheme      one way to store a matrix: tensors, shapes, types
+    fp8, modelopt, compressed_tensors     quantization_config → a scheme for each module
+    matrices    the schemes held against the tensors that there are
+
+`soloist.weights.decoding` reads the tensors. What comes out is `soloist.model.quantized`.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from soloist.errors import ConfigError, UnsupportedQuantization, WrongType
+from soloist.model.folder import CONFIG_FILE
+from soloist.model.quantization import compressed_tensors, fp8, modelopt
+from soloist.model.quantization.fields import QuantizationFields
+from soloist.model.quantization.scheme import Method
+from soloist.model.reading import read_json
+
+METHODS: Mapping[str, Callable[[QuantizationFields], Method]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "fbgemm_fp8": fp8.read_fbgemm,
+    "modelopt": modelopt.read,
+}
+
+# Older files of compressed-tensors have the second name.
+FIELDS = ("quantization_config", "compression_config")
+
+
+def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
+    """What a folder's files say of its quantisation; None where nothing is quantised.
+
+    Args:
+        folder: of the model.
+        config: its config.json.
+
+    Raises:
+        ConfigError: the method is not known, or a field asks for something that is not read.
+    """
+    file = folder / CONFIG_FILE
+    name = next((name for name in FIELDS if config.get(name) is not None), None)
+    own = folder / modelopt.HF_QUANT_CONFIG
+    if name is None:
+        return _read_own(own) if own.exists() else None
+    values = config[name]
+    if not isinstance(values, dict):
+        raise WrongType(str(file), name, values, "an object")
+    method = values.get("quant_method", "compressed-tensors" if name == FIELDS[1] else None)
+    if not isinstance(method, str) or method not in METHODS:
+        raise UnsupportedQuantization(str(file), f"{name}.quant_method", method, ", ".join(METHODS))
+    if own.exists() and method != "modelopt":
+        raise ConfigError(
+            f"{file} says that weights are quantised by {method}, but {own.name} beside it that "
+            "they are by modelopt (allowed: one of the two)",
+            "remove the file that does not belong to these weights",
+        )
+    return METHODS[method](QuantizationFields(values, str(file), method, f"{name}."))
+
+
+def _read_own(file: Path) -> Method | None:
+    values = read_json(file)
+    inner = values.get("quantization")
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{file} has no usable 'quantization'", "download the file again")
+    if inner.get("quant_algo") is None:
+        return None
+    return modelopt.read(QuantizationFields(inner, str(file), "modelopt", "quantization."))

@@ -1,0 +1,49 @@
+"""What quantised tensors stand for: (code - zero) · scale, in fp32. Torch, any device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+
+# Zero of a matrix without zeros of its own.
+_MIDDLE = {Codes.INT4: 8.0}
+
+
+def numbers(
+    quantized: Quantized, parts: Mapping[str, Tensor], groups: Tensor | None = None
+) -> Tensor:
+    """The matrix [N, K], or the rows of it that `parts` have.
+
+    Args:
+        quantized: what they mean.
+        parts: codes, scales and zeros by the end of their names.
+        groups: [K], of each column; None where groups follow each other.
+    """
+    codes = unpacked(parts[""]) if quantized.codes is Codes.INT4 else parts[""]
+    values = codes.to(torch.float32)
+
+    def of_columns(shared: Tensor) -> Tensor:
+        wide = shared.to(torch.float32)
+        if groups is not None:
+            return wide.index_select(1, groups)
+        if wide.shape[1] == 1:
+            return wide
+        return wide.repeat_interleave(quantized.group, 1)[:, : values.shape[1]]
+
+    if quantized.has_zeros:
+        values -= of_columns(parts[ZEROS])
+    elif (middle := _MIDDLE.get(quantized.codes)) is not None:
+        values -= middle
+    return values.mul_(of_columns(parts[SCALES]))
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Two codes of a byte [N, K / 2] as one each, uint8 [N, K]."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """The inverse of `unpacked`, of uint8 below 16."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
