@@ -21,7 +21,6 @@ from soloist.megakernel.interpreter import (
     round_of_ranks,
 )
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.weight_format import INT8_SCALED
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -29,7 +28,7 @@ from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
 from soloist.reference.blocks import Rotary
 from soloist.reference.build import build_reference
-from soloist.weights.packing import numbers, ordered, pack, place
+from soloist.weights.packing import ordered, pack, place
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
@@ -123,23 +122,6 @@ def mixed_model() -> ModelConfig:
         layers=(narrow, wide, narrow, wide, narrow, Layer(normed, Mlp(160))),
         rope=Rope(10_000.0), tied_head=False,
     )  # fmt: skip
-
-
-def quantised(weights: Weights, names: Sequence[str]) -> tuple[Weights, Weights]:
-    """(tensors of the kernel, the numbers that they stand for): these matrices in 8 bits.
-
-    Scales of 32 columns are powers of two, biased by 127.
-    """
-    parts, meant = dict(weights), dict(weights)
-    for name in names:
-        rows, queries = weights[name].shape
-        groups = torch.nn.functional.pad(weights[name], (0, -queries % 32)).view(rows, -1, 32)
-        exponents = (groups.abs().amax(2) / 127).clamp(min=2.0**-100).log2().ceil()
-        values = (groups / exponents.exp2()[:, :, None]).round().to(torch.int8)
-        parts[name] = values.flatten(1)[:, :queries].contiguous()
-        parts[f"{name}.scales"] = (exponents + 127).to(torch.uint8)
-        meant[name] = numbers(INT8_SCALED, {"": parts[name], ".scales": parts[f"{name}.scales"]})
-    return parts, meant
 
 
 def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.layer_kind import LayerKind, Operation
+from soloist.megakernel.layer_kind import DIGIT_STEPS, LayerKind, Operation
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.limits import (
     CONSUMER_WARPS,
@@ -20,6 +20,8 @@ from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TI
 _REDUCE_BYTES = 16 * 1024
 # 16-bit activations lie in chunks of so many columns of the matrix, one after the other.
 OPERAND_COLUMNS = 32
+# Integers of 8 bits that an activation becomes, see cuda/tile/digits.cuh.
+DIGITS = 2
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,22 @@ class SharedMemory:
                 "rope": (queries, head_dim // 2, 2, 4),
                 "sampling": (768,),
                 "control": (384,),
+                **({"digits": (self.digits_bytes,)} if self.digits_bytes else {}),
             },
             value_bytes=1,
         )
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot of the ring: some tiles of any matrix, or a half page of the KV cache."""
+        return max(SLOT_BYTES, *(op.slot_bytes for op in self.operations))
+
+    @property
+    def digits_bytes(self) -> int:
+        """Room in which a warp's lanes pass on the integers that one query's activations become."""
+        if self.queries > 1 or not any(op.matrix.format.is_integer for op in self.operations):
+            return 0
+        return DIGIT_STEPS * STEP_COLUMNS * DIGITS
 
     @property
     def reduce_bytes(self) -> int:
@@ -204,13 +219,13 @@ class SharedMemory:
     def ring_slots(self) -> int:
         """Slots of the ring: all the shared memory that is left."""
         used = end_of(self.buffers) + STATIC_SHARED_BYTES
-        return max(0, self.room - used) // SLOT_BYTES
+        return max(0, self.room - used) // self.slot_bytes
 
     @property
     def num_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.ring_slots * SLOT_BYTES + end_of(self.buffers)
+        return self.ring_slots * self.slot_bytes + end_of(self.buffers)
 
     def bytes_with(self, ring_slots: int) -> int:
         """What a block takes with a ring of so many slots, static variables included."""
-        return end_of(self.buffers) + STATIC_SHARED_BYTES + ring_slots * SLOT_BYTES
+        return end_of(self.buffers) + STATIC_SHARED_BYTES + ring_slots * self.slot_bytes

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from soloist.kv.layout import page_constants
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.image import Image
-from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.layer_kind import DIGIT_STEPS, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER, PHASES, PRODUCTS
@@ -21,12 +21,11 @@ from soloist.megakernel.sampling_header import (
 from soloist.megakernel.tile import (
     HALF_TILE_ROWS,
     HALF_TILE_VALUES,
-    SLOT_BYTES,
     STEP_COLUMNS,
     tile_places,
 )
 from soloist.megakernel.trace import num_words as num_trace_words
-from soloist.megakernel.weight_format import READERS
+from soloist.megakernel.weight_format import ENLARGE_BITS, READERS
 from soloist.model.dtype import Dtype
 from soloist.sampling.constraint import num_words
 
@@ -114,7 +113,7 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             sampling_words(),
             enumeration("Phase", (phase.name for phase in PHASES)),
             *(struct.cuda for struct in structs(first.ranks)),
-            *(f"struct {reader};" for reader in READERS),
+            *READERS,
             *(line for name, plan in plans.items() for line in _model(name, plan, build)),
             "",
         ]
@@ -155,9 +154,10 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kExchangeCopies": EXCHANGE_COPIES,
         "kLayerPhases": len(LAYER),
         "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
-        "kSlotBytes": SLOT_BYTES,
         "kStepColumns": STEP_COLUMNS,
         "kHalfTileRows": HALF_TILE_ROWS,
+        "kDigitSteps": DIGIT_STEPS,
+        "kEnlargeBits": ENLARGE_BITS,
         "kHalfTileValues": HALF_TILE_VALUES,
         "kChunkPages": plan.attention.chunk_pages,
         "kPageCopies": tuning.page_copies_in_flight,
@@ -171,6 +171,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
 def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     model, shape, attention = plan.model, plan.shape, plan.attention
     exchanges, shared = plan.exchanges, plan.shared
+    slots = {op.slot_bytes for op in plan.operations}
     half_tiles = {op.matrix.format.half_tile_bytes for op in plan.operations}
     # The rows of one query fit a tile; which warps have rows is left as it is, for the bits' sake.
     warp_tiles = 1 if build.queries == 1 else attention.warp_tiles
@@ -211,11 +212,14 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kPageSlot": attention.page_slot,
         "kBlockStride": plan.image.block_stride,
         "kFinalNorm": plan.image.final_norm_offset,
-        # 0 where formats differ.
+        "kSlotBytes": shared.slot_bytes,
+        # 0 where matrices differ.
+        "kWeightSlotBytes": next(iter(slots)) if len(slots) == 1 else 0,
         "kHalfTileBytes": next(iter(half_tiles)) if len(half_tiles) == 1 else 0,
     }
     constants |= _lanes(plan)
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
+    constants["kShDigits"] = 0
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in exchanges.workspace.items():
@@ -445,6 +449,7 @@ def _operation(op: Operation, offset: int) -> str:
         "kUnitHalves": matrix.unit_half_tiles,
         "kDepth": op.depth,
         "kHalfTileBytes": matrix.format.half_tile_bytes,
+        "kSlotTiles": op.slot_tiles,
         "kOffset": offset,
     }
     lines = [f"using Format = {matrix.format.reader};", *_constants(values, "static ")]

@@ -38,9 +38,66 @@ class Operation:
         most = min(steps, tuning.max_depth, unrolled)
         # With registers to spare some of the unrolled steps may be left out at the end.
         least = most // 2 if self.gpu.architecture.moves_registers else 1
-        pairs = self.matrix.shares_slots
-        fit = [d for d in range(1, most + 1) if not pairs or d % 2 == 0 or d == steps]
+        fit = [d for d in range(1, most + 1) if self._can_unroll(d)]
+        if not self.matrix.format.is_plain:
+            most_tiles = max(map(self._slot_tiles, fit))
+            fit = [d for d in fit if self._slot_tiles(d) == most_tiles]
         return next((d for d in reversed(fit) if d > least and steps % d == 0), fit[-1])
+
+    def _can_unroll(self, depth: int) -> bool:
+        """Whether a turn of the loop may have so many steps."""
+        if depth == self.matrix.steps:
+            return True
+        if self.matrix.shares_slots and depth % 2:
+            return False
+        # Integers are made of the activations of so many steps at once.
+        whole = depth % DIGIT_STEPS == 0 or DIGIT_STEPS % depth == 0
+        return whole or not self.matrix.format.is_integer
+
+    @property
+    def slot_tiles(self) -> int:
+        """Tiles in a slot of the ring.
+
+        As many as the format has room for, if every turn of the loop begins with a slot.
+        """
+        return self._slot_tiles(self.depth)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a full slot of this matrix."""
+        return self.slot_tiles * 2 * self.matrix.format.half_tile_bytes
+
+    def _slot_tiles(self, depth: int) -> int:
+        matrix, tiles = self.matrix, self.matrix.format.tiles
+        turns = [_tiles_of(halves, depth) for halves in self._halves]
+        if depth == matrix.steps and len(self._groups) == 1:
+            return tiles
+        turns += [_tiles_of(halves, matrix.steps) for halves in self._groups[:-1]]
+        while any(count % tiles for count in turns):
+            tiles //= 2
+        return tiles
+
+    @property
+    def _groups(self) -> list[int]:
+        """Half tiles of each group of tiles in the busiest block."""
+        halves, most = self.matrix.max_units * self.matrix.unit_half_tiles, 2 * self.group_tiles
+        return [min(most, halves - start) for start in range(0, halves, most)]
+
+    @property
+    def _halves(self) -> set[int]:
+        """Half tiles that some block multiplies together."""
+        matrix, last = self.matrix, self._groups[-1]
+        fewer = last - matrix.unit_half_tiles if matrix.units % matrix.blocks else last
+        return {*self._groups, fewer} - {0}
+
+
+# Steps whose activations become integers together, see cuda/tile/digits.cuh.
+DIGIT_STEPS = 4
+
+
+def _tiles_of(halves: int, steps: int) -> int:
+    """Tiles of so many half tiles and steps; half tiles of two steps make one."""
+    return steps // 2 * halves + steps % 2 * (halves // 2 + halves % 2)
 
 
 @dataclass(frozen=True)

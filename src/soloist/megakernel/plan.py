@@ -21,7 +21,6 @@ from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
-from soloist.megakernel.tile import SLOT_BYTES
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
@@ -190,7 +189,7 @@ class Plan:
             f"{self.gpu.num_sms} SMs, {self.image.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{self.image.max_block_bytes / 1e6:.2f} MB in the busiest "
             f"block (mean {self.image.streamed_bytes / self.grid_blocks / 1e6:.2f})",
-            f"ring {self.shared.ring_slots} x {SLOT_BYTES // 1024} KB of "
+            f"ring {self.shared.ring_slots} x {self.shared.slot_bytes / 1024:g} KB of "
             f"{self.shared.num_bytes:,} bytes; attention: up to {self.attention.splits} splits a "
             f"KV head, {self.attention.softmax_lanes} softmax lanes",
         ]
@@ -267,21 +266,16 @@ def _require_fits(plan: Plan) -> None:
 def _require_formats(plan: Plan) -> None:
     """Each format is that of a matrix, which the kernel can read."""
     names = {f"layers.{i}.{phase.name}" for i in range(plan.shape.num_layers) for phase in PRODUCTS}
-    table = "embedding" if plan.share.tied_head else "head"
+    names |= set() if plan.share.tied_head else {"head"}
     for name, stored in plan.formats.items():
-        if name not in {*names, table}:
-            raise ShapeUnsupported(f"a format of {name}", f"formats of its matrices and of {table}")
-        if name == "embedding" and not stored.is_plain:
-            # Tokens are looked up in the packed head.
-            given = f"a tied embedding in {stored.name}"
-            raise ShapeUnsupported(given, "one whose values stand for themselves")
+        if name not in names:
+            # Of a tied head tokens are looked up, in 16 bits.
+            allowed = "formats of its layers' matrices and of a head that is not tied"
+            raise ShapeUnsupported(f"a format of {name}", allowed)
         columns = _columns_of_share(plan, name)
-        if stored.group and columns % stored.group:
+        if plan.ranks > 1 and stored.group and columns % stored.group:
             given = f"{name} in {stored.name} with {columns} columns on each of {plan.ranks} ranks"
             raise ShapeUnsupported(given, f"multiples of {stored.group}")
-        if 2 * stored.half_tile_bytes > SLOT_BYTES:
-            given = f"{name} in {stored.name}: {2 * stored.half_tile_bytes:,} bytes a tile"
-            raise ShapeUnsupported(given, f"at most {SLOT_BYTES:,}")
 
 
 def _columns_of_share(plan: Plan, name: str) -> int:

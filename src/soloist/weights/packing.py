@@ -20,14 +20,8 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import (
-    COLUMN_DIGITS,
-    HALF_TILE_ORDER,
-    HALF_TILE_ROWS,
-    STEP_COLUMNS,
-    TILE_ORDER,
-)
-from soloist.megakernel.weight_format import WeightFormat
+from soloist.megakernel.tile import HALF_TILE_ROWS
+from soloist.weights.layout import layout_of
 
 # Partitions that are remembered: every layer has the same, of a few matrices on each rank.
 _MATRICES = 64
@@ -65,41 +59,46 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
     Args:
         plan: of the kernel.
         operation: which matrix.
-        parts: by part of its format, [rows, columns or groups of columns]. A matrix whose values
-            stand for themselves may have values of any size; then the result has them too, in
-            place of bytes.
+        parts: by part of its format, as `Quantized` says. A matrix whose values stand for
+            themselves may have values of any size; then the result has them too, in place of bytes.
     """
-    matrix = operation.matrix
-    packed = [
-        _packed(plan.shape, operation, parts[part], layout)
-        for part, layout in _layouts(matrix.format).items()
-    ]
-    if matrix.format.is_plain:
-        return packed[0]
-    return torch.cat([part.view(torch.uint8) for part in packed], dim=1)
+    matrix, layout = operation.matrix, layout_of(operation.matrix.format, plan.dtype)
+    by_row = layout.by_row(parts, matrix.steps)
+    rows = matrix.units * matrix.unit_rows
+    half_tiles = rows // HALF_TILE_ROWS
+    ready = []
+    for values in by_row:
+        own = ordered(plan.shape, matrix, values)
+        own = pad(own, (0, 0) * (own.dim() - 1) + (0, rows - own.shape[0]))
+        ready.append(own.unflatten(0, (half_tiles, HALF_TILE_ROWS)))
+    packed = None
+    for part in _parts(operation):
+        index = part.rows.to(ready[0].device)
+        slots = _to_slots(*layout.packed([values[index] for values in ready]))
+        if packed is None:
+            packed = slots.new_empty(half_tiles, slots[0].numel() // index.shape[1])
+        packed[index] = slots.view(*index.shape, -1)
+    assert packed is not None, "a matrix has rows"
+    return packed.view(half_tiles * matrix.steps, -1)
 
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
-    """The inverse of `pack`; the values of a scaled format are int8, its scales uint8."""
-    stored = operation.matrix.format
-    if stored.is_plain:
-        return {"": _unpacked(plan.shape, operation, packed, _BY_BITS[stored.value_bits])}
-    sizes = (stored.half_tile_values_bytes, stored.half_tile_scales_bytes)
-    values, scales = (part.contiguous() for part in packed.split(sizes, dim=1))
-    return {
-        "": _unpacked(plan.shape, operation, values.view(torch.int8), _BY_BITS[stored.value_bits]),
-        ".scales": _unpacked(plan.shape, operation, scales, _SCALES),
-    }
-
-
-def numbers(stored: WeightFormat, parts: Mapping[str, Tensor]) -> Tensor:
-    """The fp32 numbers [rows, columns] that a matrix's tensors stand for."""
-    values = parts[""].float()
-    if stored.is_plain:
-        return values
-    # A power of two, biased by 127 as in a float's exponent.
-    scales = (parts[".scales"].float() - 127).exp2().repeat_interleave(stored.group, dim=1)
-    return values * scales[:, : values.shape[1]]
+    """The inverse of `pack`; scales and zeros are those of the format's groups."""
+    matrix, layout = operation.matrix, layout_of(operation.matrix.format, plan.dtype)
+    half_tiles = matrix.units * matrix.unit_half_tiles
+    by_half_tile = packed.view(half_tiles, -1)
+    ready: list[Tensor] = []
+    for part in _parts(operation):
+        index = part.rows.to(packed.device)
+        tiles, halves = _from_slots(by_half_tile[index], matrix.steps)
+        for place_, values in enumerate(layout.unpacked(tiles, halves)):
+            if place_ == len(ready):
+                ready.append(values.new_empty(half_tiles, *values.shape[2:]))
+            ready[place_][index] = values
+    by_row = [
+        unordered(plan.shape, matrix, values.flatten(0, 1)[: matrix.rows]) for values in ready
+    ]
+    return layout.parts(by_row, matrix.columns)
 
 
 def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: Tensor) -> None:
@@ -174,110 +173,30 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """In which order a part of a format lies in the halves of a slot.
-
-    Letters of dimensions: b block, t tile, s step, and the digits of tile.py.
-
-    Attributes:
-        columns: sizes of the dimensions of one step of columns, w first.
-        tile: the order of a full tile's dimensions [b t h g s w p …], with b s t first.
-        half_tile: the same of half tiles [b t g s w p …], with b s t first.
-    """
-
-    columns: tuple[int, ...]
-    tile: tuple[int, ...]
-    half_tile: tuple[int, ...]
-
-
-def _layout(columns: str, tile: str, half_tile: str) -> _Layout:
-    return _Layout(
-        tuple(COLUMN_DIGITS[c] for c in columns),
-        tuple(("bthgs" + columns).index(c) for c in "bst" + tile),
-        tuple(("btgs" + columns).index(c) for c in "bst" + half_tile),
-    )
-
-
-# A lane's 16 bytes are one multiply's values of 16 bits, or both multiplies' of 8.
-_BY_BITS = {
-    16: _layout("wpqmre", TILE_ORDER, HALF_TILE_ORDER),
-    8: _layout("wpqmre", "pwgqmrhe", "wgqpmre"),
-}
-_SCALES = _layout("wp", "pwgh", "wgp")
-
-
-def _layouts(stored: WeightFormat) -> dict[str, _Layout]:
-    """By part. Values of test images without rounding lie as those of 16 bits."""
-    layouts = {"": _BY_BITS[stored.value_bits]}
-    return layouts if stored.is_plain else {**layouts, ".scales": _SCALES}
-
-
-def _packed(shape: ModelShape, operation: Operation, values: Tensor, layout: _Layout) -> Tensor:
-    """[rows, columns] of one part → [half slots, values]."""
-    matrix = operation.matrix
-    rows = matrix.units * matrix.unit_rows
-    values = ordered(shape, matrix, values)
-    per_step = torch.Size(layout.columns).numel()
-    width = matrix.steps * per_step
-    values = pad(values, (0, width - values.shape[1], 0, rows - values.shape[0]))
-    half_tiles, each = rows // HALF_TILE_ROWS, HALF_TILE_ROWS * per_step
-    by_row = values.view(half_tiles, HALF_TILE_ROWS, matrix.steps, *layout.columns)
-    packed = values.new_empty(half_tiles, matrix.steps, each)
-    for part in _parts(operation):
-        index = part.rows.to(values.device)
-        slots = _to_slots(by_row[index], layout)  # of [blocks, half tiles, row, step, …]
-        packed[index] = slots.view(*part.rows.shape, matrix.steps, each)
-    return packed.flatten(0, 1)
-
-
-def _unpacked(shape: ModelShape, operation: Operation, packed: Tensor, layout: _Layout) -> Tensor:
-    """The inverse of `_packed`."""
-    matrix = operation.matrix
-    rows = matrix.units * matrix.unit_rows
-    half_tiles = rows // HALF_TILE_ROWS
-    slots = packed.view(half_tiles, matrix.steps, -1)
-    by_row = packed.new_empty(half_tiles, HALF_TILE_ROWS, matrix.steps, *layout.columns)
-    for part in _parts(operation):
-        index = part.rows.to(packed.device)
-        by_row[index] = _from_slots(slots[index], layout)
-    values = by_row.view(rows, -1)
-    per_step = torch.Size(layout.columns).numel()
-    columns = -(-matrix.columns * per_step // STEP_COLUMNS)
-    return unordered(shape, matrix, values[: matrix.rows])[:, :columns]
-
-
-def _to_slots(units: Tensor, layout: _Layout) -> Tensor:
-    """[blocks, half tiles, row, step, *columns] → [blocks, half slots, values].
+def _to_slots(tiles: Tensor, halves: Tensor) -> Tensor:
+    """[blocks, steps, tiles or half tiles, values] → [blocks, values] as they stream.
 
     Two steps at a time: tiles of the first, tiles of the second, the half tiles that both have.
     """
-    blocks, count, _, steps = units.shape[:4]
-    full, each = count // 2 * 2, HALF_TILE_ROWS * torch.Size(layout.columns).numel()
-    tiles = units[:, :full].unflatten(1, (-1, 2)).permute(layout.tile)
-    halves = units[:, full:].permute(layout.half_tile)
-    both = [part.reshape(blocks, steps, -1, each) for part in (tiles, halves) if part.numel()]
+    steps = range(0, tiles.shape[1], 2)
     return torch.cat(
-        [part[:, at : at + 2].flatten(1, 2) for at in range(0, steps, 2) for part in both], dim=1
+        [part[:, at : at + 2].flatten(1) for at in steps for part in (tiles, halves)], dim=1
     )
 
 
-def _from_slots(slots: Tensor, layout: _Layout) -> Tensor:
-    """The inverse of `_to_slots`, of [blocks, half tiles, steps, values]."""
-    blocks, count, steps, each = slots.shape
+def _from_slots(slots: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `_to_slots`, of [blocks, half tiles, values]."""
+    blocks, count, each = slots.shape
+    each //= steps
     full = count // 2 * 2
     sizes = [
-        part * min(2, steps - at) for at in range(0, steps, 2) for part in (full, count - full)
+        part * min(2, steps - at) * each
+        for at in range(0, steps, 2)
+        for part in (full, count - full)
     ]
-    parts = slots.reshape(blocks, -1, each).split(sizes, dim=1)
-    tile_sizes = (blocks, full // 2, 2, HALF_TILE_ROWS, steps, *layout.columns)
-    half_sizes = (blocks, count - full, HALF_TILE_ROWS, steps, *layout.columns)
-    tiles = _restored(torch.cat(parts[::2], dim=1), layout.tile, tile_sizes)
-    halves = _restored(torch.cat(parts[1::2], dim=1), layout.half_tile, half_sizes)
-    return torch.cat([tiles.flatten(1, 2), halves], dim=1)
-
-
-def _restored(values: Tensor, order: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Values that were permuted to `order` from dimensions of these sizes."""
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return values.reshape([sizes[i] for i in order]).permute(back)
+    parts = slots.flatten(1).split(sizes, dim=1)
+    tiles, halves = torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)
+    return (
+        tiles.view(blocks, steps, full // 2, 2 * each),
+        halves.view(blocks, steps, count - full, each),
+    )

@@ -1,12 +1,15 @@
 """From the kernel's image back to rows: what prefill multiplies by where only one copy fits."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
 from soloist.model.torch_types import TORCH_DTYPES
-from soloist.weights.packing import gather, numbers, unpack
+from soloist.weights.numbers import numbers
+from soloist.weights.packing import gather, unpack
 
 
 class Unpacked:
@@ -40,7 +43,8 @@ class Unpacked:
 
     def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
         dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
-        if stored.is_plain:
+        if stored.meaning is None:
             values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
             return unpack(self._plan, operation, values)[""]
-        return numbers(stored, unpack(self._plan, operation, packed)).to(dtype)
+        meaning = replace(stored.meaning, group=stored.group)
+        return numbers(meaning, unpack(self._plan, operation, packed)).to(dtype)

@@ -63,7 +63,7 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
   // Who has this block's record reads its rows of the next round's embedding: a copy that the last layer had cleaned.
   cx.wait_for_cleaner(cx.layers_done + cx.round);
   if constexpr (!kMovesRegisters) cx.forget_addresses();  // or some of them would be spilled during the wait
-  GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx.warp, cx.lane, cx.queries);
+  GlobalOperand<Head> operand(stream_operand<Stream>(cx, in), cx);
   Ahead<Head> ahead;
   Scale<Stream> scale;
   ahead.fill(operand);

@@ -14,13 +14,14 @@ struct Part {
   const u8* source;
   u32 halves;  // half tiles of a step
   u32 steps;
+  u32 slot_bytes;  // of a full slot of it
   u32 half_bytes;  // of a half tile
 };
 // `layer`: where it begins in a block's weights.
 template <class M, class Op>
 __device__ __forceinline__ Part part_of(const u8* image, u64 layer) {
   return Part{weights_of<M, Op>(image, blockIdx.x, layer), Op::num_units(lane_block<M>()) * Op::kUnitHalves, Op::kSteps,
-              Op::kHalfTileBytes};
+              2 * Op::kHalfTileBytes * Op::kSlotTiles, Op::kHalfTileBytes};
 }
 // What a phase of a layer streams of the weights.
 template <class M>
@@ -51,13 +52,13 @@ struct Producer {
     const u32 barrier = slots.empty + slot * 8;
     if constexpr (M::kFetchSlots > 0) {
       const u64 rest = params.image + static_cast<u64>(blockIdx.x + 1) * M::kBlockStride - source;
-      const u64 most = min(rest, static_cast<u64>(M::kFetchSlots * kSlotBytes));
+      const u64 most = min(rest, static_cast<u64>(M::kFetchSlots * M::kSlotBytes));
       if (static_cast<u64>(fetched - source) > most) fetched = source;
-      while (fetched + kSlotBytes <= source + most && !mbarrier_test(barrier, parity ^ 1)) {
+      while (fetched + M::kSlotBytes <= source + most && !mbarrier_test(barrier, parity ^ 1)) {
         const u32 now = static_cast<u32>(clock_cycles());
         if (now - fetched_at < kFetchCycles) continue;
-        fetch_to_l2(fetched, kSlotBytes);
-        fetched += kSlotBytes;
+        fetch_to_l2(fetched, M::kSlotBytes);
+        fetched += M::kSlotBytes;
         fetched_at = now;
       }
     }
@@ -87,7 +88,7 @@ struct Producer {
       const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
-    stage(slots.base + slot * kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
+    stage(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
     if (++slot == M::kRingSlots) {
       slot = 0;
       parity ^= 1;
@@ -99,8 +100,8 @@ struct Producer {
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
     if (lane < kStagingLanes) {
       // Where all matrices have one format the compiler knows how much a slot takes.
-      const u32 half_bytes = M::kHalfTileBytes ? M::kHalfTileBytes : part.half_bytes, slot_bytes = 2 * half_bytes;
-      const u32 bytes = part.halves * part.steps * half_bytes;
+      const u32 slot_bytes = M::kWeightSlotBytes ? M::kWeightSlotBytes : part.slot_bytes;
+      const u32 bytes = part.halves * part.steps * (M::kHalfTileBytes ? M::kHalfTileBytes : part.half_bytes);
       end = min(end, (bytes + slot_bytes - 1) / slot_bytes);
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) copy<false>(part.source + n * slot_bytes, min(slot_bytes, bytes - n * slot_bytes));

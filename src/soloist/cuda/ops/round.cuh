@@ -138,7 +138,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   const u32 slots = kept_address(dynamic), full = kept_address(all_barriers), empty = full + M::kRingSlots * 8;
   const u32 first = empty + M::kRingSlots * 8, finished = first + 40;
   const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};
-  u8* const fixed = at_shared<u8>(slots + M::kRingSlots * kSlotBytes);
+  u8* const fixed = at_shared<u8>(slots + M::kRingSlots * M::kSlotBytes);
   Control* const control = reinterpret_cast<Control*>(fixed + M::kShControl);
   Where* const where = at_shared<Where>(kept_address(&progress));
   if (thread == 0) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
       produce<M>(params, control, where, Slots{slots, full, empty}, barriers.round, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       // Its address anew: the compiler spills it rather than keep it until here.
-      report(params, at_shared<Control>(kept_address(dynamic) + M::kRingSlots * kSlotBytes + M::kShControl), barriers);
+      report(params, at_shared<Control>(kept_address(dynamic) + M::kRingSlots * M::kSlotBytes + M::kShControl), barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch<M>(where, params.fault, finished, full, empty, [&] { return missing_ranks<M>(params, where); });
     else if (warp == kConsumerWarps + 2)

@@ -21,7 +21,7 @@ struct Ring {
     const bool wraps = slot + ahead >= M::kRingSlots;
     const u32 at = slot + ahead - (wraps ? M::kRingSlots : 0);
     if (kAblation < kNoStream) mbarrier_wait(full + at * 8, parity ^ wraps);
-    return base + at * kSlotBytes;
+    return base + at * M::kSlotBytes;
   }
   // Go on by `count` slots, at most as many as the ring has.
   __device__ __forceinline__ void advance(u32 count) {
@@ -32,7 +32,7 @@ struct Ring {
   }
   // Wait for the current slot and go on to the next.
   __device__ __forceinline__ u32 take() {
-    const u32 address = base + slot * kSlotBytes;
+    const u32 address = base + slot * M::kSlotBytes;
     if (kAblation < kNoStream) mbarrier_wait(full + slot * 8, parity);
     advance(1);
     return address;

@@ -1,0 +1,108 @@
+// Activations on their way from global memory to registers.
+//
+// Inside a block of 32 columns a lane's 16 bytes are 8 consecutive values of one query, which serve two multiplies. The
+// exchanged activations lie as [queries / 32][queries of the round][32], see kRoomQueries.
+#pragma once
+#include "ptx/memory.cuh"
+#include "sync/wait.cuh"
+#include "tile/formats.cuh"
+
+// Queries that exchanged activations have room for: [queries / 32][queries of the round][32].
+inline constexpr u32 kRoomQueries = kMostQueries == 1 ? 1 : kMaxQueries;
+
+template <class Op>
+inline constexpr Arithmetic kArithmetic = Op::Format::kArithmetic;
+// Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step, or four. Where
+// the sums of a step are scaled each half has its own.
+template <class Op>
+inline constexpr u32 kChains = kArithmetic<Op> == Arithmetic::kScaled      ? 2
+                               : kArithmetic<Op> == Arithmetic::kIntegers ? 1
+                               : Op::kTiles <= 2                           ? kMostChains
+                               : Op::kTiles <= 4                           ? 2
+                                                                           : 1;
+// With one query both halves of a step come by one load: the second half takes the place of a second query, and of
+// each chain's sums only those with its own half are looked at. Fewer requests for what all blocks wait for.
+template <class Op>
+inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
+
+// One query becomes integers for four steps at once, which its lanes pass on through shared memory.
+template <class Op>
+inline constexpr bool kPassesDigits = kRoomQueries == 1 && kArithmetic<Op> == Arithmetic::kIntegers;
+inline constexpr u32 kDigitBytes = kDigitSteps * 128;  // of a warp
+
+// Activations of the round in global memory.
+template <class Op>
+struct GlobalOperand {
+  static constexpr u32 kLoads = kPairs<Op> ? 1 : 2;  // of a step
+  const u8* lane_base;
+  bool active;
+  u32 digits;  // in shared memory: where lanes pass on integers
+
+  template <class C>
+  __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx)
+      : lane_base(buffer + (cx.warp * 2 * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
+        active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
+    if constexpr (kPassesDigits<Op>) {
+      lane_base = buffer + cx.warp * 128 + cx.lane % 8 * 16;
+      digits = cx.shared.digits() + cx.warp * kDigitBytes;
+    }
+  }
+  __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
+    return v;
+  }
+};
+
+// Activations of the next steps, in registers.
+template <class Op, bool = kPassesDigits<Op>>
+struct Ahead {
+  static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
+  uint4 b[Op::kDepth][kLoads];
+
+  __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 d, u32 step) {
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.load(step, i);
+  }
+  // The sum over sentinels of a step: 0 if all of its activations are there.
+  __device__ __forceinline__ float missing(u32 d, float of_others = 0.0f) const {
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) of_others = sentinel_sum(b[d][i], of_others);
+    return of_others;
+  }
+  __device__ __forceinline__ bool is_there(u32 d) const {
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[d][i]);
+    return ready;
+  }
+  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one.
+  __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+#pragma unroll 1
+    for (;;) {
+      bool ready = true;
+#pragma unroll
+      for (u32 d = 0; d < Op::kDepth; ++d) load(operand, d, d);
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (u32 d = 0; d < Op::kDepth; ++d) sums[d % 2] = missing(d, sums[d % 2]);
+      if (__all_sync(~0u, sums[0] + sums[1] == 0.0f)) return;
+#pragma unroll
+      for (u32 d = 0; d < Op::kDepth; ++d) ready = ready && is_there(d);
+      if (__all_sync(~0u, ready)) return;
+    }
+  }
+  // Until those of a step are there. The first steps were asked for together.
+  __device__ __forceinline__ void await(const GlobalOperand<Op>& operand, u32 d, u32 first) {
+    if (first > 0 || Op::kSteps > Op::kDepth)
+#pragma unroll 1
+      while (!__all_sync(~0u, missing(d) == 0.0f) && !__all_sync(~0u, is_there(d))) load(operand, d, first + d);
+  }
+  // After the last use of these activations: ask for those that take their registers.
+  template <bool kAgain>
+  __device__ __forceinline__ void ask_for_next(const GlobalOperand<Op>& operand, u32 d, u32 first) {
+    constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
+    const u32 next = first + d + Op::kDepth;
+    if (next < Op::kSteps || (kAgain && kWhole)) load(operand, d, next < Op::kSteps ? next : next - Op::kSteps);
+  }
+};

@@ -1,0 +1,249 @@
+// Activations as integers, for weights that are integers.
+//
+// A warp's 64 columns of a step are scaled by a power of two to 14 bits and a sign, and cut into two digits of 8 bits: x is
+// scale · (256 high + low), exact for values down to a 64th of the largest, and nearer than bf16 to most others. Sums of integers do not
+// depend on their order, and the scale only on the query's own values: so bits are the same for any number of queries.
+#pragma once
+#include "tile/activations.cuh"
+
+// A non-zero digit-carrying exponent: 2^kDigitBits is the largest magnitude.
+inline constexpr u32 kDigitBits = 13;
+
+// The largest magnitude of 8 values, as the bits of 16-bit values without signs, which order like them.
+__device__ __forceinline__ u32 magnitude(uint4 v) {
+  constexpr u32 kMask = 0x7FFF7FFF;
+  const u32 most = __vmaxu2(__vmaxu2(v.x & kMask, v.y & kMask), __vmaxu2(v.z & kMask, v.w & kMask));
+  return max(most & 0xFFFF, most >> 16);
+}
+__device__ __forceinline__ u32 most_of_lanes(u32 x, u32 lanes) {
+#pragma unroll
+  for (u32 step = 1; step < lanes; step *= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+__device__ __forceinline__ i32 sum_of_lanes(i32 x, u32 lanes) {
+#pragma unroll
+  for (u32 step = 1; step < lanes; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+struct Scaling {
+  float inverse, scale;
+
+  // Where the largest magnitude is no number, no product is one.
+  explicit __device__ __forceinline__ Scaling(u32 most) {
+    const u32 exponent = kBf16 ? most >> 7 : max(most >> 10, 1u) + 112, used = max(exponent, kDigitBits + 1);
+    const bool finite = exponent < (kBf16 ? 255 : 143);
+    inverse = __uint_as_float((254 + kDigitBits - used) << 23);
+    scale = __uint_as_float(finite ? (used - kDigitBits) << 23 : 0x7FC00000);
+  }
+};
+
+struct Digits {
+  u32 high[2], low[2];
+
+  __device__ __forceinline__ Digits() {}
+  __device__ __forceinline__ Digits(uint4 v, float inverse) {
+    four(v.x, v.y, inverse, high[0], low[0]);
+    four(v.z, v.w, inverse, high[1], low[1]);
+  }
+  // Of all 8 integers.
+  __device__ __forceinline__ i32 sum() const {
+    const i32 ones = 0x01010101;
+    const i32 highs = __dp4a(static_cast<i32>(high[0]), ones, __dp4a(static_cast<i32>(high[1]), ones, 0));
+    return 256 * highs + __dp4a(static_cast<i32>(low[0]), ones, __dp4a(static_cast<i32>(low[1]), ones, 0));
+  }
+
+ private:
+  static __device__ __forceinline__ void four(u32 first, u32 second, float inverse, u32& high, u32& low) {
+    // The integer lands in the low bits, 128 more than it is: then its high byte is the high digit, and its low byte 128 more than
+    // the low digit.
+    constexpr float kMagic = 12582912.0f + 128.0f;
+    const u32 a = __float_as_uint(__fmaf_rn(low_half(first), inverse, kMagic));
+    const u32 b = __float_as_uint(__fmaf_rn(high_half(first), inverse, kMagic));
+    const u32 c = __float_as_uint(__fmaf_rn(low_half(second), inverse, kMagic));
+    const u32 d = __float_as_uint(__fmaf_rn(high_half(second), inverse, kMagic));
+    const u32 ab = __byte_perm(a, b, 0x4051), cd = __byte_perm(c, d, 0x4051);
+    high = __byte_perm(ab, cd, 0x5410);
+    low = __byte_perm(ab, cd, 0x7632) ^ 0x80808080;
+  }
+};
+
+// The activations of one query, four steps at once: a lane has 8 columns of one of them.
+template <class Op>
+struct Ahead<Op, true> {
+  static constexpr u32 kFours = (Op::kSteps + kDigitSteps - 1) / kDigitSteps, kMost = kFours < 4 ? kFours : 4;
+  uint4 b[kMost];
+
+  __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 at, u32 four, u32 lane) {
+    const u32 step = four * kDigitSteps + lane / 8;
+    b[at] = make_uint4(0, 0, 0, 0);
+    if (step < Op::kSteps) b[at] = load_exchanged(operand.lane_base + step * (kStepColumns * 2));
+  }
+  // Load the first steps, all at once until all are there.
+  __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (;;) {
+      bool ready = true;
+#pragma unroll
+      for (u32 i = 0; i < kMost; ++i) load(operand, i, i, lane);
+      float sum = 0.0f;
+#pragma unroll
+      for (u32 i = 0; i < kMost; ++i) sum = sentinel_sum(b[i], sum);
+      if (__all_sync(~0u, sum == 0.0f)) return;
+#pragma unroll
+      for (u32 i = 0; i < kMost; ++i) ready = ready && is_present(b[i]);
+      if (__all_sync(~0u, ready)) return;
+    }
+  }
+  // The next four steps; what comes after those in flight takes their registers.
+  template <bool kAgain>
+  __device__ __forceinline__ uint4 take(const GlobalOperand<Op>& operand, u32 four, u32 lane) {
+    if (kFours > kMost)
+#pragma unroll 1
+      while (!__all_sync(~0u, sentinel_sum(b[0], 0.0f) == 0.0f) && !__all_sync(~0u, is_present(b[0]))) load(operand, 0, four, lane);
+    const uint4 taken = b[0];
+#pragma unroll
+    for (u32 i = 0; i + 1 < kMost; ++i) b[i] = b[i + 1];
+    constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
+    const u32 next = four + kMost;
+    if (next < kFours || (kAgain && kWhole)) load(operand, kMost - 1, next < kFours ? next : next - kFours, lane);
+    return taken;
+  }
+};
+
+// What the multiplies of a step take: digits as operands of m16n8k32, the power of two, and sums of the integers by group.
+template <class Op>
+struct IntegerStep {
+  static constexpr bool kOne = kRoomQueries == 1;
+  static constexpr u32 kGroups = Op::Format::kGroups, kColumns = kOne ? 1 : 2;
+  static constexpr bool kSums = Op::Format::kZeros || Op::Format::kZero != 0;
+  // One query: digits in columns 0 and 1, so that a lane has the sums of both. Several: all high digits, and all low ones.
+  uint4 b[kOne ? 1 : 2];
+  float scale[kColumns];
+  i32 sum[kColumns][kGroups];
+};
+
+// The steps of a multiply with integers: of two steps at a time the operands are at hand.
+template <class Op, bool kAgain>
+struct IntegerSteps {
+  using Step = IntegerStep<Op>;
+  static constexpr u32 kGroups = Step::kGroups;
+  const GlobalOperand<Op>& operand;
+  Ahead<Op>& ahead;
+  u32 lane;
+  Step steps[2];
+  float scale_of_four;  // of the lane's step
+  i32 sum_of_four[kGroups == 1 ? 1 : 1];
+
+  __device__ __forceinline__ IntegerSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 lane)
+      : operand(operand), ahead(ahead), lane(lane) {}
+
+  // Step `d` of those from `first` on, in order.
+  __device__ __forceinline__ void prepare(u32 d, u32 first) {
+    Step& s = steps[d % 2];
+    if constexpr (Step::kOne) {
+      const bool is_fixed = Op::kDepth % kDigitSteps == 0 || Op::kDepth == Op::kSteps;
+      const u32 place = is_fixed ? d % kDigitSteps : (first + d) % kDigitSteps;
+      if (place == 0) make_four((first + d) / kDigitSteps);
+      const u32 row = place * 128 + (lane / 4 % 2 ^ place % 2) * 64;
+      s.b[0] = load_shared(operand.digits + row + lane % 4 * 16);
+      s.scale[0] = __shfl_sync(~0u, scale_of_four, place * 8);
+      if constexpr (Step::kSums)
+#pragma unroll
+        for (u32 n = 0; n < kGroups; ++n) s.sum[0][n] = __shfl_sync(~0u, sum_of_four[0], place * 8 + n * 4);
+    } else {
+      ahead.await(operand, d, first);
+      const uint4 low = ahead.b[d][0], high = ahead.b[d][1];
+      const Scaling scaling(most_of_lanes(max(magnitude(low), magnitude(high)), 4));
+      const Digits x(low, scaling.inverse), y(high, scaling.inverse);
+      s.b[0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
+      s.b[1] = make_uint4(x.low[0], x.low[1], y.low[0], y.low[1]);
+      // A lane's sums are those of two queries.
+#pragma unroll
+      for (u32 c = 0; c < 2; ++c) s.scale[c] = __shfl_sync(~0u, scaling.scale, (lane % 4 * 2 + c) * 4);
+      if constexpr (Step::kSums) {
+        const i32 of_lane[2] = {kGroups == 1 ? x.sum() + y.sum() : x.sum(), y.sum()};
+#pragma unroll
+        for (u32 n = 0; n < kGroups; ++n) {
+          const i32 sum = sum_of_lanes(of_lane[n], 4);
+#pragma unroll
+          for (u32 c = 0; c < 2; ++c) s.sum[c][n] = __shfl_sync(~0u, sum, (lane % 4 * 2 + c) * 4);
+        }
+      }
+      ahead.template ask_for_next<kAgain>(operand, d, first);
+    }
+  }
+  __device__ __forceinline__ void release(u32, u32) {}
+
+  template <class Sums>
+  __device__ __forceinline__ void multiply_tile(Sums& sums, u32 t, u32 d, const typename Op::Format& w) const {
+    const Step& s = steps[d % 2];
+#pragma unroll
+    for (u32 n = 0; n < kGroups; ++n) {
+      i32 c[2][4] = {};  // of high digits and of low ones; of one query together
+#pragma unroll
+      for (u32 part = 0; part < 2; ++part)
+        if (kGroups == 1 || part == n) multiply(c, w.operand(part), s, part);
+#pragma unroll
+      for (u32 row = 0; row < 2; ++row)
+#pragma unroll
+        for (u32 i = 0; i < Step::kColumns; ++i)
+          add(sums.c[t][0][row * 2 + i], joined(c, row * 2 + i), s, i, n, w.scales[n].get(row), w.zeros[n] >> 8 * row, row == 1);
+    }
+  }
+  // 8 rows.
+  template <class Sums>
+  __device__ __forceinline__ void multiply_half_tile(Sums& sums, u32 t, u32 d, const typename Op::Format& w, bool second) const {
+    constexpr i32 kSecond = static_cast<i32>(1.0f / Op::Format::kSecond);
+    const Step& s = steps[d % 2];
+    i32 first[2][4] = {}, last[2][4] = {};
+    multiply(first, w.half_operand(second, 0), s, 0);
+    multiply(last, w.half_operand(second, 1), s, 1);
+#pragma unroll
+    for (u32 i = 0; i < Step::kColumns; ++i) {
+      const i32 x = joined(first, i), y = joined(last, i);
+      float& sum = sums.c[t][0][i];
+      if constexpr (kGroups == 1) {
+        add(sum, x * kSecond + y, s, i, 0, w.scales[0].get(second), w.zeros[0] >> 8 * second, true);
+      } else {
+        add(sum, x, s, i, 0, w.scales[0].get(second), w.zeros[0] >> 8 * second, false);
+        add(sum, y, s, i, 1, w.scales[1].get(second), w.zeros[1] >> 8 * second, true);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void make_four(u32 four) {
+    const uint4 v = ahead.template take<kAgain>(operand, four, lane);
+    const Scaling scaling(most_of_lanes(magnitude(v), 8));
+    const Digits x(v, scaling.inverse);
+    scale_of_four = scaling.scale;
+    if constexpr (Step::kSums) sum_of_four[0] = sum_of_lanes(x.sum(), kGroups == 1 ? 8 : 4);
+    // [step][digit][quarter of 32 columns][which 32]; of odd steps the digits change places, or two steps would share banks.
+    const u32 step = lane / 8, at = operand.digits + step * 128 + step % 2 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
+    __syncwarp();
+    store_shared2(at, x.high[0], x.high[1]);
+    store_shared2(at ^ 64, x.low[0], x.low[1]);
+    __syncwarp();
+  }
+  static __device__ __forceinline__ void multiply(i32 (&c)[2][4], uint4 a, const Step& s, u32 part) {
+#pragma unroll
+    for (u32 i = 0; i < (Step::kOne ? 1 : 2); ++i)
+      mma<Op::Format::kSigned>(c[i], a, part ? s.b[i].z : s.b[i].x, part ? s.b[i].w : s.b[i].y);
+  }
+  static __device__ __forceinline__ i32 joined(const i32 (&c)[2][4], u32 i) {
+    return 256 * c[0][i] + (Step::kOne ? c[0][i + 1] : c[1][i]);
+  }
+  // `times`: whether `x` is as many times too large as kSecond says.
+  static __device__ __forceinline__ void add(float& sum, i32 x, const Step& s, u32 column, u32 group, float scale, u32 zero, bool times) {
+    using Format = typename Op::Format;
+    constexpr i32 kSecond = static_cast<i32>(1.0f / Format::kSecond);
+    if constexpr (Step::kSums) {
+      const i32 of_byte = Format::kSigned ? static_cast<i32>(static_cast<signed char>(zero)) : static_cast<i32>(zero & 0xFF);
+      x -= (Format::kZeros ? of_byte : Format::kZero) * (times ? kSecond : 1) * s.sum[column][group];
+    }
+    const float power = times ? s.scale[column] * Format::kSecond : s.scale[column];
+    sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), power, sum);
+  }
+};
