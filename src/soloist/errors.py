@@ -212,10 +212,10 @@ class NoGroupFits(CheckpointError):
     """A row of a matrix does not divide into groups that share a scale."""
 
     def __init__(self, tensor: str, columns: int, groups: Sequence[int]) -> None:
+        listed = " or ".join(", ".join(map(str, groups)).rsplit(", ", 1))
         super().__init__(
             f"tensor '{tensor}' has rows of {columns:,} numbers, which do not divide into groups "
-            f"of {' or '.join(map(str, groups))} for int4 "
-            f"(allowed: a multiple of {min(groups)})",
+            f"of {listed} for int4 (allowed: a multiple of {min(groups)})",
             "choose int8 or fp8, which have one scale a row",
         )
 

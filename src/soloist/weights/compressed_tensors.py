@@ -66,7 +66,10 @@ def quantization_config(
             module, and for others it is none.
         head: how it is quantised; None: it is not.
     """
-    by_form = _targets(layers)
+    forms = set(layers.values())
+    # Others write the class of all modules. It would reach a head that has a target of its own.
+    by_class = head is None and len(forms) == 1
+    by_form = {form: ["Linear"] for form in forms} if by_class else _targets(layers)
     if head is not None:
         by_form.setdefault(head, []).append(head_module)
     groups = [_group(quantized, targets) for quantized, targets in by_form.items()]
@@ -87,8 +90,6 @@ def _targets(layers: Mapping[str, Quantized]) -> dict[Quantized, list[str]]:
     forms: dict[str, set[Quantized]] = {}
     for module, quantized in layers.items():
         forms.setdefault(_kind(module), set()).add(quantized)
-    if len(set(layers.values())) == 1:
-        return {next(iter(layers.values())): ["Linear"]}  # their class, as others write it
     targets: dict[Quantized, dict[str, None]] = {}
     for module, quantized in layers.items():
         is_clear = len(forms[_kind(module)]) == 1
