@@ -6,7 +6,7 @@
     │   │                     UnknownFamily
     │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
-    │   │                     NoGroupFits · AlreadyQuantised · DownloadFailed
+    │   │                     NoGroupFits · AlreadyQuantized · DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -220,7 +220,7 @@ class NoGroupFits(CheckpointError):
         )
 
 
-class AlreadyQuantised(CheckpointError):
+class AlreadyQuantized(CheckpointError):
     """A checkpoint that is to be quantised is no plain 16-bit one."""
 
     def __init__(self, folder: str, seen: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
-from soloist.cli.commands import analyse, bench, generate, probe, quantise, results, serve
+from soloist.cli.commands import analyse, bench, generate, probe, quantize, results, serve
 
 app = typer.Typer(
     name="soloist",
@@ -48,7 +48,7 @@ def _add(group: typer.Typer, *commands: Callable[..., None]) -> None:
 
 _add(
     app, generate.run, generate.chat, serve.serve, analyse.info, analyse.plan, analyse.trace,
-    quantise.quantize,
+    quantize.quantize,
 )  # fmt: skip
 _add(
     bench_app, bench.decode, bench.startup, bench.accuracy, bench.prefill, probe.serve, probe.agent,

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from soloist.errors import AlreadyQuantised, CheckpointError
+from soloist.errors import AlreadyQuantized, CheckpointError
 from soloist.model.checkpoint import Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -143,18 +143,14 @@ def plan_export(source: Path, asked: Asked) -> ExportPlan:
     """What becomes of a checkpoint.
 
     Raises:
-        AlreadyQuantised, NoGroupFits, CheckpointError, ConfigError: it cannot be quantised so.
+        AlreadyQuantized, NoGroupFits, CheckpointError, ConfigError: it cannot be quantised so.
     """
     fields = read_json(source / CONFIG_FILE)
     _require_plain(source, fields)
     config = read_config(source / CONFIG_FILE)
-    if config.lanes is not None:
-        raise CheckpointError(
-            f"{source} is a Laneformer: its matrices have three dimensions, the first for lanes, "
-            "and compressed-tensors stores only matrices of two (allowed: models without lanes)",
-            "use this model in 16 bits, or quantise a model of another family",
-        )
-    checkpoint, specs = open_checkpoint(source), tensors(config)
+    specs = tensors(config)
+    _require_matrices(config, specs)
+    checkpoint = open_checkpoint(source)
     checkpoint.check(specs, FAMILIES[config.family].ignored)
     for tensor in checkpoint.tensors.values():
         stored_dtype(checkpoint, tensor.dtype)  # refuses codes, which only config.json explains
@@ -174,9 +170,21 @@ def _require_plain(source: Path, fields: dict[str, Any]) -> None:
         if given is not None:
             method = given.get("quant_method") if isinstance(given, dict) else None
             told = f" of {method}" if isinstance(method, str) else ""
-            raise AlreadyQuantised(str(source), f"{CONFIG_FILE} has a {name}{told}")
+            raise AlreadyQuantized(str(source), f"{CONFIG_FILE} has a {name}{told}")
     if (source / _SIGN_FILE).exists():
-        raise AlreadyQuantised(str(source), f"it holds {_SIGN_FILE}")
+        raise AlreadyQuantized(str(source), f"it holds {_SIGN_FILE}")
+
+
+def _require_matrices(config: ModelConfig, specs: tuple[TensorSpec, ...]) -> None:
+    sources = (source for spec in specs if spec.is_layer_matrix for source in spec.sources)
+    for source in sources:
+        if len(source.shape) != 2:
+            raise CheckpointError(
+                f"the family '{config.family}' keeps '{source.name}' in {len(source.shape)} "
+                f"dimensions, {list(source.shape)}; compressed-tensors stores only matrices "
+                "(allowed: 2 dimensions)",
+                "use this model in 16 bits, or quantise a model of another family",
+            )
 
 
 def _pieces(checkpoint: Checkpoint, specs: tuple[TensorSpec, ...], asked: Asked) -> list[Piece]:
@@ -185,7 +193,7 @@ def _pieces(checkpoint: Checkpoint, specs: tuple[TensorSpec, ...], asked: Asked)
     for spec in specs:
         for source in spec.sources:
             if spec.is_layer_matrix:
-                piece = _quantised(checkpoint, source, Part.LAYERS, asked.layers, asked.group)
+                piece = _quantized(checkpoint, source, Part.LAYERS, asked.layers, asked.group)
             else:
                 part = Part.HEAD if spec.name == "head" else Part.REST
                 piece = Piece(checkpoint.tensors[source.name], part)
@@ -206,12 +214,12 @@ def _with_head(
     assert asked.head is not None, "there is a head to quantise"
     wanted = "embedding" if config.tied_head else "head"
     source = next(spec.sources[0] for spec in specs if spec.name == wanted)
-    head = _quantised(checkpoint, source, Part.HEAD, asked.head, asked.group, _HEAD)
+    head = _quantized(checkpoint, source, Part.HEAD, asked.head, asked.group, _HEAD)
     # Also not copied: what some checkpoints of tied models hold under the head's name.
     return [*(piece for piece in pieces if piece.source.name != f"{_HEAD}.weight"), head]
 
 
-def _quantised(
+def _quantized(
     checkpoint: Checkpoint,
     source: Source,
     part: Part,

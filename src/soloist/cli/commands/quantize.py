@@ -37,7 +37,7 @@ def quantize(
     --head-weights unties a tied head: it becomes a matrix beside the embedding. Not every engine
     reads a quantised head; docs/models.md says more.
     """
-    from soloist.cli import quantising
+    from soloist.cli import quantizing
     from soloist.weights.export_plan import Asked
 
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
@@ -47,4 +47,4 @@ def quantize(
     if output is None:
         raise SettingError("--output", "missing", "a new or empty folder")
     asked = Asked(layers, head, columns)
-    quantising.write(model, revision, asked, output, as_json=json)
+    quantizing.write(model, revision, asked, output, as_json=json)
