@@ -71,6 +71,7 @@ def test_a_tied_head_in_the_table(soloist, tmp_path) -> None:
         (("--weights", "int3"), ("--weights is 'int3'", ", ".join(AT_LOAD))),
         (("--weights", "int4", "--head-weights", "fp4"), ("--head-weights is 'fp4'", "fp8")),
         (("--weights", "int4", "--group", "48"), ("--group is '48'", "128, 64, 32")),
+        (("--weights", "int8", "--group", "64"), ("--group is '64'", "only with int4")),
         ((), ("--weights is 'missing'", "int4, int8, fp8")),
     ],
 )

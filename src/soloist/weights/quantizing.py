@@ -1,9 +1,10 @@
 """Quantise a matrix by rounding to nearest: the parts of `soloist.model.quantized`, on any device.
 
-The numbers are those of llm-compressor without calibration (`compressed_tensors`, min-max, on a
-GPU): the largest magnitude of a group maps to half the range of codes, so 4-bit codes have the
-scale max|w| / 7.5; the scale is rounded to its own type before codes are chosen; ratios are formed
-in fp32, clamped and then rounded, ties to even.
+The convention is that of the library compressed-tensors without calibration: the largest magnitude
+of a group maps to half the range of codes, so 4-bit codes have the scale max|w| / 7.5; the scale is
+rounded to its own type before codes are chosen; ratios are clamped and then rounded, ties to even.
+Ratios are fp32, as in the library's kernel for GPUs. Its way for CPUs rounds them to 16 bits first,
+which misses the nearest of 256 codes.
 """
 
 import torch

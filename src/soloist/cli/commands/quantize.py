@@ -7,7 +7,7 @@ import typer
 
 from soloist.cli import options as o
 from soloist.errors import SettingError
-from soloist.model.quantized import AT_LOAD, GROUPS
+from soloist.model.quantized import AT_LOAD, GROUPS, Codes
 
 _GROUPS = {str(group): group for group in GROUPS}
 
@@ -20,19 +20,19 @@ def quantize(
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
     group: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Columns that share a scale of int4: 128, 64 or 32. A matrix whose rows it does "
-            "not divide takes the next smaller one."
+            help="Columns that share a scale of int4: 128, 64 or 32; default: 128. A matrix whose "
+            "rows it does not divide takes the next smaller one."
         ),
-    ] = "128",
+    ] = None,
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Write a copy of a 16-bit model with quantised weights, for this and other engines.
+    """Write a copy of a 16-bit model with quantised weights, in the format compressed-tensors.
 
-    The folder has the format compressed-tensors. Numbers are rounded to the nearest code, without
-    calibration. Embedding, norms, biases and, without --head-weights, the LM head keep their bytes.
+    vLLM and transformers read it. Numbers are rounded to the nearest code, without calibration.
+    Embedding, norms, biases and, without --head-weights, the LM head keep their bytes.
 
     --head-weights unties a tied head: it becomes a matrix beside the embedding. Not every engine
     reads a quantised head; docs/models.md says more.
@@ -41,10 +41,12 @@ def quantize(
     from soloist.weights.export_plan import Asked
 
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
-    columns = o.chosen("--group", group, _GROUPS)
+    columns = GROUPS[0] if group is None else o.chosen("--group", group, _GROUPS)
     if layers is None:
         raise SettingError("--weights", "missing", ", ".join(AT_LOAD))
     if output is None:
         raise SettingError("--output", "missing", "a new or empty folder")
+    if group is not None and Codes.INT4 not in (layers, head):
+        raise SettingError("--group", group, "only with int4: in int8 and fp8 a row has one scale")
     asked = Asked(layers, head, columns)
     quantizing.write(model, revision, asked, output, as_json=json)
