@@ -6,7 +6,8 @@
     │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
     │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
-    │   │                     QuantizationMismatch · DownloadFailed
+    │   │                     QuantizationMismatch · NoGroupFits · AlreadyQuantized
+    │   │                     DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -20,7 +21,7 @@
                               BadInclude · LaunchError · GpuUnsupported · GpusMissing
                               RanksUnsupported · NoPeerAccess · ShapeUnsupported · KernelStuck
                               MemoryNotFreed · Stalled · EndForced · RunFailed · ServerFailed
-                              BitsDiffer
+                              BitsDiffer · DiskFull
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -242,6 +243,29 @@ class NotFinite(CheckpointError):
         super().__init__(
             f"tensor '{tensor}' holds {count:,} NaN or infinite values among {total:,}",
             "the file is damaged or its conversion overflowed; download or convert the file again",
+        )
+
+
+class NoGroupFits(CheckpointError):
+    """A row of a matrix does not divide into groups that share a scale."""
+
+    def __init__(self, tensor: str, columns: int, groups: Sequence[int]) -> None:
+        listed = " or ".join(", ".join(map(str, groups)).rsplit(", ", 1))
+        super().__init__(
+            f"tensor '{tensor}' has rows of {columns:,} numbers, which do not divide into groups "
+            f"of {listed} for int4 (allowed: a multiple of {min(groups)})",
+            "choose int8 or fp8, which have one scale a row",
+        )
+
+
+class AlreadyQuantized(CheckpointError):
+    """A checkpoint that is to be quantised is no plain 16-bit one."""
+
+    def __init__(self, folder: str, seen: str) -> None:
+        super().__init__(
+            f"{folder} is quantised already ({seen}); only a checkpoint in bf16 or fp16 can be "
+            "quantised",
+            "use the 16-bit checkpoint that this one was made from",
         )
 
 
@@ -662,6 +686,17 @@ class BitsDiffer(DeviceError):
         super().__init__(
             f"{what} differ at {where}; their bits must be the same",
             "please report this message: it is a bug in the kernel",
+        )
+
+
+class DiskFull(DeviceError):
+    """Files do not fit the disk; nothing was written."""
+
+    def __init__(self, folder: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{folder} needs {gigabytes(needed_bytes)} but its disk has {gigabytes(free_bytes)} "
+            "free; nothing was written",
+            "free some space, or name a folder on another disk",
         )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
-from soloist.cli.commands import analyse, bench, generate, probe, results, serve
+from soloist.cli.commands import analyse, bench, generate, probe, quantize, results, serve
 
 app = typer.Typer(
     name="soloist",
@@ -45,7 +45,10 @@ def _add(group: typer.Typer, *commands: Callable[..., None]) -> None:
         group.command()(command)
 
 
-_add(app, generate.run, generate.chat, serve.serve, analyse.info, analyse.plan, analyse.trace)
+_add(
+    app, generate.run, generate.chat, serve.serve, analyse.info, analyse.plan, analyse.trace,
+    quantize.quantize,
+)  # fmt: skip
 _add(
     bench_app, bench.decode, bench.startup, bench.accuracy, bench.prefill, probe.serve, probe.agent,
     probe.neighbours, bench.bandwidth, results.compare, results.report,

@@ -1,6 +1,8 @@
 """Load a model before the user's eyes: what it is, how far it has come, how fast it went."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
@@ -15,20 +17,25 @@ def load_engine(asked: EngineConfig, upload: Upload | None, *, quiet: bool = Fal
     """
     if quiet:
         return Engine.load(asked, upload=upload)
-    with_bar = sys.stderr.isatty()
-    engine = _load_with_bar(asked, upload) if with_bar else Engine.load(asked, upload=upload)
+    with progress_bar("loading") as advance:
+        engine = Engine.load(asked, advance, upload)
     if engine.report.refusal:
         status(engine.report.refusal)
     status(status_line(engine))
     return engine
 
 
-def _load_with_bar(asked: EngineConfig, upload: Upload | None) -> Engine:
+@contextmanager
+def progress_bar(verb: str) -> Iterator[Callable[[LoadProgress], None]]:
+    """What shows how far it has come: a bar where stderr is a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (
-        TextColumn("loading"),
+        TextColumn(verb),
         BarColumn(),
         DownloadColumn(),
         TextColumn("{task.fields[rate]:.2f} GB/s"),
@@ -39,4 +46,4 @@ def _load_with_bar(asked: EngineConfig, upload: Upload | None) -> Engine:
         def advance(p: LoadProgress) -> None:
             bar.update(task, completed=p.done_bytes, total=p.total_bytes, rate=p.gb_per_s)
 
-        return Engine.load(asked, advance, upload)
+        yield advance

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from soloist.errors import SettingError
+from soloist.model.quantized import AT_LOAD, Codes
 
 if TYPE_CHECKING:
     from soloist.bench.rows import Prefix
@@ -29,6 +30,17 @@ Gpus = Annotated[
     str, _model(help="GPUs that run the model together: 1, 2, 4, 8, or auto for as many as can.")
 ]
 Precision = Annotated[str, _model(help="Weights and KV cache: auto, fp32, bf16 or fp16.")]
+Weights = Annotated[
+    str | None,
+    _model(
+        help="Quantise the layers' matrices: int4 (128 columns of a row share a scale), int8 or "
+        "fp8 (all columns do)."
+    ),
+]
+HeadWeights = Annotated[
+    str | None,
+    _model(help="Quantise the LM head too: int4, int8 or fp8; default: it stays in 16 bits."),
+]
 Context = Annotated[
     int | None,
     _model(help="Context length in tokens; default: the model's own, or as much as fits."),
@@ -122,6 +134,16 @@ def chosen(option: str, given: str, choices: Mapping[str, _Choice]) -> _Choice:
 def checked_precision(given: str) -> Literal["auto", "fp32", "bf16", "fp16"]:
     """The option's value, or an error that names the allowed ones."""
     return chosen("--precision", given, _PRECISIONS)
+
+
+def checked_weights(given: str | None) -> Codes | None:
+    """What --weights names, or an error that names the allowed ones."""
+    return None if given is None else chosen("--weights", given, AT_LOAD)
+
+
+def checked_head_weights(given: str | None) -> Codes | None:
+    """What --head-weights names, or an error that names the allowed ones."""
+    return None if given is None else chosen("--head-weights", given, AT_LOAD)
 
 
 def parsed_gpus(given: str) -> int | Literal["auto"]:

@@ -8,9 +8,13 @@ three tensors, named after the matrix and the part: 'layers.0.qkv' has its codes
 from dataclasses import dataclass
 from enum import StrEnum
 
+from soloist.errors import NoGroupFits
 from soloist.model.dtype import Dtype
 
 SCALES, ZEROS = ".scales", ".zeros"
+
+# Columns that may share a scale of 4-bit codes when Soloist quantises: what kernels elsewhere take.
+GROUPS = (128, 64, 32)
 
 
 class Codes(StrEnum):
@@ -60,3 +64,34 @@ class Quantized:
     def groups(self, columns: int) -> int:
         """G of a matrix with so many columns."""
         return -(-columns // self.group) if self.group else 1
+
+
+# What people may ask for by name where a 16-bit checkpoint is quantised. All three are symmetric.
+AT_LOAD = {codes.value: codes for codes in (Codes.INT4, Codes.INT8, Codes.FP8)}
+
+
+def rounded(
+    tensor: str, columns: int, codes: Codes, scale_dtype: Dtype, most: int = GROUPS[0]
+) -> Quantized:
+    """What a 16-bit matrix becomes if its numbers are rounded to codes.
+
+    INT8 and FP8 have one scale a row. INT4 has one for each group of columns: the largest of
+    GROUPS, but at most `most`, that divides the row. Matrices of one model may differ in it.
+
+    Args:
+        tensor: the matrix's name, for the error.
+        columns: of the matrix.
+        codes: of its numbers.
+        scale_dtype: the matrix's own type.
+        most: columns that may share a scale of INT4.
+
+    Raises:
+        NoGroupFits: the row of an INT4 matrix has no such group.
+    """
+    if codes is not Codes.INT4:
+        return Quantized(codes, group=0, scale_dtype=scale_dtype)
+    allowed = [group for group in GROUPS if group <= most]
+    for group in allowed:
+        if columns % group == 0:
+            return Quantized(codes, group, scale_dtype)
+    raise NoGroupFits(tensor, columns, allowed)

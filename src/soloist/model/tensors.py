@@ -9,6 +9,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# Ends of the names of matrices inside layers.
+_LAYER_MATRICES = (
+    *(".qkv", ".attention_output", ".gate_up", ".down"),
+    *(".latents", ".query", ".key_value", ".index_query"),  # latent attention
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -45,6 +51,11 @@ class TensorSpec:
     def num_values(self) -> int:
         """Numbers in the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """A matrix of a layer, which quantised checkpoints shrink; routers are none."""
+        return self.name.endswith(_LAYER_MATRICES)
 
 
 def parameters(specs: Iterable[TensorSpec]) -> int:

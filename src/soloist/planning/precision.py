@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from soloist.errors import SettingError
 from soloist.model.tensors import TensorSpec
 
-_MATRICES = (
-    *(".qkv", ".attention_output", ".gate_up", ".down"),
-    *(".latents", ".query", ".key_value", ".index_query"),  # latent attention
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -75,4 +70,4 @@ def can_store(specs: Iterable[TensorSpec], precision: Precision) -> bool:
 
 def is_quantised(spec: TensorSpec) -> bool:
     """A matrix of a layer, which precisions below 16 bits shrink."""
-    return spec.name.endswith(_MATRICES)
+    return spec.is_layer_matrix

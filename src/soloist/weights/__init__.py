@@ -14,6 +14,14 @@ One step a file, each of which knows only those before it:
 
 `memory` says what they take, before the first step.
 
+Another way leads from a 16-bit checkpoint to a folder with quantised weights:
+
+    quantizing           a matrix → codes and scales, rounded to nearest
+    compressed_tensors   the format of the folder: names, tensors, config.json
+    export_plan          what becomes of each tensor of a checkpoint
+    writing              safetensors files, a tensor at a time
+    export               all of these in their order
+
 The decode kernel takes what was packed, prefill a function that gives rows; neither knows where
 they come from. The folder stands on the kernel's plan, which says who owns which rows and in which
 order. What the layers below know of weights is `soloist.model.torch_types`.
