@@ -43,9 +43,8 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kTiles = Order::kCount, kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes;
   // Beside all that sampling several queries takes, sums in four chains leave registers for fewer; so do scales and digits.
-  constexpr bool kIsPlain = kArithmetic<Op> == Arithmetic::kPlain;
-  constexpr bool kFew = kMostQueries > 1 && (!kIsPlain || (kSamples && kChains<Op> == 4));
-  constexpr u32 kMostEarly = kFew ? M::kEarlySlots / 2 : kIsPlain ? M::kEarlySlots : M::kEarlySlots * 3 / 4;
+  constexpr bool kFew = kMostQueries > 1 && (kArithmetic<Op> != Arithmetic::kPlain || (kSamples && kChains<Op> == 4));
+  constexpr u32 kMostEarly = kFew ? M::kEarlySlots / (kArithmetic<Op> == Arithmetic::kPlain ? 2 : 4) : kArithmetic<Op> == Arithmetic::kPlain ? M::kEarlySlots : kArithmetic<Op> == Arithmetic::kScaled ? M::kEarlySlots / 4 : M::kEarlySlots * 3 / 4;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
