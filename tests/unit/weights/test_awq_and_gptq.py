@@ -1,0 +1,301 @@
+"""AWQ, GPTQ and AutoRound against their formats' definitions, spelled out number by number."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from soloist.errors import QuantizationMismatch
+from soloist.model.dtype import Dtype
+from soloist.model.quantization.matrices import joined
+from soloist.model.quantized import Codes, Quantized
+from unit.weights.quantised import both_ways, of, read, same_bits, spec, write
+
+AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Random codes [N][K], zeros and scales [N][G]; column k is in group of[k]."""
+
+    bits: int
+    group: int
+    codes: list[list[int]]
+    zeros: list[list[int]]
+    scales: Tensor
+    of: list[int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), len(self.of)
+
+    @property
+    def numbers(self) -> Tensor:
+        """(code - zero) · scale, each of them."""
+        rows, columns = self.shape
+        wanted = torch.empty(rows, columns)
+        for n in range(rows):
+            for k in range(columns):
+                g = self.of[k]
+                wanted[n, k] = (self.codes[n][k] - self.zeros[n][g]) * self.scales[n, g].float()
+        return wanted
+
+
+def matrix(
+    rows: int, columns: int, group: int, bits: int = 4, *, sym: bool = False, least: int = 0,
+    seed: int = 0, shuffled: bool = False, dtype: torch.dtype = torch.float16,
+) -> Matrix:  # fmt: skip
+    """`least`: of the zeros; a format that stores one less has none below 1."""
+    draw, most = random.Random(seed), 2**bits - 1
+    groups = columns // (columns if group == -1 else group)
+    zeros = [[draw.randint(least, most) for _ in range(groups)] for _ in range(rows)]
+    places = [k * groups // columns for k in range(columns)]
+    if shuffled:
+        draw.shuffle(places)
+    return Matrix(
+        bits,
+        group,
+        [[draw.randint(0, most) for _ in range(columns)] for _ in range(rows)],
+        [[2 ** (bits - 1)] * groups for _ in range(rows)] if sym else zeros,
+        torch.tensor([[draw.uniform(0.01, 0.1) for _ in range(groups)] for _ in range(rows)]).to(
+            dtype
+        ),
+        places,
+    )
+
+
+def word(fields: list[int], bits: int) -> int:
+    """A signed 32-bit word, the first field in its lowest bits."""
+    value = sum(field << (bits * i) for i, field in enumerate(fields))
+    return value - 2**32 if value >= 2**31 else value
+
+
+def awq(m: Matrix) -> dict[str, Tensor]:
+    """Eight rows in a word; from the lowest bits on rows 0, 2, 4, 6, 1, 3, 5, 7."""
+
+    def packed(of_rows: list[int]) -> list[int]:
+        return [
+            word([of_rows[i + r] for r in (0, 2, 4, 6, 1, 3, 5, 7)], 4)
+            for i in range(0, len(of_rows), 8)
+        ]
+
+    (rows, columns), groups = m.shape, m.scales.shape[1]
+    return {
+        "qweight": torch.tensor(
+            [packed([m.codes[n][k] for n in range(rows)]) for k in range(columns)],
+            dtype=torch.int32,
+        ),
+        "qzeros": torch.tensor(
+            [packed([m.zeros[n][g] for n in range(rows)]) for g in range(groups)],
+            dtype=torch.int32,
+        ),
+        "scales": m.scales.t().contiguous(),
+    }
+
+
+def gptq(m: Matrix, offset: int = 1, *, has_groups: bool = True) -> dict[str, Tensor]:
+    """Consecutive columns in a word of codes, consecutive rows in one of zeros less `offset`."""
+    (rows, columns), groups, each = m.shape, m.scales.shape[1], 32 // m.bits
+    tensors = {
+        "qweight": torch.tensor(
+            [
+                [word(m.codes[n][k : k + each], m.bits) for n in range(rows)]
+                for k in range(0, columns, each)
+            ],
+            dtype=torch.int32,
+        ),
+        "qzeros": torch.tensor(
+            [
+                [
+                    word([m.zeros[n + r][g] - offset for r in range(each)], m.bits)
+                    for n in range(0, rows, each)
+                ]
+                for g in range(groups)
+            ],
+            dtype=torch.int32,
+        ),
+        "scales": m.scales.t().contiguous(),
+    }
+    if has_groups:
+        tensors["g_idx"] = torch.tensor(m.of, dtype=torch.int32)
+    return tensors
+
+
+# --- AWQ -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_awq(group: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    m = matrix(24, 128, group, dtype=dtype)
+    checkpoint = write(tmp_path, {**AWQ, "group_size": group}, of("a", awq(m)))
+    quantized = both_ways(checkpoint, spec(m.shape), m.numbers)
+    ours = {torch.float16: Dtype.FP16, torch.bfloat16: Dtype.BF16, torch.float32: Dtype.FP32}
+    assert quantized == Quantized(Codes.INT4, max(group, 0), ours[dtype], has_zeros=True)
+
+
+def test_awq_without_zeros_has_eights(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, sym=True)
+    config = {**AWQ, "group_size": 32, "zero_point": False}
+    checkpoint = write(tmp_path, config, of("a", awq(m)))
+    assert not both_ways(checkpoint, spec(m.shape), m.numbers).has_zeros
+    checkpoint = write(tmp_path, config, of("a", awq(matrix(16, 64, 32))))
+    with pytest.raises(QuantizationMismatch, match=r"'a.qzeros'.*zeros from 0 to 15.*8 everywhere"):
+        read(checkpoint, spec(m.shape), torch.float32)
+
+
+# --- GPTQ ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_groups", [True, False], ids=["g_idx", "no g_idx"])
+@pytest.mark.parametrize("sym", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("stored", "offset"), [("gptq", 1), ("gptq_v2", 0)])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(
+    bits: int, group: int, stored: str, offset: int, sym: bool, has_groups: bool, tmp_path: Path
+) -> None:
+    m = matrix(16, 128, group, bits, sym=sym, least=offset)
+    config = {
+        **GPTQ, "bits": bits, "group_size": group, "sym": sym, "checkpoint_format": stored,
+    }  # fmt: skip
+    tensors = of("a", gptq(m, offset, has_groups=has_groups))
+    checkpoint = write(tmp_path, config, tensors)
+    quantized = both_ways(checkpoint, spec(m.shape), m.numbers)
+    assert quantized.has_zeros is not sym
+    assert quantized.codes is (Codes.INT4 if bits == 4 else Codes.INT8)
+
+
+def test_a_borrow_between_zeros_comes_back(tmp_path: Path) -> None:
+    """A zero of 0 less 1, taken off whole words as GPTQModel does it, borrows from the next."""
+    m = matrix(16, 64, 32, least=0, seed=5)
+    assert any(0 in row for row in m.zeros)
+    tensors = gptq(m, 0)
+    tensors["qzeros"] = tensors["qzeros"] - 0x11111111
+    config = {**GPTQ, "bits": 4, "group_size": 32, "sym": False}
+    both_ways(write(tmp_path, config, of("a", tensors)), spec(m.shape), m.numbers)
+
+
+def test_the_wrong_version_of_a_symmetric_file_is_noticed(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, sym=True)
+    config = {**GPTQ, "bits": 4, "group_size": 32, "sym": True}
+    checkpoint = write(tmp_path, config, of("a", gptq(m, 0)))
+    with pytest.raises(QuantizationMismatch, match=r"zeros from 9 to 9.*8 everywhere"):
+        read(checkpoint, spec(m.shape), torch.float32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, -1])
+def test_columns_in_the_order_of_activations(bits: int, group: int, tmp_path: Path) -> None:
+    m = matrix(16, 128, group, bits, least=1, shuffled=True)
+    config = {**GPTQ, "bits": bits, "group_size": group, "sym": False, "desc_act": True}
+    checkpoint, one = write(tmp_path, config, of("a", gptq(m))), spec(m.shape)
+    same_bits(read(checkpoint, one, torch.float32), m.numbers)
+    if group == -1:
+        both_ways(checkpoint, one, m.numbers)  # one group has no order
+    else:
+        assert joined(checkpoint.quantization, one) is None
+
+
+def test_an_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, least=1, shuffled=True)
+    config = {**GPTQ, "bits": 4, "group_size": 32, "sym": False}
+    checkpoint = write(tmp_path, config, of("a", gptq(m)))
+    with pytest.raises(QuantizationMismatch, match=r"a.g_idx.*order.*consecutive"):
+        read(checkpoint, spec(m.shape), torch.float32)
+
+
+def test_groups_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, least=1)
+    tensors = gptq(m)
+    tensors["g_idx"][3] = 2
+    config = {**GPTQ, "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+    checkpoint = write(tmp_path, config, of("a", tensors))
+    with pytest.raises(QuantizationMismatch, match=r"groups 0 … 2.*0 … 1"):
+        read(checkpoint, spec(m.shape), torch.float32)
+
+
+def test_dynamic_overrides(tmp_path: Path) -> None:
+    """The first pattern that matches decides, '-:' leaves a module in 16 bits."""
+    plain, wide, usual = (
+        torch.randn(16, 64),
+        matrix(16, 64, 64, 8, least=1),
+        matrix(16, 64, 32, least=1, seed=1),
+    )
+    config = {
+        **GPTQ, "bits": 4, "group_size": 32, "sym": False, "lm_head": False,
+        "dynamic": {"-:a": {}, "+:b$": {"bits": 8, "group_size": 64}, "b": {"bits": 4}},
+    }  # fmt: skip
+    tensors = {"a.weight": plain} | of("b", gptq(wide)) | of("c", gptq(usual))
+    checkpoint, both = write(tmp_path, config, tensors), spec(*[(16, 64)] * 3)
+    wanted = torch.cat([plain, wide.numbers, usual.numbers])
+    same_bits(read(checkpoint, both, torch.float32), wanted)
+    assert joined(checkpoint.quantization, both) is None
+
+
+# --- AutoRound -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [None, "auto_round:auto_gptq", "auto_round:gptq"])
+def test_auto_round_like_gptq(packing: str | None, tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int",
+        "autoround_version": "0.9.1", "iters": 200, "extra_config": {
+            "b": {"bits": 8, "group_size": -1, "sym": False}, "c": {"bits": 16, "data_type": "fp"},
+        },
+    }  # fmt: skip
+    config |= {} if packing is None else {"packing_format": packing}
+    small, large = matrix(16, 64, 32, sym=True), matrix(16, 64, -1, 8, least=1)
+    tensors = of("a", gptq(small, has_groups=False)) | of("b", gptq(large))
+    tensors["c.weight"] = torch.randn(16, 64)
+    checkpoint, both = write(tmp_path, config, tensors), spec(*[(16, 64)] * 3)
+    wanted = torch.cat([small.numbers, large.numbers, tensors["c.weight"]])
+    same_bits(read(checkpoint, both, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("packing", ["auto_round:auto_awq", "auto_round:awq"])
+def test_auto_round_like_awq(packing: str, tmp_path: Path) -> None:
+    config = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False,
+        "packing_format": packing,
+    }  # fmt: skip
+    m = matrix(16, 128, 64)
+    both_ways(write(tmp_path, config, of("a", awq(m))), spec(m.shape), m.numbers)
+
+
+# --- any sizes -----------------------------------------------------------------------------------
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.integers(1, 5), groups=st.integers(1, 4), group=st.sampled_from([8, 24, 32]),
+    bits=st.sampled_from([4, 8]), is_awq=st.booleans(), parts=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_any_sizes_and_sources(
+    rows: int, groups: int, group: int, bits: int, is_awq: bool, parts: int, seed: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Sources below each other are one matrix, bit for bit."""
+    bits = 4 if is_awq else bits
+    ms = [
+        matrix(8 * (rows + i), groups * group, group, bits, least=1, seed=seed + i)
+        for i in range(parts)
+    ]
+    config = {**AWQ, "group_size": group} if is_awq else {
+        **GPTQ, "bits": bits, "group_size": group, "sym": False,
+    }  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    for name, m in zip("abc", ms, strict=False):
+        tensors |= of(name, awq(m) if is_awq else gptq(m))
+    checkpoint = write(tmp_path, config, tensors)
+    both_ways(checkpoint, spec(*[m.shape for m in ms]), torch.cat([m.numbers for m in ms]))
