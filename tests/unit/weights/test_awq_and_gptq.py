@@ -1,7 +1,5 @@
 """AWQ, GPTQ and AutoRound against their formats' definitions, spelled out number by number."""
 
-import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,117 +13,11 @@ from soloist.errors import QuantizationMismatch
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import joined
 from soloist.model.quantized import Codes, Quantized
+from unit.weights.formats import awq, gptq, matrix
 from unit.weights.quantised import both_ways, of, read, same_bits, spec, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Random codes [N][K], zeros and scales [N][G]; column k is in group of[k]."""
-
-    bits: int
-    group: int
-    codes: list[list[int]]
-    zeros: list[list[int]]
-    scales: Tensor
-    of: list[int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.codes), len(self.of)
-
-    @property
-    def numbers(self) -> Tensor:
-        """(code - zero) · scale, each of them."""
-        rows, columns = self.shape
-        wanted = torch.empty(rows, columns)
-        for n in range(rows):
-            for k in range(columns):
-                g = self.of[k]
-                wanted[n, k] = (self.codes[n][k] - self.zeros[n][g]) * self.scales[n, g].float()
-        return wanted
-
-
-def matrix(
-    rows: int, columns: int, group: int, bits: int = 4, *, sym: bool = False, least: int = 0,
-    seed: int = 0, shuffled: bool = False, dtype: torch.dtype = torch.float16,
-) -> Matrix:  # fmt: skip
-    """`least`: of the zeros; a format that stores one less has none below 1."""
-    draw, most = random.Random(seed), 2**bits - 1
-    groups = columns // (columns if group == -1 else group)
-    zeros = [[draw.randint(least, most) for _ in range(groups)] for _ in range(rows)]
-    places = [k * groups // columns for k in range(columns)]
-    if shuffled:
-        draw.shuffle(places)
-    return Matrix(
-        bits,
-        group,
-        [[draw.randint(0, most) for _ in range(columns)] for _ in range(rows)],
-        [[2 ** (bits - 1)] * groups for _ in range(rows)] if sym else zeros,
-        torch.tensor([[draw.uniform(0.01, 0.1) for _ in range(groups)] for _ in range(rows)]).to(
-            dtype
-        ),
-        places,
-    )
-
-
-def word(fields: list[int], bits: int) -> int:
-    """A signed 32-bit word, the first field in its lowest bits."""
-    value = sum(field << (bits * i) for i, field in enumerate(fields))
-    return value - 2**32 if value >= 2**31 else value
-
-
-def awq(m: Matrix) -> dict[str, Tensor]:
-    """Eight rows in a word; from the lowest bits on rows 0, 2, 4, 6, 1, 3, 5, 7."""
-
-    def packed(of_rows: list[int]) -> list[int]:
-        return [
-            word([of_rows[i + r] for r in (0, 2, 4, 6, 1, 3, 5, 7)], 4)
-            for i in range(0, len(of_rows), 8)
-        ]
-
-    (rows, columns), groups = m.shape, m.scales.shape[1]
-    return {
-        "qweight": torch.tensor(
-            [packed([m.codes[n][k] for n in range(rows)]) for k in range(columns)],
-            dtype=torch.int32,
-        ),
-        "qzeros": torch.tensor(
-            [packed([m.zeros[n][g] for n in range(rows)]) for g in range(groups)],
-            dtype=torch.int32,
-        ),
-        "scales": m.scales.t().contiguous(),
-    }
-
-
-def gptq(m: Matrix, offset: int = 1, *, has_groups: bool = True) -> dict[str, Tensor]:
-    """Consecutive columns in a word of codes, consecutive rows in one of zeros less `offset`."""
-    (rows, columns), groups, each = m.shape, m.scales.shape[1], 32 // m.bits
-    tensors = {
-        "qweight": torch.tensor(
-            [
-                [word(m.codes[n][k : k + each], m.bits) for n in range(rows)]
-                for k in range(0, columns, each)
-            ],
-            dtype=torch.int32,
-        ),
-        "qzeros": torch.tensor(
-            [
-                [
-                    word([m.zeros[n + r][g] - offset for r in range(each)], m.bits)
-                    for n in range(0, rows, each)
-                ]
-                for g in range(groups)
-            ],
-            dtype=torch.int32,
-        ),
-        "scales": m.scales.t().contiguous(),
-    }
-    if has_groups:
-        tensors["g_idx"] = torch.tensor(m.of, dtype=torch.int32)
-    return tensors
 
 
 # --- AWQ -----------------------------------------------------------------------------------------
