@@ -68,6 +68,11 @@ class Checkpoint:
         return Dtype.BF16 if dtype is Dtype.FP32 else dtype
 
     @property
+    def growth(self) -> int:
+        """Bytes that 16-bit numbers of the files take, at most, for one of the files' bytes."""
+        return 1 if self.quantization is None else 4
+
+    @property
     def num_bytes(self) -> int:
         """Size of all files together."""
         return sum(file.stat().st_size for file in self.files)
