@@ -452,7 +452,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         (ct(format="sparse-24-bitmask"), "format", "sparse-24-bitmask", "naive-quantized"),
         (ct(sparsity_config={"format": "sparse-24"}), "sparsity_config.format", "24", "dense"),
         (ct(transform_config={"config_groups": {"R1": {}}}), "transform_config", "R1", "{}"),
-        (ct(quantization_status="frozen"), "quantization_status", "frozen", "compressed"),
+        (ct(quantization_status="calibration"), "zation_status", "calibration", "compressed"),
         (ct(made_up=1), "made_up", "1", "absent"),
         (weights(num_bits=3), "num_bits", "3", "4, 8"),
         (weights(type="float"), "type", "float", "int in pack-quantized"),
