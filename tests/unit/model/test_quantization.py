@@ -422,6 +422,30 @@ def test_two_configurations_that_disagree(tmp_path: Path) -> None:
     refused(ConfigError, tmp_path, specs, "fp8", "hf_quant_config.json", "one of the two")
 
 
+def test_a_head_that_should_be_in_16_bits(tmp_path: Path) -> None:
+    specs = write(BY_NAME["gptq-8-v2"], tmp_path, lm_head=False)
+    refused(QuantizationMismatch, tmp_path, specs, "'lm_head'", "qweight in I32", "in 16 bits")
+    specs = write(BY_NAME["gptq"], tmp_path, lm_head=True)
+    refused(QuantizationMismatch, tmp_path, specs, "'lm_head'", "weight in F32", "qweight of int4")
+
+
+def test_biases_of_zeros_add_nothing(tmp_path: Path) -> None:
+    """AutoGPTQ once stored them for every matrix."""
+
+    def zeros(stored: dict[str, Tensor]) -> None:
+        stored[f"{Q}.bias"] = torch.zeros(64, dtype=torch.float16)
+
+    def one(stored: dict[str, Tensor]) -> None:
+        zeros(stored)
+        stored[f"{Q}.bias"][3] = 0.5
+
+    form = BY_NAME["gptq"]
+    checked(tmp_path, write(form, tmp_path, zeros))
+    refused(UnexpectedTensor, tmp_path, write(form, tmp_path, one), f"{Q}.bias")
+    plain = Format("not quantised", None, lambda weight: ({"weight": weight}, weight))
+    refused(UnexpectedTensor, tmp_path, write(plain, tmp_path, zeros), f"{Q}.bias")
+
+
 # --- what is not read ----------------------------------------------------------------------------
 
 
@@ -512,7 +536,7 @@ def test_other_quantisations_are_refused_by_name(
         ({"quant_method": "modelopt"}, MissingField, "quant_algo"),
         ({"quant_method": "gptq", "group_size": 32, "sym": True}, MissingField, "bits"),
         ({"quant_method": "gptq", "bits": 4, "sym": True}, MissingField, "group_size"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, MissingField, "sym"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": 1}, WrongType, "sym"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": {"(": {}}},
          WrongType, "dynamic"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": {"a": 8}},

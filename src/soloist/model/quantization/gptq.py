@@ -11,7 +11,7 @@ from soloist.model.reading import REQUIRED
 
 # How it was found, who wrote it, and which kernels others run.
 _IGNORED = (
-    "quant_method", "method", "meta", "lm_head", "model_name_or_path", "model_file_base_name",
+    "quant_method", "method", "meta", "model_name_or_path", "model_file_base_name",
     "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "dataset",
     "tokenizer", "batch_size", "pad_token_id", "model_seqlen", "block_name_to_quantize",
     "module_name_preceding_first_block", "modules_in_block_to_quantize", "cache_block_outputs",
@@ -38,11 +38,17 @@ def read(fields: QuantizationFields) -> Method:
         (_matcher(fields, pattern), _read_override(usual, pattern, overrides))
         for pattern, overrides in fields.groups("dynamic").items()
     ]
+    has_head = fields.flag("lm_head", None)
     fields.refuse_rest(frozenset())
 
     def of(module: str) -> tuple[Scheme | None, ...]:
         # The first pattern that matches decides; of others the tensors do.
-        return next(((scheme,) for matches, scheme in dynamic if matches(module)), (usual, None))
+        for matches, scheme in dynamic:
+            if matches(module):
+                return (scheme,)
+        if module == "lm_head" and has_head is not None:
+            return (usual,) if has_head else (None,)
+        return (usual, None)
 
     return Method(fields.family, of)
 
@@ -64,7 +70,8 @@ def read_scheme(fields: QuantizationFields, usual: Scheme | None, *, zero_offset
         layout=Layout.GPTQ,
         codes=Codes.INT4 if bits == 4 else Codes.INT8,
         group=max(size, 0),
-        symmetric=fields.flag("sym", usual.symmetric if usual else REQUIRED),
+        # Zeros are there in any case; symmetric are those that say nothing.
+        symmetric=fields.flag("sym", default=usual.symmetric if usual else False),
         reordered=fields.flag("desc_act", default=usual.reordered if usual else False),
         zero_offset=zero_offset,
     )
