@@ -95,7 +95,7 @@ def test_config_with_a_mistyped_field(soloist, etude, value):
     [
         ("hidden_act", "gelu"),
         ("attn_logit_softcapping", 50.0),
-        ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
     ],
 )

@@ -16,6 +16,8 @@ from soloist.engine.config import Precision
 from soloist.model.checkpoint import INDEX_FILE
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
+from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
+from soloist.model.reading import read_json
 from soloist.model.tensors import TensorSpec
 from soloist.weights.random import random_weights
 
@@ -48,7 +50,7 @@ def random_model(shape: Path, precision: Precision, device: torch.device) -> Ite
 
 def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device) -> None:
     dtype, specs = shape_dtype(precision), tensors(read_config(shape))
-    shutil.copyfile(shape, folder / CONFIG_FILE)
+    _write_config(shape, folder / CONFIG_FILE)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(shipped_folder("etude") / name, folder / name)
     places: dict[str, str] = {}
@@ -69,6 +71,12 @@ def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device)
         flush()
     index = {"metadata": {}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _write_config(shape: Path, file: Path) -> None:
+    """The shape's, without a quantisation that the random weights do not have."""
+    values = {k: v for k, v in read_json(shape).items() if k not in QUANTIZATION_FIELDS}
+    file.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _sources(spec: TensorSpec, values: torch.Tensor) -> dict[str, torch.Tensor]:

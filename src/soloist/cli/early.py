@@ -24,7 +24,8 @@ def begin(model: str, device: str, gpus: str, revision: str | None) -> Upload | 
         return None
     try:
         # What is not here yet is fetched later, before the user's eyes.
-        files = open_checkpoint(find_model(model, revision=revision, offline=True)).files
-        return Upload(files, GpuMemory(ordinal), f"cuda:{ordinal}")
+        checkpoint = open_checkpoint(find_model(model, revision=revision, offline=True))
+        memory, device = GpuMemory(ordinal), f"cuda:{ordinal}"
+        return Upload(checkpoint.files, memory, device, growth=checkpoint.growth)
     except (SoloistError, OSError):
         return None

@@ -12,6 +12,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
@@ -42,6 +43,7 @@ class ModelFacts:
     attention: str
     context_tokens: int
     stored_as: str
+    quantised_as: str | None
     checkpoint_bytes: int
     available_memory_bytes: int
     by_precision: dict[str, PrecisionFacts]
@@ -81,6 +83,9 @@ def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
         attention=describe_attention(config),
         context_tokens=tokens,
         stored_as=checkpoint.dtype.value,
+        quantised_as=None
+        if checkpoint.quantization is None
+        else describe(checkpoint.quantization, specs),
         checkpoint_bytes=checkpoint.num_bytes,
         available_memory_bytes=available,
         by_precision={
@@ -137,6 +142,9 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
         ("context", f"{f.context_tokens:,} tokens"),
         ("checkpoint", f"{gigabytes(f.checkpoint_bytes)} stored as {f.stored_as}"),
     ]
+    if f.quantised_as is not None:
+        rows[-1] = ("checkpoint", gigabytes(f.checkpoint_bytes))
+        rows.append(("weights", f"{f.quantised_as}; others {f.stored_as}"))
     for name, p in f.by_precision.items():
         verdict = "fits" if p.fits else "does not fit"
         rows.append(

@@ -68,6 +68,11 @@ class Checkpoint:
         return Dtype.BF16 if dtype is Dtype.FP32 else dtype
 
     @property
+    def growth(self) -> int:
+        """Bytes that 16-bit numbers of the files take, at most, for one of the files' bytes."""
+        return 1 if self.quantization is None else 4
+
+    @property
     def num_bytes(self) -> int:
         """Size of all files together."""
         return sum(file.stat().st_size for file in self.files)
@@ -98,6 +103,7 @@ class Checkpoint:
             name
             for name in sorted(self.tensors.keys() - wanted.keys() - copies.keys() - quantised)
             if not any(pattern.fullmatch(name) for pattern in patterns)
+            and not self._adds_nothing(name, quantised)
         ]
         if unexpected:
             raise UnexpectedTensor(str(self.folder), unexpected)
@@ -107,6 +113,15 @@ class Checkpoint:
             if self.tensors[name].shape != shape:
                 raise WrongShape(name, self.tensors[name].shape, shape)
             stored_dtype(self, self.tensors[name].dtype)
+
+    def _adds_nothing(self, name: str, quantised: Iterable[str]) -> bool:
+        """A bias of zeros beside a quantised matrix: some tools stored one for every matrix."""
+        stored = self.tensors[name]
+        codes = name.removesuffix("bias") + "qweight"
+        if codes not in quantised or not name.endswith(".bias") or stored.dtype == "BF16":
+            return False
+        with open_file(stored.file, "np") as handle:
+            return not handle.get_tensor(name).any()
 
     def _missing(self, spec: TensorSpec) -> list[str]:
         if self.quantization is not None:

@@ -3,6 +3,8 @@
 One step a file, each of which knows only those before it:
 
     upload         files → a GPU's memory, while Python still imports torch; so it imports no torch
+    decoding       a quantised matrix's tensors on disk → codes, scales and zeros in rows
+    numbers        these → the numbers that they stand for
     reading        files → whole tensors; `random` makes some without files
     uploaded       files for `reading` that are in the GPU's memory already
     sharding       a whole tensor → a rank's share of it, by `lanes` where a rank has lanes

@@ -1,6 +1,6 @@
 """What quantised tensors stand for: (code - zero) · scale, in fp32. Torch, any device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +23,31 @@ def numbers(
     """
     codes = unpacked(parts[""]) if quantized.codes is Codes.INT4 else parts[""]
     values = codes.to(torch.float32)
-
-    def of_columns(shared: Tensor) -> Tensor:
-        wide = shared.to(torch.float32)
-        if groups is not None:
-            return wide.index_select(1, groups)
-        if wide.shape[1] == 1:
-            return wide
-        return wide.repeat_interleave(quantized.group, 1)[:, : values.shape[1]]
-
     if quantized.has_zeros:
-        values -= of_columns(parts[ZEROS])
+        _with_shared(torch.Tensor.sub_, values, parts[ZEROS], quantized.group, groups)
     elif (middle := _MIDDLE.get(quantized.codes)) is not None:
         values -= middle
-    return values.mul_(of_columns(parts[SCALES]))
+    _with_shared(torch.Tensor.mul_, values, parts[SCALES], quantized.group, groups)
+    return values
+
+
+def _with_shared(
+    change: Callable[[Tensor, Tensor], Tensor],
+    values: Tensor,
+    shared: Tensor,
+    group: int,
+    groups: Tensor | None,
+) -> None:
+    """Change `values` [N, K] in place by what their groups share, [N, G]."""
+    wide, columns = shared.to(torch.float32), values.shape[1]
+    if groups is not None:
+        change(values, wide.index_select(1, groups))
+    elif wide.shape[1] == 1:
+        change(values, wide)
+    elif columns % group:
+        change(values, wide.repeat_interleave(group, 1)[:, :columns])
+    else:
+        change(values.unflatten(1, (-1, group)), wide[..., None])
 
 
 def unpacked(codes: Tensor) -> Tensor:

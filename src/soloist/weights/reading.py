@@ -34,7 +34,7 @@ class StoredFile(Protocol):
 OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
 
 # Of one matrix that is quantised.
-_NUMBERS_AT_ONCE = 1 << 24
+_NUMBERS_AT_ONCE = 1 << 22
 
 
 def open_stored(file: Path) -> AbstractContextManager[StoredFile]:
@@ -135,6 +135,7 @@ def _kept(
             parts[part].append(values.to(files.device))
         progress.add(files.checkpoint, source, matrix)
     for part, rows in parts.items():
+        # Always copied: what was uploaded is there only while its file is open.
         yield spec.name + part, torch.cat(rows)
 
 

@@ -131,14 +131,17 @@ class Upload:
         files: what to read, in this order.
         memory: where to.
         device: what torch calls it.
+        growth: bytes that become of one, at most, when tensors are made of them.
 
     Attributes:
         began_s: on the clock of `time.perf_counter`.
         ended_s: likewise, when the last bytes so far had landed.
     """
 
-    def __init__(self, files: Sequence[Path], memory: Memory, device: str) -> None:
-        self._memory, self.device = memory, device
+    def __init__(
+        self, files: Sequence[Path], memory: Memory, device: str, *, growth: int = 1
+    ) -> None:
+        self._memory, self.device, self._growth = memory, device, growth
         self._sizes = {file: file.stat().st_size for file in files}
         self.began_s = self.ended_s = time.perf_counter()
         self._pieces = [
@@ -193,7 +196,8 @@ class Upload:
         return None
 
     def _allocate(self) -> None:
-        if self._memory.free_bytes() < (1 + _COPIES) * sum(self._sizes.values()) + _OTHERS_BYTES:
+        factor = 1 + _COPIES * self._growth
+        if self._memory.free_bytes() < factor * sum(self._sizes.values()) + _OTHERS_BYTES:
             raise OSError("too little memory for the files beside what is made of them")
         for file, size in self._sizes.items():
             self._addresses[file] = self._memory.allocate(max(size, 1))

@@ -20,7 +20,7 @@ from soloist.weights.reading import read_tensors
 CPU = torch.device("cpu")
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+def write(folder: Path, config: dict[str, Any] | None, tensors: dict[str, Tensor]) -> Checkpoint:
     """A checkpoint of these tensors that says of itself that it is quantised like that."""
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     values = {"torch_dtype": "bfloat16", "quantization_config": config}
@@ -51,9 +51,7 @@ def kept(checkpoint: Checkpoint, one: TensorSpec) -> tuple[Quantized, dict[str, 
     """What the tensor is, and its parts as they come."""
     quantized = joined(checkpoint.quantization, one)
     assert quantized is not None
-    parts = dict(
-        read_tensors(checkpoint, [one], Dtype.FP32, CPU, keep={one.name: quantized})
-    )
+    parts = dict(read_tensors(checkpoint, [one], Dtype.FP32, CPU, keep={one.name: quantized}))
     assert list(parts) == [one.name + part for part in quantized.parts]
     return quantized, {name.removeprefix(one.name): values for name, values in parts.items()}
 

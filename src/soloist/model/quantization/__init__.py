@@ -3,7 +3,8 @@
     fields      typed reading, with refusals by name
     names       lists of modules, as each library matches them
     scheme      one way to store a matrix: tensors, shapes, types
-    fp8, modelopt, compressed_tensors     quantization_config → a scheme for each module
+    fp8, modelopt, compressed_tensors, awq, gptq, auto_round
+                quantization_config → a scheme for each module
     matrices    the schemes held against the tensors that there are
 
 `soloist.weights.decoding` reads the tensors. What comes out is `soloist.model.quantized`.
@@ -15,7 +16,7 @@ from typing import Any
 
 from soloist.errors import ConfigError, UnsupportedQuantization, WrongType
 from soloist.model.folder import CONFIG_FILE
-from soloist.model.quantization import compressed_tensors, fp8, modelopt
+from soloist.model.quantization import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from soloist.model.quantization.fields import QuantizationFields
 from soloist.model.quantization.scheme import Method
 from soloist.model.reading import read_json
@@ -25,6 +26,10 @@ METHODS: Mapping[str, Callable[[QuantizationFields], Method]] = {
     "fp8": fp8.read,
     "fbgemm_fp8": fp8.read_fbgemm,
     "modelopt": modelopt.read,
+    "awq": awq.read,
+    "gptq": gptq.read,
+    "auto-round": auto_round.read,
+    "intel/auto-round": auto_round.read,  # what early versions wrote
 }
 
 # Older files of compressed-tensors have the second name.

@@ -42,7 +42,8 @@ def read(fields: QuantizationFields) -> Method:
     fields.ignore("quant_method", "version", "global_compression_ratio", "producer")
     # Keys and values stay in 16 bits, which loses nothing that a file with 8-bit ones had.
     fields.ignore("kv_cache_scheme")
-    fields.one_of("quantization_status", ("compressed",), "compressed")
+    # Early files call themselves frozen; whether weights are compressed, their tensors say.
+    fields.one_of("quantization_status", ("compressed", "frozen"), None)
     _require_nothing_else(fields)
     fallback = fields.one_of("format", (*_FORMATS, _MIXED), None)
     groups = [_read_group(group, fallback) for group in fields.groups("config_groups").values()]

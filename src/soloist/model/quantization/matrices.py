@@ -17,7 +17,6 @@ IGNORED = (
     r".*\.(input|output|activation|[kqv]|prob|kv_cache)_scale",
     r".*\.(input|output|[kqv])_zero_point",
     r".*\.input_scale_ub",
-    r".*\.[kqv]_proj\.[kqv]_scale",
 )
 _WEIGHT = ".weight"
 

@@ -25,7 +25,7 @@ def read_names(fields: QuantizationFields, name: str) -> tuple[str, ...]:
 def by_transformers(fields: QuantizationFields, name: str) -> IsListed:
     """A regular expression for the beginning of the module's name, or the end of it."""
     keys = read_names(fields, name)
-    patterns = [_compiled(fields, name, f"(?:{key}){_BOUNDARY}") for key in keys]
+    patterns = [compiled(fields, name, f"(?:{key}){_BOUNDARY}") for key in keys]
     return lambda module: (
         any(pattern.match(module) for pattern in patterns)
         or any(module.endswith(key) for key in keys)
@@ -40,7 +40,7 @@ def by_compressed_tensors(fields: QuantizationFields, name: str) -> IsListed:
 def matcher(fields: QuantizationFields, name: str, given: Sequence[str]) -> IsListed:
     """As `by_compressed_tensors`, of entries that were read already."""
     patterns = [
-        _compiled(fields, name, entry.removeprefix("re:"))
+        compiled(fields, name, entry.removeprefix("re:"))
         for entry in given
         if entry.startswith("re:")
     ]
@@ -63,7 +63,12 @@ def by_substring(fields: QuantizationFields, name: str) -> IsListed:
     return lambda module: any(key in module for key in keys)
 
 
-def _compiled(fields: QuantizationFields, name: str, pattern: str) -> re.Pattern[str]:
+def compiled(fields: QuantizationFields, name: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression out of a field.
+
+    Raises:
+        WrongType: it is none.
+    """
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -13,12 +13,14 @@ from soloist.errors import NotFinite
 from soloist.model.quantization.matrices import StoredMatrix
 from soloist.model.quantization.scheme import Layout, Role
 from soloist.model.quantized import Codes
-from soloist.weights.decoding import by_bytes, by_words
+from soloist.weights.decoding import by_bytes, by_columns, by_words
 from soloist.weights.decoding.parts import Decoded
 
 _DECODERS: Mapping[Layout, Callable[[StoredMatrix, Mapping[Role, Tensor]], Decoded]] = {
     Layout.BYTES: by_bytes.decode,
     Layout.WORDS: by_words.decode,
+    Layout.AWQ: by_columns.decode_awq,
+    Layout.GPTQ: by_columns.decode_gptq,
 }
 
 

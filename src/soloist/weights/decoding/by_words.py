@@ -8,11 +8,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from soloist.errors import QuantizationMismatch, WrongShape
+from soloist.errors import WrongShape
 from soloist.model.quantization.matrices import StoredMatrix
 from soloist.model.quantization.scheme import Role
 from soloist.model.quantized import Codes
-from soloist.weights.decoding.parts import Decoded, by_row, decoded, split_words
+from soloist.weights.decoding.parts import (
+    Decoded,
+    by_row,
+    column_groups,
+    decoded,
+    signed,
+    split_words,
+)
 
 
 def decode(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Decoded:
@@ -32,23 +39,4 @@ def decode(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Decoded:
         codes = signed(codes)
         zeros = None if zeros is None else signed(zeros)
     scales = by_row(matrix, tensors[Role.SCALES])
-    return decoded(matrix, codes, scales, zeros, _groups(matrix, tensors))
-
-
-def signed(codes: Tensor) -> Tensor:
-    """0 … 255 as -128 … 127."""
-    return (codes ^ 0x80).view(torch.int8)
-
-
-def _groups(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Tensor | None:
-    given = tensors.get(Role.GROUPS)
-    if given is None:
-        return None
-    count = matrix.quantized.groups(matrix.columns)
-    if int(given.min()) < 0 or int(given.max()) >= count:
-        raise QuantizationMismatch(
-            matrix.tensors[Role.GROUPS].name,
-            f"groups {int(given.min())} … {int(given.max())}",
-            f"0 … {count - 1}, since there are scales of {count}",
-        )
-    return given.long()
+    return decoded(matrix, codes, scales, zeros, column_groups(matrix, tensors.get(Role.GROUPS)))

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soloist.errors import QuantizationMismatch
 from soloist.model.quantization.matrices import StoredMatrix
+from soloist.model.quantization.scheme import Role
 from soloist.model.quantized import SCALES, ZEROS, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 
@@ -60,3 +62,35 @@ def split_words(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return in_bytes
     return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).flatten(-2)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """0 … 255 as -128 … 127."""
+    return (codes ^ 0x80).view(torch.int8)
+
+
+def column_groups(matrix: StoredMatrix, given: Tensor | None) -> Tensor | None:
+    """The group of each column; None where columns of a group follow each other.
+
+    Raises:
+        QuantizationMismatch: there are no such groups, or the configuration says nothing of an
+            order.
+    """
+    if given is None:
+        return None
+    name, count = matrix.tensors[Role.GROUPS].name, matrix.quantized.groups(matrix.columns)
+    if int(given.min()) < 0 or int(given.max()) >= count:
+        raise QuantizationMismatch(
+            name,
+            f"groups {int(given.min())} … {int(given.max())}",
+            f"0 … {count - 1}, since there are scales of {count}",
+        )
+    groups = given.long()
+    in_order = torch.arange(matrix.columns, device=given.device)
+    if torch.equal(groups, in_order // (matrix.scheme.group or matrix.columns)):
+        return None
+    if not matrix.scheme.reordered:
+        raise QuantizationMismatch(
+            name, "columns in groups of their own order", "groups of consecutive columns"
+        )
+    return groups
