@@ -1,4 +1,4 @@
-"""A block's weights times activations: as the kernel multiplies each format, or without rounding."""
+"""A block's weights times activations, as the kernel multiplies each format or without rounding."""
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ def _by_warp(x: Tensor, width: int) -> Tensor:
 def _values_by_warp(numbers: Numbers, width: int) -> Tensor:
     """[steps, warps, pieces, rows, columns of a piece], exact."""
     pieces = (-1, CONSUMER_WARPS, _WARP_COLUMNS // width, width)
-    return numbers.values.double().unflatten(1, pieces).permute(1, 2, 3, 0, 4)
+    by_piece: Tensor = numbers.values.double().unflatten(1, pieces)
+    return by_piece.permute(1, 2, 3, 0, 4)
 
 
 def _scales_by_warp(numbers: Numbers, stored: WeightFormat, width: int) -> Tensor:
@@ -106,11 +107,12 @@ def _scales_by_warp(numbers: Numbers, stored: WeightFormat, width: int) -> Tenso
     assert numbers.scales is not None, "there are scales"
     each = numbers.scales.repeat_interleave(stored.group // width, 1)
     pieces = (-1, CONSUMER_WARPS, _WARP_COLUMNS // width)
-    return each.unflatten(1, pieces).permute(1, 2, 3, 0)[..., None]
+    by_piece: Tensor = each.unflatten(1, pieces)
+    return by_piece.permute(1, 2, 3, 0)[..., None]
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a · b + c, rounded once."""
+    """The sum of a product and c, rounded once."""
     return (a.double() * b.double() + c.double()).float()
 
 
