@@ -99,10 +99,15 @@ def test_fewer_bits_are_fewer_bytes(kind: str, bits: float) -> None:
     assert scaled / plain == pytest.approx(bits / 16, rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["int4-zeros", "fp8-32"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("int4-zeros", 2), ("int4-zeros", 4), ("fp8-32", 2), ("int4-zeros-64", 2),
+        ("int8", 2), ("int8", 4), ("int8", 8), ("int4-wide", 2), ("fp8", 4),
+    ],
+)  # fmt: skip
 def test_quantised_matrices_on_ranks(kind: str, ranks: int) -> None:
-    """Where each rank's columns are whole groups."""
+    """Where each rank's columns are whole groups, or all columns of a row are one."""
     layer = mixed_model().layers[1]
     wide = replace(layer, mlp=replace(layer.mlp, intermediate_size=256))
     config = replace(mixed_model(), layers=(wide, wide))
@@ -121,7 +126,7 @@ def test_quantised_matrices_on_ranks(kind: str, ranks: int) -> None:
         (1, "embedding", "a format of embedding"),
         (2, "layers.0.down", "layers.0.down in int4 with 48 columns on each of 2 ranks"),
     ],
-)
+)  # fmt: skip
 def test_formats_that_cannot_be_read_are_refused(ranks: int, name: str, given: str) -> None:
     config = replace(SMALL, tied_head=ranks == 1)
     formats = {name: quantized_format(FORMATS["int4-zeros"])}

@@ -272,19 +272,20 @@ def _require_formats(plan: Plan) -> None:
             # Of a tied head tokens are looked up, in 16 bits.
             allowed = "formats of its layers' matrices and of a head that is not tied"
             raise ShapeUnsupported(f"a format of {name}", allowed)
-        columns = _columns_of_share(plan, name)
-        if plan.ranks > 1 and stored.group and columns % stored.group:
+        columns, whole = _columns(plan.share, name), _columns(plan.model, name)
+        group = stored.meaning.group if stored.meaning else 0
+        if columns != whole and group and (columns % group or whole % group):
             given = f"{name} in {stored.name} with {columns} columns on each of {plan.ranks} ranks"
-            raise ShapeUnsupported(given, f"multiples of {stored.group}")
+            raise ShapeUnsupported(given, f"multiples of {group}")
 
 
-def _columns_of_share(plan: Plan, name: str) -> int:
-    """Columns of what a rank has of a matrix."""
+def _columns(model: ModelConfig, name: str) -> int:
+    """Columns of a matrix of a model, or of a rank's share of one."""
     if not name.startswith("layers."):
-        return plan.shape.hidden_size
+        return model.hidden_size
     _, layer, short = name.split(".")
     phase = next(phase for phase in PRODUCTS if phase.name == short)
-    return matrix_shape(phase, plan.share.layers[int(layer)], plan.shape.hidden_size)[1]
+    return matrix_shape(phase, model.layers[int(layer)], model.hidden_size)[1]
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:

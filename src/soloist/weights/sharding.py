@@ -30,15 +30,13 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         own = ((q, share.query_heads), (k, share.kv_heads), (v, share.kv_heads))
         return torch.cat([_taken(x, heads) for x, heads in own]).flatten(0, 1)
     if short == "attention_output":
-        # Columns of a head, or the groups of them that share a scale.
-        heads = values.unflatten(1, (attention.num_query_heads, -1))
-        return _taken(heads, share.query_heads, 1).flatten(1)
+        columns = _columns_of(share.query_heads, attention.head_dim)
+        return _own_columns(values, columns, attention.num_query_heads * attention.head_dim)
     if short in ("gate_up", "gate_up_bias", "down"):
         places = padded(share.neurons(layer), sizes.mlp.intermediate_size)
         if short != "down":
             return torch.cat([_taken(half, places) for half in values.chunk(2)])
-        group = share.whole.layers[layer].mlp.intermediate_size // values.shape[1]
-        return _taken(values, _groups(places, group), 1)
+        return _own_columns(values, places, share.whole.layers[layer].mlp.intermediate_size)
     if short == "head":
         rows = share_of(share.whole, share.ranks).vocab_size
         return _taken(values, padded(share.vocabulary, rows))
@@ -53,9 +51,20 @@ def _place(name: str) -> tuple[int, str]:
     return int(layer), short
 
 
-def _groups(places: Sequence[int | None], group: int) -> list[int | None]:
-    """Of columns, the groups of so many that they fill."""
-    return [None if first is None else first // group for first in places[::group]]
+def _columns_of(heads: Sequence[int | None], head_dim: int) -> list[int | None]:
+    """All columns of some heads, one after the other."""
+    return [
+        None if head is None else head * head_dim + i for head in heads for i in range(head_dim)
+    ]
+
+
+def _own_columns(values: Tensor, columns: Sequence[int | None], count: int) -> Tensor:
+    """Some of so many columns, or of what they share by groups; what all of them share as it is."""
+    if values.shape[1] == 1:
+        return values
+    group = count // values.shape[1]
+    groups = [None if first is None else first // group for first in columns[::group]]
+    return _taken(values, groups, 1)
 
 
 def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
