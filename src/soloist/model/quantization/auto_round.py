@@ -27,7 +27,7 @@ _WIDEST = 8
 
 def read(fields: QuantizationFields) -> Method:
     """Modules that have codes are quantised; `extra_config` says which differ."""
-    packing = fields.one_of("packing_format", (*_GPTQ, *_AWQ), _GPTQ[0])
+    packing = _read_packing(fields)
     fields.one_of("data_type", ("int",), "int")
     usual = _read_scheme(fields, None, packing)
     fields.ignore(*_IGNORED)
@@ -41,6 +41,22 @@ def read(fields: QuantizationFields) -> Method:
         return next(((scheme,) for matches, scheme in extra if matches(module)), (usual, None))
 
     return Method(fields.family, of)
+
+
+def _read_packing(fields: QuantizationFields) -> str:
+    """`packing_format`, which early files do not have; they name a kernel, and so a packing.
+
+    Raises:
+        UnsupportedQuantization: AutoRound's own packing, whose zeros are others.
+    """
+    packing = fields.one_of("packing_format", (*_GPTQ, *_AWQ), None)
+    if packing is not None:
+        return str(packing)
+    backend = fields.value("backend")
+    found = next((p for p in (*_GPTQ, *_AWQ) if str(backend or _GPTQ[0]).startswith(p)), None)
+    if found is None:
+        raise fields.unsupported("backend", backend, ", ".join((*_GPTQ, *_AWQ)))
+    return found
 
 
 def _read_extra(fields: QuantizationFields, usual: Scheme, packing: str) -> Scheme | None:
