@@ -1,12 +1,17 @@
 """Quantised files that cannot be used: each is refused by name, before anything is allocated."""
 
+import copy
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -677,3 +682,39 @@ def test_every_format_loads(tmp_path: Path) -> None:
         assert load_file(tmp_path / "model.safetensors")
         for name in form.files:
             (tmp_path / name).unlink()
+
+
+# --- anything ------------------------------------------------------------------------------------
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**12) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+def places(value: object) -> list[tuple[Any, Any]]:
+    """Every object or list in a value, with one of its keys."""
+    items = value.items() if isinstance(value, dict) else []
+    items = enumerate(value) if isinstance(value, list) else items
+    return [place for key, inner in items for place in [(value, key), *places(inner)]]
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(form=st.sampled_from(FORMATS), draw=st.randoms(), other=ANYTHING)
+def test_any_other_value_is_read_or_refused(
+    form: Format, draw: Random, other: object, tmp_path: Path
+) -> None:
+    config = copy.deepcopy(form.config) or {"quant_method": "modelopt", "quant_algo": "FP8"}
+    holder, key = draw.choice(places(config))
+    holder[key] = other
+    with suppress(UserError):
+        method = read_quantization(tmp_path, {"quantization_config": config})
+        assert method is not None
+        for module in (*Q_AND_HEAD, "model.layers.1.mlp.down_proj"):
+            for scheme in method.schemes(module):
+                if scheme is not None:
+                    assert in_words(scheme)
+                    assert scheme.parts((64, 96), module)
