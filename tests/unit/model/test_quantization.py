@@ -265,7 +265,7 @@ def test_published_configurations_are_understood(name: str, tmp_path: Path) -> N
     config, (first, head) = PUBLISHED[name]
     method = read_quantization(tmp_path, {"quantization_config": config})
     assert method is not None
-    q, last = (method.schemes(module) for module in Q_AND_HEAD)
+    q, last = (method(module) for module in Q_AND_HEAD)
     assert q[0] is not None
     assert in_words(q[0]) == first
     assert q[0].reordered is (name == "Llama-2-7B-GPTQ")
@@ -714,7 +714,7 @@ def test_any_other_value_is_read_or_refused(
         method = read_quantization(tmp_path, {"quantization_config": config})
         assert method is not None
         for module in (*Q_AND_HEAD, "model.layers.1.mlp.down_proj"):
-            for scheme in method.schemes(module):
+            for scheme in method(module):
                 if scheme is not None:
                     assert in_words(scheme)
                     assert scheme.parts((64, 96), module)

@@ -112,7 +112,7 @@ class Quantization:
 
     def _allowed(self, source: Source) -> tuple[str, tuple[Scheme | None, ...]]:
         module = source.name.removesuffix(_WEIGHT)
-        return module, self.method.schemes(module)
+        return module, self.method(module)
 
     def _choose(
         self, source: Source, module: str, allowed: tuple[Scheme | None, ...]
@@ -196,7 +196,7 @@ def joined(quantization: Quantization | None, spec: TensorSpec) -> Quantized | N
 
 
 def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:
-    """Formats for people: 'fp8 in blocks of 128 × 128 (fp8), 14 of 15 matrices'."""
+    """Formats for people: 'fp8 (fp8: blocks of 128 × 128), 14 of 15 matrices'."""
     counts: dict[str, int] = {}
     total = 0
     for spec in specs:
