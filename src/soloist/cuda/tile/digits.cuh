@@ -1,12 +1,12 @@
 // Activations as integers, for weights that are integers.
 //
-// A warp's 64 columns of a step are scaled by a power of two to 14 bits and a sign, and cut into two digits of 8 bits: x is
-// scale · (256 high + low), exact for values down to a 64th of the largest, and nearer than bf16 to most others. Sums of integers do not
-// depend on their order, and the scale only on the query's own values: so bits are the same for any number of queries.
+// A query's 64 columns of a step that a warp has are scaled by a power of two to 14 bits and a sign, and cut into two digits of
+// 8 bits: x is scale · (256 high + low). That is exact for values of bf16 down to a 64th of the largest. Sums of integers do not
+// depend on their order, and the scale depends on the query's own values only: bits are the same for any number of queries.
 #pragma once
 #include "tile/activations.cuh"
 
-// A non-zero digit-carrying exponent: 2^kDigitBits is the largest magnitude.
+// The largest magnitude of a query's 64 columns lies between 2^kDigitBits and twice that.
 inline constexpr u32 kDigitBits = 13;
 
 // The largest magnitude of 8 values, as the bits of 16-bit values without signs, which order like them.
@@ -21,6 +21,7 @@ __device__ __forceinline__ u32 most_of_lanes(u32 x, u32 lanes) {
   return x;
 }
 
+// The power of two that makes integers of a query's columns, and the one that takes it back.
 struct Scaling {
   float inverse, scale;
 
