@@ -5,6 +5,7 @@ three tensors, named after the matrix and the part: 'layers.0.qkv' has its codes
 'layers.0.qkv.scales' and 'layers.0.qkv.zeros' [N, G] what each row's G groups of columns share.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -95,3 +96,33 @@ def rounded(
         if columns % group == 0:
             return Quantized(codes, group, scale_dtype)
     raise NoGroupFits(tensor, columns, allowed)
+
+
+def label(layers: Iterable[Quantized | None], head: Quantized | None, plain: str) -> str:
+    """What result files call a model's weights: 'int4', or with a quantised head 'int4+int8 head'.
+
+    Args:
+        layers: the layers' matrices; None for one that stands for itself.
+        head: likewise.
+        plain: what these are in.
+    """
+    names = dict.fromkeys(plain if one is None else one.label for one in layers)
+    return "+".join([*names, *([] if head is None else [f"{head.label} head"])])
+
+
+def words(layers: Iterable[Quantized | None], head: Quantized | None, plain: str) -> str:
+    """The same for people: 'int4 (groups of 128), head bf16'; of one precision only its name."""
+    told = dict.fromkeys(_words(one, plain) for one in layers)
+    own = _words(head, plain)
+    if [*told] == [own] == [plain]:
+        return plain
+    return f"{', '.join(told)}, head {own}"
+
+
+def _words(one: Quantized | None, plain: str) -> str:
+    if one is None:
+        return plain
+    if one.scale_rows > 1:
+        return f"{one.label} (blocks of {one.scale_rows} × {one.group})"
+    shared = f"groups of {one.group}" if one.group else "one scale a row"
+    return f"{one.label} ({shared})"
