@@ -112,17 +112,27 @@ def label(layers: Iterable[Quantized | None], head: Quantized | None, plain: str
 
 def words(layers: Iterable[Quantized | None], head: Quantized | None, plain: str) -> str:
     """The same for people: 'int4 (groups of 128), head bf16'; of one precision only its name."""
-    told = dict.fromkeys(_words(one, plain) for one in layers)
-    own = _words(head, plain)
-    if [*told] == [own] == [plain]:
-        return plain
-    return f"{', '.join(told)}, head {own}"
+    told = _words(layers, plain)
+    own = _words([head], plain)
+    return plain if told == own == plain else f"{told}, head {own}"
 
 
-def _words(one: Quantized | None, plain: str) -> str:
-    if one is None:
-        return plain
+def _words(all_of_them: Iterable[Quantized | None], plain: str) -> str:
+    """Names, each with what shares a scale: 'int4 (groups of 64 and 128), bf16'."""
+    shared: dict[str, dict[str, None]] = {}
+    for one in sorted(all_of_them, key=lambda one: 0 if one is None else one.group):
+        name = plain if one is None else one.label
+        shared.setdefault(name, {})
+        if one is not None:
+            shared[name][_shared(one)] = None
+    told = (
+        f"{name} ({' and '.join(found)})".replace(" and groups of", " and") if found else name
+        for name, found in shared.items()
+    )
+    return ", ".join(told)
+
+
+def _shared(one: Quantized) -> str:
     if one.scale_rows > 1:
-        return f"{one.label} (blocks of {one.scale_rows} × {one.group})"
-    shared = f"groups of {one.group}" if one.group else "one scale a row"
-    return f"{one.label} ({shared})"
+        return f"blocks of {one.scale_rows} × {one.group}"
+    return f"groups of {one.group}" if one.group else "one scale a row"

@@ -53,15 +53,15 @@ def choose(
         SettingError: what is to be rounded is quantised already, or is no matrix.
         CheckpointError: it is in fp32, or a row has no groups of the right size.
     """
-    asked, in_files = _asked(config, specs, to), specs
+    asked, in_files, was_tied = _asked(config, specs, to), specs, config.tied_head
     if to.head is not None:
         config, specs = untied(config, specs)
     rounding: dict[str, Quantized] = {}
     for spec in specs:
         codes = asked.get(spec.name)
         if codes is not None:
-            option = "--head-weights" if spec.name == "head" else "--weights"
-            _require_plain(checkpoint, spec, option, codes)
+            if spec.name != "head" or not was_tied:  # an embedding is in 16 bits
+                _require_plain(checkpoint, spec, codes)
             dtypes = [dtype_of(checkpoint, source) for source in spec.sources]
             rounding[spec.name] = rounded(spec.sources[0].name, spec.shape[-1], codes, dtypes[0])
     found = {
@@ -129,16 +129,15 @@ def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> di
     return asked
 
 
-def _require_plain(checkpoint: Checkpoint, spec: TensorSpec, option: str, codes: Codes) -> None:
+def _require_plain(checkpoint: Checkpoint, spec: TensorSpec, codes: Codes) -> None:
     if checkpoint.quantization is None or not any(checkpoint.matrices(spec)):
         return
-    what = "head" if spec.name == "head" else "layers"
+    is_head = spec.name == "head"
+    option, what = ("--head-weights", "head is") if is_head else ("--weights", "layers are")
     method = checkpoint.quantization.method.name
     raise SettingError(
         option,
         codes.value,
-        f"none, since the {what} of {checkpoint.folder.name} are quantised already, by {method}"
-        if what == "layers"
-        else f"none, since the head of {checkpoint.folder.name} is quantised already, by {method}",
+        f"none, since its {what} quantised already, by {method}",
         f"leave {option} out, or give the 16-bit checkpoint that this one was made from",
     )

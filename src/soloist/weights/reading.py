@@ -57,6 +57,12 @@ class Forms:
     keep: Mapping[str, Quantized] = field(default_factory=dict)
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
 
+    def matrices(self, checkpoint: Checkpoint, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
+        """How each source of a tensor is quantised in the files; None where it is not."""
+        if spec.name in self.rounding:
+            return (None,) * len(spec.sources)
+        return checkpoint.matrices(spec)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
@@ -113,7 +119,7 @@ def read_tensors(
     specs, forms = tuple(specs), forms or Forms()
     with ExitStack() as stack:
         files = _Files(checkpoint, _Handles(stack, open_with), device)
-        progress = _Progress(checkpoint, specs, on_progress)
+        progress = _Progress(checkpoint, specs, forms, on_progress)
         for spec in specs:
             to = forms.rounding.get(spec.name)
             if spec.name in forms.keep and to is None:
@@ -121,7 +127,9 @@ def read_tensors(
                 continue
             read_in = dtype if to is None else to.scale_dtype
             whole = torch.empty(spec.shape, dtype=TORCH_DTYPES[read_in], device=device)
-            sources = zip(spec.sources, checkpoint.matrices(spec), _parts(whole, spec), strict=True)
+            sources = zip(
+                spec.sources, forms.matrices(checkpoint, spec), _parts(whole, spec), strict=True
+            )
             for source, matrix, part in sources:
                 if matrix is None:
                     part.copy_(files.tensor(source.name))
@@ -195,13 +203,14 @@ class _Progress:
         self,
         checkpoint: Checkpoint,
         specs: Iterable[TensorSpec],
+        forms: Forms,
         on_progress: Callable[[LoadProgress], None],
     ) -> None:
         self._tell, self._start, self._done = on_progress, time.perf_counter(), 0
         self._total = sum(
             _stored_bytes(checkpoint, source, matrix)
             for spec in specs
-            for source, matrix in zip(spec.sources, checkpoint.matrices(spec), strict=True)
+            for source, matrix in zip(spec.sources, forms.matrices(checkpoint, spec), strict=True)
         )
 
     def add(self, checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> None:
