@@ -27,10 +27,12 @@ def status_line(engine: "Engine") -> str:
     context = f"context {chosen.context_tokens:,}"
     if chosen.context_tokens < engine.config.context_tokens:
         context += f" of {engine.config.context_tokens:,}"
+    rounded = f" · weights {r.weights_in_words}"
+    weights = rounded if r.weights_in_words != chosen.dtype.value else ""
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
     return (
         f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
-        f"{chosen.dtype.value} on {r.place} · {runs}{context} · "
+        f"{chosen.dtype.value}{weights} on {r.place} · {runs}{context} · "
         f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s"
     )
 

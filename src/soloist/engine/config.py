@@ -12,6 +12,7 @@ from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes
 from soloist.model.tensors import TensorSpec
 
 # Of the host's free memory, for cached prompts.
@@ -46,6 +47,8 @@ class EngineConfig:
             access to each other's memory and as the model can use.
         rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that
             share a GPU get as many of its SMs each: for tests, it makes nothing faster.
+        weights: what the matrices of the layers of a 16-bit checkpoint are rounded to.
+        head_weights: likewise of the LM head.
     """
 
     model: str = "etude"
@@ -60,6 +63,8 @@ class EngineConfig:
     host_cache_bytes: int | None = None
     gpus: GpuCount = 1
     rank_devices: tuple[int, ...] = ()
+    weights: Codes | None = None
+    head_weights: Codes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,21 @@ from soloist.engine.core import EngineCore
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
 from soloist.engine.gpus import place
-from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
-from soloist.engine.memory import require_host_memory
+from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, KernelModel, load_kernel
+from soloist.engine.memory import require_host_memory, stage
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
 from soloist.engine.support import Support
 from soloist.engine.traffic import Traffic
 from soloist.megakernel.plan import Plan
-from soloist.model.checkpoint import open_checkpoint
+from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
-from soloist.model.tensors import parameters, streamed_values
+from soloist.model.quantized import label as label_of
+from soloist.model.quantized import words as words_of
+from soloist.model.tensors import parameters
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
@@ -40,8 +42,9 @@ from soloist.settings import read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
+from soloist.weights.choice import Chosen, Rounding, choose
 from soloist.weights.loading import Destination, Source, load_ranks
-from soloist.weights.memory import row_bytes
+from soloist.weights.memory import streamed_bytes
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -65,6 +68,9 @@ class LoadReport:
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
         bandwidth_gb_per_s: measured read bandwidth, of all GPUs; None if it was not measured.
         host_cache_bytes: of host memory that cached prompts may take.
+        weights: how the kernel stores the layers' matrices, and the head where it is quantised; on
+            the reference, what their numbers were rounded to. Such as 'int4+int8 head'.
+        weights_in_words: the same for people.
     """
 
     folder: Path
@@ -78,6 +84,8 @@ class LoadReport:
     refusal: str = ""
     bandwidth_gb_per_s: float | None = None
     host_cache_bytes: int = 0
+    weights: str = ""
+    weights_in_words: str = ""
 
 
 class Engine:
@@ -133,10 +141,8 @@ class Engine:
     def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
-        config = read_config(folder / CONFIG_FILE)
-        specs = tensors(config)
-        checkpoint = open_checkpoint(folder)
-        checkpoint.check(specs, FAMILIES[config.family].ignored)
+        checkpoint, chosen = _opened(folder, Rounding(asked.weights, asked.head_weights))
+        config, specs = chosen.config, chosen.specs
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
         device = placed.devices[0]
@@ -150,7 +156,7 @@ class Engine:
 
         @cache
         def support_in(dtype: Dtype) -> Support:
-            return placed.support(config, dtype)
+            return placed.support(config, dtype, chosen.stored)
 
         held = placed.share_of(config)  # by each GPU
         resolved = resolve(
@@ -164,36 +170,44 @@ class Engine:
         torch.set_num_threads(settings.threads or usable_cores())
         bandwidth = brief_bandwidth(device, free_bytes) if asked.measures_bandwidth else None
         support = support_in(resolved.dtype)
-        weights_bytes = row_bytes(tensors(held), resolved.dtype)
+        plan, formats = support.plan, support.formats
         room_bytes = free_bytes - resolved.memory.needed_bytes
-        # Weights that do not fit into the GPU twice come from the host, one after the other.
-        is_staged = support.plan is not None and room_bytes < weights_bytes
-        if is_staged:
-            require_host_memory(weights_bytes * placed.ranks, available_memory_bytes())
+        staging = stage(tensors(held), resolved.dtype, plan, room_bytes)
+        if staging.on_host:
+            require_host_memory(staging.bytes * placed.ranks, available_memory_bytes())
         host_bytes = host_cache_bytes(
-            asked, has_kernel=support.plan is not None, free_bytes=available_memory_bytes()
+            asked, has_kernel=plan is not None, free_bytes=available_memory_bytes()
         )
         to = Destination(
             placed.devices, resolved.dtype,
-            for_kernel=support.plan is not None, stays_on_host=is_staged,
+            for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
         )  # fmt: skip
-        weights, load_s = load_ranks(Source(checkpoint, config, upload), to, on_progress)
-        model = _executor(asked, config, support.plan, weights, resolved, to, host_bytes)
+        source = Source(checkpoint, config, specs, chosen.stored, chosen.rounding, upload)
+        weights, load_s = load_ranks(source, to, on_progress)
+        if plan is None:
+            model: Executor = _reference(asked, config, weights[0], resolved)
+        else:
+            model = _kernel(
+                asked, plan, weights, resolved, placed.devices, host_bytes,
+                keep_rows=staging.keeps_rows,
+            )  # fmt: skip
+        label, words = _weights_names(chosen, plan, resolved.dtype)
         report = LoadReport(
             folder=folder,
-            num_parameters=parameters(specs),
-            streamed_bytes=streamed_values(specs, tied_head=config.tied_head)
-            * resolved.dtype.num_bytes,
+            num_parameters=parameters(chosen.in_files),
+            streamed_bytes=streamed_bytes(specs, resolved.dtype, formats, config),
             checkpoint_bytes=checkpoint.num_bytes,
             load_s=load_s,
             device_name=device_name(resolved.device),
             place=_place_name(resolved),
-            executor="reference" if support.plan is None else "decode kernel",
+            executor="reference" if plan is None else "decode kernel",
             refusal=support.refusal,
             bandwidth_gb_per_s=None
             if bandwidth is None
             else bandwidth.gb_per_s * max(1, resolved.num_gpus),
             host_cache_bytes=host_bytes,
+            weights=label,
+            weights_in_words=words,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -291,21 +305,33 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _executor(
+def _opened(folder: Path, to: Rounding) -> tuple[Checkpoint, Chosen]:
+    """A folder's files, held against its configuration, and what becomes of them."""
+    config = read_config(folder / CONFIG_FILE)
+    specs = tensors(config)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(specs, FAMILIES[config.family].ignored)
+    return checkpoint, choose(checkpoint, config, specs, to)
+
+
+def _reference(
+    asked: EngineConfig, config: ModelConfig, weights: Weights, resolved: Resolved
+) -> ReferenceModel:
+    return ReferenceModel(
+        config, weights, resolved.kv_tokens, asked.sequences, keeps_prefixes=asked.keeps_prefixes
+    )
+
+
+def _kernel(
     asked: EngineConfig,
-    config: ModelConfig,
-    plan: Plan | None,
+    plan: Plan,
     weights: list[Weights],
     resolved: Resolved,
-    to: Destination,
+    devices: Sequence[torch.device],
     host_bytes: int,
-) -> Executor:
-    """What runs the model: the kernel by its plan, or the reference where there is none."""
-    if plan is None:
-        return ReferenceModel(
-            config, weights[0], resolved.kv_tokens, asked.sequences,
-            keeps_prefixes=asked.keeps_prefixes,
-        )  # fmt: skip
+    *,
+    keep_rows: bool,
+) -> KernelModel:
     capacity = Capacity(
         resolved.context_tokens,
         asked.sequences,
@@ -314,12 +340,21 @@ def _executor(
         keeps_prefixes=asked.keeps_prefixes,
         host_bytes=host_bytes,
     )
-    model = load_kernel(
-        plan, weights, to.devices, capacity, read_settings().cache, keep_rows=not to.stays_on_host
-    )
+    cache = read_settings().cache
+    model = load_kernel(plan, weights, devices, capacity, cache, keep_rows=keep_rows)
     if asked.prepare:
         model.prepare()
     return model
+
+
+def _weights_names(chosen: Chosen, plan: Plan | None, dtype: Dtype) -> tuple[str, str]:
+    """How matrices are stored: for result files, and for people."""
+    stored = chosen.stored
+    if plan is not None:
+        stored = {name: stored[name] for name in plan.formats}
+    layers = [stored.get(spec.name) for spec in chosen.specs if spec.is_layer_matrix]
+    head = stored.get("head")
+    return label_of(layers, head, dtype.value), words_of(layers, head, dtype.value)
 
 
 def _gpu_dtype(asked: EngineConfig, stored: Dtype) -> Dtype:

@@ -1,6 +1,6 @@
 """Which GPUs run a model together, and what each of them has to hold."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from soloist.engine.support import Support, find_support
 from soloist.errors import DeviceMissing, GpusMissing, NoPeerAccess, RanksUnsupported, SettingError
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Quantized
 from soloist.parallel.peers import can_access, largest_group
 from soloist.parallel.share import RANKS, share_of
 
@@ -41,13 +42,17 @@ class Placement:
         """How many ranks the fullest device has."""
         return max(map(self.devices.count, self.devices))
 
-    def support(self, config: ModelConfig, dtype: Dtype) -> Support:
+    def support(
+        self, config: ModelConfig, dtype: Dtype, stored: Mapping[str, Quantized] | None = None
+    ) -> Support:
         """What the decode kernel makes of a model here; only it knows ranks.
+
+        `stored` has its quantised matrices by name.
 
         Raises:
             RanksUnsupported: it does not run the model on several.
         """
-        found = find_support(config, dtype, self.devices[0], self.ranks, self.sharing)
+        found = find_support(config, dtype, self.devices[0], self.ranks, self.sharing, stored)
         if found.plan is None and self.ranks > 1:
             raise RanksUnsupported(self.ranks, found.refusal.partition(";")[0], [1])
         return found

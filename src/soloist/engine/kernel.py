@@ -27,7 +27,7 @@ from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
-from soloist.weights.unpacking import Unpacked
+from soloist.weights.unpacking import Unpacked, parts_to_rows
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -98,12 +98,13 @@ def load_kernel(
     Args:
         plan: of the decode kernel.
         weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
-            on its GPU if rows are kept, else there or on the host; taken over.
+            of matrices with formats of their own all parts; on its GPU if rows are kept, else there
+            or on the host; taken over.
         devices: the GPU of each rank.
         capacity: what there shall be room for.
         cache_root: where compiled kernels are kept; None keeps none on disk.
-        keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill; otherwise
-            prefill unpacks one matrix at a time.
+        keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill, with numbers
+            in place of parts; otherwise prefill unpacks one matrix at a time.
 
     Raises:
         DeviceError: the kernels cannot be compiled, loaded or started.
@@ -154,6 +155,8 @@ def _load_rank(
     if table is not None:
         weights["embedding"] = table  # prefill and the kernel share it
     packed = pack_weights(plan, weights, device, keep_rows=keep_rows)
+    if keep_rows:
+        parts_to_rows(plan, weights)
     decoder = Decoder(
         plan, packed, rope, pool.tensor,
         rank=rank, max_sequences=capacity.sequences, cache=cache_root,

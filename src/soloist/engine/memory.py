@@ -17,7 +17,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.buffers import prefill_bytes
 from soloist.reference.memory import scratch_bytes
-from soloist.weights.memory import packed_bytes, row_bytes, unpacking_bytes
+from soloist.weights.memory import packed_bytes, parts_bytes, row_bytes, unpacking_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Footprint:
                 scratch_bytes=scratch_bytes(config, dtype, context_tokens),
             )
         num_pages = num_pages_of(context_tokens)
-        prefill = prefill_bytes(config, plan, num_pages) + unpacking_bytes(self.specs, dtype)
+        prefill = prefill_bytes(config, plan, num_pages) + unpacking_bytes(plan, self.specs)
         return MemoryEstimate(
             weights_bytes=packed_bytes(plan),
             kv_bytes=plan.kv_layout.pool_bytes(num_pages),
@@ -110,6 +110,40 @@ class Footprint:
                 "use a smaller model or free memory"
             )
         raise OutOfMemory(what, needs.needed_bytes, available_bytes, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Where weights are while they are packed, and which rows stay for prefill.
+
+    Attributes:
+        bytes: of a rank's weights before they are packed.
+        on_host: they wait there, one after the other, for want of room on the GPU.
+        keeps_rows: numbers in rows lie beside the packed weights.
+    """
+
+    bytes: int
+    on_host: bool
+    keeps_rows: bool
+
+
+def stage(
+    specs: tuple[TensorSpec, ...], dtype: Dtype, plan: Plan | None, room_bytes: int
+) -> Staging:
+    """What fits into the room that a device has beside all that the estimate counts.
+
+    Args:
+        specs: tensors of what the device holds.
+        dtype: of those that have no format of their own.
+        plan: of the decode kernel; the reference packs nothing.
+        room_bytes: free beside the estimate.
+    """
+    in_parts = parts_bytes(specs, dtype, {} if plan is None else plan.formats)
+    if plan is None:
+        return Staging(in_parts, on_host=False, keeps_rows=True)
+    # Numbers come out of parts one matrix after the other.
+    needed = max(in_parts, row_bytes(specs, dtype))
+    return Staging(in_parts, on_host=room_bytes < in_parts, keeps_rows=room_bytes >= needed)
 
 
 def require_host_memory(weights_bytes: int, available_bytes: int) -> None:

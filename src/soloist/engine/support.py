@@ -1,5 +1,7 @@
 """Whether the decode kernel runs a model."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +10,11 @@ from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import gpu_from_capability
 from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Quantized
+from soloist.weights.formats import formats_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +29,29 @@ class Support:
     plan: Plan | None
     refusal: str = ""
 
+    @property
+    def formats(self) -> Mapping[str, WeightFormat]:
+        """Of matrices that it takes quantised; others are numbers in the model's precision."""
+        return {} if self.plan is None else self.plan.formats
+
 
 def find_support(
-    config: ModelConfig, dtype: Dtype, device: torch.device, ranks: int = 1, sharing: int = 1
+    config: ModelConfig,
+    dtype: Dtype,
+    device: torch.device,
+    ranks: int = 1,
+    sharing: int = 1,
+    stored: Mapping[str, Quantized] | None = None,
 ) -> Support:
     """What the kernel makes of this model, precision and device.
 
     Args:
         config: the model.
-        dtype: of its weights.
+        dtype: of its weights, but for those that are quantised.
         device: any of the ranks'; they are of one kind.
         ranks: over how many the model is spread.
         sharing: how many of them share a device.
+        stored: quantised matrices by name.
     """
     if device.type != "cuda":
         return Support(None)
@@ -50,7 +66,8 @@ def find_support(
     p = torch.cuda.get_device_properties(device)
     shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
     num_sms = p.multi_processor_count // sharing
-    return support_on((p.major, p.minor), num_sms, shared_bytes, config, dtype, ranks)
+    gpu = (p.major, p.minor), num_sms, shared_bytes
+    return support_on(*gpu, config, dtype, ranks, stored)
 
 
 def support_on(
@@ -60,10 +77,17 @@ def support_on(
     config: ModelConfig,
     dtype: Dtype,
     ranks: int = 1,
+    stored: Mapping[str, Quantized] | None = None,
 ) -> Support:
-    """The same for a GPU in figures."""
+    """The same for a GPU in figures.
+
+    Quantised matrices that the kernel does not read, or not beside the rest, are in 16 bits.
+    """
     try:
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
+        if stored and (formats := formats_of(stored, config, ranks)):
+            with suppress(ShapeUnsupported):
+                return Support(make_plan(config, dtype, gpu, ranks, formats))
         return Support(make_plan(config, dtype, gpu, ranks))
     except (GpuUnsupported, ShapeUnsupported) as error:
         return Support(None, f"{error.message}; running the reference implementation")

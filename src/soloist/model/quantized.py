@@ -5,6 +5,7 @@ three tensors, named after the matrix and the part: 'layers.0.qkv' has its codes
 'layers.0.qkv.scales' and 'layers.0.qkv.zeros' [N, G] what each row's G groups of columns share.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -95,3 +96,43 @@ def rounded(
         if columns % group == 0:
             return Quantized(codes, group, scale_dtype)
     raise NoGroupFits(tensor, columns, allowed)
+
+
+def label(layers: Iterable[Quantized | None], head: Quantized | None, plain: str) -> str:
+    """What result files call a model's weights: 'int4', or with a quantised head 'int4+int8 head'.
+
+    Args:
+        layers: the layers' matrices; None for one that stands for itself.
+        head: likewise.
+        plain: what these are in.
+    """
+    names = dict.fromkeys(plain if one is None else one.label for one in layers)
+    return "+".join([*names, *([] if head is None else [f"{head.label} head"])])
+
+
+def words(layers: Iterable[Quantized | None], head: Quantized | None, plain: str) -> str:
+    """The same for people: 'int4 (groups of 128), head bf16'; of one precision only its name."""
+    told = _words(layers, plain)
+    own = _words([head], plain)
+    return plain if told == own == plain else f"{told}, head {own}"
+
+
+def _words(all_of_them: Iterable[Quantized | None], plain: str) -> str:
+    """Names, each with what shares a scale: 'int4 (groups of 64 and 128), bf16'."""
+    shared: dict[str, dict[str, None]] = {}
+    for one in sorted(all_of_them, key=lambda one: 0 if one is None else one.group):
+        name = plain if one is None else one.label
+        shared.setdefault(name, {})
+        if one is not None:
+            shared[name][_shared(one)] = None
+    told = (
+        f"{name} ({' and '.join(found)})".replace(" and groups of", " and") if found else name
+        for name, found in shared.items()
+    )
+    return ", ".join(told)
+
+
+def _shared(one: Quantized) -> str:
+    if one.scale_rows > 1:
+        return f"blocks of {one.scale_rows} × {one.group}"
+    return f"groups of {one.group}" if one.group else "one scale a row"

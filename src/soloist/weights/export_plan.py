@@ -11,13 +11,13 @@ from typing import Any
 from soloist.errors import AlreadyQuantized, CheckpointError
 from soloist.model.checkpoint import Checkpoint, open_checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
-from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.quantized import GROUPS, Codes, Quantized, rounded
 from soloist.model.reading import read_json
 from soloist.model.stored import StoredTensor
 from soloist.model.tensors import Source, TensorSpec
+from soloist.weights.choice import dtype_of
 from soloist.weights.compressed_tensors import entries, quantization_config
 from soloist.weights.writing import Entry
 
@@ -229,13 +229,7 @@ def _quantized(
     module: str | None = None,
 ) -> Piece:
     stored = checkpoint.tensors[source.name]
-    dtype = stored_dtype(checkpoint, stored.dtype)
-    if dtype is Dtype.FP32:
-        raise CheckpointError(
-            f"tensor '{source.name}' of {checkpoint.folder} is stored in fp32 (allowed: bf16 or "
-            "fp16)",
-            "convert the checkpoint to bf16 first, or use one that is",
-        )
+    dtype = dtype_of(checkpoint, source)
     quantized = rounded(source.name, source.shape[1], codes, dtype, group)
     return Piece(stored, part, module or source.name.removesuffix(".weight"), quantized)
 

@@ -203,7 +203,7 @@ class QuantizedLayout(Layout):
         shared = [self._scales_for_kernel(parts[SCALES])]
         if ZEROS in parts:
             shared.append(parts[ZEROS].view(torch.uint8))
-        regrouped = [_in_groups(x, self._meaning, self._format.group, columns) for x in shared]
+        regrouped = [in_groups(x, self._meaning, self._format.group, columns) for x in shared]
         return [
             _in_steps(codes.view(torch.uint8), steps, STEP_COLUMNS),
             *(_in_steps(x, steps, self._format.step_groups) for x in regrouped),
@@ -280,7 +280,7 @@ def _in_steps(values: Tensor, steps: int, each: int) -> Tensor:
     return padded.view(-1, steps, each)
 
 
-def _in_groups(values: Tensor, given: Quantized, group: int, columns: int) -> Tensor:
+def in_groups(values: Tensor, given: Quantized, group: int, columns: int) -> Tensor:
     """What groups of a row share, for smaller groups."""
     starts = torch.arange(0, columns, group, device=values.device)
     return values[:, starts // given.group if given.group else torch.zeros_like(starts)]

@@ -1,18 +1,22 @@
 """From a checkpoint to every rank's weights: upload, reading and sharding in their order."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.checkpoint import Checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.families import tensors
+from soloist.model.quantized import SCALES, ZEROS, Quantized
+from soloist.model.tensors import TensorSpec
 from soloist.model.torch_types import Weights
 from soloist.weights.distribution import distribute
-from soloist.weights.reading import LoadProgress, read_tensors
+from soloist.weights.layout import in_groups
+from soloist.weights.reading import Forms, LoadProgress, read_tensors
 from soloist.weights.upload import Upload
 from soloist.weights.uploaded import early_files
 
@@ -24,11 +28,17 @@ class Source:
     Attributes:
         checkpoint: its files; held against the model's tensors already.
         config: what the model is.
+        specs: its tensors.
+        stored: those that are quantised, or become so, and what they are.
+        rounding: those of them that are in 16 bits in the files.
         upload: the same files, if they are on their way to the first rank's GPU.
     """
 
     checkpoint: Checkpoint
     config: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    stored: Mapping[str, Quantized] = field(default_factory=dict)
+    rounding: Mapping[str, Quantized] = field(default_factory=dict)
     upload: Upload | None = None
 
 
@@ -38,16 +48,18 @@ class Destination:
 
     Attributes:
         devices: of each rank.
-        dtype: what every tensor is converted to.
+        dtype: what every tensor without a format is converted to.
         for_kernel: each rank gets the share that is packed for the decode kernel; otherwise the
             only rank gets whole tensors, for the reference.
         stays_on_host: they wait there to be packed, for want of room on the GPU.
+        formats: of matrices that the kernel takes quantised.
     """
 
     devices: tuple[torch.device, ...]
     dtype: Dtype
     for_kernel: bool
     stays_on_host: bool
+    formats: Mapping[str, WeightFormat] = field(default_factory=dict)
 
     @property
     def home(self) -> torch.device:
@@ -71,11 +83,13 @@ def load_ranks(
         LaunchError: a device cannot take its share; it names the rank.
     """
     start, upload = time.perf_counter(), source.upload
+    forms = Forms({name: source.stored[name] for name in to.formats}, source.rounding)
     with early_files(upload, to.home) as open_stored:
         read = read_tensors(
-            source.checkpoint, tensors(source.config), to.dtype, to.home, on_progress, open_stored
+            source.checkpoint, source.specs, to.dtype, to.home, on_progress, open_stored, forms
         )
         if to.for_kernel:
+            read = regrouped(read, source.specs, source.stored, to.formats)
             weights = distribute(read, source.config, to.devices, stays_on_host=to.stays_on_host)
         else:
             weights = [dict(read)]
@@ -83,3 +97,31 @@ def load_ranks(
     if upload is None:
         return weights, end - start
     return weights, upload.ended_s - upload.began_s + end - max(start, upload.ended_s)
+
+
+def regrouped(
+    tensors: Iterable[tuple[str, Tensor]],
+    specs: Iterable[TensorSpec],
+    stored: Mapping[str, Quantized],
+    formats: Mapping[str, WeightFormat],
+) -> Iterator[tuple[str, Tensor]]:
+    """Scales and zeros of the groups that the formats' meanings have, repeated where need be.
+
+    Args:
+        tensors: names and whole tensors; of matrices that have formats all parts.
+        specs: what they are.
+        stored: quantised matrices as they were read.
+        formats: as of `formats_of`.
+    """
+    columns = {spec.name: spec.shape[-1] for spec in specs}
+    for name, values in tensors:
+        matrix, _, part = name.rpartition(".")
+        if f".{part}" not in (SCALES, ZEROS):
+            yield name, values
+            continue
+        given, meaning = stored[matrix], formats[matrix].meaning
+        assert meaning is not None, "a format of its own says what its parts mean"
+        if meaning.group == given.group:
+            yield name, values
+        else:
+            yield name, in_groups(values, given, meaning.group, columns[matrix])

@@ -1,10 +1,18 @@
 """Bytes of weights: in rows, packed, and of a matrix between the two. Pure arithmetic."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import HALF_TILE_VALUES
+from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec, parameters
+
+# Of a quantised matrix on its way to the kernel's order or back; each takes up to so many bytes.
+VALUES_AT_ONCE = 1 << 23
+_BYTES_EACH = 20
 
 
 def row_bytes(specs: Iterable[TensorSpec], dtype: Dtype) -> int:
@@ -18,6 +26,48 @@ def packed_bytes(plan: Plan) -> int:
     return plan.image.num_bytes + table_values * plan.dtype.num_bytes
 
 
-def unpacking_bytes(specs: Iterable[TensorSpec], dtype: Dtype) -> int:
+def stored_bytes(
+    specs: Iterable[TensorSpec], dtype: Dtype, formats: Mapping[str, WeightFormat]
+) -> int:
+    """All tensors as the kernel reads them: codes, scales and zeros of those that have formats.
+
+    Without what it adds to even out its blocks' shares.
+    """
+    return sum(_stored_bytes(spec, dtype, formats.get(spec.name)) for spec in specs)
+
+
+def _stored_bytes(spec: TensorSpec, dtype: Dtype, stored: WeightFormat | None) -> int:
+    if stored is None:
+        return spec.num_values * dtype.num_bytes
+    return spec.num_values * stored.half_tile_bytes // HALF_TILE_VALUES
+
+
+def parts_bytes(
+    specs: Iterable[TensorSpec], dtype: Dtype, formats: Mapping[str, WeightFormat]
+) -> int:
+    """All tensors before they are packed, and if they have formats in parts, which are larger.
+
+    There every row has scales of its own.
+    """
+    own_scales = {name: replace(stored, scale_rows=1) for name, stored in formats.items()}
+    return stored_bytes(specs, dtype, own_scales)
+
+
+def streamed_bytes(
+    specs: Iterable[TensorSpec],
+    dtype: Dtype,
+    formats: Mapping[str, WeightFormat],
+    config: ModelConfig,
+) -> int:
+    """What one decode step of one request has to read of them.
+
+    All weights, but of an untied embedding only one row (left out as too small to matter).
+    """
+    read = (spec for spec in specs if config.tied_head or spec.name != "embedding")
+    return stored_bytes(read, dtype, formats)
+
+
+def unpacking_bytes(plan: Plan, specs: Iterable[TensorSpec]) -> int:
     """What the largest matrix takes on its way from packed to rows."""
-    return 3 * max(spec.num_values for spec in specs) * dtype.num_bytes
+    largest = 3 * max(spec.num_values for spec in specs) * plan.dtype.num_bytes
+    return largest + (_BYTES_EACH * VALUES_AT_ONCE if plan.formats else 0)

@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from soloist.model.dtype import Dtype
 from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+from soloist.model.torch_types import TORCH_DTYPES
 
 # Zero of a matrix without zeros of its own.
 _MIDDLE = {Codes.INT4: 8.0}
+# In fp32 at a time, where they are wanted in fewer bits.
+_NUMBERS_AT_ONCE = 1 << 22
 
 
 def numbers(
@@ -29,6 +33,28 @@ def numbers(
         values -= middle
     _with_shared(torch.Tensor.mul_, values, parts[SCALES], quantized.group, groups)
     return values
+
+
+def write_numbers(
+    quantized: Quantized,
+    parts: Mapping[str, Tensor],
+    out: Tensor,
+    groups: Tensor | None = None,
+) -> None:
+    """The same, rounded into `out` [N, K], some rows after the other."""
+    step = max(1, _NUMBERS_AT_ONCE // out.shape[1])
+    for start in range(0, out.shape[0], step):
+        rows = {part: values[start : start + step] for part, values in parts.items()}
+        out[start : start + step].copy_(numbers(quantized, rows, groups))
+
+
+def as_numbers(quantized: Quantized, parts: Mapping[str, Tensor], dtype: Dtype) -> Tensor:
+    """The whole matrix in a precision, where its parts are."""
+    codes = parts[""]
+    columns = codes.shape[1] * (8 // quantized.codes.bits)
+    out = torch.empty(codes.shape[0], columns, dtype=TORCH_DTYPES[dtype], device=codes.device)
+    write_numbers(quantized, parts, out)
+    return out
 
 
 def _with_shared(

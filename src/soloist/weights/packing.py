@@ -7,7 +7,7 @@ Half tiles of two steps make a slot, so that the ring has no half empty ones. Ea
 has all parts of a format: its values, then their scales.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,8 +20,9 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import HALF_TILE_ROWS
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES
 from soloist.weights.layout import layout_of
+from soloist.weights.memory import VALUES_AT_ONCE
 
 # Partitions that are remembered: every layer has the same, of a few matrices on each rank.
 _MATRICES = 64
@@ -72,8 +73,8 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
         own = pad(own, (0, 0) * (own.dim() - 1) + (0, rows - own.shape[0]))
         ready.append(own.unflatten(0, (half_tiles, HALF_TILE_ROWS)))
     packed = None
-    for part in _parts(operation):
-        index = part.rows.to(ready[0].device)
+    for part in _pieces(operation):
+        index = part.to(ready[0].device)
         slots = _to_slots(*layout.packed([values[index] for values in ready]))
         if packed is None:
             packed = slots.new_empty(half_tiles, slots[0].numel() // index.shape[1])
@@ -88,8 +89,8 @@ def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.view(half_tiles, -1)
     ready: list[Tensor] = []
-    for part in _parts(operation):
-        index = part.rows.to(packed.device)
+    for part in _pieces(operation):
+        index = part.to(packed.device)
         tiles, halves = _from_slots(by_half_tile[index], matrix.steps)
         for place_, values in enumerate(layout.unpacked(tiles, halves)):
             if place_ == len(ready):
@@ -156,6 +157,16 @@ class _Part:
     """Blocks with equally many half tiles to a step, and one of their groups of tiles."""
 
     rows: Tensor  # [blocks, half tiles]: which of the matrix's
+
+
+def _pieces(operation: Operation) -> Iterator[Tensor]:
+    """Rows of all parts; of a quantised matrix so few at a time that bytes may become words."""
+    matrix = operation.matrix
+    for part in _parts(operation):
+        blocks, half_tiles = part.rows.shape
+        if not matrix.format.is_plain:
+            blocks = max(1, VALUES_AT_ONCE // (half_tiles * HALF_TILE_VALUES * matrix.steps))
+        yield from part.rows.split(blocks)
 
 
 @lru_cache(_MATRICES)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -20,7 +20,8 @@ from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
 from soloist.weights.decoding.parts import Decoded
-from soloist.weights.numbers import numbers
+from soloist.weights.numbers import as_numbers, write_numbers
+from soloist.weights.quantizing import quantize
 
 
 class StoredFile(Protocol):
@@ -33,9 +34,6 @@ class StoredFile(Protocol):
 
 OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
 
-# Of one matrix that is quantised.
-_NUMBERS_AT_ONCE = 1 << 22
-
 
 def open_stored(file: Path) -> AbstractContextManager[StoredFile]:
     """Map a file into host memory.
@@ -44,6 +42,26 @@ def open_stored(file: Path) -> AbstractContextManager[StoredFile]:
         TruncatedFile: its header or length is wrong.
     """
     return cast("AbstractContextManager[StoredFile]", open_file(file, "pt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """Which tensors are wanted in another form than numbers; by name.
+
+    Attributes:
+        keep: they come as several, each under the name and the end of a part's. What they mean is
+            what `joined` or `rounding` says of them.
+        rounding: 16-bit matrices whose numbers are first rounded to codes, as they are stored.
+    """
+
+    keep: Mapping[str, Quantized] = field(default_factory=dict)
+    rounding: Mapping[str, Quantized] = field(default_factory=dict)
+
+    def matrices(self, checkpoint: Checkpoint, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
+        """How each source of a tensor is quantised in the files; None where it is not."""
+        if spec.name in self.rounding:
+            return (None,) * len(spec.sources)
+        return checkpoint.matrices(spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +97,7 @@ def read_tensors(
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
     open_with: OpenStored = open_stored,
-    keep: Mapping[str, Quantized] | None = None,
+    forms: Forms | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors that `specs` call for, one by one; the checkpoint was held against them.
 
@@ -92,34 +110,45 @@ def read_tensors(
         device: where to.
         on_progress: told after every tensor of the files.
         open_with: opens the files.
-        keep: by name, tensors that stay quantised; they come as several, each under the name and
-            the end of a part's. What they mean is what `joined` says of them.
+        forms: which tensors stay quantised, or become so; None leaves all as numbers.
 
     Raises:
         NotFinite: a tensor holds NaN or infinite values, as stored or after conversion.
         CheckpointError: a tensor's format is not supported, or a second copy of it differs.
     """
-    specs, keep = tuple(specs), keep or {}
+    specs, forms = tuple(specs), forms or Forms()
     with ExitStack() as stack:
         files = _Files(checkpoint, _Handles(stack, open_with), device)
-        progress = _Progress(checkpoint, specs, on_progress)
+        progress = _Progress(checkpoint, specs, forms, on_progress)
         for spec in specs:
-            if spec.name in keep:
-                yield from _kept(files, spec, keep[spec.name], progress)
+            to = forms.rounding.get(spec.name)
+            if spec.name in forms.keep and to is None:
+                yield from _kept(files, spec, forms.keep[spec.name], progress)
                 continue
-            whole = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype], device=device)
-            sources = zip(spec.sources, checkpoint.matrices(spec), _parts(whole, spec), strict=True)
+            read_in = dtype if to is None else to.scale_dtype
+            whole = torch.empty(spec.shape, dtype=TORCH_DTYPES[read_in], device=device)
+            sources = zip(
+                spec.sources, forms.matrices(checkpoint, spec), _parts(whole, spec), strict=True
+            )
             for source, matrix, part in sources:
                 if matrix is None:
                     part.copy_(files.tensor(source.name))
                 else:
-                    _write_numbers(files.decoded(matrix), part)
+                    decoded = files.decoded(matrix)
+                    write_numbers(decoded.quantized, decoded.parts, part, decoded.groups)
                 _require_finite(source.name, part)
                 progress.add(checkpoint, source, matrix)
             for name in spec.copies:
                 if name in checkpoint.tensors:
                     _require_same(spec.sources[0].name, whole, name, files.tensor(name))
-            yield spec.name, whole
+            if to is None:
+                yield spec.name, whole
+                continue
+            parts = quantize(whole, to)
+            if spec.name in forms.keep:
+                yield from ((spec.name + part, values) for part, values in parts.items())
+            else:
+                yield spec.name, as_numbers(to, parts, dtype)
 
 
 def _kept(
@@ -132,19 +161,19 @@ def _kept(
     for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
         assert matrix is not None, f"{source.name} stands for itself"
         for part, values in files.decoded(matrix).parts.items():
-            parts[part].append(values.to(files.device))
+            parts[part].append(values)
         progress.add(files.checkpoint, source, matrix)
     for part, rows in parts.items():
         # Always copied: what was uploaded is there only while its file is open.
-        yield spec.name + part, torch.cat(rows)
+        yield spec.name + part, _joined(rows)
 
 
-def _write_numbers(decoded: Decoded, out: Tensor) -> None:
-    """Some rows after the other, so that fp32 numbers of few of them are there at a time."""
-    step = max(1, _NUMBERS_AT_ONCE // out.shape[1])
-    for start in range(0, out.shape[0], step):
-        rows = {part: values[start : start + step] for part, values in decoded.parts.items()}
-        out[start : start + step].copy_(numbers(decoded.quantized, rows, decoded.groups))
+def _joined(rows: list[Tensor]) -> Tensor:
+    """Below each other; of FP8 as bytes, which every torch can join."""
+    dtype = rows[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(rows)
+    return torch.cat([values.view(torch.uint8) for values in rows]).view(dtype)
 
 
 class _Files:
@@ -174,13 +203,14 @@ class _Progress:
         self,
         checkpoint: Checkpoint,
         specs: Iterable[TensorSpec],
+        forms: Forms,
         on_progress: Callable[[LoadProgress], None],
     ) -> None:
         self._tell, self._start, self._done = on_progress, time.perf_counter(), 0
         self._total = sum(
             _stored_bytes(checkpoint, source, matrix)
             for spec in specs
-            for source, matrix in zip(spec.sources, checkpoint.matrices(spec), strict=True)
+            for source, matrix in zip(spec.sources, forms.matrices(checkpoint, spec), strict=True)
         )
 
     def add(self, checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> None:
@@ -202,11 +232,11 @@ class _Handles:
         return self._open[file]
 
 
-def _parts(joined: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
+def _parts(whole: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
     start = 0
     for source in spec.sources:
         rows = source.shape[spec.axis]
-        yield joined.narrow(spec.axis, start, rows)
+        yield whole.narrow(spec.axis, start, rows)
         start += rows
 
 

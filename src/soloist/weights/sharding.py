@@ -16,7 +16,8 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
     Args:
         share: whose.
         name: of the `TensorSpec`.
-        values: the whole tensor in the checkpoint's order.
+        values: the whole tensor in the checkpoint's order. Of a quantised matrix a part, with
+            groups that every rank's columns, and every head's, are whole numbers of.
     """
     layer, short = _place(name)
     if isinstance(share, LaneShare):
@@ -73,11 +74,18 @@ def shard_all(share: Share | LaneShare, weights: Mapping[str, Tensor]) -> dict[s
     On several ranks, and of lanes, there are both the whole embedding and a head, also where the
     model ties them.
     """
-    parts = {name: shard(share, name, values) for name, values in weights.items()}
+    parts = {name: _shard_bytes(share, name, values) for name, values in weights.items()}
     is_parted = share.ranks > 1 or len(share.lanes) > 0
     if is_parted and share.whole.tied_head and "embedding" in weights:
         parts["head"] = shard(share, "head", weights["embedding"])
     return parts
+
+
+def _shard_bytes(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
+    """`shard`, of FP8 as bytes, which every torch can join and fill."""
+    if values.dtype is not torch.float8_e4m3fn:
+        return shard(share, name, values)
+    return shard(share, name, values.view(torch.uint8)).view(values.dtype)
 
 
 def _taken(values: Tensor, places: Sequence[int | None], dim: int = 0) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
-from soloist.model.torch_types import TORCH_DTYPES
-from soloist.weights.numbers import numbers
+from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.numbers import as_numbers
 from soloist.weights.packing import gather, unpack
 
 
@@ -47,4 +47,12 @@ class Unpacked:
             values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
             return unpack(self._plan, operation, values)[""]
         meaning = replace(stored.meaning, group=stored.group)
-        return numbers(meaning, unpack(self._plan, operation, packed)).to(dtype)
+        return as_numbers(meaning, unpack(self._plan, operation, packed), self._plan.dtype)
+
+
+def parts_to_rows(plan: Plan, weights: Weights) -> None:
+    """Replace the parts of a rank's quantised matrices by rows, one matrix after the other."""
+    for name, stored in plan.formats.items():
+        parts = {part: weights.pop(name + part) for part in stored.parts}
+        assert stored.meaning is not None, "a format of its own says what its parts mean"
+        weights[name] = as_numbers(stored.meaning, parts, plan.dtype)

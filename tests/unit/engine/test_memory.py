@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 
 from plan.shapes import SMALL, small_plan
 from soloist.device import HEADROOM_BYTES
-from soloist.engine.memory import Footprint, require_host_memory
+from soloist.engine.memory import Footprint, require_host_memory, stage
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.kv.pool import PagePool
 from soloist.megakernel.memory import workspace_bytes
+from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.quantized import Codes
 from soloist.parallel.share import Share
 from soloist.prefill.buffers import num_bytes
 from soloist.prefill.part import Part
+from soloist.weights.choice import Rounding, rounding_of
+from soloist.weights.formats import formats_of
+from soloist.weights.memory import parts_bytes, row_bytes
 from soloist.weights.packed import pack_weights
 from soloist.weights.random import random_weights
 from unit.model.configurations import LLAMA_31_8B, PUBLISHED, QWEN3_17B, written
+from unit.prefill.models import model
 
 CPU = torch.device("cpu")
 
@@ -114,3 +120,37 @@ def test_the_host_holds_weights_and_the_reserve() -> None:
     require_host_memory(10**9, 10**9 + HEADROOM_BYTES)
     with pytest.raises(OutOfMemory, match="on the host"):
         require_host_memory(10**9, 10**9 + HEADROOM_BYTES - 1)
+
+
+# Quantised weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", [None, *Codes])
+def test_packing_is_staged_by_the_room_there_is(codes: Codes | None) -> None:
+    config = model(*[Attention(8, 4, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
+    specs = tensors(config)
+    stored = rounding_of(specs, Rounding(codes), Dtype.BF16)
+    plan = replace(small_plan(config, 9), formats=formats_of(stored, config))
+    parts, rows = parts_bytes(specs, Dtype.BF16, plan.formats), row_bytes(specs, Dtype.BF16)
+    assert (parts < rows) is (codes is not None)
+
+    def staged(room_bytes: int) -> tuple[bool, bool]:
+        found = stage(specs, Dtype.BF16, plan, room_bytes)
+        assert found.bytes == parts
+        return found.on_host, found.keeps_rows
+
+    assert staged(rows) == (False, True)
+    assert staged(rows - 1) == (codes is None, False)
+    assert staged(parts - 1) == (True, False)
+    assert stage(specs, Dtype.FP32, None, 0).on_host is False
+
+
+def test_an_estimate_counts_packed_bytes() -> None:
+    config = model(*[Attention(8, 4, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
+    specs = tensors(config)
+    plain = small_plan(config, 9)
+    stored = rounding_of(specs, Rounding(Codes.INT4, Codes.INT4), Dtype.BF16)
+    int4 = replace(plain, formats=formats_of(stored, config))
+    needs, fewer = (Footprint(config, specs, Dtype.BF16, p).estimate(64) for p in (plain, int4))
+    assert fewer.weights_bytes < 0.6 * needs.weights_bytes
+    assert fewer.scratch_bytes > needs.scratch_bytes, "numbers are made some rows at a time"

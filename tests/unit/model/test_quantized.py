@@ -1,10 +1,12 @@
 """What the names of formats mean, and which columns share a scale."""
 
+from dataclasses import replace
+
 import pytest
 
 from soloist.errors import NoGroupFits
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import AT_LOAD, Codes, Quantized, rounded
+from soloist.model.quantized import AT_LOAD, Codes, Quantized, label, rounded, words
 
 
 def test_names_are_those_of_the_codes() -> None:
@@ -35,3 +37,27 @@ def test_rows_without_a_group_are_refused_by_name() -> None:
         "or 32 for int4 (allowed: a multiple of 32)"
     )
     assert error.value.hint == "choose int8 or fp8, which have one scale a row"
+
+
+def test_names_for_files_and_for_people() -> None:
+    int4, int8 = (Quantized(c, g, Dtype.BF16) for c, g in ((Codes.INT4, 128), (Codes.INT8, 0)))
+    narrow, blocks = replace(int4, group=64), Quantized(Codes.FP8, 128, Dtype.FP32, False, 128)
+    for layers, head, name, told in (
+        ([None, None], None, "bf16", "bf16"),
+        ([int4, int4], None, "int4", "int4 (groups of 128), head bf16"),
+        (
+            [int4, narrow],
+            int8,
+            "int4+int8 head",
+            "int4 (groups of 64 and 128), head int8 (one scale a row)",
+        ),
+        ([None], int8, "bf16+int8 head", "bf16, head int8 (one scale a row)"),
+        (
+            [blocks, None],
+            None,
+            "fp8-block+bf16",
+            "bf16, fp8-block (blocks of 128 × 128), head bf16",
+        ),
+    ):
+        assert label(layers, head, "bf16") == name
+        assert words(layers, head, "bf16") == told

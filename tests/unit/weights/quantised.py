@@ -15,7 +15,7 @@ from soloist.model.quantized import Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.weights.numbers import numbers
-from soloist.weights.reading import read_tensors
+from soloist.weights.reading import Forms, read_tensors
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,8 @@ def kept(checkpoint: Checkpoint, one: TensorSpec) -> tuple[Quantized, dict[str, 
     """What the tensor is, and its parts as they come."""
     quantized = joined(checkpoint.quantization, one)
     assert quantized is not None
-    parts = dict(read_tensors(checkpoint, [one], Dtype.FP32, CPU, keep={one.name: quantized}))
+    forms = Forms(keep={one.name: quantized})
+    parts = dict(read_tensors(checkpoint, [one], Dtype.FP32, CPU, forms=forms))
     assert list(parts) == [one.name + part for part in quantized.parts]
     return quantized, {name.removeprefix(one.name): values for name, values in parts.items()}
 

@@ -27,7 +27,7 @@ def test_every_rank_gets_its_share(ranks: int, for_kernel: bool) -> None:
     seen: list[LoadProgress] = []
     to = Destination((CPU,) * ranks, Dtype.BF16, for_kernel=for_kernel, stays_on_host=False)
     began_s = time.perf_counter()
-    weights, load_s = load_ranks(Source(checkpoint, config), to, seen.append)
+    weights, load_s = load_ranks(Source(checkpoint, config, tensors(config)), to, seen.append)
     assert 0 < load_s <= time.perf_counter() - began_s
     assert seen[-1].done_bytes == seen[-1].total_bytes
     assert len(weights) == ranks
@@ -42,7 +42,8 @@ def test_an_upload_that_fails_is_no_failure_and_is_closed() -> None:
     checkpoint, config = open_checkpoint(FOLDER), read_config(FOLDER / CONFIG_FILE)
     upload = Upload(checkpoint.files, GpuMemory(99), "cuda:99")
     to = Destination((CPU,), Dtype.FP32, for_kernel=False, stays_on_host=False)
-    (weights,), _ = load_ranks(Source(checkpoint, config, upload), to, lambda _: None)
+    source = Source(checkpoint, config, tensors(config), upload=upload)
+    (weights,), _ = load_ranks(source, to, lambda _: None)
     assert weights.keys() == {spec.name for spec in tensors(config)}
     assert upload.address(Path(checkpoint.files[0])) is None
 

@@ -35,6 +35,8 @@ def run(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
     json: o.Json = False,
@@ -70,8 +72,9 @@ def run(
     checked = o.checked_precision(precision)
     # One request: what others would need is not worth waiting for.
     asked = EngineConfig(
-        model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus)
-    )
+        model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus),
+        weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+    )  # fmt: skip
     generation.run(asked, text, suffix, params, upload, as_json=json)
 
 
@@ -88,6 +91,8 @@ def chat(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
 ) -> None:
@@ -115,6 +120,7 @@ def chat(
     asked = EngineConfig(
         model, device, o.checked_precision(precision), context, revision,
         keeps_prefixes=True, host_cache_bytes=0, gpus=o.parsed_gpus(gpus),
+        weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
     )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 

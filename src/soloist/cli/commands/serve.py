@@ -80,6 +80,8 @@ def serve(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
 ) -> None:
@@ -115,5 +117,6 @@ def serve(
         sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
         host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
         gpus=o.parsed_gpus(gpus),
+        weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)

@@ -1,0 +1,143 @@
+"""What a checkpoint's matrices are once they are loaded: as stored, or rounded to codes. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from soloist.errors import CheckpointError, SettingError
+from soloist.model.checkpoint import Checkpoint, stored_dtype
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.quantization.matrices import joined
+from soloist.model.quantized import Codes, Quantized, rounded
+from soloist.model.tensors import Source, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What the matrices of a 16-bit checkpoint are rounded to.
+
+    Attributes:
+        layers: codes of the layers' matrices; None leaves them as they are.
+        head: codes of the LM head; None leaves it as it is.
+    """
+
+    layers: Codes | None = None
+    head: Codes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model as it is loaded.
+
+    Attributes:
+        config: what it computes. A head that is rounded is not tied.
+        specs: its tensors; an untied head may come from the embedding's.
+        stored: quantised matrices by name, of one kind each.
+        rounding: those of them that the files have in 16 bits.
+        in_files: the tensors of the files.
+    """
+
+    config: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    stored: Mapping[str, Quantized]
+    rounding: Mapping[str, Quantized]
+    in_files: tuple[TensorSpec, ...]
+
+
+def choose(
+    checkpoint: Checkpoint, config: ModelConfig, specs: tuple[TensorSpec, ...], to: Rounding
+) -> Chosen:
+    """What becomes of a checkpoint's matrices.
+
+    Raises:
+        SettingError: what is to be rounded is quantised already, or is no matrix.
+        CheckpointError: it is in fp32, or a row has no groups of the right size.
+    """
+    asked, in_files, was_tied = _asked(config, specs, to), specs, config.tied_head
+    if to.head is not None:
+        config, specs = untied(config, specs)
+    rounding: dict[str, Quantized] = {}
+    for spec in specs:
+        codes = asked.get(spec.name)
+        if codes is not None:
+            if spec.name != "head" or not was_tied:  # an embedding is in 16 bits
+                _require_plain(checkpoint, spec, codes)
+            dtypes = [dtype_of(checkpoint, source) for source in spec.sources]
+            rounding[spec.name] = rounded(spec.sources[0].name, spec.shape[-1], codes, dtypes[0])
+    found = {
+        spec.name: joined(checkpoint.quantization, spec)
+        for spec in specs
+        if spec.name not in rounding
+    }
+    stored = {name: quantized for name, quantized in found.items() if quantized is not None}
+    return Chosen(config, specs, {**stored, **rounding}, rounding, in_files)
+
+
+def rounding_of(specs: Iterable[TensorSpec], to: Rounding, dtype: Dtype) -> dict[str, Quantized]:
+    """What matrices become that are in `dtype`; a head that is rounded is not tied."""
+    specs = tuple(specs)
+    codes = {spec.name: to.layers for spec in specs if spec.is_layer_matrix}
+    codes["head"] = to.head
+    return {
+        spec.name: rounded(spec.name, spec.shape[-1], own, dtype)
+        for spec in specs
+        if (own := codes.get(spec.name)) is not None
+    }
+
+
+def untied(
+    config: ModelConfig, specs: tuple[TensorSpec, ...]
+) -> tuple[ModelConfig, tuple[TensorSpec, ...]]:
+    """The same with a head of its own, which a tied one gets from the embedding's tensor."""
+    if not config.tied_head:
+        return config, specs
+    (table,) = (spec for spec in specs if spec.name == "embedding")
+    return replace(config, tied_head=False), (*specs, TensorSpec("head", table.sources))
+
+
+def dtype_of(checkpoint: Checkpoint, source: Source) -> Dtype:
+    """The type of a matrix that is rounded.
+
+    Raises:
+        CheckpointError: fp32, of which nobody knows whether it means more than 16 bits.
+    """
+    stored = checkpoint.tensors[source.name]
+    dtype = stored_dtype(checkpoint, stored.dtype)
+    if dtype is Dtype.FP32:
+        raise CheckpointError(
+            f"tensor '{source.name}' of {checkpoint.folder} is stored in fp32 (allowed: bf16 or "
+            "fp16)",
+            "convert the checkpoint to bf16 first, or use one that is",
+        )
+    return dtype
+
+
+def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> dict[str, Codes]:
+    """Codes by the name of a matrix.
+
+    Raises:
+        SettingError: the family has no matrices.
+    """
+    asked = {"head": to.head} if to.head is not None else {}
+    if to.layers is not None:
+        asked |= {spec.name: to.layers for spec in specs if spec.is_layer_matrix}
+    for option, codes in (("--weights", to.layers), ("--head-weights", to.head)):
+        if codes is not None and config.lanes is not None:
+            allowed = f"none for {config.family}, whose lanes have matrices of their own"
+            hint = f"leave {option} out: this family runs in 16 bits"
+            raise SettingError(option, codes.value, allowed, hint)
+    return asked
+
+
+def _require_plain(checkpoint: Checkpoint, spec: TensorSpec, codes: Codes) -> None:
+    if checkpoint.quantization is None or not any(checkpoint.matrices(spec)):
+        return
+    is_head = spec.name == "head"
+    option, what = ("--head-weights", "head is") if is_head else ("--weights", "layers are")
+    method = checkpoint.quantization.method.name
+    raise SettingError(
+        option,
+        codes.value,
+        f"none, since its {what} quantised already, by {method}",
+        f"leave {option} out, or give the 16-bit checkpoint that this one was made from",
+    )

@@ -1,0 +1,66 @@
+"""In which formats the decode kernel takes a model's matrices. Pure: no torch.
+
+A matrix that is quantised in a way that the kernel reads keeps its codes; any other is read as
+numbers, in 16 bits. So a model that runs in 16 bits runs quantised as well.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape
+from soloist.megakernel.weight_format import GROUPS, WeightFormat, quantized_format
+from soloist.model.config import ModelConfig
+from soloist.model.quantized import Quantized
+from soloist.parallel.share import share_of
+
+_PHASES = {phase.name: phase for phase in PRODUCTS}
+
+
+def formats_of(
+    stored: Mapping[str, Quantized], config: ModelConfig, ranks: int = 1
+) -> dict[str, WeightFormat]:
+    """Formats of the matrices that the kernel multiplies as they are stored.
+
+    On several ranks what groups of columns share is repeated for smaller groups where a rank's
+    columns are not whole groups; the format's meaning says for which. See `regrouped`.
+
+    Args:
+        stored: quantised matrices by the names of their tensors.
+        config: the whole model.
+        ranks: over how many it is spread.
+    """
+    if config.lanes is not None:
+        return {}
+    found = {name: _format(name, quantized, config, ranks) for name, quantized in stored.items()}
+    return {name: own for name, own in found.items() if own is not None}
+
+
+def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> WeightFormat | None:
+    short = name.rpartition(".")[2]
+    if short not in _PHASES and (name != "head" or config.tied_head):
+        return None
+    if ranks > 1:
+        common = _common_columns(name, config, ranks)
+        group = next((g for g in GROUPS if stored.group % g == 0 and common % g == 0), 0)
+        if not group:
+            return None
+        stored = replace(stored, group=group)
+    try:
+        return quantized_format(stored)
+    except ShapeUnsupported:
+        return None
+
+
+def _common_columns(name: str, config: ModelConfig, ranks: int) -> int:
+    """A number of columns that divides every piece of a row that a rank may have."""
+    if name == "head":
+        return config.hidden_size
+    _, layer, short = name.split(".")
+    whole, own = (x.layers[int(layer)] for x in (config, share_of(config, ranks)))
+    phase: Phase = _PHASES[short]
+    sizes = [matrix_shape(phase, x, config.hidden_size)[1] for x in (whole, own)]
+    if short == "attention_output":
+        sizes.append(whole.attention.head_dim)  # heads of a rank need not follow each other
+    return gcd(*sizes)

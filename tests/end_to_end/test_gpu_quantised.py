@@ -1,0 +1,143 @@
+"""Quantised weights on the decode kernel: near the reference, from a folder and when rounded."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from soloist.bench.agreement import forced_logits
+from soloist.engine import Engine, EngineConfig
+from soloist.engine import engine as engine_module
+from soloist.engine.kernel import KernelModel
+from soloist.engine.memory import Staging
+from soloist.engine.reference import ReferenceModel
+from soloist.model.folder import shipped_folder
+from soloist.model.quantized import Codes
+from soloist.weights.export import write_export
+from soloist.weights.export_plan import Asked, plan_export
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 150  # three pages
+# Relative error of all logits: activations are rounded, to 16 bits and beside integers to 8.
+MOST_ERROR = 0.08
+INT8 = Codes.INT8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Codes, Path]:
+    """étude, with a head in int8."""
+    made = {codes: tmp_path_factory.mktemp(codes.value) / "etude" for codes in Codes}
+    for codes, folder in made.items():
+        write_export(plan_export(shipped_folder("etude"), Asked(codes, INT8)), folder)
+    return made
+
+
+def ids_of(vocab_size: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (TOKENS,), generator=generator).tolist()
+
+
+def load(model: object, **asked: object) -> Engine:
+    config = EngineConfig(str(model), "cuda", context_tokens=256, prepare=False)
+    return Engine.load(replace(config, **asked))  # type: ignore[arg-type]
+
+
+def logits_of(engine: Engine, columns: int = 1) -> Tensor:
+    """[T, V] of the kernel, from `columns` positions at a time."""
+    assert isinstance(engine.model, KernelModel)
+    vocab = engine.config.vocab_size
+    return forced_logits(engine.model.decoder, vocab, ids_of(vocab), columns, TOKENS).clone()
+
+
+@cache
+def wanted(codes: Codes) -> Tensor:
+    """[T, V] of the reference, in fp32 with the numbers that the codes stand for."""
+    asked = EngineConfig(
+        "etude", "cpu", "fp32", context_tokens=256, weights=codes, head_weights=INT8
+    )
+    model = Engine.load(asked).model
+    assert isinstance(model, ReferenceModel)
+    reference = model.reference
+    ids = torch.tensor(ids_of(8192))
+    logits = reference.forward(ids, 0, reference.new_cache(TOKENS), "all")
+    assert logits is not None
+    return logits.clone()
+
+
+def require_near(seen: Tensor, codes: Codes, rows: slice = slice(None)) -> None:
+    right = wanted(codes)[rows]
+    assert (seen.float().cpu() - right).norm() / right.norm() < MOST_ERROR
+
+
+def prompt_logits(engine: Engine) -> Tensor:
+    """Of a prompt's last token, by prefill."""
+    assert isinstance(engine.model, KernelModel)
+    ids = ids_of(engine.config.vocab_size)
+    logits = engine.model.prefill.run(ids, 0, engine.model.page_tables[0])
+    assert logits is not None
+    return logits.clone()
+
+
+@pytest.mark.parametrize("codes", list(Codes))
+def test_a_folder_and_rounding_give_the_same_bits(codes: Codes, folders: dict[Codes, Path]) -> None:
+    folder = load(folders[codes])
+    assert folder.report.executor == "decode kernel"
+    assert folder.report.weights == f"{codes.value}+int8 head"
+    seen = logits_of(folder)
+    require_near(seen, codes)
+    assert torch.equal(logits_of(folder, 8), seen)
+    require_near(prompt_logits(folder), codes, slice(-1, None))
+    rounded = load("etude", weights=codes, head_weights=INT8)
+    assert torch.equal(logits_of(rounded), seen)
+    assert torch.equal(prompt_logits(rounded), prompt_logits(folder))
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["gpu", "host"])
+@pytest.mark.parametrize("codes", list(Codes))
+def test_without_room_for_rows(
+    codes: Codes, on_host: bool, folders: dict[Codes, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts unpack matrices to the numbers that rows would have had."""
+    rows = load(folders[codes])
+    staging = Staging(1, on_host=on_host, keeps_rows=False)
+    monkeypatch.setattr(engine_module, "stage", lambda *_: staging)
+    unpacked = load(folders[codes])
+    assert torch.equal(logits_of(unpacked), logits_of(rows))
+    assert torch.equal(prompt_logits(unpacked), prompt_logits(rows))
+
+
+@pytest.mark.parametrize("codes", list(Codes))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_one_gpu(codes: Codes, ranks: int, folders: dict[Codes, Path]) -> None:
+    engine = load(folders[codes], rank_devices=(0,) * ranks)
+    assert engine.report.weights == f"{codes.value}+int8 head"
+    require_near(logits_of(engine), codes)
+    require_near(prompt_logits(engine), codes, slice(-1, None))
+
+
+def test_a_head_alone_is_rounded_beside_its_embedding() -> None:
+    engine = load("etude", head_weights=Codes.FP8)
+    assert engine.report.weights == "bf16+fp8 head"
+    assert not engine.config.tied_head
+    plain = logits_of(load("etude"))
+    assert (logits_of(engine) - plain).norm() / plain.norm() < MOST_ERROR
+
+
+def test_run_and_the_bench(soloist) -> None:
+    done = soloist(
+        "run", "etude", "-p", "def f(x):", "-n", 16, "--weights", "int4", "--device", "cuda"
+    )
+    assert done.status == 0, done.err
+    assert "weights int4 (groups of 64 and 128), head bf16" in done.err
+    report = json.loads(
+        soloist(
+            "bench", "decode", "etude", "--weights", "int8", "--new-tokens", 32, "--runs", 1,
+            "--device", "cuda", "--json",
+        ).out
+    )  # fmt: skip
+    assert report[0]["weights"] == "int8"
