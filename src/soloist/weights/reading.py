@@ -85,9 +85,10 @@ def load_weights(
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
     open_with: OpenStored = open_stored,
+    forms: Forms | None = None,
 ) -> Weights:
     """Read every tensor that `specs` call for, as `read_tensors` does."""
-    return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with))
+    return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with, forms))
 
 
 def read_tensors(
