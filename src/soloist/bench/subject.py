@@ -187,7 +187,7 @@ def rounded_shape(config: ModelConfig, dtype: Dtype, rounding: Rounding = NOT_RO
         CheckpointError: a row has no groups of the right size.
     """
     specs = tensors(config)
-    require_matrices(config, rounding)
+    require_matrices(config.family, specs, rounding)
     if rounding.head is not None:
         config, specs = untied(config, specs)
     # Scales are in 16 bits whatever the reference computes in.

@@ -85,15 +85,16 @@ def rounding_of(specs: Iterable[TensorSpec], to: Rounding, dtype: Dtype) -> dict
     }
 
 
-def require_matrices(config: ModelConfig, to: Rounding) -> None:
-    """What is to be rounded are matrices, without a dimension for lanes.
+def require_matrices(family: str, specs: Iterable[TensorSpec], to: Rounding) -> None:
+    """What is to be rounded are matrices, of two dimensions.
 
     Raises:
-        SettingError: they are none.
+        SettingError: they have more.
     """
+    most = max(len(spec.shape) for spec in specs if spec.is_layer_matrix)
     for option, codes in (("--weights", to.layers), ("--head-weights", to.head)):
-        if codes is not None and config.lanes is not None:
-            allowed = f"none for {config.family}, whose lanes have matrices of their own"
+        if codes is not None and most > 2:
+            allowed = f"none for {family}, whose matrices have {most} dimensions"
             hint = f"leave {option} out: this family runs in 16 bits"
             raise SettingError(option, codes.value, allowed, hint)
 
@@ -130,7 +131,7 @@ def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> di
     asked = {"head": to.head} if to.head is not None else {}
     if to.layers is not None:
         asked |= {spec.name: to.layers for spec in specs if spec.is_layer_matrix}
-    require_matrices(config, to)
+    require_matrices(config.family, specs, to)
     return asked
 
 

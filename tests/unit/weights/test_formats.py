@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from plan.shapes import SHAPES
+from plan.shapes import LANEFORMER, SHAPES
 from soloist.engine.support import support_on
+from soloist.errors import SettingError
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.checkpoint import open_checkpoint
@@ -19,7 +20,7 @@ from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.parallel.share import part_of
-from soloist.weights.choice import Rounding, choose, rounding_of
+from soloist.weights.choice import Rounding, choose, require_matrices, rounding_of
 from soloist.weights.distribution import distribute
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
@@ -244,3 +245,11 @@ def test_what_shapes_are_rounded_to() -> None:
         **alike(DENSE, INT4), "head": Quantized(Codes.INT8, 0, Dtype.BF16),
     }  # fmt: skip
     assert not rounding_of(decoder_tensors(DENSE), Rounding(), Dtype.BF16)
+
+
+@pytest.mark.parametrize("to", [Rounding(Codes.INT4), Rounding(head=Codes.INT8)])
+def test_matrices_of_three_dimensions_are_refused(to: Rounding) -> None:
+    config = read_config(LANEFORMER)
+    with pytest.raises(SettingError, match="weights is 'int.*laneformer.* have 3 dimensions"):
+        require_matrices(config.family, tensors(config), to)
+    require_matrices(config.family, tensors(config), Rounding())
