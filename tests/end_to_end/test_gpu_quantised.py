@@ -23,8 +23,8 @@ from soloist.weights.export_plan import Asked, plan_export
 pytestmark = pytest.mark.gpu
 
 TOKENS = 150  # three pages
-# Relative error of all logits: activations are rounded, to 16 bits and beside integers to 8.
-MOST_ERROR = 0.08
+# Relative error of all logits: activations are rounded, and sums of products to 16 bits.
+MOST_ERROR = 0.05
 INT8 = Codes.INT8
 
 

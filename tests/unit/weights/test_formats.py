@@ -250,6 +250,6 @@ def test_what_shapes_are_rounded_to() -> None:
 @pytest.mark.parametrize("to", [Rounding(Codes.INT4), Rounding(head=Codes.INT8)])
 def test_matrices_of_three_dimensions_are_refused(to: Rounding) -> None:
     config = read_config(LANEFORMER)
-    with pytest.raises(SettingError, match="weights is 'int.*laneformer.* have 3 dimensions"):
+    with pytest.raises(SettingError, match=r"weights is 'int.*laneformer.* have 3 dimensions"):
         require_matrices(config.family, tensors(config), to)
     require_matrices(config.family, tensors(config), Rounding())
