@@ -1,7 +1,7 @@
 """`bench accuracy`: 16-bit logits of a given text against fp32 arithmetic on the same weights.
 
-Both read the weights that 16 bits hold, so what differs is arithmetic alone. One model is in memory
-at a time.
+Both read the weights that 16 bits hold, or that codes stand for, so what differs is arithmetic
+alone. One model is in memory at a time.
 """
 
 from collections.abc import Iterator
