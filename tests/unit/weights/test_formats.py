@@ -21,6 +21,7 @@ from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.parallel.share import part_of
+from soloist.weights import packing as packing_module
 from soloist.weights.choice import Rounding, choose, require_matrices, rounding_of
 from soloist.weights.distribution import distribute
 from soloist.weights.export import write_export
@@ -282,3 +283,21 @@ def test_matrices_are_in_16_bits_where_no_plan_takes_them(monkeypatch: pytest.Mo
     assert found.plan is not None
     assert not found.formats
     assert not found.refusal
+
+
+@pytest.mark.parametrize("one", [INT4, BLOCKS])
+def test_packing_some_blocks_at_a_time_gives_the_same_image(
+    one: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = alike(DENSE, one)
+    plan = make_plan(
+        DENSE, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=9), 1, formats_of(stored, DENSE)
+    )
+    given = random_parts(DENSE, stored)
+    whole = pack_weights(plan, dict(given), CPU).image
+    monkeypatch.setattr(packing_module, "VALUES_AT_ONCE", 1)
+    assert torch.equal(pack_weights(plan, dict(given), CPU).image, whole)
+    rows = Unpacked(plan, whole, given["embedding"])
+    for name, values in rows_of(DENSE, given, stored).items():
+        if name in stored:
+            assert torch.equal(rows(name), values), name
