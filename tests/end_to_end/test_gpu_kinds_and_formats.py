@@ -1,18 +1,21 @@
-"""Layers of several kinds, and matrices in another format, on one GPU and its ranks."""
+"""Layers of several kinds, and quantised matrices, on one GPU and its ranks."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from interpreter.models import CONTEXT, mixed_model, prompt, quantised, reference_logits
-from interpreter.test_kinds_and_formats import matrices_of
+from interpreter.models import CONTEXT, mixed_model, prompt, reference_logits
+from interpreter.quantised import FORMATS, alike, formats_of, matrices_of, quantised
 from soloist.bench.agreement import forced_logits
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
-from soloist.megakernel.weight_format import INT8_SCALED
+from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
@@ -32,8 +35,12 @@ def here(num_sms: int) -> Gpu:
 
 def loaded(plan: Plan, weights: Weights, *, keep_rows: bool) -> KernelModel:
     devices = [torch.device("cuda", torch.cuda.current_device())] * plan.ranks
-    dtype = TORCH_DTYPES[plan.dtype]
-    whole = {k: v.to("cuda", dtype if v.is_floating_point() else None) for k, v in weights.items()}
+    # What a quantised matrix consists of has types of its own.
+    own = {name + part for name, kind in plan.formats.items() for part in kind.parts}
+    whole = {
+        name: values.to("cuda", None if name in own else TORCH_DTYPES[plan.dtype])
+        for name, values in weights.items()
+    }
     parts = [shard_all(plan.part_of(rank), whole) for rank in range(plan.ranks)]
     return load_kernel(plan, parts, devices, Capacity(CONTEXT), None, keep_rows=keep_rows)
 
@@ -68,15 +75,27 @@ def test_layers_of_several_kinds(ranks: int, dtype: Dtype, keep_rows: bool) -> N
     require_reference(loaded(plan, weights, keep_rows=keep_rows), ids, wanted, config.vocab_size)
 
 
-@pytest.mark.parametrize("some", [True, False], ids=["some", "all"])
-@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
-def test_matrices_in_8_bits(dtype: Dtype, some: bool) -> None:
-    """Prompts read them unpacked."""
-    config = mixed_model()
-    names = [name for name in matrices_of(config) if not some or name.endswith(("down", "qkv"))]
-    plan = make_plan(config, dtype, here(9), formats=dict.fromkeys(names, INT8_SCALED))
+def require_quantised(config: ModelConfig, stored: dict[str, Quantized], dtype: Dtype) -> None:
+    """Prompts read matrices unpacked."""
+    plan = make_plan(config, dtype, here(9), formats=formats_of(stored))
     rounded = {k: v.to(TORCH_DTYPES[dtype]).float() for k, v in random_weights(config).items()}
-    parts, meant = quantised(rounded, names)
+    parts, meant = quantised(rounded, stored)
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, meant, ids)
     require_reference(loaded(plan, parts, keep_rows=False), ids, wanted, config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantised_matrices(kind: str, dtype: Dtype) -> None:
+    """The head included, of layers of two sizes: more of them take their time to compile."""
+    config = replace(mixed_model(), layers=mixed_model().layers[:2])
+    require_quantised(config, alike(config, kind), dtype)
+
+
+def test_a_format_for_each_matrix() -> None:
+    """Formats that share a layer, beside matrices that stand for themselves."""
+    kinds = ("int4", "int8-zeros", "fp8-block", None, "int4-zeros", "fp8", None)
+    config = replace(mixed_model(), layers=mixed_model().layers[:3])
+    pairs = zip(matrices_of(config), kinds * 2, strict=False)
+    require_quantised(config, {name: FORMATS[kind] for name, kind in pairs if kind}, Dtype.BF16)

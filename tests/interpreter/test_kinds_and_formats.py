@@ -1,28 +1,26 @@
-"""Layers of several kinds, and matrices in another format, give the reference's logits."""
+"""Layers of several kinds, and quantised matrices, give the reference's logits."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from interpreter.models import Bench, gpu, mixed_model, prompt, quantised, reference_logits
+from interpreter.models import Bench, gpu, mixed_model, prompt, reference_logits
+from interpreter.quantised import FORMATS, alike, formats_of, matrices_of, quantised
 from plan.shapes import SMALL
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.weight_format import INT8_SCALED
-from soloist.model.config import ModelConfig
+from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.torch_types import TORCH_DTYPES
 from unit.prefill.models import random_weights
 
 ATOL = 1e-4
+# Of all logits: what rounding to 16 bits may do.
+MOST_ERROR = 0.02
 TOKENS = 90
-
-
-def matrices_of(config: ModelConfig) -> list[str]:
-    """All but the embedding."""
-    names = ("qkv", "attention_output", "gate_up", "down")
-    return [*(f"layers.{i}.{name}" for i in range(config.num_layers) for name in names), "head"]
 
 
 @pytest.mark.parametrize("queries", [1, 8])
@@ -46,54 +44,95 @@ def test_windows_and_rope_make_no_kind() -> None:
     assert image.layer_offset(1) == image.kinds[0].num_bytes
 
 
-@pytest.mark.parametrize("queries", [1, 8])
-def test_matrices_in_8_bits(queries: int) -> None:
-    """All of them, so that nothing but the format rounds."""
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantised_matrices(kind: str) -> None:
+    """All of them and without rounding, so that places and scales alone decide."""
     config = mixed_model()
-    names = matrices_of(config)
-    formats = dict.fromkeys(names, INT8_SCALED)
-    plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats)
-    parts, meant = quantised(random_weights(config), names)
-    ids = prompt(config, TOKENS)
-    seen = Bench(config, plan, parts).feed(ids[:40] if queries == 1 else ids, queries)
-    wanted = reference_logits(config, meant, ids)[: len(seen)]
-    torch.testing.assert_close(seen, wanted, rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_format_for_each_matrix(dtype: torch.dtype) -> None:
-    """Some layers' MLPs in 8 bits beside the rest in 16: other kinds, near the reference."""
-    config = mixed_model()
-    names = [name for name in matrices_of(config) if name[-4:] in ("e_up", "down") and "1" in name]
-    plan = make_plan(config, Dtype.BF16, gpu(9), formats=dict.fromkeys(names, INT8_SCALED))
-    rounded = {k: v.to(dtype).float() for k, v in random_weights(config).items()}
-    parts, meant = quantised(rounded, names)
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats_of(stored))
+    parts, meant = quantised(random_weights(config), stored)
     ids = prompt(config, 40)
-    seen = Bench(config, plan, parts, dtype).feed(ids, 8)
+    seen = Bench(config, plan, parts).feed(ids, 8)
+    torch.testing.assert_close(seen, reference_logits(config, meant, ids), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_as_the_kernel_multiplies(kind: str, dtype: Dtype) -> None:
+    """Digits, sums of integers, scales: near the reference."""
+    config, half = mixed_model(), TORCH_DTYPES[dtype]
+    stored = alike(config, kind)
+    plan = make_plan(config, dtype, gpu(9), formats=formats_of(stored))
+    rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
+    parts, meant = quantised(rounded, stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts, half).feed(ids, 8)
     wanted = reference_logits(config, meant, ids)
-    assert (seen - wanted).norm() / wanted.norm() < 0.02
+    assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
 
 
-def test_fewer_bits_are_fewer_bytes() -> None:
+def test_a_format_for_each_matrix() -> None:
+    """Layers of one shape become several kinds; what is left stands for itself in 16 bits."""
+    config, half = mixed_model(), torch.bfloat16
+    names, kinds = matrices_of(config), list(FORMATS)
+    plain = {"layers.0.qkv", "layers.1.down", "layers.2.gate_up", "layers.4.attention_output"}
+    stored = {
+        name: FORMATS[kinds[i % len(kinds)]] for i, name in enumerate(names) if name not in plain
+    }
+    plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats_of(stored))
+    assert len(plan.image.kinds) == config.num_layers
+    rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
+    parts, meant = quantised(rounded, stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts, half).feed(ids, 8)
+    wanted = reference_logits(config, meant, ids)
+    assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int4", 4 + 16 / 128), ("int8", 8 + 16 / 512)])
+def test_fewer_bits_are_fewer_bytes(kind: str, bits: float) -> None:
     config = mixed_model()
-    names = matrices_of(config)
     plain, scaled = (
         make_plan(config, Dtype.BF16, gpu(9), formats=formats).image.streamed_bytes
-        for formats in (None, dict.fromkeys(names, INT8_SCALED))
+        for formats in (None, formats_of(alike(config, kind)))
     )
-    assert scaled / plain == pytest.approx((8 + 8 / 32) / 16, rel=0.02)
+    assert scaled / plain == pytest.approx(bits / 16, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["int4-zeros", "fp8-32"])
+def test_quantised_matrices_on_ranks(kind: str, ranks: int) -> None:
+    """Where each rank's columns are whole groups."""
+    layer = mixed_model().layers[1]
+    wide = replace(layer, mlp=replace(layer.mlp, intermediate_size=256))
+    config = replace(mixed_model(), layers=(wide, wide))
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, gpu(9), ranks, formats_of(stored))
+    parts, meant = quantised(random_weights(config), stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts).feed(ids, 8)
+    torch.testing.assert_close(seen, reference_logits(config, meant, ids), rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize(
     ("ranks", "name", "given"),
     [
         (1, "layers.9.down", "a format of layers.9.down"),
-        (1, "embedding", "a tied embedding in int8_scaled"),
-        (2, "layers.0.down", "layers.0.down in int8_scaled with 48 columns on each of 2 ranks"),
+        (1, "embedding", "a format of embedding"),
+        (2, "layers.0.down", "layers.0.down in int4 with 48 columns on each of 2 ranks"),
     ],
 )
 def test_formats_that_cannot_be_read_are_refused(ranks: int, name: str, given: str) -> None:
     config = replace(SMALL, tied_head=ranks == 1)
+    formats = {name: quantized_format(FORMATS["int4-zeros"])}
     with pytest.raises(ShapeUnsupported) as refused:
-        make_plan(config, Dtype.BF16, gpu(9), ranks, {name: INT8_SCALED})
+        make_plan(config, Dtype.BF16, gpu(9), ranks, formats)
     assert f"does not support {given}" in refused.value.message
+
+
+@pytest.mark.parametrize("group", [16, 48, 100])
+def test_groups_that_no_reader_takes_are_refused(group: int) -> None:
+    with pytest.raises(ShapeUnsupported) as refused:
+        quantized_format(Quantized(Codes.INT4, group, Dtype.BF16))
+    assert f"int4 in groups of {group} columns" in refused.value.message
+    assert refused.value.message.endswith("(allowed: multiples of 32)")

@@ -7,17 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreter.quantised import FORMATS, random_parts
 from plan.cuda_text import functions
 from plan.shapes import SMALL, all_operations, models, operation, small_plan
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
-from soloist.megakernel.plan import Plan
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS, tile_places
-from soloist.megakernel.weight_format import BF16, INT8_SCALED
+from soloist.megakernel.weight_format import BF16, quantized_format
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.weights.packing import ordered, pack, place, unordered, unpack
+from soloist.model.quantized import SCALES, Codes, Quantized
+from soloist.weights.numbers import numbers
+from soloist.weights.packing import gather, ordered, pack, place, unordered, unpack
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:
@@ -38,26 +41,93 @@ def test_round_trips(model: ModelConfig, num_sms: int) -> None:
         assert torch.equal(unpack(plan, op, packed)[""], values)
 
 
-@settings(max_examples=25, deadline=None)
-@given(models(most=20, num_sms=6), st.integers(6, 13))
-def test_round_trips_of_values_and_scales(model: ModelConfig, num_sms: int) -> None:
-    """Every byte of both parts comes back, and none lies in another's place."""
-    plan = small_plan(model, num_sms)
+@st.composite
+def quantised(draw: st.DrawFn) -> Quantized:
+    """Every way in which the kernel takes a matrix, also groups wider than its own."""
+    codes = draw(st.sampled_from(Codes))
+    is_fp8 = codes is Codes.FP8
+    return Quantized(
+        codes,
+        draw(st.sampled_from([0, 32, 64, 96, 128, 256, 512])),
+        draw(st.sampled_from(Dtype)),
+        has_zeros=not is_fp8 and draw(st.booleans()),
+        scale_rows=draw(st.sampled_from([1, 2, 4, 128])) if is_fp8 else 1,
+    )
+
+
+def require_round_trip(plan: Plan, op: Operation, stored: Quantized) -> None:
+    """Every code comes back, and so do the numbers; scales and zeros in the kernel's groups."""
+    op = replace(op, matrix=replace(op.matrix, format=quantized_format(stored)))
+    matrix = op.matrix
+    parts = random_parts(matrix.rows, matrix.columns, stored)
+    packed = pack(plan, op, parts)
+    assert packed.shape == (
+        matrix.units * matrix.unit_half_tiles * matrix.steps,
+        matrix.format.half_tile_bytes,
+    )
+    again = unpack(plan, op, packed)
+    assert set(again) == set(stored.parts)
+    assert {p: x.dtype for p, x in again.items() if p != SCALES} == {
+        p: x.dtype for p, x in parts.items() if p != SCALES
+    }
+    assert torch.equal(again[""].view(torch.uint8), parts[""].view(torch.uint8))
+    width = matrix.format.group
+    assert again[SCALES].shape == (matrix.rows, -(-matrix.columns // width))
+    meant = numbers(replace(stored, group=width), again)
+    assert torch.equal(meant, numbers(stored, parts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    models(most=20, num_sms=6), st.integers(6, 13), quantised(),
+    st.sampled_from([Dtype.BF16, Dtype.FP16]),
+)  # fmt: skip
+def test_round_trips_of_quantised_matrices(
+    model: ModelConfig, num_sms: int, stored: Quantized, dtype: Dtype
+) -> None:
+    plan = replace(small_plan(model, num_sms), dtype=dtype)
     for op in all_operations(plan):
-        stored = replace(op, matrix=replace(op.matrix, format=INT8_SCALED))
-        matrix, generator = stored.matrix, torch.Generator().manual_seed(1)
-        groups = -(-matrix.columns // 32)
-        parts = {
-            "": torch.randint(-127, 128, (matrix.rows, matrix.columns), generator=generator),
-            ".scales": torch.randint(0, 256, (matrix.rows, groups), generator=generator),
-        }
-        given_ = {"": parts[""].to(torch.int8), ".scales": parts[".scales"].to(torch.uint8)}
-        packed = pack(plan, stored, given_)
-        assert packed.numel() == matrix.num_bytes
-        assert packed.shape[1] == INT8_SCALED.half_tile_bytes
-        again = unpack(plan, stored, packed)
-        assert again.keys() == given_.keys()
-        assert all(torch.equal(again[name], given_[name]) for name in given_)
+        require_round_trip(plan, op, stored)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 203, 1000])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_odd_vocabularies_of_quantised_heads(kind: str, vocab: int) -> None:
+    plan = small_plan(replace(SMALL, vocab_size=vocab), 7)
+    require_round_trip(plan, plan.head, FORMATS[kind])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_padding_stand_for_zeros(kind: str) -> None:
+    """Whatever their codes are; columns of padding meet activations that are zeros."""
+    plan = small_plan(SMALL, 7)
+    matrix = replace(plan.head.matrix, format=quantized_format(FORMATS[kind]))
+    parts = random_parts(matrix.rows, matrix.columns, FORMATS[kind])
+    packed = pack(plan, replace(plan.head, matrix=matrix), parts)
+    whole = replace(plan.head, matrix=replace(matrix, rows=matrix.units * 8))
+    meaning = replace(FORMATS[kind], group=matrix.format.group)
+    meant = numbers(meaning, unpack(plan, whole, packed))
+    assert len(meant) > matrix.rows
+    assert meant[: matrix.rows].any()
+    assert not meant[matrix.rows :].any()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantised_matrices_in_the_image(kind: str) -> None:
+    """Bytes of the image, and what is gathered out of them."""
+    stored = quantized_format(FORMATS[kind])
+    names = ("qkv", "attention_output", "gate_up", "down")
+    formats = {f"layers.{i}.{name}": stored for i in range(2) for name in names} | {"head": stored}
+    plan = make_plan(SMALL, Dtype.BF16, Gpu("sm_90a", 7, 227 * 1024), formats=formats)
+    image = torch.full((plan.blocks, plan.image.block_stride), 255, dtype=torch.uint8)
+    packed = {}
+    for layer in range(2):
+        for op in all_operations(plan)[: -1 if layer else None]:
+            parts = random_parts(op.matrix.rows, op.matrix.columns, FORMATS[kind], seed=layer)
+            packed[op, layer] = pack(plan, op, parts)
+            place(plan, op, layer, packed[op, layer], image)
+    for (op, layer), values in packed.items():
+        assert torch.equal(gather(plan, op, layer, image), values)
 
 
 @settings(max_examples=10, deadline=None)

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from plan.cuda_text import functions
 from soloist.megakernel.partition import Matrix, RowOrder
-from soloist.megakernel.weight_format import BF16, INT8_SCALED
+from soloist.megakernel.weight_format import BF16, quantized_format
+from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes, Quantized
+
+FORMATS = [
+    BF16,
+    quantized_format(Quantized(Codes.INT4, 64, Dtype.FP16, has_zeros=True)),
+    quantized_format(Quantized(Codes.FP8, 128, Dtype.BF16, scale_rows=128)),
+]
 
 
 @st.composite
@@ -17,9 +25,7 @@ def matrices(draw: st.DrawFn) -> Matrix:
     padded = None
     if order is RowOrder.NATURAL and draw(st.booleans()):
         padded = (-(-rows // 8) // blocks + draw(st.integers(1, 9))) * blocks
-    return Matrix(
-        "any", rows, columns, order, blocks, draw(st.sampled_from([BF16, INT8_SCALED])), padded
-    )
+    return Matrix("any", rows, columns, order, blocks, draw(st.sampled_from(FORMATS)), padded)
 
 
 @given(matrices())

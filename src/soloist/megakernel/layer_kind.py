@@ -73,6 +73,9 @@ class Operation:
         if depth == matrix.steps and len(self._groups) == 1:
             return tiles
         turns += [_tiles_of(halves, matrix.steps) for halves in self._groups[:-1]]
+        if matrix.steps % 2 and depth < matrix.steps:
+            # The last turn has 8 rows left over behind tiles of a step that is not there.
+            turns += [halves // 2 for halves in self._halves if halves % 2]
         while any(count % tiles for count in turns):
             tiles //= 2
         return tiles

@@ -12,6 +12,7 @@ from soloist.errors import (
     WrongType,
 )
 from soloist.model.families import FAMILIES, read_config
+from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import HARMLESS, Fields, read_json
 from soloist.planning.mixture import READERS
 from soloist.planning.model import Model, served
@@ -67,6 +68,7 @@ def _read_text_part(file: Path, values: Any) -> Model:  # noqa: ANN401
     if family not in FAMILIES:
         raise UnknownFamily(str(file), family, _families())
     config = FAMILIES[family].read(fields)
+    fields.ignore(*QUANTIZATION_FIELDS)  # sizes are planned for every precision
     fields.refuse_rest()
     return replace(served(config), is_part=True, config=None)
 

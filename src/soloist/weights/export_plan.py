@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from soloist.errors import AlreadyQuantized, CheckpointError
-from soloist.model.checkpoint import Checkpoint, StoredTensor, open_checkpoint, stored_dtype
+from soloist.model.checkpoint import Checkpoint, open_checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.quantized import GROUPS, Codes, Quantized, rounded
 from soloist.model.reading import read_json
+from soloist.model.stored import StoredTensor
 from soloist.model.tensors import Source, TensorSpec
 from soloist.weights.choice import dtype_of
 from soloist.weights.compressed_tensors import entries, quantization_config

@@ -61,7 +61,7 @@ class Order:
         rows = units[..., :: self.row_step, :, :]
         digits = rows.unflatten(-1, [size for _, size in self.columns])
         names = first + "".join(name for name, _ in self.columns)
-        moved = digits.permute([names.index(name) for name in "bst" + order])
+        moved: Tensor = digits.permute([names.index(name) for name in "bst" + order])
         return moved.flatten(3)
 
     def _restored(self, values: Tensor, first: str, order: str) -> Tensor:
@@ -133,8 +133,7 @@ def _alone(values: Tensor) -> Tensor:
 
 
 def _joined_nibbles(values: Tensor) -> Tensor:
-    low, high = values.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+    return values[..., ::2] | values[..., 1::2] << 4
 
 
 def _parted_nibbles(values: Tensor) -> Tensor:
@@ -174,8 +173,8 @@ def _bytes_of_words(word: Tensor) -> Tensor:
 
 
 def _words_of_bytes(values: Tensor) -> Tensor:
-    low, high = values.int().unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 8
+    wide = values.int()
+    return wide[..., ::2] | wide[..., 1::2] << 8
 
 
 class QuantizedLayout(Layout):
@@ -277,7 +276,8 @@ _FP8_SHARING = {
 
 def _in_steps(values: Tensor, steps: int, each: int) -> Tensor:
     """[rows, columns] → [rows, steps, each], with columns of padding."""
-    return pad(values, (0, steps * each - values.shape[1])).unflatten(1, (steps, each))
+    padded = pad(values, (0, steps * each - values.shape[1]))
+    return padded.view(-1, steps, each)
 
 
 def in_groups(values: Tensor, given: Quantized, group: int, columns: int) -> Tensor:

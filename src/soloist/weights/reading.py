@@ -165,7 +165,7 @@ def _kept(
     for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
         assert matrix is not None, f"{source.name} stands for itself"
         for part, values in files.decoded(matrix).parts.items():
-            parts[part].append(values.to(files.device))
+            parts[part].append(values)
         progress.add(files.checkpoint, source, matrix)
     for part, rows in parts.items():
         # Always copied: what was uploaded is there only while its file is open.
@@ -236,11 +236,11 @@ class _Handles:
         return self._open[file]
 
 
-def _parts(joined: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
+def _parts(whole: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
     start = 0
     for source in spec.sources:
         rows = source.shape[spec.axis]
-        yield joined.narrow(spec.axis, start, rows)
+        yield whole.narrow(spec.axis, start, rows)
         start += rows
 
 

@@ -27,9 +27,10 @@ constexpr unsigned kTraceRound = 0u;
 constexpr unsigned kExchangeCopies = 4u;
 constexpr unsigned kLayerPhases = 5u;
 constexpr unsigned kPagesPhase = 1u;
-constexpr unsigned kSlotBytes = 16384u;
 constexpr unsigned kStepColumns = 512u;
 constexpr unsigned kHalfTileRows = 8u;
+constexpr unsigned kDigitSteps = 4u;
+constexpr unsigned kEnlargeBits = 96u;
 constexpr unsigned kHalfTileValues = 4096u;
 constexpr unsigned kChunkPages = 2u;
 constexpr unsigned kPageCopies = 3u;
@@ -258,8 +259,11 @@ static_assert(OFFSET_OF(Params, sample) == 136, "sample");
 static_assert(OFFSET_OF(Params, rank) == 176, "rank");
 static_assert(OFFSET_OF(Params, peers) == 184, "peers");
 static_assert(OFFSET_OF(Params, masks) == 192, "masks");
+enum class ScaleType : u32 { kBf16, kFp16, kFp32 };
 struct Plain16;
-struct Int8Scaled;
+template <u32 kGroup, u32 kScaleRows> struct Fp8;
+template <ScaleType kScale, u32 kGroup, bool kZeros> struct Int4;
+template <ScaleType kScale, u32 kGroup, bool kZeros> struct Int8;
 __constant__ const int kModelWindow[] = {0, 0, 0, 0, 0, 0, 0, 0};
 __constant__ const bool kModelRotated[] = {1, 1, 1, 1, 1, 1, 1, 1};
 struct Model {
@@ -299,6 +303,8 @@ struct Model {
   static constexpr bool kPageSlot = true;
   static constexpr unsigned kBlockStride = 999424u;
   static constexpr unsigned kFinalNorm = 6144u;
+  static constexpr unsigned kSlotBytes = 16384u;
+  static constexpr unsigned kWeightSlotBytes = 16384u;
   static constexpr unsigned kHalfTileBytes = 8192u;
   static constexpr bool kHasLanes = false;
   static constexpr unsigned kLanes = 1u;
@@ -316,6 +322,7 @@ struct Model {
   static constexpr bool kAttentionCommunicates = false;
   static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
+  static constexpr unsigned kShDigits = 0u;
   static constexpr unsigned kWsSumsMid = 0u;
   static constexpr unsigned kWsSumsMidBytes = 0u;
   static constexpr unsigned kWsSumsIn = 0u;
@@ -381,7 +388,7 @@ struct Model {
   static __device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
   // From a half_page's values to one number.
   static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kHalfPagePositions + row; }
-  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 786432u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
+  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 786432u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
   // Rows of the residual: attention_output and down of every layer have the same.
   struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
   static constexpr const int (&kWindow)[8] = kModelWindow;
@@ -402,10 +409,10 @@ struct Model {
     static constexpr unsigned kVecAttentionOutputBias = 0u;
     static constexpr unsigned kVecGateUpBias = 0u;
     static constexpr unsigned kVecDownBias = 0u;
-    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 0u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 96u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 96u; } };
-    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 24576u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
-    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 32768u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 112u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 112u; } };
-    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kOffset = 81920u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
+    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 0u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 96u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 96u; } };
+    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 24576u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
+    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 32768u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 112u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 112u; } };
+    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 81920u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
     // Where a layer begins: its weights in a block's, in bytes; its vectors, in values.
     static __device__ __forceinline__ unsigned long long weights(unsigned layer) { return static_cast<unsigned long long>(layer) * 98304u; }
     static __device__ __forceinline__ unsigned long long vectors(unsigned layer) { return static_cast<unsigned long long>(layer) * 768u; }

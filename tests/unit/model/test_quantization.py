@@ -1,12 +1,17 @@
 """Quantised files that cannot be used: each is refused by name, before anything is allocated."""
 
+import copy
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,7 +34,8 @@ from soloist.errors import (
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES
-from soloist.model.quantization.matrices import describe
+from soloist.model.quantization import read_quantization
+from soloist.model.quantization.matrices import describe, in_words
 from soloist.model.tensors import TensorSpec
 from soloist.weights.reading import load_weights
 from unit.model.tiny import described
@@ -163,6 +169,112 @@ def test_formats_in_words(name: str, wanted: str, tmp_path: Path) -> None:
     quantization = checked(tmp_path, specs).quantization
     assert quantization is not None
     assert describe(quantization, specs) == wanted
+
+
+Q_AND_HEAD = ("model.layers.0.self_attn.q_proj", "lm_head")
+PUBLISHED = {
+    "Qwen3-8B-FP8": (
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+         "weight_block_size": [128, 128]},
+        ("fp8 (fp8: blocks of 128 × 128)", None),
+    ),
+    "Meta-Llama-3-8B-Instruct-FP8": (
+        {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"},
+        ("fp8 (fp8: blocks of 128 × 128)", "fp8 (fp8: one scale a matrix)"),
+    ),
+    "Meta-Llama-3.1-8B-Instruct-FP8": (
+        {"config_groups": {"group_0": {
+            "input_activations": {
+                "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "tensor",
+                "symmetric": True, "type": "float"},
+            "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "tensor",
+                "symmetric": True, "type": "float"}}},
+         "format": "float-quantized", "global_compression_ratio": 1.463, "ignore": ["lm_head"],
+         "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+         "quantization_status": "frozen"},
+        ("fp8 (float-quantized: one scale a matrix)", None),
+    ),
+    "Llama-3.1-8B-quantized.w4a16": (
+        {"config_groups": {"group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": "weight", "block_structure": None, "dynamic": False,
+                "group_size": 128, "num_bits": 4, "observer": "minmax", "observer_kwargs": {},
+                "scale_dtype": None, "strategy": "group", "symmetric": True, "type": "int",
+                "zp_dtype": None}}},
+         "format": "pack-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+         "quant_method": "compressed-tensors", "quantization_status": "compressed",
+         "sparsity_config": {}, "transform_config": {}, "version": "0.12.2"},
+        ("int4 (pack-quantized: groups of 128)", None),
+    ),
+    "Mistral-7B-AWQ": (
+        {"backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None,
+         "fuse_max_seq_len": None, "group_size": 128, "modules_to_fuse": None,
+         "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+         "zero_point": True},
+        ("int4 (awq: groups of 128 and zeros)", None),
+    ),
+    "Llama-2-7B-GPTQ": (
+        {"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True,
+         "damp_percent": 0.1, "dataset": None, "desc_act": True, "exllama_config": {"version": 1},
+         "group_size": 64, "max_input_length": None, "model_file_base_name": "model",
+         "model_name_or_path": "", "model_seqlen": None, "quant_method": "gptq",
+         "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None,
+         "pad_token_id": None, "static_groups": False, "sym": True, "tokenizer": None,
+         "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
+        ("int4 (gptq: groups of 64)", None),
+    ),
+    "Qwen3-8B-gptqmodel-8bit": (
+        {"bits": 8, "checkpoint_format": "gptq", "desc_act": False, "dynamic": None,
+         "group_size": 32, "hyb_act": False, "lm_head": False, "pack_dtype": "int32",
+         "meta": {"damp_percent": 0.01, "quantizer": ["gptqmodel:4.0"]}, "quant_method": "gptq",
+         "sym": True},
+        ("int8 (gptq: groups of 32)", None),
+    ),
+    "Qwen2.5-7B-int4-inc": (
+        {"amp": True, "autoround_version": "0.4.7", "batch_size": 8, "bits": 4,
+         "block_name_to_quantize": None, "data_type": "int", "dataset": "NeelNanda/pile-10k",
+         "enable_minmax_tuning": True, "enable_norm_bias_tuning": False,
+         "enable_quanted_input": True, "gradient_accumulate_steps": 1, "group_size": 128,
+         "iters": 1000, "low_gpu_mem_usage": True, "lr": 0.001, "minmax_lr": 0.001,
+         "nsamples": 512, "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round",
+         "scale_dtype": "torch.float16", "seqlen": 2048, "sym": True,
+         "to_quant_block_names": None},
+        ("int4 (auto-round: groups of 128)", None),
+    ),
+    "Llama-3.1-8B-Instruct-FP8": (
+        {"config_groups": {"group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "targets": ["Linear"]}},
+         "ignore": ["lm_head"], "quant_algo": "FP8", "quant_method": "modelopt",
+         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+         "producer": {"name": "modelopt", "version": "0.35.0"}},
+        ("fp8 (modelopt FP8: one scale a matrix)", None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_understood(name: str, tmp_path: Path) -> None:
+    """For the first layer and the head, the first and the last way that they may be stored."""
+    config, (first, head) = PUBLISHED[name]
+    method = read_quantization(tmp_path, {"quantization_config": config})
+    assert method is not None
+    q, last = (method(module) for module in Q_AND_HEAD)
+    assert q[0] is not None
+    assert in_words(q[0]) == first
+    assert q[0].reordered is (name == "Llama-2-7B-GPTQ")
+    if name == "Meta-Llama-3-8B-Instruct-FP8":
+        assert q[1] is not None
+        assert in_words(q[1]) == head
+        assert last == (None,)
+    else:
+        assert head is last[-1] is None
 
 
 # --- damaged files -------------------------------------------------------------------------------
@@ -501,6 +613,8 @@ def weights(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "auto-round", "bits": 2, "group_size": 32}, "bits", "2", "4, 8"),
         ({"quant_method": "auto-round", "packing_format": "auto_round"}, "packing_format",
          "auto_round", "auto_round:auto_gptq"),
+        ({"quant_method": "auto-round", "backend": "auto_round:exllamav2"}, "backend",
+         "auto_round:exllamav2", "auto_round:auto_awq"),
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type", "mx_fp", "int"),
     ],
     ids=lambda v: None if isinstance(v, dict) else str(v),
@@ -568,3 +682,39 @@ def test_every_format_loads(tmp_path: Path) -> None:
         assert load_file(tmp_path / "model.safetensors")
         for name in form.files:
             (tmp_path / name).unlink()
+
+
+# --- anything ------------------------------------------------------------------------------------
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**12) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+def places(value: object) -> list[tuple[Any, Any]]:
+    """Every object or list in a value, with one of its keys."""
+    items = value.items() if isinstance(value, dict) else []
+    items = enumerate(value) if isinstance(value, list) else items
+    return [place for key, inner in items for place in [(value, key), *places(inner)]]
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(form=st.sampled_from(FORMATS), draw=st.randoms(), other=ANYTHING)
+def test_any_other_value_is_read_or_refused(
+    form: Format, draw: Random, other: object, tmp_path: Path
+) -> None:
+    config = copy.deepcopy(form.config) or {"quant_method": "modelopt", "quant_algo": "FP8"}
+    holder, key = draw.choice(places(config))
+    holder[key] = other
+    with suppress(UserError):
+        method = read_quantization(tmp_path, {"quantization_config": config})
+        assert method is not None
+        for module in (*Q_AND_HEAD, "model.layers.1.mlp.down_proj"):
+            for scheme in method(module):
+                if scheme is not None:
+                    assert in_words(scheme)
+                    assert scheme.parts((64, 96), module)

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from soloist.model.quantization.matrices import joined
 from soloist.model.quantized import Codes
-from unit.weights.quantised import both_ways, of, spec, write
+from unit.weights.formats import Matrix, matrix, word
+from unit.weights.quantised import both_ways, of, read, same_bits, spec, write
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -163,28 +165,41 @@ def test_packed_sizes_that_fill_no_word(
     both_ways(write(tmp_path, config(name, packed), of("a", stored)), spec(shape), wanted)
 
 
-def test_columns_in_groups_of_their_own(tmp_path: Path) -> None:
-    """Old files of `actorder: group`: weight_g_idx says which column is in which group."""
-    shape, group = (12, 64), 32
-    given_arguments = arguments(4, "int", "group", False, group_size=group)
-    stored, in_order = compressed("pack-quantized", given_arguments, shape, torch.float32)
-    places = torch.randperm(64, generator=torch.Generator().manual_seed(3)) // group
-    stored["weight_g_idx"] = places.int()
-    checkpoint = write(
-        tmp_path, config("pack-quantized", given_arguments | {"actorder": "group"}), of("a", stored)
-    )
-    one = spec(shape)
-    from soloist.model.quantization.matrices import joined
-    from unit.weights.quantised import read
+def packed(m: Matrix) -> dict[str, Tensor]:
+    """Consecutive columns in a word of codes, consecutive rows in one of zeros."""
+    (rows, columns), groups = m.shape, m.scales.shape[1]
+    zeros = [[line[g] for line in m.zeros] for g in range(groups)]
 
-    assert joined(checkpoint.quantization, one) is None
-    seen = read(checkpoint, one, torch.float32)
-    scales = stored["weight_scale"]
-    codes = in_order.view(12, 2, 32) / scales[:, :, None]  # code - zero of the group it lies in
-    assert seen.shape == in_order.shape
-    for k in range(64):
-        if places[k] == k // group:
-            assert torch.equal(seen[:, k], in_order[:, k])
-        else:
-            assert not torch.equal(seen[:, k], in_order[:, k])
-    assert codes.shape == (12, 2, 32)
+    def words(fields: list[int]) -> list[int]:
+        return [word(fields[i : i + 8], 4) for i in range(0, len(fields), 8)]
+
+    return {
+        "weight_packed": torch.tensor([words(line) for line in m.codes], dtype=torch.int32),
+        "weight_zero_point": torch.tensor(
+            [words(line) for line in zeros], dtype=torch.int32
+        ).t().contiguous(),
+        "weight_scale": m.scales,
+        "weight_shape": torch.tensor([rows, columns]),
+        "weight_g_idx": torch.tensor(m.of, dtype=torch.int32),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic"])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_columns_in_groups_of_their_own(shuffled: bool, order: str, tmp_path: Path) -> None:
+    """Old files of `actorder: group`: weight_g_idx says which column is in which group."""
+    m = matrix(11, 64, 32, shuffled=shuffled)
+    group = arguments(4, "int", "group", False, group_size=32, actorder=order)
+    checkpoint = write(tmp_path, config("pack-quantized", group), of("a", packed(m)))
+    same_bits(read(checkpoint, spec(m.shape), torch.float32), m.numbers)
+    assert joined(checkpoint.quantization, spec(m.shape)) is None
+
+
+@pytest.mark.parametrize("order", ["weight", "static", None, False])
+def test_other_orders_of_quantising_change_no_file(order: Any, tmp_path: Path) -> None:
+    m = matrix(11, 64, 32)
+    group = arguments(4, "int", "group", False, group_size=32, actorder=order)
+    tensors = packed(m)
+    del tensors["weight_g_idx"]
+    checkpoint = write(tmp_path, config("pack-quantized", group), of("a", tensors))
+    both_ways(checkpoint, spec(m.shape), m.numbers)

@@ -100,3 +100,13 @@ def test_closing_ends_what_runs(files: list[Path]) -> None:
     closer.join(30)
     assert not closer.is_alive()
     assert not memory.buffers
+
+
+@pytest.mark.parametrize(("free_bytes", "arrives"), [(8 * 13_346, False), (9 * 13_346, True)])
+def test_numbers_of_quantised_files_have_to_fit(
+    files: list[Path], free_bytes: int, arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_OTHERS_BYTES", 0)
+    up = Upload(files, Host(free_bytes), "cuda:0", growth=4)
+    assert (up.address(files[0]) is not None) is arrives
+    up.close()

@@ -1,12 +1,12 @@
 // Activations as integers, for weights that are integers.
 //
-// A warp's 64 columns of a step are scaled by a power of two to 14 bits and a sign, and cut into two digits of 8 bits: x is
-// scale · (256 high + low), exact for values down to a 64th of the largest, and nearer than bf16 to most others. Sums of integers do not
-// depend on their order, and the scale only on the query's own values: so bits are the same for any number of queries.
+// A query's 64 columns of a step that a warp has are scaled by a power of two to 14 bits and a sign, and cut into two digits of
+// 8 bits: x is scale · (256 high + low). That is exact for values of bf16 down to a 64th of the largest. Sums of integers do not
+// depend on their order, and the scale depends on the query's own values only: bits are the same for any number of queries.
 #pragma once
 #include "tile/activations.cuh"
 
-// A non-zero digit-carrying exponent: 2^kDigitBits is the largest magnitude.
+// The largest magnitude of a query's 64 columns lies between 2^kDigitBits and twice that.
 inline constexpr u32 kDigitBits = 13;
 
 // The largest magnitude of 8 values, as the bits of 16-bit values without signs, which order like them.
@@ -20,12 +20,8 @@ __device__ __forceinline__ u32 most_of_lanes(u32 x, u32 lanes) {
   for (u32 step = 1; step < lanes; step *= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
   return x;
 }
-__device__ __forceinline__ i32 sum_of_lanes(i32 x, u32 lanes) {
-#pragma unroll
-  for (u32 step = 1; step < lanes; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
+// The power of two that makes integers of a query's columns, and the one that takes it back.
 struct Scaling {
   float inverse, scale;
 
@@ -45,12 +41,6 @@ struct Digits {
   __device__ __forceinline__ Digits(uint4 v, float inverse) {
     four(v.x, v.y, inverse, high[0], low[0]);
     four(v.z, v.w, inverse, high[1], low[1]);
-  }
-  // Of all 8 integers.
-  __device__ __forceinline__ i32 sum() const {
-    const i32 ones = 0x01010101;
-    const i32 highs = __dp4a(static_cast<i32>(high[0]), ones, __dp4a(static_cast<i32>(high[1]), ones, 0));
-    return 256 * highs + __dp4a(static_cast<i32>(low[0]), ones, __dp4a(static_cast<i32>(low[1]), ones, 0));
   }
 
  private:
@@ -112,29 +102,58 @@ struct Ahead<Op, true> {
   }
 };
 
-// What the multiplies of a step take: digits as operands of m16n8k32, the power of two, and sums of the integers by group.
+// What the multiplies of a step take: digits as operands of m16n8k32, powers of two, and for each group of columns what sums begin
+// with: minus the zero that all weights have times the integers. Where zeros are stored, the integers' sums.
 template <class Op>
 struct IntegerStep {
   static constexpr bool kOne = kRoomQueries == 1;
-  static constexpr u32 kGroups = Op::Format::kGroups, kColumns = kOne ? 1 : 2;
+  static constexpr u32 kGroups = Op::Format::kGroups, kOperands = kOne ? 1 : 2, kColumns = kOne ? 1 : 2;
   static constexpr bool kSums = Op::Format::kZeros || Op::Format::kZero != 0;
   // One query: digits in columns 0 and 1, so that a lane has the sums of both. Several: all high digits, and all low ones.
-  uint4 b[kOne ? 1 : 2];
+  uint4 b[kOperands];
   float scale[kColumns];
-  i32 sum[kColumns][kGroups];
+  i32 sums[kGroups][kOperands][4];
+
+  // Products with 32 columns of weights, added to `c`.
+  template <bool kSigned>
+  __device__ __forceinline__ void multiply(i32 (&d)[kOperands][4], uint4 a, u32 part, const i32 (&c)[kOperands][4]) const {
+#pragma unroll
+    for (u32 i = 0; i < kOperands; ++i)
+      mma<kSigned>(d[i], a, part ? b[i].z : b[i].x, part ? b[i].w : b[i].y, c[i]);
+  }
+  __device__ __forceinline__ void add_up() {
+    if constexpr (kSums) {
+      using Format = typename Op::Format;
+      constexpr u32 kFirst = Format::kZeros ? 1 : -Format::kZero & 0xFF;
+      constexpr u32 kLast = Format::kZeros ? 1 : -Format::kZero * static_cast<i32>(1 / Format::kSecond) & 0xFF;
+      constexpr u32 kBytes = 0x01010101;
+      const uint4 a = make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+#pragma unroll
+      for (u32 n = 0; n < kGroups; ++n) {
+        const i32 none[kOperands][4] = {};
+        multiply<true>(sums[n], a, n, none);
+        if constexpr (kGroups == 1) multiply<true>(sums[n], a, 1, sums[n]);
+      }
+    }
+  }
+  __device__ __forceinline__ static i32 joined(const i32 (&c)[kOperands][4], u32 i) {
+    return 256 * c[0][i] + (kOne ? c[0][i + 1] : c[kOperands - 1][i]);
+  }
 };
 
 // The steps of a multiply with integers: of two steps at a time the operands are at hand.
 template <class Op, bool kAgain>
 struct IntegerSteps {
   using Step = IntegerStep<Op>;
+  using Format = typename Op::Format;
+  using Accumulators = i32[Step::kOperands][4];
   static constexpr u32 kGroups = Step::kGroups;
+  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
   const GlobalOperand<Op>& operand;
   Ahead<Op>& ahead;
   u32 lane;
   Step steps[2];
   float scale_of_four;  // of the lane's step
-  i32 sum_of_four[kGroups == 1 ? 1 : 1];
 
   __device__ __forceinline__ IntegerSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 lane)
       : operand(operand), ahead(ahead), lane(lane) {}
@@ -146,12 +165,8 @@ struct IntegerSteps {
       const bool is_fixed = Op::kDepth % kDigitSteps == 0 || Op::kDepth == Op::kSteps;
       const u32 place = is_fixed ? d % kDigitSteps : (first + d) % kDigitSteps;
       if (place == 0) make_four((first + d) / kDigitSteps);
-      const u32 row = place * 128 + (lane / 4 % 2 ^ place % 2) * 64;
-      s.b[0] = load_shared(operand.digits + row + lane % 4 * 16);
+      s.b[0] = load_shared(operand.digits + place * 128 + (lane / 4 % 2 ^ place % 2) * 64 + lane % 4 * 16);
       s.scale[0] = __shfl_sync(~0u, scale_of_four, place * 8);
-      if constexpr (Step::kSums)
-#pragma unroll
-        for (u32 n = 0; n < kGroups; ++n) s.sum[0][n] = __shfl_sync(~0u, sum_of_four[0], place * 8 + n * 4);
     } else {
       ahead.await(operand, d, first);
       const uint4 low = ahead.b[d][0], high = ahead.b[d][1];
@@ -162,53 +177,59 @@ struct IntegerSteps {
       // A lane's sums are those of two queries.
 #pragma unroll
       for (u32 c = 0; c < 2; ++c) s.scale[c] = __shfl_sync(~0u, scaling.scale, (lane % 4 * 2 + c) * 4);
-      if constexpr (Step::kSums) {
-        const i32 of_lane[2] = {kGroups == 1 ? x.sum() + y.sum() : x.sum(), y.sum()};
-#pragma unroll
-        for (u32 n = 0; n < kGroups; ++n) {
-          const i32 sum = sum_of_lanes(of_lane[n], 4);
-#pragma unroll
-          for (u32 c = 0; c < 2; ++c) s.sum[c][n] = __shfl_sync(~0u, sum, (lane % 4 * 2 + c) * 4);
-        }
-      }
       ahead.template ask_for_next<kAgain>(operand, d, first);
     }
+    s.add_up();
   }
   __device__ __forceinline__ void release(u32, u32) {}
 
   template <class Sums>
-  __device__ __forceinline__ void multiply_tile(Sums& sums, u32 t, u32 d, const typename Op::Format& w) const {
+  __device__ __forceinline__ void multiply_tile(Sums& sums, u32 t, u32 d, const Format& w) const {
     const Step& s = steps[d % 2];
 #pragma unroll
     for (u32 n = 0; n < kGroups; ++n) {
-      i32 c[2][4] = {};  // of high digits and of low ones; of one query together
-#pragma unroll
-      for (u32 part = 0; part < 2; ++part)
-        if (kGroups == 1 || part == n) multiply(c, w.operand(part), s, part);
+      Accumulators c;
+      begin(c, s, n);
+      s.template multiply<Format::kSigned>(c, w.operand(n), n, c);
+      if constexpr (kGroups == 1) s.template multiply<Format::kSigned>(c, w.operand(1), 1, c);
 #pragma unroll
       for (u32 row = 0; row < 2; ++row)
 #pragma unroll
-        for (u32 i = 0; i < Step::kColumns; ++i)
-          add(sums.c[t][0][row * 2 + i], joined(c, row * 2 + i), s, i, n, w.scales[n].get(row), w.zeros[n] >> 8 * row, row == 1);
+        for (u32 i = 0; i < Step::kColumns; ++i) {
+          i32 x = Step::joined(c, row * 2 + i);
+          if constexpr (Format::kZeros) x -= zero(w, n, row) * Step::joined(s.sums[n], row * 2 + i) * (row ? kSecond : 1);
+          add(sums.c[t][0][row * 2 + i], x, w.scales[n].get(row), s.scale[i], row);
+        }
     }
   }
-  // 8 rows.
+  // 8 rows; products with the last 32 columns are as many times larger as those of rows g + 8.
   template <class Sums>
-  __device__ __forceinline__ void multiply_half_tile(Sums& sums, u32 t, u32 d, const typename Op::Format& w, bool second) const {
-    constexpr i32 kSecond = static_cast<i32>(1.0f / Op::Format::kSecond);
+  __device__ __forceinline__ void multiply_half_tile(Sums& sums, u32 t, u32 d, const Format& w, bool second) const {
     const Step& s = steps[d % 2];
-    i32 first[2][4] = {}, last[2][4] = {};
-    multiply(first, w.half_operand(second, 0), s, 0);
-    multiply(last, w.half_operand(second, 1), s, 1);
+    Accumulators first, last;
+    begin(first, s, 0);
+    const Accumulators none = {};
+    if constexpr (kGroups == 1) {
+      s.template multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, first);
+      s.template multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, none);
+    } else {
+      s.template multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, first);
+      begin(last, s, 1, kSecond);
+      s.template multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, last);
+    }
 #pragma unroll
     for (u32 i = 0; i < Step::kColumns; ++i) {
-      const i32 x = joined(first, i), y = joined(last, i);
+      i32 x = Step::joined(first, i), y = Step::joined(last, i);
+      if constexpr (Format::kZeros) {
+        x -= zero(w, 0, second) * Step::joined(s.sums[0], i);
+        if constexpr (kGroups > 1) y -= zero(w, kGroups - 1, second) * Step::joined(s.sums[kGroups - 1], i) * kSecond;
+      }
       float& sum = sums.c[t][0][i];
       if constexpr (kGroups == 1) {
-        add(sum, x * kSecond + y, s, i, 0, w.scales[0].get(second), w.zeros[0] >> 8 * second, true);
+        add(sum, x * kSecond + y, w.scales[0].get(second), s.scale[i], true);
       } else {
-        add(sum, x, s, i, 0, w.scales[0].get(second), w.zeros[0] >> 8 * second, false);
-        add(sum, y, s, i, 1, w.scales[1].get(second), w.zeros[1] >> 8 * second, true);
+        add(sum, x, w.scales[0].get(second), s.scale[i], false);
+        add(sum, y, w.scales[kGroups - 1].get(second), s.scale[i], true);
       }
     }
   }
@@ -219,7 +240,6 @@ struct IntegerSteps {
     const Scaling scaling(most_of_lanes(magnitude(v), 8));
     const Digits x(v, scaling.inverse);
     scale_of_four = scaling.scale;
-    if constexpr (Step::kSums) sum_of_four[0] = sum_of_lanes(x.sum(), kGroups == 1 ? 8 : 4);
     // [step][digit][quarter of 32 columns][which 32]; of odd steps the digits change places, or two steps would share banks.
     const u32 step = lane / 8, at = operand.digits + step * 128 + step % 2 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
     __syncwarp();
@@ -227,23 +247,18 @@ struct IntegerSteps {
     store_shared2(at ^ 64, x.low[0], x.low[1]);
     __syncwarp();
   }
-  static __device__ __forceinline__ void multiply(i32 (&c)[2][4], uint4 a, const Step& s, u32 part) {
+  static __device__ __forceinline__ void begin(Accumulators& c, const Step& s, u32 group, i32 times = 1) {
 #pragma unroll
-    for (u32 i = 0; i < (Step::kOne ? 1 : 2); ++i)
-      mma<Op::Format::kSigned>(c[i], a, part ? s.b[i].z : s.b[i].x, part ? s.b[i].w : s.b[i].y);
+    for (u32 i = 0; i < Step::kOperands; ++i)
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) c[i][k] = Format::kZero != 0 && !Format::kZeros ? s.sums[group][i][k] * times : 0;
   }
-  static __device__ __forceinline__ i32 joined(const i32 (&c)[2][4], u32 i) {
-    return 256 * c[0][i] + (Step::kOne ? c[0][i + 1] : c[1][i]);
+  static __device__ __forceinline__ i32 zero(const Format& w, u32 group, u32 row) {
+    const u32 byte = w.zeros[group] >> 8 * row;
+    return Format::kSigned ? static_cast<i32>(static_cast<signed char>(byte)) : static_cast<i32>(byte & 0xFF);
   }
   // `times`: whether `x` is as many times too large as kSecond says.
-  static __device__ __forceinline__ void add(float& sum, i32 x, const Step& s, u32 column, u32 group, float scale, u32 zero, bool times) {
-    using Format = typename Op::Format;
-    constexpr i32 kSecond = static_cast<i32>(1.0f / Format::kSecond);
-    if constexpr (Step::kSums) {
-      const i32 of_byte = Format::kSigned ? static_cast<i32>(static_cast<signed char>(zero)) : static_cast<i32>(zero & 0xFF);
-      x -= (Format::kZeros ? of_byte : Format::kZero) * (times ? kSecond : 1) * s.sum[column][group];
-    }
-    const float power = times ? s.scale[column] * Format::kSecond : s.scale[column];
-    sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), power, sum);
+  static __device__ __forceinline__ void add(float& sum, i32 x, float scale, float power, bool times) {
+    sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), times ? power * Format::kSecond : power, sum);
   }
 };

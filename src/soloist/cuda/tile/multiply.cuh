@@ -42,13 +42,18 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   using Fragments = typename Op::Format;
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kTiles = Order::kCount, kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes;
-  // Beside all that sampling several queries takes, sums in four chains leave registers for fewer; so do scales and digits.
-  constexpr bool kFew = kMostQueries > 1 && (kArithmetic<Op> != Arithmetic::kPlain || (kSamples && kChains<Op> == 4));
-  constexpr u32 kMostEarly = kFew ? M::kEarlySlots / (kArithmetic<Op> == Arithmetic::kPlain ? 2 : 4) : kArithmetic<Op> == Arithmetic::kPlain ? M::kEarlySlots : kArithmetic<Op> == Arithmetic::kScaled ? M::kEarlySlots / 4 : M::kEarlySlots * 3 / 4;
+  // Beside all that sampling several queries takes, sums in four chains leave registers for fewer. Scaled values share registers
+  // with sums, scales and digits.
+  constexpr bool kIsPlain = kArithmetic<Op> == Arithmetic::kPlain;
+  constexpr bool kFew = kSamples && kMostQueries > 1 && kChains<Op> == 4;
+  constexpr u32 kScaledEarly = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
+  constexpr u32 kMostEarly = kIsPlain ? M::kEarlySlots / (kFew ? 2 : 1) : M::kEarlySlots < kScaledEarly ? M::kEarlySlots : kScaledEarly;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
   constexpr u32 kTogether = kBatch > kSlotTiles ? kBatch : kSlotTiles;
+  // Values that are worked on before they are multiplied leave time in which the next ones come.
+  constexpr bool kPipelined = kArithmetic<Op> != Arithmetic::kPlain && kMostQueries == 1;
   static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kEarly % kTogether == 0 || kEarly == kTiles, "whole batches");
   static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
@@ -65,50 +70,73 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
     w.load(slot + i % kSlotTiles * kTileBytes, place, Order::is_full(i), Order::is_left_over(i));
   };
   Fragments early[kTiles + 1];  // no more of them are used
+  Fragments later[kPipelined ? 2 : 1][kTogether];
+  const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
+  const auto fragments = [&](u32 i, u32 j) -> Fragments& {
+    return is_early(i) ? early[i + j] : later[kPipelined ? i / kTogether % 2 : 0][j];
+  };
+  // Steps `d` from `first` on.
+  const auto exists = [&](u32 d, u32 first) { return d < Op::kDepth && (kWhole || first + d < Op::kSteps); };
+  // A batch comes to registers, if it has not yet; returns how many slots it was.
+  const auto load_batch = [&](u32 i, u32 first) {
+    u32 count = 0;
+#pragma unroll
+    for (u32 j = 0; j < kTogether; ++j) {
+      if (i + j >= kTiles || !exists(Order::step(i + j), first)) continue;
+      load(fragments(i, j), i + j);
+      count += (i + j) % kSlotTiles == 0;
+    }
+    return count;
+  };
+  const auto multiply_batch = [&](u32 i, u32 first) {
+#pragma unroll
+    for (u32 j = 0; j < kTogether; ++j) {
+      const u32 d = Order::step(i + j), t = Order::tile(i + j);
+      if (i + j >= kTiles || !exists(d, first)) continue;
+      const Fragments& w = fragments(i, j);
+      if (!Order::is_left_over(i + j)) {
+        if (t == 0) steps.prepare(d, first);
+        steps.multiply_tile(sums, t, d, w);
+        if (t + 1 == Order::kTiles && !Order::kOdd) steps.release(d, first);
+      } else {
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+          if (!exists(d + e, first)) continue;
+          if (t == 0) steps.prepare(d + e, first);
+          steps.multiply_half_tile(sums, t, d + e, w, e);
+          steps.release(d + e, first);
+        }
+      }
+    }
+  };
+  const auto take_batch = [&](u32 i, u32 first) {
+    const u32 taken = ring.slot, count = load_batch(i, first);
+    if (count) ring.release(lane, taken, count);
+  };
   if (kEarly) {
     const u32 taken = ring.slot;
 #pragma unroll
     for (i32 i = 0; i < kEarly; ++i) load(early[i], i);
     ring.release(lane, taken, (kEarly + kSlotTiles - 1) / kSlotTiles);
+  } else if (kPipelined) {
+    take_batch(0, 0);
   }
   arrived();
 #pragma unroll 1
   for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
-    const auto exists = [&](u32 d) { return d < Op::kDepth && (kWhole || first + d < Op::kSteps); };
+    if (kPipelined && first > 0) take_batch(0, first);
 #pragma unroll
     for (u32 i = 0; i < kTiles; i += kTogether) {
-      const bool is_early = static_cast<i32>(i) < kEarly;
-      const u32 taken = ring.slot;
-      u32 count = 0;
-      Fragments later[kTogether];
-      if (!is_early || first > 0) {
-#pragma unroll
-        for (u32 j = 0; j < kTogether; ++j) {
-          if (i + j >= kTiles || !exists(Order::step(i + j))) continue;
-          load(is_early ? early[i + j] : later[j], i + j);
-          count += (i + j) % kSlotTiles == 0;
-        }
+      if constexpr (kPipelined) {
+        // The next batch is on its way while this one is multiplied.
+        const u32 next = i + kTogether;
+        if (next < kTiles && (!is_early(next) || first > 0)) take_batch(next, first);
+        multiply_batch(i, first);
+      } else {
+        const u32 taken = ring.slot, count = !is_early(i) || first > 0 ? load_batch(i, first) : 0;
+        multiply_batch(i, first);
+        if (count) ring.release(lane, taken, count);
       }
-#pragma unroll
-      for (u32 j = 0; j < kTogether; ++j) {
-        const u32 d = Order::step(i + j), t = Order::tile(i + j);
-        if (i + j >= kTiles || !exists(d)) continue;
-        const Fragments& w = is_early ? early[i + j] : later[j];
-        if (!Order::is_left_over(i + j)) {
-          if (t == 0) steps.prepare(d, first);
-          steps.multiply_tile(sums, t, d, w);
-          if (t + 1 == Order::kTiles && !Order::kOdd) steps.release(d, first);
-        } else {
-#pragma unroll
-          for (u32 e = 0; e < 2; ++e) {
-            if (!exists(d + e)) continue;
-            if (t == 0) steps.prepare(d + e, first);
-            steps.multiply_half_tile(sums, t, d + e, w, e);
-            steps.release(d + e, first);
-          }
-        }
-      }
-      if (count) ring.release(lane, taken, count);
     }
   }
 }

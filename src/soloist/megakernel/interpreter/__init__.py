@@ -8,8 +8,8 @@ show is anything about time: waits, the ring, memory order.
 
 `phases` runs the phases of a round. It is made of `residual` (the stream), `attention` (with
 `split`, `projection`, `cache`, `softmax` and `partials`) and `logits` (and tokens), over `exchange`
-(buffers) and `weights` (with `tiles`). `lanes` runs models with lanes, whose partial results come
-through `published`.
+(buffers) and `weights` (with `tiles` and `multiply`). `lanes` runs models with lanes, whose partial
+results come through `published`.
 """
 
 from soloist.megakernel.interpreter.lanes import LaneInterpreter, lanes_of_plan, round_of_lanes

@@ -17,7 +17,6 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER
-from soloist.model.torch_types import TORCH_DTYPES
 
 
 class Interpreter:
@@ -47,7 +46,7 @@ class Interpreter:
         workspace = plan.exchanges.workspace
         self.sums = {name: Exchange(plan, name) for name in workspace if name.startswith("sums")}
         self.logits, self.records = Logits(plan), Records(plan)
-        self._weights = Weights(plan, memory, TORCH_DTYPES[plan.dtype] if dtype is None else dtype)
+        self._weights = Weights(plan, memory, dtype)
         self._residual = Residual(plan, self._weights)
         self._in, self._mid = Stream(plan, "in", dtype), Stream(plan, "mid", dtype)
         self._projection = Projection(plan, self._weights, memory.rope, dtype)
@@ -108,7 +107,7 @@ class Interpreter:
 
     def _product(self, op: Operation, x: Tensor, layer: int, block: int, queries: int) -> Tensor:
         """[rows, columns] of a block; what the multiply gives for other queries is left."""
-        return (self._weights.matrix(op, layer, block) @ x)[:, :queries]
+        return self._weights.product(op, x, layer, block)[:, :queries]
 
     def _qkv(self, layer: int, queries: int) -> None:
         op = self._op(layer, "qkv")

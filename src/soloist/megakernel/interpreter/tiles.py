@@ -1,6 +1,11 @@
-"""Packed weights back in rows and columns: the places of values and scales in a block's slots."""
+"""Packed weights back in rows and columns: the places of values and scales in a block's slots.
+
+Places are written down here once more, from what lanes read (cuda/tile/formats.cuh). Lane (g, q) of
+a warp has rows g and g + 8 of a tile and the columns 8q … 8q + 7 of 32; of a half tile row g.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -9,10 +14,31 @@ from torch import Tensor
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
 from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes
+
+_SCALE_TYPES = {
+    Dtype.BF16: torch.bfloat16,
+    Dtype.FP16: torch.float16,
+    Dtype.FP32: torch.float32,
+}
 
 
-def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Tensor:
-    """[rows, columns] of a block's part of a matrix, padding included.
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A block's part of a matrix, padding included.
+
+    Attributes:
+        values: [rows, columns] that are multiplied: numbers, or codes less their zeros.
+        scales: [rows, groups of columns] by which sums are multiplied; None where there are none.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
+def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Numbers:
+    """A block's part of a matrix.
 
     Args:
         packed: the block's bytes, or values of an image without rounding.
@@ -20,16 +46,23 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Ten
         rows: that the block owns.
         half: what 16-bit values are.
     """
-    stored, at = op.matrix.format, 0
-    out = torch.full((rows, op.matrix.steps * STEP_COLUMNS), torch.nan)
+    stored, steps, at = op.matrix.format, op.matrix.steps, 0
+    values = torch.full((rows, steps, STEP_COLUMNS), torch.nan)
+    scales = torch.full((rows, steps, stored.step_groups), torch.nan)
     for step, tile in _slots(op, rows // HALF_TILE_ROWS):
         end = at + len(tile) * stored.half_tile_bytes // bytes_of_each(packed)
-        row, column = tile.start * HALF_TILE_ROWS, step * STEP_COLUMNS
-        place = out[row : row + len(tile) * HALF_TILE_ROWS, column : column + STEP_COLUMNS]
-        place.copy_(_tile(packed[at:end], stored, len(tile), half))
+        own = slice(tile.start * HALF_TILE_ROWS, tile.stop * HALF_TILE_ROWS)
+        slot = packed[at:end]
+        if slot.dtype is not torch.uint8:
+            values[own, step] = slot.float()[_places_16(len(tile))]
+        elif stored.meaning is None:
+            values[own, step] = slot.view(half)[_places_16(len(tile))].float()
+        else:
+            codes, shared = _quantised(slot, stored, len(tile), half)
+            values[own, step], scales[own, step] = codes, shared
         at = end
     assert at == len(packed), f"{op.matrix.name}: slots"
-    return out
+    return Numbers(values.flatten(1), None if stored.is_plain else scales.flatten(1))
 
 
 def bytes_of_each(packed: Tensor) -> int:
@@ -51,40 +84,40 @@ def _slots(op: Operation, half_tiles: int) -> Iterator[tuple[int, range]]:
                 yield from ((step, tile) for step in pair for tile in tiles if len(tile) == size)
 
 
-def _tile(slot: Tensor, stored: WeightFormat, half_tiles: int, half: torch.dtype) -> Tensor:
-    """The numbers [8 or 16, 512] of one or two halves of a slot.
+@dataclass(frozen=True, slots=True)
+class _Digits:
+    """Where values of a tile or half tile lie: digits of rows [rows, 1] and of columns [512]."""
 
-    Args:
-        slot: bytes, or values of an image without rounding.
-        stored: the matrix's format.
-        half_tiles: 1 for a half tile, 2 for a tile.
-        half: what 16-bit values are.
-    """
-    if slot.dtype is not torch.uint8:
-        return slot.float()[_places_16(half_tiles)]
-    if stored.is_plain:
-        return slot.view(half)[_places_16(half_tiles)].float()
-    halves = slot.view(half_tiles, stored.half_tile_bytes)
-    values = halves[:, : stored.half_tile_values_bytes].flatten().view(torch.int8)
-    scales = halves[:, stored.half_tile_values_bytes :].flatten()
-    numbers = values[_places_8(half_tiles)].float()
-    return numbers * (scales[_scale_places(half_tiles)].float() - 127).exp2()
+    lane: Tensor  # of all of a block's 256
+    half: Tensor  # of a tile's rows
+    part: Tensor  # of the 64 columns of a warp
+    multiply: Tensor
+    register: Tensor
+    column: Tensor
+
+    @property
+    def of_four(self) -> Tensor:
+        """Which of four neighbouring columns."""
+        return self.register * 2 + self.column
 
 
-def _coordinates(half_tiles: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1] and [512]: rows and columns of one or two half tiles."""
-    return torch.arange(half_tiles * HALF_TILE_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+@cache
+def _digits(half_tiles: int) -> _Digits:
+    """Those of a half tile (1) or a tile (2)."""
+    row, k = torch.arange(half_tiles * HALF_TILE_ROWS)[:, None], torch.arange(STEP_COLUMNS)
+    lane = k // 64 * 32 + row % 8 * 4 + k % 32 // 8
+    return _Digits(lane, row // 8, k % 64 // 32, k % 8 // 4, k % 4 // 2, k % 2)
 
 
 @cache
 def _places_16(half_tiles: int) -> Tensor:
     """[8 or 16, 512]: which of a slot's 16-bit values is which of a tile's.
 
-    Lane (g, q) of a warp reads 16 bytes for each multiply. Of a tile these are registers 0 … 3 of
-    m16n8k16's first operand: rows g and g + 8 in turn, times the two activations of the lane that
-    come with the first pair, then the second. Of a half tile they are consecutive columns.
+    A lane reads 16 bytes for each multiply. Of a tile these are registers 0 … 3 of m16n8k16's first
+    operand: rows g and g + 8 in turn, times the two activations of the lane that come with the
+    first pair, then the second. Of a half tile they are consecutive columns.
     """
-    row, k = _coordinates(half_tiles)
+    row, k = torch.arange(half_tiles * HALF_TILE_ROWS)[:, None], torch.arange(STEP_COLUMNS)
     warp, half, quad, multiply = k // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4
     if half_tiles == 1:
         return warp * 512 + half * 256 + (row * 4 + quad) * 8 + k % 8
@@ -92,23 +125,81 @@ def _places_16(half_tiles: int) -> Tensor:
     return half * HALF_TILE_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
 
 
-@cache
-def _places_8(half_tiles: int) -> Tensor:
-    """The same of 8-bit values: a lane's 16 bytes are those of both multiplies or halves."""
-    row, k = _coordinates(half_tiles)
-    warp, half, quad, multiply = k // 64, k % 64 // 32, k % 32 // 8, k % 8 // 4
-    lane = row % 8 * 4 + quad
-    if half_tiles == 1:
-        return warp * 512 + lane * 16 + half * 8 + k % 8
-    register = k % 4 // 2 * 2 + row // 8
-    return half * HALF_TILE_VALUES + warp * 512 + lane * 16 + multiply * 8 + register * 2 + k % 2
+def _quantised(
+    slot: Tensor, stored: WeightFormat, half_tiles: int, half: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Values [8 or 16, 512] and scales [8 or 16, groups] of a tile's bytes."""
+    assert stored.meaning is not None, "scales mean something"
+    kind, ends, end = stored.meaning.codes, [], 0
+    for size in (
+        stored.half_tile_values_bytes,
+        stored.half_tile_scales_bytes,
+        stored.half_tile_zeros_bytes,
+    ):
+        end += half_tiles * size
+        ends.append(end)
+    codes, scales, zeros = slot[: ends[0]], slot[ends[0] : ends[1]], slot[ends[1] : ends[2]]
+    shared = _scale_type(stored)
+    by_row = _of_rows(scales.contiguous().view(shared).float(), stored, half_tiles)
+    if kind is Codes.FP8:
+        return _fp8(codes, half_tiles, half), by_row
+    values = (_int4 if kind is Codes.INT4 else _int8)(codes, half_tiles).float()
+    if not stored.zero_bits:
+        return values - (8 if kind is Codes.INT4 else 0), by_row
+    signed = zeros.contiguous().view(torch.uint8 if kind is Codes.INT4 else torch.int8)
+    zero = _of_rows(signed.float(), stored, half_tiles, rows_each=1)
+    return values - zero.repeat_interleave(stored.group, 1), by_row
 
 
-@cache
-def _scale_places(half_tiles: int) -> Tensor:
-    """The same of scales, one for 32 columns of a row: by warp and lane's row, two to a lane."""
-    row, k = _coordinates(half_tiles)
-    warp, half = k // 64, k % 64 // 32
-    if half_tiles == 1:
-        return warp * 16 + row * 2 + half
-    return half * 128 + warp * 16 + row % 8 * 2 + row // 8
+def _scale_type(stored: WeightFormat) -> torch.dtype:
+    """Scales of FP8 always are in fp32, others as in the file."""
+    assert stored.meaning is not None, "it has scales"
+    is_fp8 = stored.meaning.codes is Codes.FP8
+    return torch.float32 if is_fp8 else _SCALE_TYPES[stored.meaning.scale_dtype]
+
+
+def _of_rows(
+    shared: Tensor, stored: WeightFormat, half_tiles: int, rows_each: int | None = None
+) -> Tensor:
+    """[group][row g][rows g and g + 8] → [8 or 16, groups]; some rows may share one."""
+    each = rows_each or stored.scale_rows
+    by_group = shared.view(stored.step_groups, HALF_TILE_ROWS // each, half_tiles)
+    return by_group.repeat_interleave(each, 1).permute(2, 1, 0).flatten(0, 1)
+
+
+def _int4(codes: Tensor, half_tiles: int) -> Tensor:
+    """A byte has two values: of rows g and g + 8, or of a half tile 32 columns apart."""
+    d = _digits(half_tiles)
+    if half_tiles == 2:
+        byte, nibble = d.lane * 16 + d.part * 8 + d.multiply * 4 + d.of_four, d.half
+    else:
+        byte, nibble = d.lane * 8 + d.multiply * 4 + d.of_four, d.part
+    return codes[byte] >> 4 * nibble & 15
+
+
+def _int8(codes: Tensor, half_tiles: int) -> Tensor:
+    """A lane's 16 bytes are the registers of m16n8k32; of a half tile those of both parts."""
+    d = _digits(half_tiles)
+    if half_tiles == 2:
+        register = d.multiply * 2 + d.half
+        byte = d.part * HALF_TILE_VALUES + d.lane * 16 + register * 4 + d.of_four
+    else:
+        byte = d.lane * 16 + d.part * 8 + d.multiply * 4 + d.of_four
+    return codes.contiguous().view(torch.int8)[byte]
+
+
+def _fp8(codes: Tensor, half_tiles: int, half: torch.dtype) -> Tensor:
+    """A word has the 16-bit pairs of two registers: rows g and g + 8, or four columns of row g."""
+    d = _digits(half_tiles)
+    if half_tiles == 2:
+        at, second = d.lane * 4 + d.multiply * 2 + d.register, d.half
+        at = d.part * (HALF_TILE_VALUES // 4) + at
+    else:
+        at, second = d.lane * 4 + d.part * 2 + d.multiply, d.register
+    word = codes.contiguous().view(torch.int32)[at].long()
+    if half is torch.bfloat16:
+        low, high = word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700
+    else:
+        low, high = word & 0xBF80BF80, word << 7 & 0x3F803F80 | word << 1 & 0x80008000
+    pair = torch.where(second == 1, high, low) >> 16 * d.column & 0xFFFF
+    return pair.to(torch.uint16).view(half).float()

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.interpreter.memory import Memory
-from soloist.megakernel.interpreter.tiles import bytes_of_each, unpacked
+from soloist.megakernel.interpreter.multiply import product
+from soloist.megakernel.interpreter.tiles import Numbers, bytes_of_each, unpacked
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_ROWS
+from soloist.model.torch_types import TORCH_DTYPES
 
 
 def rows_of(op: Operation, block: int) -> range:
@@ -26,17 +28,22 @@ class Weights:
     Args:
         plan: where they lie.
         memory: of the rank.
-        half: what 16-bit values are.
+        dtype: what the kernel rounds to; None for no rounding.
     """
 
-    def __init__(self, plan: Plan, memory: Memory, half: torch.dtype) -> None:
-        self._plan, self._memory, self._half = plan, memory, half
-        self._matrices: dict[tuple[str, int, int], Tensor] = {}
+    def __init__(self, plan: Plan, memory: Memory, dtype: torch.dtype | None) -> None:
+        self._plan, self._memory, self._rounds = plan, memory, dtype is not None
+        self._half = dtype or TORCH_DTYPES[plan.dtype]
+        self._matrices: dict[tuple[str, int, int], Numbers] = {}
         assert plan.share.tied_head == (memory.embedding is None), "ranks have a table"
         _check_owners(plan)
 
-    def matrix(self, op: Operation, layer: int, block: int) -> Tensor:
-        """[rows, columns] of a block."""
+    def product(self, op: Operation, x: Tensor, layer: int, block: int) -> Tensor:
+        """[rows, 8] of a block's rows and activations [columns, 8]."""
+        numbers = self._matrix(op, layer, block)
+        return product(numbers, op.matrix.format, x, self._half, rounds=self._rounds)
+
+    def _matrix(self, op: Operation, layer: int, block: int) -> Numbers:
         name, image = op.matrix.name, self._memory.image[block]
         if (name, layer, block) not in self._matrices:
             start, each = self._plan.image.matrix_offset(layer, name), bytes_of_each(image)
@@ -63,14 +70,14 @@ class Weights:
         head = self._plan.head
         owner = head.matrix.owner(token // HALF_TILE_ROWS)
         local = token - rows_of(head, owner).start
-        return self.matrix(head, 0, owner)[local, rows.start : rows.stop]
+        return self._matrix(head, 0, owner).values[local, rows.start : rows.stop]
 
     def embedding_scale(self) -> float:
         """1 / rms of the table, or of the packed head where it is tied."""
         table, plan = self._memory.embedding, self._plan
         if table is None:
-            head = torch.cat([self.matrix(plan.head, 0, block) for block in range(plan.blocks)])
-            table = head[: plan.model.vocab_size, : plan.model.hidden_size]
+            parts = [self._matrix(plan.head, 0, block).values for block in range(plan.blocks)]
+            table = torch.cat(parts)[: plan.model.vocab_size, : plan.model.hidden_size]
         return float(table.float().square().mean().rsqrt())
 
 

@@ -8,18 +8,6 @@ from soloist.model.quantization.gptq import read_scheme
 from soloist.model.quantization.names import compiled
 from soloist.model.quantization.scheme import Layout, Method, Scheme
 
-# How it was found, and what happens to activations.
-_IGNORED = (
-    "quant_method", "autoround_version", "iters", "seqlen", "nsamples", "batch_size", "lr",
-    "minmax_lr", "low_gpu_mem_usage", "low_cpu_mem_usage", "gradient_accumulate_steps",
-    "model_free", "supported_types",
-    "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning", "scale_dtype",
-    "block_name_to_quantize", "to_quant_block_names", "quant_block_list", "quant_lm_head",
-    "dataset", "backend", "act_bits", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
-    "super_bits", "super_group_size", "amp", "nblocks", "modules_to_not_convert", "enable_alg_ext",
-    "enable_torch_compile", "seed", "device", "lr_scheduler", "not_use_best_mse", "export_format",
-    "damp_percent", "desc_act", "true_sequential", "enable_opt_rtn", "disable_opt_rtn",
-)  # fmt: skip
 _GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:gptqmodel")
 _AWQ = ("auto_round:auto_awq", "auto_round:awq")
 _WIDEST = 8
@@ -27,30 +15,45 @@ _WIDEST = 8
 
 def read(fields: QuantizationFields) -> Method:
     """Modules that have codes are quantised; `extra_config` says which differ."""
-    packing = fields.one_of("packing_format", (*_GPTQ, *_AWQ), _GPTQ[0])
+    packing = _read_packing(fields)
     fields.one_of("data_type", ("int",), "int")
     usual = _read_scheme(fields, None, packing)
-    fields.ignore(*_IGNORED)
+    fields.ignore("modules_to_not_convert")  # which the tensors say as well
     extra = [
         (_matcher(fields, name), _read_extra(own, usual, packing))
         for name, own in fields.groups("extra_config").items()
     ]
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
 
     def of(module: str) -> tuple[Scheme | None, ...]:
         return next(((scheme,) for matches, scheme in extra if matches(module)), (usual, None))
 
-    return Method(fields.family, of)
+    return of
+
+
+def _read_packing(fields: QuantizationFields) -> str:
+    """`packing_format`, which early files do not have; they name a kernel, and so a packing.
+
+    Raises:
+        UnsupportedQuantization: AutoRound's own packing, whose zeros are others.
+    """
+    packing = fields.one_of("packing_format", (*_GPTQ, *_AWQ), None)
+    if packing is not None:
+        return str(packing)
+    backend = fields.value("backend")
+    found = next((p for p in (*_GPTQ, *_AWQ) if str(backend or _GPTQ[0]).startswith(p)), None)
+    if found is None:
+        raise fields.unsupported("backend", backend, ", ".join((*_GPTQ, *_AWQ)))
+    return found
 
 
 def _read_extra(fields: QuantizationFields, usual: Scheme, packing: str) -> Scheme | None:
     bits = fields.integer("bits", usual.codes.bits)
     if bits > _WIDEST:
         return None
-    fields.ignore(*_IGNORED)
     fields.one_of("data_type", ("int",), "int")
     scheme = _read_scheme(fields, usual, packing)
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
     return scheme
 
 

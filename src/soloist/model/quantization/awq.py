@@ -2,18 +2,17 @@
 
 from soloist.model.quantization.fields import QuantizationFields
 from soloist.model.quantization.names import by_substring, by_transformers
-from soloist.model.quantization.scheme import Layout, Method, Scheme
+from soloist.model.quantization.scheme import Layout, Method, Scheme, all_but
 from soloist.model.quantized import Codes
 
-_HEAD = "lm_head"
 _VERSIONS = ("gemm", "GEMM")
 
 
 def read(fields: QuantizationFields) -> Method:
     """4 bits; modules that are not listed have codes, but for the head, of which tensors decide."""
-    # How it was found, and which kernels others run.
-    fields.ignore("quant_method", "backend", "exllama_config", "do_fuse", "fuse_max_seq_len")
-    fields.ignore("modules_to_fuse", "meta", "method", "lm_head", "pack_dtype", "desc_act")
+    fields.ignore("lm_head", "desc_act")
+    fields.one_of("pack_dtype", ("int32",), "int32")
+    fields.one_of("data_type", ("int",), "int")
     for name in ("version", "format", "checkpoint_format"):
         fields.one_of(name, _VERSIONS, "gemm")
     for name in ("bits", "w_bit"):
@@ -24,19 +23,9 @@ def read(fields: QuantizationFields) -> Method:
     is_listed = by_transformers(fields, "modules_to_not_convert")
     is_part_listed = by_substring(fields, "modules_to_not_convert")
     fields.ignore("q_group_size")
-    fields.refuse_rest(frozenset())
-    scheme = gemm(fields, 128 if size is None else size, symmetric=not has_zeros)
-
-    def of(module: str) -> tuple[Scheme | None, ...]:
-        if is_listed(module) or is_part_listed(module):
-            return (None,)
-        return (scheme, None) if module == _HEAD else (scheme,)
-
-    return Method(fields.family, of)
-
-
-def gemm(fields: QuantizationFields, size: int, *, symmetric: bool) -> Scheme:
-    """The scheme for a `group_size`; -1 is one group."""
+    fields.refuse_rest()
+    size = 128 if size is None else size
     if size == 0:
         raise fields.unsupported("group_size", size, "-1, or above 0")
-    return Scheme("awq", Layout.AWQ, Codes.INT4, group=max(size, 0), symmetric=symmetric)
+    scheme = Scheme("awq", Layout.AWQ, Codes.INT4, group=max(size, 0), symmetric=not has_zeros)
+    return all_but(lambda module: is_listed(module) or is_part_listed(module), scheme)

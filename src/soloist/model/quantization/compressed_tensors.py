@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from soloist.errors import MissingField, WrongType
-from soloist.model.quantization.fields import QuantizationFields
+from soloist.model.quantization.fields import CACHE, QuantizationFields
 from soloist.model.quantization.names import IsListed, by_compressed_tensors, matcher
 from soloist.model.quantization.scheme import Layout, Method, Scheme
 from soloist.model.quantized import Codes
@@ -38,10 +38,7 @@ class _Group:
 
 def read(fields: QuantizationFields) -> Method:
     """Groups, what they leave out, and that nothing else happens to the weights."""
-    # Who wrote it, and when.
-    fields.ignore("quant_method", "version", "global_compression_ratio", "producer")
-    # Keys and values stay in 16 bits, which loses nothing that a file with 8-bit ones had.
-    fields.ignore("kv_cache_scheme")
+    fields.ignore(*CACHE)
     # Early files call themselves frozen; whether weights are compressed, their tensors say.
     fields.one_of("quantization_status", ("compressed", "frozen"), None)
     _require_nothing_else(fields)
@@ -50,7 +47,7 @@ def read(fields: QuantizationFields) -> Method:
     if not groups:
         raise MissingField(fields.file, fields.path("config_groups"), "at least one group")
     is_ignored = by_compressed_tensors(fields, "ignore")
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
 
     def schemes(module: str) -> tuple[Scheme | None, ...]:
         found = max(groups, key=lambda group: group.rank(module))
@@ -58,7 +55,7 @@ def read(fields: QuantizationFields) -> Method:
             return (None,)
         return (found.scheme,)
 
-    return Method(fields.family, schemes)
+    return schemes
 
 
 def _require_nothing_else(fields: QuantizationFields) -> None:
@@ -73,8 +70,6 @@ def _require_nothing_else(fields: QuantizationFields) -> None:
 
 def _read_group(fields: QuantizationFields, fallback: str | None) -> _Group:
     targets = tuple(fields.strings("targets"))
-    # What happens to activations does not change weights.
-    fields.ignore("input_activations", "output_activations")
     stored = fields.one_of("format", _FORMATS, None)
     stored = fallback if stored is None else stored
     weights = fields.inner("weights")
@@ -83,18 +78,16 @@ def _read_group(fields: QuantizationFields, fallback: str | None) -> _Group:
         if stored is None or stored == _MIXED:
             raise MissingField(fields.file, fields.path("format"), f"one of {', '.join(_FORMATS)}")
         scheme = _read_weights(weights, stored)
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
     named = tuple(target for target in targets if target != "Linear")
     return _Group(targets, matcher(fields, "targets", named), scheme)
 
 
 def _read_weights(fields: QuantizationFields, stored: str) -> Scheme:
-    # How scales were found, and types that the tensors have themselves.
-    fields.ignore("observer", "observer_kwargs", "zp_dtype", "scale_dtype")
     fields.one_of("dynamic", (False,), default=False)
     kind = fields.one_of("type", ("int", "float"), "int")
     scheme = _read_codes(fields, stored, kind)
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
     return scheme
 
 

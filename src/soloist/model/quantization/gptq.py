@@ -5,21 +5,10 @@ from collections.abc import Callable
 from soloist.errors import MissingField
 from soloist.model.quantization.fields import QuantizationFields
 from soloist.model.quantization.names import compiled
-from soloist.model.quantization.scheme import Layout, Method, Scheme
+from soloist.model.quantization.scheme import HEAD, Layout, Method, Scheme
 from soloist.model.quantized import Codes
 from soloist.model.reading import REQUIRED
 
-# How it was found, who wrote it, and which kernels others run.
-_IGNORED = (
-    "quant_method", "method", "meta", "model_name_or_path", "model_file_base_name",
-    "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "dataset",
-    "tokenizer", "batch_size", "pad_token_id", "model_seqlen", "block_name_to_quantize",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "cache_block_outputs",
-    "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length",
-    "backend", "act_group_aware", "v2", "v2_alpha", "parallel_packing", "offload_to_disk",
-    "offload_to_disk_path", "pack_impl", "hyb_act", "compression_ratio", "fail_safe", "failsafe",
-    "gptaq", "gptaq_alpha", "foem", "hessian", "mock_quantization", "device",
-)  # fmt: skip
 _FORMATS = ("gptq", "gptq_v2")
 
 # Before a pattern of `dynamic`: what matches stays in 16 bits.
@@ -30,27 +19,27 @@ def read(fields: QuantizationFields) -> Method:
     """4 or 8 bits, and `dynamic` for modules that differ."""
     fields.one_of("is_marlin_format", (False,), default=False)
     fields.one_of("pack_dtype", ("int32",), "int32")
+    fields.one_of("data_type", ("int",), "int")
     stored = fields.one_of("checkpoint_format", _FORMATS, None)
     stored = fields.one_of("format", _FORMATS if stored is None else (stored,), stored or "gptq")
     usual = read_scheme(fields, None, zero_offset=1 if stored == "gptq" else 0)
-    fields.ignore(*_IGNORED)
     dynamic = [
         (_matcher(fields, pattern), _read_override(usual, pattern, overrides))
         for pattern, overrides in fields.groups("dynamic").items()
     ]
     has_head = fields.flag("lm_head", None)
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
 
     def of(module: str) -> tuple[Scheme | None, ...]:
         # The first pattern that matches decides; of others the tensors do.
         for matches, scheme in dynamic:
             if matches(module):
                 return (scheme,)
-        if module == "lm_head" and has_head is not None:
+        if module == HEAD and has_head is not None:
             return (usual,) if has_head else (None,)
         return (usual, None)
 
-    return Method(fields.family, of)
+    return of
 
 
 def read_scheme(fields: QuantizationFields, usual: Scheme | None, *, zero_offset: int) -> Scheme:
@@ -80,9 +69,8 @@ def read_scheme(fields: QuantizationFields, usual: Scheme | None, *, zero_offset
 def _read_override(usual: Scheme, pattern: str, fields: QuantizationFields) -> Scheme | None:
     if pattern.startswith(_LEFT_OUT):
         return None
-    fields.ignore("mse", "damp_percent", "damp_auto_increment", "act_group_aware", "static_groups")
     scheme = read_scheme(fields, usual, zero_offset=usual.zero_offset)
-    fields.refuse_rest(frozenset())
+    fields.refuse_rest()
     return scheme
 
 

@@ -112,7 +112,7 @@ class Quantization:
 
     def _allowed(self, source: Source) -> tuple[str, tuple[Scheme | None, ...]]:
         module = source.name.removesuffix(_WEIGHT)
-        return module, self.method.schemes(module)
+        return module, self.method(module)
 
     def _choose(
         self, source: Source, module: str, allowed: tuple[Scheme | None, ...]
@@ -196,7 +196,7 @@ def joined(quantization: Quantization | None, spec: TensorSpec) -> Quantized | N
 
 
 def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:
-    """Formats for people: 'fp8 in blocks of 128 × 128 (fp8), 14 of 15 matrices'."""
+    """Formats for people: 'fp8 (fp8: blocks of 128 × 128), 14 of 15 matrices'."""
     counts: dict[str, int] = {}
     total = 0
     for spec in specs:
@@ -204,13 +204,14 @@ def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:
             for matrix in quantization.stored(spec):
                 total += 1
                 if matrix is not None:
-                    words = _words(matrix.scheme)
+                    words = in_words(matrix.scheme)
                     counts[words] = counts.get(words, 0) + 1
     told = "; ".join(f"{words}, {count} of {total} matrices" for words, count in counts.items())
     return told or "nothing is quantised"
 
 
-def _words(scheme: Scheme) -> str:
+def in_words(scheme: Scheme) -> str:
+    """What people call it: 'int4 (gptq: groups of 128 and zeros)'."""
     if scheme.rows == 0:
         shared = "one scale a matrix"
     elif scheme.rows > 1:
@@ -249,7 +250,7 @@ def _codes(scheme: Scheme, source: Source) -> str:
 def _described(scheme: Scheme | None, source: Source) -> str:
     if scheme is None:
         return "weight in 16 bits"
-    return f"{_codes(scheme, source)} of {_words(scheme)}"
+    return f"{_codes(scheme, source)} of {in_words(scheme)}"
 
 
 def _require(tensor: StoredTensor, part: Part) -> None:

@@ -11,6 +11,9 @@ from enum import StrEnum
 from soloist.errors import GroupMismatch, QuantizationMismatch
 from soloist.model.quantized import Codes
 
+# The module of the LM head.
+HEAD = "lm_head"
+
 
 class Layout(StrEnum):
     """The order of codes, scales and zeros on disk."""
@@ -85,18 +88,20 @@ class Scheme:
         return _LAYOUTS[self.layout](self, shape, module)
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """What a configuration says of all modules.
+# What a configuration says of a module: how it may be stored, in order of preference, and None
+# for 16 bits. The tensors decide where there are several.
+Method = Callable[[str], tuple[Scheme | None, ...]]
 
-    Attributes:
-        name: `quant_method`.
-        schemes: how a module may be stored, in order of preference; None stands for 16 bits. The
-            tensors decide where there are several.
-    """
 
-    name: str
-    schemes: Callable[[str], tuple[Scheme | None, ...]]
+def all_but(is_listed: Callable[[str], bool], *schemes: Scheme) -> Method:
+    """Every module is quantised but for those on a list; libraries leave the head out unasked."""
+
+    def of(module: str) -> tuple[Scheme | None, ...]:
+        if is_listed(module):
+            return (None,)
+        return (*schemes, None) if module == HEAD else schemes
+
+    return of
 
 
 _PLAIN_SCALES = ("F32", "BF16", "F16")

@@ -1,0 +1,153 @@
+"""A block's quantised rows times activations, as the kernel multiplies them."""
+
+from collections.abc import Mapping
+from itertools import product as pairs
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter.models import gpu
+from interpreter.quantised import FORMATS, random_parts
+from plan.shapes import SMALL
+from soloist.megakernel.interpreter.multiply import meant, product
+from soloist.megakernel.interpreter.tiles import Numbers, unpacked
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import make_plan
+from soloist.megakernel.tile import STEP_COLUMNS
+from soloist.megakernel.weight_format import quantized_format
+from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes
+from soloist.model.torch_types import TORCH_DTYPES
+from soloist.weights.numbers import numbers
+from soloist.weights.packing import pack
+
+INTEGERS = [kind for kind, stored in FORMATS.items() if stored.codes is not Codes.FP8]
+DTYPES = pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+
+
+def operation(kind: str, rows: int, columns: int, group_tiles: int = 2) -> Operation:
+    """A matrix of one block."""
+    stored = quantized_format(FORMATS[kind])
+    matrix = Matrix("any", rows, columns, RowOrder.NATURAL, blocks=1, format=stored)
+    return Operation(matrix, group_tiles, gpu(9))
+
+
+def read(op: Operation, parts: Mapping[str, Tensor], dtype: Dtype) -> Numbers:
+    """What the interpreter finds in packed tensors."""
+    packed = pack(make_plan(SMALL, dtype, gpu(9)), op, parts)
+    return unpacked(packed.flatten(), op, op.matrix.rows, TORCH_DTYPES[dtype])
+
+
+def activations(columns: int, dtype: Dtype, seed: int = 0) -> Tensor:
+    """[columns with padding, 8] of sizes that differ by query."""
+    x = torch.randn(columns, MAX_QUERIES, generator=torch.Generator().manual_seed(seed))
+    x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(TORCH_DTYPES[dtype]).float()
+    return torch.nn.functional.pad(x, (0, 0, 0, -columns % STEP_COLUMNS))
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [96, 1056, 1536, 2048])
+@pytest.mark.parametrize("rows", [8, 16, 24, 72])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_places_of_codes_scales_and_zeros(kind: str, rows: int, columns: int, dtype: Dtype) -> None:
+    """Tiles, 8 rows left over in an even and in an odd number of steps, two groups of tiles."""
+    op, parts = operation(kind, rows, columns), random_parts(rows, columns, FORMATS[kind])
+    found = meant(read(op, parts, dtype), op.matrix.format, TORCH_DTYPES[dtype])
+    assert torch.equal(found[:, :columns], numbers(FORMATS[kind], parts))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_are_near(kind: str, dtype: Dtype) -> None:
+    """To within half a unit of the integers that activations become, and what fp32 rounds."""
+    op, half = operation(kind, 40, 1056), TORCH_DTYPES[dtype]
+    found, x = read(op, random_parts(40, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
+    seen = product(found, op.matrix.format, x, half, rounds=True)
+    require_near(seen, meant(found, op.matrix.format, half), x, op.matrix.format.is_integer)
+
+
+def require_near(
+    seen: Tensor, weights: Tensor, x: Tensor, is_integer: bool, most_error: float = 2e-4
+) -> None:
+    wanted = weights.double() @ x.double()
+    assert ((seen - wanted).norm(dim=0) <= most_error * wanted.norm(dim=0)).all()
+    most = weights.double().abs() @ x.double().abs() * 1e-6
+    if is_integer:
+        largest = x.view(-1, 64, MAX_QUERIES).abs().amax(1)  # of a warp's step
+        unit = torch.exp2(torch.frexp(largest).exponent - 14.0)
+        of_warps = weights.double().abs().unflatten(1, (-1, 64)).sum(2)
+        most = most + of_warps @ unit.double() / 2
+    assert ((seen - wanted).abs() <= most).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_channel_far_above_the_others(kind: str, dtype: Dtype) -> None:
+    """It takes digits from the 63 others of its warp and step, from no more than them."""
+    op, half = operation(kind, 40, 1056), TORCH_DTYPES[dtype]
+    found, x = read(op, random_parts(40, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
+    for factor in (100, 1000):
+        loud = x.clone()
+        loud[200] = (x.abs().amax(0) * factor).clamp(max=6e4).to(half).float()
+        seen = product(found, op.matrix.format, loud, half, rounds=True)
+        weights = meant(found, op.matrix.format, half)
+        require_near(seen, weights, loud, op.matrix.format.is_integer, most_error=1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_query_has_the_same_bits_alone(kind: str, dtype: Dtype) -> None:
+    op, half = operation(kind, 24, 1056), TORCH_DTYPES[dtype]
+    found, x = read(op, random_parts(24, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
+    together = product(found, op.matrix.format, x, half, rounds=True)
+    for query in range(MAX_QUERIES):
+        alone = torch.zeros_like(x)
+        alone[:, query] = x[:, query]
+        seen = product(found, op.matrix.format, alone, half, rounds=True)
+        assert torch.equal(seen[:, query], together[:, query])
+        assert not seen[:, :query].any()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_infinite_gives_no_number(kind: str, dtype: Dtype) -> None:
+    """All products of that query, and none of another."""
+    op, half = operation(kind, 24, 1056), TORCH_DTYPES[dtype]
+    found, x = read(op, random_parts(24, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
+    x[700, 3] = torch.inf
+    seen = product(found, op.matrix.format, x, half, rounds=True)
+    assert not seen[:, 3].isfinite().any()
+    assert seen[:, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_activations_of_every_exponent(kind: str) -> None:
+    """From the smallest to the largest of bf16; below that of the smallest power all are near 0."""
+    op, half = operation(kind, 16, 512), torch.bfloat16
+    found = read(op, random_parts(16, 512, FORMATS[kind]), Dtype.BF16)
+    weights = meant(found, op.matrix.format, half)
+    x = activations(512, Dtype.BF16)[:, :1].expand(-1, MAX_QUERIES).to(half).float()
+    x = x / x.abs().amax()
+    for exponent in (-100, -60, 0, 60, 100):
+        scaled = x * 2.0**exponent
+        seen = product(found, op.matrix.format, scaled, half, rounds=True)
+        require_near(seen, weights, scaled, is_integer=True)
+    assert not product(found, op.matrix.format, x * 2.0**-133, half, rounds=True).isnan().any()
+    zeros = product(found, op.matrix.format, torch.zeros_like(x), half, rounds=True)
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize(("kind", "sign"), list(pairs(INTEGERS, (1, -1))))
+def test_digits_hold_the_largest_activations(kind: str, sign: int) -> None:
+    """A step of activations that are all largest is exact: sums of integers do not overflow."""
+    op, half = operation(kind, 16, 512), torch.float16
+    parts = random_parts(16, 512, FORMATS[kind])
+    parts[""] = torch.full_like(parts[""], 255 if parts[""].dtype is torch.uint8 else -128)
+    found = read(op, parts, Dtype.FP16)
+    x = torch.full((512, MAX_QUERIES), sign * torch.finfo(half).max)
+    seen = product(found, op.matrix.format, x, half, rounds=True)
+    wanted = meant(found, op.matrix.format, half).double() @ x.double()
+    torch.testing.assert_close(seen.double(), wanted, rtol=1e-6, atol=0)

@@ -1,0 +1,166 @@
+"""Tiles of fewer bits share a slot of the ring: producer and consumers cut the stream alike."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interpreter.quantised import FORMATS, alike, formats_of
+from plan.shapes import PUBLIC, SHAPES, SMALL, etude
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.layer_kind import DIGIT_STEPS, Operation
+from soloist.megakernel.limits import LEAST_RING_SLOTS
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.tile import SLOT_BYTES
+from soloist.megakernel.weight_format import BF16, quantized_format
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
+
+KINDS = {kind: quantized_format(stored) for kind, stored in FORMATS.items()}
+
+
+def turn(halves: int, depth: int) -> Iterator[tuple[int, bool]]:
+    """(step, whether both steps' 8 rows) of each tile of a turn: TileOrder in multiply.cuh."""
+    for first in range(0, depth, 2):
+        steps = range(first, min(first + 2, depth))
+        yield from ((step, False) for step in steps for _ in range(halves // 2))
+        if halves % 2:
+            yield first, True
+
+
+def taken(op: Operation, units: int) -> Iterator[tuple[int, int, int]]:
+    """(slot, tile in the slot, half tiles that are there) in the order of the consumers."""
+    halves, most, slot = units * op.matrix.unit_half_tiles, 2 * op.group_tiles, -1
+    steps, depth, slot_tiles = op.matrix.steps, op.depth, op.slot_tiles
+    for start in range(0, halves, most):
+        group = min(most, halves - start)
+        for first in range(0, steps, depth):
+            for i, (step, left_over) in enumerate(turn(group, depth)):
+                if first + step >= steps:
+                    continue
+                slot += i % slot_tiles == 0
+                is_lone = left_over and (step + 1 == depth or first + step + 1 == steps)
+                yield slot, i % slot_tiles, 1 if is_lone else 2
+
+
+def require_same_slots(op: Operation) -> None:
+    """Every tile lies where the stream of all half tiles, one after the other, has it."""
+    fewest, slot_half_tiles = op.matrix.units // op.matrix.blocks, 2 * op.slot_tiles
+    for units in {fewest, op.matrix.max_units} - {0}:
+        at = 0
+        for slot, tile, half_tiles in taken(op, units):
+            assert divmod(at, slot_half_tiles) == (slot, 2 * tile), op
+            at += half_tiles
+        assert at == units * op.matrix.unit_half_tiles * op.matrix.steps
+
+
+def require_depth(op: Operation) -> None:
+    assert 1 <= op.slot_tiles <= op.matrix.format.tiles
+    if op.depth < op.matrix.steps:
+        assert op.depth % 2 == 0 or not op.matrix.shares_slots
+        whole = op.depth % DIGIT_STEPS == 0 or DIGIT_STEPS % op.depth == 0
+        assert whole or not op.matrix.format.is_integer
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 60), columns=st.integers(1, 40), blocks=st.integers(1, 3),
+    order=st.sampled_from([RowOrder.NATURAL, RowOrder.PAIRED]),
+    group_tiles=st.integers(1, 24), arch=st.sampled_from(sorted(TYPICAL)),
+    kind=st.sampled_from([None, *KINDS]),
+)  # fmt: skip
+def test_consumers_find_every_tile(
+    rows: int, columns: int, blocks: int, order: RowOrder, group_tiles: int, arch: str,
+    kind: str | None,
+) -> None:  # fmt: skip
+    """Any matrix, also in groups of tiles."""
+    stored = KINDS[kind] if kind else BF16
+    matrix = Matrix("any", 16 * rows, 512 * columns - 64, order, min(blocks, rows), stored)
+    op = Operation(matrix, group_tiles, TYPICAL[arch])
+    require_depth(op)
+    require_same_slots(op)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("steps", [3, 5, 8, 9, 37])
+@pytest.mark.parametrize("halves", [1, 2, 3, 7, 9, 16])
+def test_rows_left_over_in_an_odd_number_of_steps(halves: int, steps: int, kind: str) -> None:
+    """The last turn skips the tiles of a step that is not there, but not what comes after them."""
+    for blocks in (1, 2):
+        units = halves * blocks - (blocks - 1)
+        matrix = Matrix("any", 8 * units, 512 * steps, RowOrder.NATURAL, blocks, KINDS[kind])
+        for group_tiles in {-(-halves // 2), -(-halves // 4)}:
+            require_same_slots(Operation(matrix, group_tiles, TYPICAL["sm_90a"]))
+
+
+@cache
+def model(name: str) -> ModelConfig:
+    if name == "etude":
+        return etude()
+    config = read_config(SHAPES[name]) if name in SHAPES else PUBLIC[name]
+    return replace(config, tied_head=False)
+
+
+def planned(name: str, kind: str, arch: str) -> Plan:
+    config = model(name)
+    return make_plan(config, Dtype.BF16, TYPICAL[arch], formats=formats_of(alike(config, kind)))
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "fp8-block"])
+@pytest.mark.parametrize("name", list(dict.fromkeys([*PUBLIC, *SHAPES])))
+def test_shared_memory_of_public_models(name: str, kind: str, arch: str) -> None:
+    try:
+        plan = planned(name, kind, arch)
+    except ShapeUnsupported as refused:
+        pytest.fail(refused.message)
+    for queries, samples in ((1, False), (8, True)):
+        shared = plan.with_room_for(queries, samples=samples).shared
+        assert shared.slot_bytes == max(SLOT_BYTES, *(op.slot_bytes for op in plan.operations))
+        assert shared.slot_bytes % 16 == 0
+        assert shared.ring_slots >= LEAST_RING_SLOTS
+        assert shared.num_bytes <= plan.gpu.shared_bytes - 1024
+        assert shared.num_bytes + shared.slot_bytes > plan.gpu.shared_bytes - 1024
+        needs_digits = queries == 1 and plan.head.matrix.format.is_integer
+        assert ("digits" in shared.buffers) == needs_digits
+    for op in plan.operations:
+        require_depth(op)
+        require_same_slots(op)
+
+
+def test_slots_have_as_many_tiles_as_there_is_room_for() -> None:
+    """Of a model whose blocks have whole slots; scales and zeros make a slot larger."""
+    plans = {kind: planned("llama-3.1-8b", kind, "sm_90a") for kind in ("int4", "int8", "fp8")}
+    tiles = {kind: {op.slot_tiles for op in plan.operations} for kind, plan in plans.items()}
+    assert {kind: max(found) for kind, found in tiles.items()} == {"int4": 4, "int8": 2, "fp8": 2}
+    for kind, plan in plans.items():
+        half = plan.head.matrix.format.half_tile_bytes
+        assert plan.shared.slot_bytes == max(tiles[kind]) * 2 * half
+        assert SLOT_BYTES < plan.shared.slot_bytes < 1.05 * SLOT_BYTES
+
+
+def test_16_bits_keep_their_slots() -> None:
+    for name in PUBLIC:
+        plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"])
+        assert {op.slot_tiles for op in plan.operations} == {1}
+        assert plan.shared.slot_bytes == SLOT_BYTES
+        assert "digits" not in plan.shared.buffers
+
+
+def test_copies_of_quantised_weights_are_as_many() -> None:
+    """They are counted in slots, whose bytes are as many as those of 16 bits, or few more."""
+    config = replace(SMALL, tied_head=False)
+    plans = [
+        make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
+        for formats in (None, formats_of(alike(config, "int4")))
+    ]
+    assert len({plan.copies_in_flight for plan in plans}) == 1
+    large = [planned("llama-3.1-8b", "int4", "sm_90a"), make_plan(
+        model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])]  # fmt: skip
+    assert len({plan.copies_in_flight for plan in large}) == 1
