@@ -94,6 +94,11 @@ def _speed(row: Row, digits: int) -> tuple[str, str]:
     )
 
 
+def _stored(row: Row) -> str:
+    """How weights are stored; older files know only the precision."""
+    return str(row.get("weights") or row["precision"])
+
+
 def _request(row: Row) -> bool:
     """One request of 128 tokens, as the README shows them."""
     return bool(row["columns"] == 1 and row["prompt_tokens"] == 128)
@@ -102,7 +107,7 @@ def _request(row: Row) -> bool:
 def h200_rivals() -> str:
     """Requests of known shapes beside another engine's best run on the same kind of card."""
     ours = {
-        (r["shape"], r["precision"]): r
+        (r["shape"], _stored(r)): r
         for r in rows_of("h200.json")
         if _request(r) and r["start_position"] == 128
     }
@@ -148,7 +153,7 @@ def h200_accuracy() -> str:
     """16-bit logits against fp32 arithmetic on the same weights."""
     cells = [
         (
-            r["shape"], r["precision"], r["engine"], f"{r['positions']:,}", f"{r['mean_kl']:.1e}",
+            r["shape"], _stored(r), r["engine"], f"{r['positions']:,}", f"{r['mean_kl']:.1e}",
             f"{r['max_kl']:.1e}", f"{r['nll_difference']:+.1e} ± {r['nll_standard_error']:.0e}",
             f"{r['top_1_agreement']:.1%}",
         )
@@ -198,7 +203,7 @@ def h200_ranks() -> str:
     """Requests over several GPUs, the fewest first."""
     cells = [
         (
-            r["shape"], r["precision"], str(r["gpus"]), f"{r['start_position']:,}",
+            r["shape"], _stored(r), str(r["gpus"]), f"{r['start_position']:,}",
             f"{r['ttft_ms']['median']:.1f}", *_speed(r, 0), f"{r['mbu']:.0%}",
         )
         for gpus in (1, 2, 4, 8)

@@ -23,7 +23,7 @@ from interpreter import lane_models
 from interpreter.models import CASES, CONTEXT, configured, prompt
 from plan.shapes import LANEFORMER, SHAPES
 from soloist.bench.agreement import forced_logits, require_same_bits
-from soloist.bench.subject import shape_on_gpu
+from soloist.bench.subject import rounded_shape, shape_on_gpu
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.core import tokens_of
 from soloist.engine.gpus import Placement
@@ -172,6 +172,6 @@ def test_shapes(file, dtype, ranks, request) -> None:
     if support.plan is None:
         compare(name, {"refused": support.refusal}, request.config)
         return
-    model = shape_on_gpu(config, dtype, 256, placed)
+    model = shape_on_gpu(rounded_shape(config, dtype), 256, placed)
     found = bits(model, config.vocab_size, prompt(config, PROMPT_TOKENS))
     compare(name, found, request.config)

@@ -23,8 +23,8 @@ from soloist.weights.export_plan import Asked, plan_export
 pytestmark = pytest.mark.gpu
 
 TOKENS = 150  # three pages
-# Relative error of all logits: activations are rounded, to 16 bits and beside integers to 8.
-MOST_ERROR = 0.08
+# Relative error of all logits: activations are rounded, and sums of products to 16 bits.
+MOST_ERROR = 0.05
 INT8 = Codes.INT8
 
 
@@ -111,8 +111,7 @@ def test_without_room_for_rows(
     assert torch.equal(prompt_logits(unpacked), prompt_logits(rows))
 
 
-@pytest.mark.parametrize("codes", list(Codes))
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("codes", "ranks"), [(Codes.INT4, 4), (Codes.FP8, 2)])
 def test_ranks_of_one_gpu(codes: Codes, ranks: int, folders: dict[Codes, Path]) -> None:
     engine = load(folders[codes], rank_devices=(0,) * ranks)
     assert engine.report.weights == f"{codes.value}+int8 head"
@@ -129,15 +128,16 @@ def test_a_head_alone_is_rounded_beside_its_embedding() -> None:
 
 
 def test_run_and_the_bench(soloist) -> None:
-    done = soloist(
-        "run", "etude", "-p", "def f(x):", "-n", 16, "--weights", "int4", "--device", "cuda"
-    )
+    """Rounded on loading, and a shape's random codes, with kernels that are there already."""
+    options = ("--weights", "int4", "--head-weights", "int8", "--device", "cuda")
+    done = soloist("run", "etude", "-p", "def f(x):", "-n", 16, *options)
     assert done.status == 0, done.err
-    assert "weights int4 (groups of 64 and 128), head bf16" in done.err
-    report = json.loads(
-        soloist(
-            "bench", "decode", "etude", "--weights", "int8", "--new-tokens", 32, "--runs", 1,
-            "--device", "cuda", "--json",
-        ).out
-    )  # fmt: skip
-    assert report[0]["weights"] == "int8"
+    assert "weights int4 (groups of 64 and 128), head int8 (one scale a row)" in done.err
+    shape = shipped_folder("etude") / "config.json"
+    sizes = ("--prompt-tokens", 64, "--new-tokens", 32, "--runs", 1)
+    done = soloist("bench", "decode", "--shape", shape, *sizes, *options, "--json")
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)
+    assert row["weights"] == "int4+int8 head"
+    in_16_bits = 2 * 12.8e6
+    assert 0.2 < row["streamed_bytes_per_token"] / in_16_bits < 0.5

@@ -15,7 +15,7 @@ SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 def test_etude_on_h200_waits_for_exchanges(soloist):
     done = soloist("plan", "etude", "--hardware", "H200")
     assert done.status == 0, done.err
-    for words in ("12.8 M parameters", "4.8 TB/s", "exchanges first", "yes", "no: no fp8 weights"):
+    for words in ("12.8 M parameters", "4.8 TB/s", "exchanges first", "yes", "no: no fp4 weights"):
         assert words in done.out
     assert "4.44 TB/s read" in done.out
     assert "int4" not in done.out.split("assumed:")[0]  # 320 values are no groups of 128

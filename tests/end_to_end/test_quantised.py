@@ -59,6 +59,14 @@ def test_info_says_the_format(soloist, etude, form):
     assert "others bf16" in row
     facts = json.loads(soloist("info", etude, "--json").out)
     assert facts["stored_as"] == "bf16"
+    # Blocks of 40 columns are none that the kernel reads.
+    plain = facts["by_precision"]["bf16"]["streamed_bytes_per_token"]
+    if form.name == "fp8-blocks":
+        assert facts["kernel_bytes_per_token"] is None
+    else:
+        assert 0.5 * plain < facts["kernel_bytes_per_token"] < 0.8 * plain  # most is the embedding
+        assert "as they are stored" in shown.out
+    assert unquantised["kernel_bytes_per_token"] is None
     assert facts["checkpoint_bytes"] < unquantised["checkpoint_bytes"]
     assert facts["parameters"] == unquantised["parameters"]
     assert facts["by_precision"].keys() == unquantised["by_precision"].keys()

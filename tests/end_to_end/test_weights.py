@@ -65,3 +65,33 @@ def test_weights_are_quantised_once(soloist, etude, tmp_path):
     # A head in 16 bits may still be rounded.
     seen = tokens(soloist, layers, "--head-weights", "int8")
     assert seen == tokens(soloist, all_of_it)
+
+
+@pytest.mark.parametrize("bench", ["decode", "prefill", "accuracy", "startup"])
+def test_rows_say_how_weights_are_stored(soloist, etude, bench):
+    rounds = {"decode": ("--prompt-tokens", 8, "--new-tokens", 4), "prefill": ("--prefix", "cold")}
+    given = ("--positions", 8) if bench == "accuracy" else ("--runs", 1)
+    words = (bench, etude, *rounds.get(bench, ()), *given, "--device", "cpu", "--json")
+    (row,) = json.loads(soloist("bench", *words).out)
+    assert row["weights"] == row["precision"]
+    if bench == "startup":
+        return
+    options = ("--weights", "int4", "--head-weights", "int8")
+    (row,) = json.loads(soloist("bench", *words, *options).out)
+    assert row["weights"] == "int4+int8 head"
+
+
+@pytest.mark.parametrize("bench", ["decode", "prefill"])
+def test_shapes_are_random_codes(soloist, etude, bench):
+    sizes = ("--prompt-tokens", 8, *(("--new-tokens", 4) if bench == "decode" else ()))
+    words = ("--shape", etude / "config.json", *sizes, "--runs", 1, "--device", "cpu", "--json")
+    for options, label in (((), "fp32"), (("--weights", "fp8"), "fp8")):
+        row = json.loads(soloist("bench", bench, *words, *options).out)[0]
+        assert row["weights"] == label
+    assert row["precision"] == "fp32"
+
+
+def test_rivals_do_not_round(soloist, etude):
+    done = soloist("bench", "decode", etude, "--weights", "int4", "--against", "transformers")
+    assert done.status == 2
+    assert "only without --weights" in done.err

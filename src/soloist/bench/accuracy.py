@@ -1,7 +1,7 @@
 """`bench accuracy`: 16-bit logits of a given text against fp32 arithmetic on the same weights.
 
-Both read the weights that 16 bits hold, so what differs is arithmetic alone. One model is in memory
-at a time.
+Both read the weights that 16 bits hold, or that codes stand for, so what differs is arithmetic
+alone. One model is in memory at a time.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from soloist.bench.caches import free
 from soloist.bench.decode import python_prompt
 from soloist.bench.folder import random_model
 from soloist.bench.sizes import require_at_least
-from soloist.bench.subject import random_prompt
+from soloist.bench.subject import NOT_ROUNDED, random_prompt
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
@@ -33,11 +33,13 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.torch_types import Weights
 from soloist.reference.build import build_reference
 from soloist.reference.device import Reference
 from soloist.reference.memory import REFERENCE_CHUNK_TOKENS
 from soloist.settings import read_settings
-from soloist.weights.reading import load_weights
+from soloist.weights.choice import Chosen, Rounding, choose
+from soloist.weights.reading import Forms, load_weights
 
 _REPEATED_TOKENS = 64
 
@@ -56,6 +58,7 @@ class Plan:
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: 'bf16', 'fp16', or 'auto' for the checkpoint's own, bf16 where that is fp32.
         gpus: how many run the model together, or 'auto'.
+        rounding: what matrices are rounded to first; both sides read the rounded ones.
     """
 
     model: str
@@ -67,6 +70,7 @@ class Plan:
     device: str
     precision: Precision
     gpus: GpuCount = 1
+    rounding: Rounding = NOT_ROUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,14 @@ class _Files:
 
     name: str
     folder: Path
-    config: ModelConfig
+    chosen: Chosen
     checkpoint: Checkpoint
     dtype: Dtype
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it computes."""
+        return self.chosen.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ class _Read:
 
     engine: str
     logits: Tensor
+    weights: str
     same_bits: tuple[str, ...] = ()
 
 
@@ -111,7 +121,7 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
             from soloist.bench.rival import forward_logits
 
             logits = forward_logits(files.folder, files.dtype, device, ids[:-1])
-            read.append(_Read("transformers forward", logits))
+            read.append(_Read("transformers forward", logits, files.dtype.value))
             free(device)
         right = _reference_logits(_fp32_reference(files, device), ids[:-1])
     return [_row(plan, files, device, r, right, torch.tensor(ids[1:])) for r in read]
@@ -125,6 +135,11 @@ def _check(plan: Plan) -> None:
         )
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
+    if plan.against is not None and plan.rounding != NOT_ROUNDED:
+        allowed = "only without --weights and --head-weights, which it does not know"
+        raise SettingError(
+            "--against", plan.against, allowed, "quantise a folder, and measure that"
+        )
     if plan.shape is not None and plan.text is not None:
         raise SettingError(
             "--text", str(plan.text), "only without --shape, which uses random tokens"
@@ -145,7 +160,9 @@ def _opened(plan: Plan, folder: Path) -> _Files:
     checkpoint = open_checkpoint(folder)
     stored = Dtype.BF16 if checkpoint.dtype is Dtype.FP32 else checkpoint.dtype
     dtype = stored if plan.precision == "auto" else Dtype(plan.precision)
-    return _Files(folder.name, folder, read_config(folder / CONFIG_FILE), checkpoint, dtype)
+    config = read_config(folder / CONFIG_FILE)
+    chosen = choose(checkpoint, config, tensors(config), plan.rounding)
+    return _Files(folder.name, folder, chosen, checkpoint, dtype)
 
 
 def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _Read]:
@@ -158,8 +175,11 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
             files.dtype.value,
             context_tokens=min(room, files.config.context_tokens),
             gpus=plan.gpus,
+            weights=plan.rounding.layers,
+            head_weights=plan.rounding.head,
         )
     )
+    weights = engine.report.weights
     ids = _token_ids(plan, engine)
     if isinstance(engine.model, KernelModel):
         decoder, vocab = engine.model.decoder, engine.config.vocab_size
@@ -167,11 +187,12 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
         _require_repeats(plan.repeats, decoder, ids)
         gpus = engine.resolved.num_gpus
         name = "soloist, decode kernel" + (f" on {gpus} GPUs" if gpus > 1 else "")
-        return ids, _Read(name, logits.to(device), same_bits)
+        return ids, _Read(name, logits.to(device), weights, same_bits)
     if plan.repeats:
         raise SettingError("--repeats", plan.repeats, "on the decode kernel only")
     assert isinstance(engine.model, ReferenceModel), "the only other executor"
-    return ids, _Read("soloist, reference", _reference_logits(engine.model.reference, ids[:-1]))
+    logits = _reference_logits(engine.model.reference, ids[:-1])
+    return ids, _Read("soloist, reference", logits, weights)
 
 
 def _token_ids(plan: Plan, engine: Engine) -> list[int]:
@@ -223,8 +244,14 @@ def _require_repeats(repeats: int, decoder: Launcher, ids: list[int]) -> None:
 
 
 def _fp32_reference(files: _Files, device: torch.device) -> Reference:
-    """Weights rounded to 16 bits, arithmetic in fp32."""
-    weights = load_weights(files.checkpoint, tensors(files.config), files.dtype, device)
+    """Weights rounded to 16 bits, or what codes stand for; arithmetic in fp32."""
+    chosen = files.chosen
+    weights: Weights = {}
+    for dtype in (files.dtype, Dtype.FP32):
+        is_exact = dtype is Dtype.FP32
+        specs = [spec for spec in chosen.specs if (spec.name in chosen.stored) is is_exact]
+        forms = Forms(rounding=chosen.rounding)
+        weights |= load_weights(files.checkpoint, specs, dtype, device, forms=forms)
     for name in weights:
         weights[name] = weights[name].float()
     return build_reference(files.config, weights)
@@ -265,5 +292,6 @@ def _row(
         top_1_agreement=a.top_1,
         same_bits=read.same_bits,
         repeats=plan.repeats if is_ours else 0,
+        weights=read.weights,
         **record.origin(*packages),
     )

@@ -161,6 +161,8 @@ def _values(row: Json) -> dict[str, object]:
     if kind == "decode":
         start = row.get("start_position")
         values["start_position"] = row.get("prompt_tokens") if start is None else start
+    if kind in ("decode", "prefill", "startup"):
+        values["weights"] = own_weights(row)
     if kind == "serve":
         asked = row.get("asked_prompt_tokens")
         values["asked_prompt_tokens"] = row.get("prompt_tokens") if asked is None else asked
@@ -189,8 +191,16 @@ def describe(row: Json) -> str:
         words.append(f"{row['columns']} columns of {row.get('sequences', 1)}")
     if row.get("start_position") not in (None, row.get("prompt_tokens")):
         words.append(f"from {row['start_position']:,}")
+    if "precision" in row and (weights := own_weights(row)):
+        words.append(f"{weights} in")
     words += [str(row[field]) for field in ("precision", "prefix", "kernel_cache") if field in row]
     return " ".join(word for word in words if word)
+
+
+def own_weights(row: Json) -> str:
+    """How weights are stored, if not in the row's precision, which older files do not say."""
+    weights = row.get("weights", "")
+    return "" if weights == row.get("precision") else str(weights)
 
 
 def _model_name(row: Json) -> str:

@@ -122,6 +122,11 @@ def _check(plan: Plan) -> None:
     )
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
+    if plan.against is not None and (plan.asked.weights or plan.asked.head_weights):
+        allowed = "only without --weights and --head-weights, which it does not know"
+        raise SettingError(
+            "--against", plan.against, allowed, "quantise a folder, and measure that"
+        )
 
 
 def _row(
@@ -161,6 +166,7 @@ def _row(
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),
         clocks=clocks,
+        weights=engine.report.weights if name == "soloist" else chosen.dtype.value,
         **record.origin(*packages),
     )
 

@@ -20,6 +20,7 @@ from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
     random_prompt,
+    rounded_shape,
     shape_dtype,
     shape_name,
     shape_on_cpu,
@@ -38,6 +39,7 @@ from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
+from soloist.weights.choice import Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Plan:
     """What to measure.
 
     Attributes:
-        asked: model, device, precision, GPUs; of a shape the last three.
+        asked: model, device, precision, GPUs, rounding; of a shape all but the first.
         shape: a config.json, for random weights and tokens instead of the model.
         prompt_tokens: lengths of prompts.
         runs: timed, after one that is not.
@@ -67,6 +69,7 @@ class _Reader:
 
     name: str
     precision: str
+    weights: str
     executor: Executor
     num_gpus: int
     vocab_size: int
@@ -142,6 +145,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         return _Reader(
             engine.report.folder.name,
             engine.resolved.dtype.value,
+            engine.report.weights,
             engine.model,
             engine.resolved.num_gpus,
             engine.config.vocab_size,
@@ -153,18 +157,18 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
     placed = shape_placement(
         plan.shape, plan.asked.precision, device, plan.asked.device, plan.asked.gpus
     )
+    rounding = Rounding(plan.asked.weights, plan.asked.head_weights)
+    shape = rounded_shape(config, dtype, rounding)
     executor: Executor
     if device.type == "cpu":
-        executor = shape_on_cpu(config, dtype, room, keeps_prefixes=keeps)
+        executor = shape_on_cpu(shape, room, keeps_prefixes=keeps)
     else:
         chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
-        executor = shape_on_gpu(
-            config, dtype, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps
-        )
+        executor = shape_on_gpu(shape, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps)
     ids = random_prompt(config, longest)
     return _Reader(
-        shape_name(plan.shape), dtype.value, executor, placed.num_gpus, config.vocab_size, ids,
-        device_name(str(device)),
+        shape_name(plan.shape), dtype.value, shape.label(executor), executor,
+        placed.num_gpus, config.vocab_size, ids, device_name(str(device)),
     )  # fmt: skip
 
 
@@ -190,5 +194,6 @@ def _row(
         ttft_ms=rows.Spread.of([seconds * 1e3 for seconds, _ in read]),
         prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),
         clocks=clocks,
+        weights=reader.weights,
         **record.origin("torch"),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from soloist.bench.chart import NUM_COLOURS, Bar, bars, lines
-from soloist.bench.compare import FIGURES, Figure, Json, conditions, describe
+from soloist.bench.compare import FIGURES, Figure, Json, conditions, describe, own_weights
 
 _COLOURS = (
     "#3b6fb6", "#d9822b", "#4c9a5b", "#b5495b", "#7a63a8", "#8c6d4f", "#3f97a3", "#777777",
@@ -129,6 +129,7 @@ def _against_context(rows: Sequence[tuple[str, Json]], kind: str) -> list[str]:
             continue
         fields = ("engine", "shape", "precision", "device", "prefix")
         words = [str(row[field]) for field in fields if row.get(field)]
+        words += [weights] if (weights := own_weights(row)) else []
         words += [f"on {row['gpus']} GPUs"] if row.get("gpus", 1) > 1 else []
         series.setdefault((" ".join(words), file), {})[start] = speed["median"]
     lasting = {name: sorted(points.items()) for name, points in series.items() if len(points) > 1}

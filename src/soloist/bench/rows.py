@@ -88,7 +88,7 @@ class DecodeRow:
         shape: name of the model.
         device: name of the processor, with the cores in use.
         gpus: number of GPUs; 0 on a CPU.
-        precision: dtype of the weights and the KV cache.
+        precision: dtype of the activations, the KV cache and the weights that are not quantised.
         prompt_tokens, new_tokens: number of these tokens in each run.
         columns: (sequence, position) pairs in each decode step, of all sequences together.
         runs: timed runs after a warm-up.
@@ -117,6 +117,11 @@ class DecodeRow:
             count. Older files lack this field.
         busy_processes: number of processes that ran beside the measurement and only counted
             (`--busy`); `others_cores` leaves them out.
+        weights: how the matrices of the layers are stored: 'bf16', 'fp16', 'fp32', 'fp8',
+            'fp8-block', 'int8' or 'int4', several joined by '+'; with a quantised LM head also how
+            that is, such as 'int4+int8 head'. Other tensors are in `precision`, and so is all that
+            the reference implementation computes with. Empty in older files, where it is
+            `precision`.
     """
 
     engine: str
@@ -147,6 +152,7 @@ class DecodeRow:
     clocks: Clocks | None = None
     others_cores: float | None = None
     busy_processes: int = 0
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,7 @@ class PrefillRow:
         prompt_tokens_per_s: prompt tokens that were read / time to the first token.
         clocks: as in `DecodeRow`.
         versions, commit, command, date: as in `DecodeRow`.
-        others_cores, busy_processes: as in `DecodeRow`.
+        others_cores, busy_processes, weights: as in `DecodeRow`.
     """
 
     bench: str
@@ -187,6 +193,7 @@ class PrefillRow:
     date: str
     others_cores: float | None = None
     busy_processes: int = 0
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +205,7 @@ class StartupRow:
         shape: name of the model.
         device: name of the processor, with the cores in use.
         executor: 'decode kernel' or 'reference'.
-        precision: dtype of the weights and the KV cache.
+        precision: as in `DecodeRow`.
         kernel_cache: 'warm' if all kernels were compiled before, 'cold' if none was.
         runs: number of timed processes, after one that is not timed and reads all files.
         total_s: time from starting the process to its first token.
@@ -208,7 +215,7 @@ class StartupRow:
         kernels_built: number of kernels that were compiled.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
-        others_cores: as in `DecodeRow`.
+        others_cores, weights: as in `DecodeRow`.
     """
 
     bench: str
@@ -229,6 +236,7 @@ class StartupRow:
     date: str
     clocks: Clocks | None = None
     others_cores: float | None = None
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +248,7 @@ class AccuracyRow:
         engine: the engine that was measured.
         shape: name of the model.
         device: name of the processor, with the cores in use.
-        precision: dtype of the weights and the KV cache.
+        precision: as in `DecodeRow`.
         positions: number of positions of one text, teacher-forced.
         text: which text.
         mean_kl, max_kl: KL divergence of the engine's distributions from those of fp32, in nats,
@@ -251,7 +259,7 @@ class AccuracyRow:
         top_1_agreement: share of positions at which the engine and fp32 have the same best token.
         same_bits: ways of making the logits that gave the same bits.
         repeats: number of launches of 64 tokens that gave the same tokens and last logits each.
-        versions, commit, command, date: as in `DecodeRow`.
+        versions, commit, command, date, weights: as in `DecodeRow`.
     """
 
     bench: str
@@ -273,6 +281,7 @@ class AccuracyRow:
     commit: str
     command: str
     date: str
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

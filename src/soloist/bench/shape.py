@@ -20,7 +20,10 @@ from soloist.bench.decode import token_ms
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
+    NOT_ROUNDED,
+    Shape,
     random_prompt,
+    rounded_shape,
     shape_dtype,
     shape_name,
     shape_on_cpu,
@@ -39,11 +42,9 @@ from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
-from soloist.model.config import ModelConfig
-from soloist.model.dtype import Dtype
-from soloist.model.families import read_config, tensors
-from soloist.model.tensors import streamed_values
+from soloist.model.families import read_config
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.choice import Rounding
 
 _MOST_ROUNDS = 4096
 
@@ -66,6 +67,7 @@ class Plan:
             prompt. Time to first token is the prompt's in any case.
         gpus: how many run it together, or 'auto'.
         num_busy: processes that only count beside it.
+        rounding: what matrices are random codes of.
     """
 
     file: Path
@@ -79,6 +81,7 @@ class Plan:
     context: int | None
     gpus: GpuCount = 1
     num_busy: int = 0
+    rounding: Rounding = NOT_ROUNDED
 
     @property
     def all_columns(self) -> int:
@@ -119,10 +122,11 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         _check_reference(plan)
     bandwidth = read_bandwidth(device)
     model: Executor
+    shape = rounded_shape(config, dtype, plan.rounding)
     if device.type == "cpu":
-        model = shape_on_cpu(config, dtype, plan.last)
+        model = shape_on_cpu(shape, plan.last)
     else:
-        model = shape_on_gpu(config, dtype, plan.last, placed, plan.sequences)
+        model = shape_on_gpu(shape, plan.last, placed, plan.sequences)
         if plan.context is not None:
             model.fill_pools()
 
@@ -139,8 +143,17 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             for flush in flushes:
                 flush()
             runs.append(run())
-    row = _row(plan, config, dtype, placed, runs[1:], bandwidth, watch.clocks)
-    return [replace(row, device=name, others_cores=others.cores, busy_processes=plan.num_busy)]
+    row = _row(plan, shape, placed, runs[1:], bandwidth, shape.streamed_bytes(model))
+    return [
+        replace(
+            row,
+            device=name,
+            clocks=watch.clocks,
+            others_cores=others.cores,
+            busy_processes=plan.num_busy,
+            weights=shape.label(model),
+        )
+    ]
 
 
 def _check(plan: Plan) -> None:
@@ -213,18 +226,16 @@ def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
 
 def _row(
     plan: Plan,
-    config: ModelConfig,
-    dtype: Dtype,
+    shape: Shape,
     placed: Placement,
     runs: list[Run],
     bandwidth: Bandwidth,
-    clocks: rows.Clocks | None,
+    weights_bytes: int,
 ) -> rows.DecodeRow:
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of([rate * plan.all_columns for rate in steps])
-    weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
     middle = plan.start + plan.new_tokens // 2
-    streamed = weights + plan.sequences * kv_bytes_seen(config, dtype, middle)
+    streamed = weights_bytes + plan.sequences * kv_bytes_seen(shape.config, shape.dtype, middle)
     all_gb_per_s = bandwidth.gb_per_s * max(1, placed.num_gpus)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return rows.DecodeRow(
@@ -232,7 +243,7 @@ def _row(
         shape=shape_name(plan.file),
         device=device_name(str(placed.devices[0])),
         gpus=placed.num_gpus,
-        precision=dtype.value,
+        precision=shape.dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
         columns=plan.all_columns,
@@ -248,6 +259,5 @@ def _row(
         start_position=plan.start,
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),
-        clocks=clocks,
         **record.origin("torch"),
     )

@@ -192,5 +192,6 @@ def _row(
         rest_s=rows.Spread.of(others),
         kernels_built=starts[0].num_kernels,
         clocks=clocks,
+        weights=report["weights"],
         **record.origin("torch"),
     )

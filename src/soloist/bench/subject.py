@@ -3,7 +3,7 @@
 On the decode kernel, or a shape without a GPU on the reference.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from soloist.device import available_memory_bytes, usable_cores
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
+from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.memory import Footprint
@@ -26,13 +27,19 @@ from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.tensors import streamed_values
+from soloist.model.quantized import Quantized, label
+from soloist.model.tensors import TensorSpec
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
+from soloist.weights.choice import Rounding, require_matrices, rounding_of, untied
 from soloist.weights.distribution import distribute
-from soloist.weights.memory import row_bytes
+from soloist.weights.loading import regrouped
+from soloist.weights.memory import parts_bytes, row_bytes, stored_bytes, streamed_bytes
+from soloist.weights.numbers import as_numbers
 from soloist.weights.random import random_weights
+
+NOT_ROUNDED = Rounding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Subject:
     def streamed_bytes(self, position: int) -> int:
         """Weights, keys and values that one GPU has to read for the token at `position`."""
         config, dtype = self.model.plan.model, self.model.plan.dtype
-        weights = streamed_values(tensors(config), tied_head=config.tied_head) * dtype.num_bytes
+        weights = streamed_bytes(tensors(config), dtype, self.model.plan.formats, config)
         return (weights + kv_bytes_seen(config, dtype, position)) // self.model.plan.ranks
 
     def phase_bytes(self, position: int) -> dict[str, int]:
@@ -78,7 +85,7 @@ class Subject:
         for spec in tensors(config):
             phase = phases.get(spec.name.rpartition(".")[2])
             if phase is not None:
-                sums[phase] += spec.num_values * dtype.num_bytes
+                sums[phase] += stored_bytes([spec], dtype, self.model.plan.formats)
         sums["attention"] = kv_bytes_seen(config, dtype, position)
         return {phase: total // self.model.plan.ranks for phase, total in sums.items()}
 
@@ -142,9 +149,54 @@ def shape_dtype(precision: Precision, device: torch.device | None = None) -> Dty
     return Dtype.BF16 if precision == "auto" else Dtype(precision)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model that has random weights.
+
+    Attributes:
+        config: what it computes.
+        specs: its tensors.
+        dtype: of those that are not quantised.
+        stored: matrices that are random codes, by name.
+    """
+
+    config: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    dtype: Dtype
+    stored: Mapping[str, Quantized]
+
+    def label(self, model: Executor) -> str:
+        """How weights are stored there, as result files call it."""
+        kept = dict(self.stored)
+        if isinstance(model, KernelModel):
+            kept = {name: kept[name] for name in model.plan.formats}
+        layers = [kept.get(spec.name) for spec in self.specs if spec.is_layer_matrix]
+        return label(layers, kept.get("head"), self.dtype.value)
+
+    def streamed_bytes(self, model: Executor) -> int:
+        """Weights that it reads for one token of one sequence."""
+        formats = model.plan.formats if isinstance(model, KernelModel) else {}
+        return streamed_bytes(self.specs, self.dtype, formats, self.config)
+
+
+def rounded_shape(config: ModelConfig, dtype: Dtype, rounding: Rounding = NOT_ROUNDED) -> Shape:
+    """A shape whose matrices are codes, as if they had been rounded.
+
+    Raises:
+        SettingError: its matrices cannot be rounded.
+        CheckpointError: a row has no groups of the right size.
+    """
+    specs = tensors(config)
+    require_matrices(config.family, specs, rounding)
+    if rounding.head is not None:
+        config, specs = untied(config, specs)
+    # Scales are in 16 bits whatever the reference computes in.
+    in_16_bits = Dtype.BF16 if dtype is Dtype.FP32 else dtype
+    return Shape(config, specs, dtype, rounding_of(specs, rounding, in_16_bits))
+
+
 def shape_on_gpu(
-    config: ModelConfig,
-    dtype: Dtype,
+    shape: Shape,
     context_tokens: int,
     placed: Placement,
     sequences: int = 1,
@@ -157,20 +209,27 @@ def shape_on_gpu(
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
     """
-    support = placed.support(config, dtype)
+    config, specs, dtype = shape.config, shape.specs, shape.dtype
+    support = placed.support(config, dtype, shape.stored)
     if support.plan is None:
         raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
-    held = placed.share_of(config)
+    held, formats = placed.share_of(config), support.plan.formats
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     footprint = Footprint(held, tensors(held), dtype, support.plan)
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU all weights lie before they are cut.
-    keep_rows = needed_bytes + row_bytes(tensors(config), dtype) <= free_bytes
-    home = placed.devices[0] if keep_rows else torch.device("cpu")
+    in_parts = parts_bytes(specs, dtype, formats)
+    is_staged = needed_bytes + in_parts > free_bytes
+    keep_rows = needed_bytes + max(in_parts, row_bytes(specs, dtype)) <= free_bytes
+    home = torch.device("cpu") if is_staged else placed.devices[0]
+    kept = {name: shape.stored[name] for name in formats}
     # Drawn on the GPU in any case: the numbers are not to depend on the room.
-    whole = random_weights(tensors(config), dtype, placed.devices[0], home=home)
-    weights = distribute(_taken(whole), config, placed.devices, stays_on_host=not keep_rows)
+    whole = random_weights(specs, dtype, placed.devices[0], home=home, stored=kept)
+    weights = distribute(
+        regrouped(_taken(whole), specs, kept, formats),
+        config, placed.devices, stays_on_host=is_staged,
+    )  # fmt: skip
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes
     )
@@ -188,17 +247,20 @@ def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def shape_on_cpu(
-    config: ModelConfig, dtype: Dtype, context_tokens: int, *, keeps_prefixes: bool = False
+    shape: Shape, context_tokens: int, *, keeps_prefixes: bool = False
 ) -> ReferenceModel:
-    """Random weights on the reference.
+    """Random weights on the reference, which computes with the numbers that codes stand for.
 
     Raises:
         OutOfMemory: they do not fit.
     """
-    specs = tensors(config)
+    config, specs, dtype = shape.config, shape.specs, shape.dtype
     Footprint(config, specs, dtype).require(context_tokens, available_memory_bytes())
     torch.set_num_threads(read_settings().threads or usable_cores())
-    weights = random_weights(specs, dtype, torch.device("cpu"))
+    weights = random_weights(specs, dtype, torch.device("cpu"), stored=shape.stored)
+    for name, quantized in shape.stored.items():
+        parts = {part: weights.pop(name + part) for part in quantized.parts}
+        weights[name] = as_numbers(quantized, parts, dtype)
     return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)
 
 
@@ -218,7 +280,7 @@ def shape_subject(
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    model = shape_on_gpu(config, dtype, tokens, placed)
+    model = shape_on_gpu(rounded_shape(config, dtype), tokens, placed)
     if context is not None:
         model.fill_pools()
     return Subject(shape_name(file), model, random_prompt(config, prompt_tokens), start)

@@ -108,5 +108,6 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "device": engine.report.place,
         "executor": engine.report.executor,
         "precision": engine.resolved.dtype.value,
+        "weights": engine.report.weights,
         "context_tokens": engine.resolved.context_tokens,
     }

@@ -7,7 +7,7 @@ from soloist.cli.terminal import millions, print_json
 from soloist.device import available_memory_bytes
 from soloist.errors import SettingError, gigabytes
 from soloist.kv.memory import kv_bytes_per_token
-from soloist.model.checkpoint import open_checkpoint
+from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
@@ -16,7 +16,9 @@ from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
-from soloist.weights.memory import row_bytes
+from soloist.weights.choice import Rounding, choose
+from soloist.weights.formats import formats_of
+from soloist.weights.memory import row_bytes, streamed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class ModelFacts:
     context_tokens: int
     stored_as: str
     quantised_as: str | None
+    kernel_bytes_per_token: int | None
     checkpoint_bytes: int
     available_memory_bytes: int
     by_precision: dict[str, PrecisionFacts]
@@ -86,6 +89,7 @@ def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
         quantised_as=None
         if checkpoint.quantization is None
         else describe(checkpoint.quantization, specs),
+        kernel_bytes_per_token=_kernel_bytes(checkpoint, config, specs),
         checkpoint_bytes=checkpoint.num_bytes,
         available_memory_bytes=available,
         by_precision={
@@ -93,6 +97,16 @@ def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
             for dtype in Dtype
         },
     )
+
+
+def _kernel_bytes(
+    checkpoint: Checkpoint, config: ModelConfig, specs: tuple[TensorSpec, ...]
+) -> int | None:
+    """Weights that the decode kernel reads for a token, if some of them are quantised."""
+    stored = choose(checkpoint, config, specs, Rounding()).stored
+    if not (formats := formats_of(stored, config)):
+        return None
+    return streamed_bytes(specs, checkpoint.dtype, formats, config)
 
 
 def describe_attention(config: ModelConfig) -> str:
@@ -145,6 +159,9 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
     if f.quantised_as is not None:
         rows[-1] = ("checkpoint", gigabytes(f.checkpoint_bytes))
         rows.append(("weights", f"{f.quantised_as}; others {f.stored_as}"))
+    if f.kernel_bytes_per_token is not None:
+        read = gigabytes(f.kernel_bytes_per_token)
+        rows.append(("on a GPU", f"{read} of weights read per token, as they are stored"))
     for name, p in f.by_precision.items():
         verdict = "fits" if p.fits else "does not fit"
         rows.append(

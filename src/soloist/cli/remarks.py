@@ -114,7 +114,7 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
             f"{' and '.join(map(str, waits.measured_on))} GPUs (benchmarks/results/2-h200.json, "
             "4-h200.json) and assumed on others"
         )
-    unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.runs))
+    unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.measured))
     if unpacked:
         lines.append(f"assumed: dequantising {', '.join(unpacked)} costs nothing")
     shown = {row.precision for row in rows}

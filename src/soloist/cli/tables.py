@@ -82,7 +82,7 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     if first.start_position not in (None, first.prompt_tokens):
         wide += f" · decode from position {first.start_position:,}"
     print(
-        f"{first.shape} · {first.precision} · {first.device} · {first.prompt_tokens} prompt + "
+        f"{first.shape} · {_stored(first)} · {first.device} · {first.prompt_tokens} prompt + "
         f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
         f"{first.bandwidth_gb_per_s} GB/s · no speculation"
     )
@@ -136,11 +136,18 @@ def show_clocks(clocks: "Clocks | None") -> None:
     )
 
 
+def _stored(row: "DecodeRow | PrefillRow | StartupRow | AccuracyRow") -> str:
+    """The precision, and weights where they are in another."""
+    return (
+        row.precision if row.weights in ("", row.precision) else f"{row.weights} in {row.precision}"
+    )
+
+
 def show_prefill(rows: "Sequence[PrefillRow]") -> None:
     """How fast prompts are read."""
     first = rows[0]
     print(
-        f"{first.shape} · {first.precision} · {first.device} · from token ids to the first token "
+        f"{first.shape} · {_stored(first)} · {first.device} · from token ids to the first token "
         f"· median of {first.runs} runs"
     )
     show_columns(
@@ -159,7 +166,7 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
     """Times to the first token of a fresh process."""
     first = rows[0]
     print(
-        f"{first.shape} · {first.precision} · {first.device} · {first.executor} · from the start "
+        f"{first.shape} · {_stored(first)} · {first.device} · {first.executor} · from the start "
         f"of soloist run to its first token · median of {first.runs} runs, in seconds"
     )
 
@@ -182,7 +189,7 @@ def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
     """Distances from fp32."""
     first = rows[0]
     print(
-        f"{first.shape} · {first.precision} · {first.device} · {first.positions} teacher-forced "
+        f"{first.shape} · {_stored(first)} · {first.device} · {first.positions} teacher-forced "
         f"positions of {first.text} · against fp32 arithmetic on the same weights"
     )
     show_columns(

@@ -21,19 +21,21 @@ class Precision:
         bits: of a weight in a layer's matrix, with its share of a scale.
         group: weights along a row that share a scale; a row's length must be a multiple of it.
         runs: Soloist's decode kernel can run it.
+        measured: its costs were measured.
     """
 
     name: str
     bits: float
     group: int = 1
     runs: bool = False
+    measured: bool = False
 
 
-SIXTEEN_BIT = Precision("fp16/bf16", 16, runs=True)
+SIXTEEN_BIT = Precision("fp16/bf16", 16, runs=True, measured=True)
 PRECISIONS = (
     SIXTEEN_BIT,
-    Precision("fp8", 8 + 32 / (128 * 128)),  # one fp32 scale for each block of 128 × 128
-    Precision("int4", 4 + 16 / 128, group=128),  # one 16-bit scale for 128 weights
+    Precision("fp8", 8 + 32 / (128 * 128), runs=True),  # one fp32 scale for each block of 128 × 128
+    Precision("int4", 4 + 16 / 128, group=128, runs=True),  # one 16-bit scale for 128 weights
     Precision("fp4", 4 + 8 / 32, group=32),  # MXFP4: one 8-bit exponent for 32 weights
 )
 

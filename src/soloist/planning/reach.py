@@ -109,7 +109,7 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
         # What unpacking small weights costs has not been measured.
-        measured=precision.runs and is_measured(cost.kind, hardware, gpus),
+        measured=precision.measured and is_measured(cost.kind, hardware, gpus),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,
@@ -128,12 +128,16 @@ def reaches(
     hardware = subject.hardware
     shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
 
+    # The kernel reads codes of matrices in two dimensions.
+    shapes = [spec.shape for spec in subject.model.specs if spec.is_layer_matrix]
+    is_quantisable = all(len(shape) == 2 for shape in shapes)
+
     def obstacle(precision: Precision, gpus: int) -> str:
         if subject.model.config is None:
             return "no experts" if subject.model.mixture else "no text parts"
         if hardware.arch is None:
             return f"no kernel for {hardware.name}"
-        if not precision.runs:
+        if not precision.runs or (precision.bits < SIXTEEN_BIT.bits and not is_quantisable):
             return f"no {precision.name} weights"
         return "" if shape_fits[gpus] else "reference only"
 

@@ -2,8 +2,11 @@
 
 One step a file, each of which knows only those before it:
 
+    choice         what a checkpoint's matrices are once loaded: as stored, or rounded to codes
+    formats        which of them the decode kernel takes quantised, and how
     upload         files → a GPU's memory, while Python still imports torch; so it imports no torch
     decoding       a quantised matrix's tensors on disk → codes, scales and zeros in rows
+    quantizing     a 16-bit matrix → codes and scales, rounded to nearest
     numbers        these → the numbers that they stand for
     reading        files → whole tensors; `random` makes some without files
     uploaded       files for `reading` that are in the GPU's memory already
@@ -18,7 +21,6 @@ One step a file, each of which knows only those before it:
 
 Another way leads from a 16-bit checkpoint to a folder with quantised weights:
 
-    quantizing           a matrix → codes and scales, rounded to nearest
     compressed_tensors   the format of the folder: names, tensors, config.json
     export_plan          what becomes of each tensor of a checkpoint
     writing              safetensors files, a tensor at a time

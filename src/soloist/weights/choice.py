@@ -85,6 +85,20 @@ def rounding_of(specs: Iterable[TensorSpec], to: Rounding, dtype: Dtype) -> dict
     }
 
 
+def require_matrices(family: str, specs: Iterable[TensorSpec], to: Rounding) -> None:
+    """What is to be rounded are matrices, of two dimensions.
+
+    Raises:
+        SettingError: they have more.
+    """
+    most = max(len(spec.shape) for spec in specs if spec.is_layer_matrix)
+    for option, codes in (("--weights", to.layers), ("--head-weights", to.head)):
+        if codes is not None and most > 2:
+            allowed = f"none for {family}, whose matrices have {most} dimensions"
+            hint = f"leave {option} out: this family runs in 16 bits"
+            raise SettingError(option, codes.value, allowed, hint)
+
+
 def untied(
     config: ModelConfig, specs: tuple[TensorSpec, ...]
 ) -> tuple[ModelConfig, tuple[TensorSpec, ...]]:
@@ -113,19 +127,11 @@ def dtype_of(checkpoint: Checkpoint, source: Source) -> Dtype:
 
 
 def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> dict[str, Codes]:
-    """Codes by the name of a matrix.
-
-    Raises:
-        SettingError: the family has no matrices.
-    """
+    """Codes by the name of a matrix."""
     asked = {"head": to.head} if to.head is not None else {}
     if to.layers is not None:
         asked |= {spec.name: to.layers for spec in specs if spec.is_layer_matrix}
-    for option, codes in (("--weights", to.layers), ("--head-weights", to.head)):
-        if codes is not None and config.lanes is not None:
-            allowed = f"none for {config.family}, whose lanes have matrices of their own"
-            hint = f"leave {option} out: this family runs in 16 bits"
-            raise SettingError(option, codes.value, allowed, hint)
+    require_matrices(config.family, specs, to)
     return asked
 
 

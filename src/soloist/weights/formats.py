@@ -31,8 +31,6 @@ def formats_of(
         config: the whole model.
         ranks: over how many it is spread.
     """
-    if config.lanes is not None:
-        return {}
     found = {name: _format(name, quantized, config, ranks) for name, quantized in stored.items()}
     return {name: own for name, own in found.items() if own is not None}
 

@@ -83,7 +83,8 @@ def load_ranks(
         LaunchError: a device cannot take its share; it names the rank.
     """
     start, upload = time.perf_counter(), source.upload
-    forms = Forms({name: source.stored[name] for name in to.formats}, source.rounding)
+    keep = {name: source.stored[name] for name in to.formats}
+    forms = Forms(keep, source.rounding, rounded_on=to.devices[0])
     with early_files(upload, to.home) as open_stored:
         read = read_tensors(
             source.checkpoint, source.specs, to.dtype, to.home, on_progress, open_stored, forms

@@ -53,7 +53,9 @@ def _quantize_rows(values: Tensor, to: Quantized, codes: Tensor, scales: Tensor)
     columns, groups = values.shape[1], scales.shape[1]
     group, (low, high) = to.group or columns, _RANGES[to.codes]
     grouped = pad(values.float(), (0, groups * group - columns)).unflatten(1, (groups, group))
-    scales.copy_(grouped.abs().amax(dim=2) / ((high - low) / 2))
+    # A divisor on the device: by one of Python's GPUs multiply with its inverse, in other bits.
+    half = torch.full((), (high - low) / 2, device=values.device)
+    scales.copy_(grouped.abs().amax(dim=2) / half)
     # Codes of zeros are zero whatever the scale; this one is what the field stores.
     scales.masked_fill_(scales == 0, torch.finfo(scales.dtype).eps)
     ratios = (grouped / scales.float().unsqueeze(2)).clamp_(low, high)

@@ -1,12 +1,17 @@
 """Weights that no checkpoint has: random ones, to measure shapes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import SCALES, Codes, Quantized
 from soloist.model.tensors import TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.weights.numbers import packed
+
+_FP8_NAN = 0x7F  # with either sign
 
 
 def random_weights(
@@ -16,6 +21,7 @@ def random_weights(
     seed: int = 0,
     *,
     home: torch.device | None = None,
+    stored: Mapping[str, Quantized] | None = None,
 ) -> Weights:
     """Weights for benchmarks: normal values scaled so that activations keep their size.
 
@@ -25,10 +31,16 @@ def random_weights(
         seed: of the first tensor's numbers; the others follow it.
         device: draws them; another kind of device draws other numbers.
         home: where they lie afterwards; `device` if None.
+        stored: by name, matrices that are drawn as codes, with scales; never as numbers.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     weights: Weights = {}
     for spec in specs:
+        quantized = (stored or {}).get(spec.name)
+        if quantized is not None:
+            for part, values in _random_parts(spec, quantized, generator).items():
+                weights[spec.name + part] = values.to(home or device)
+            continue
         values = torch.empty(spec.shape, dtype=torch.float32, device=device)
         if spec.name.endswith("norm"):
             values.fill_(1.0)
@@ -36,3 +48,31 @@ def random_weights(
             values.normal_(0.0, spec.shape[-1] ** -0.5, generator=generator)
         weights[spec.name] = values.to(TORCH_DTYPES[dtype]).to(home or device)
     return weights
+
+
+def _random_parts(spec: TensorSpec, to: Quantized, generator: torch.Generator) -> dict[str, Tensor]:
+    """Codes of all sizes, as many below zero as above; equal scales."""
+    assert not to.has_zeros, "what is rounded on loading is symmetric"
+    (rows, columns), device = spec.shape, generator.device
+
+    def drawn(low: int, high: int, dtype: torch.dtype) -> Tensor:
+        shape = (rows, columns)
+        return torch.randint(low, high, shape, generator=generator, dtype=dtype, device=device)
+
+    if to.codes is Codes.INT4:
+        codes = packed(drawn(1, 16, torch.uint8))
+        sizes = torch.arange(-7.0, 8.0)
+    elif to.codes is Codes.INT8:
+        codes = drawn(-127, 128, torch.int8)
+        sizes = torch.arange(-127.0, 128.0)
+    else:
+        codes = drawn(0, 2 * _FP8_NAN, torch.uint8)
+        codes += codes >= _FP8_NAN
+        codes = codes.view(torch.float8_e4m3fn)
+        sizes = torch.arange(_FP8_NAN, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scale = columns**-0.5 / float(sizes.square().mean().sqrt())
+    shape = (rows, to.groups(columns))
+    return {
+        "": codes,
+        SCALES: torch.full(shape, scale, device=device).to(TORCH_DTYPES[to.scale_dtype]),
+    }

@@ -52,10 +52,12 @@ class Forms:
         keep: they come as several, each under the name and the end of a part's. What they mean is
             what `joined` or `rounding` says of them.
         rounding: 16-bit matrices whose numbers are first rounded to codes, as they are stored.
+        rounded_on: the device that does it; None where tensors are read to.
     """
 
     keep: Mapping[str, Quantized] = field(default_factory=dict)
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
+    rounded_on: torch.device | None = None
 
     def matrices(self, checkpoint: Checkpoint, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
         """How each source of a tensor is quantised in the files; None where it is not."""
@@ -85,9 +87,10 @@ def load_weights(
     device: torch.device,
     on_progress: Callable[[LoadProgress], None] = lambda _: None,
     open_with: OpenStored = open_stored,
+    forms: Forms | None = None,
 ) -> Weights:
     """Read every tensor that `specs` call for, as `read_tensors` does."""
-    return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with))
+    return dict(read_tensors(checkpoint, specs, dtype, device, on_progress, open_with, forms))
 
 
 def read_tensors(
@@ -144,7 +147,8 @@ def read_tensors(
             if to is None:
                 yield spec.name, whole
                 continue
-            parts = quantize(whole, to)
+            parts = quantize(whole.to(forms.rounded_on or device), to)
+            parts = {part: values.to(device) for part, values in parts.items()}
             if spec.name in forms.keep:
                 yield from ((spec.name + part, values) for part, values in parts.items())
             else:

@@ -99,6 +99,22 @@ def test_servers_may_call_a_model_by_its_folder() -> None:
     assert not compare([row | {"shape": "m"}], [row | {"shape": "n"}], 0.05).differences
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill", "startup"])
+def test_weights_are_a_condition_that_older_files_lack(kind: str) -> None:
+    figures = {
+        name: {"median": 9, "min": 9, "max": 9}
+        for name in ("decode_tokens_per_s", "ttft_ms", "total_s")
+    }
+    old = {"bench": kind, "engine": "soloist", "shape": "m", "precision": "bf16", **figures}
+    plain, int4 = old | {"weights": "bf16"}, old | {"weights": "int4"}
+    assert compare([old], [plain], 0.05).differences
+    found = compare([old], [int4], 0.05)
+    assert not found.differences
+    assert "int4 in bf16" in found.only_after[0]
+    assert "weights" in found.apart
+    assert compare([int4], [dict(int4)], 0.05).differences
+
+
 def test_accuracy_is_not_compared() -> None:
     row = {"bench": "accuracy", "engine": "soloist", "shape": "m"}
     made = compare([row], [row], 0.05)

@@ -8,7 +8,7 @@ import pytest
 from soloist.bench import startup
 from soloist.errors import RunFailed
 
-REPORT = {"device": "a GPU", "precision": "bf16", "load_s": 2.0}
+REPORT = {"device": "a GPU", "precision": "bf16", "weights": "int4", "load_s": 2.0}
 
 
 @pytest.mark.parametrize("executor", ["decode kernel", "reference"])

@@ -90,7 +90,7 @@ def test_what_runs_and_what_does_not_yet(tmp_path):
     rows = reaches(subject_of(tmp_path, "H200", 8192), PRECISIONS, GPU_COUNTS)
     assert len(rows) == 16
     running = [(r.precision, r.gpus) for r in rows if not r.obstacle]
-    assert running == [(FP16, gpus) for gpus in GPU_COUNTS]
+    assert running == [(one, gpus) for one in (FP16, FP8, INT4) for gpus in GPU_COUNTS]
     assert [r.gpus for r in rows if r.measured] == [1, 2, 4, 8]  # in 16 bits only
     amd = reaches(subject_of(tmp_path, "MI300X", 8192), [FP16], [1])
     assert amd[0].obstacle == "no kernel for MI300X"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from plan.shapes import SHAPES
+from plan.shapes import LANEFORMER, SHAPES
+from soloist.engine import support as support_module
 from soloist.engine.support import support_on
+from soloist.errors import SettingError, ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.checkpoint import open_checkpoint
@@ -19,7 +21,8 @@ from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.parallel.share import part_of
-from soloist.weights.choice import Rounding, choose, rounding_of
+from soloist.weights import packing as packing_module
+from soloist.weights.choice import Rounding, choose, require_matrices, rounding_of
 from soloist.weights.distribution import distribute
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
@@ -28,6 +31,7 @@ from soloist.weights.loading import Destination, Source, load_ranks, regrouped
 from soloist.weights.memory import packed_bytes, row_bytes, stored_bytes, unpacking_bytes
 from soloist.weights.numbers import as_numbers
 from soloist.weights.packed import pack_weights
+from soloist.weights.random import random_weights
 from soloist.weights.sharding import shard_all
 from soloist.weights.unpacking import Unpacked, parts_to_rows
 from unit.prefill.models import model
@@ -109,14 +113,11 @@ def test_public_models_get_plans(one: Quantized, ranks: int) -> None:
     assert unpacking_bytes(plan, specs) > unpacking_bytes(plain, specs)
 
 
-def test_what_the_kernel_cannot_plan_runs_in_16_bits() -> None:
-    """A model never fails for its formats alone."""
-    small = (9, 0), 132, 100 * 1024
-    config = replace(DENSE, tied_head=False)
-    assert support_on(*small, config, Dtype.BF16).plan is not None
-    assert support_on(*small, config, Dtype.BF16, 1, alike(config, BLOCKS)).plan is not None
-    fp32 = support_on(*H200, config, Dtype.FP32, 1, alike(config, INT4))
-    assert "fp32" in fp32.refusal
+def test_a_refusal_is_that_of_numbers() -> None:
+    found = support_on(*H200, DENSE, Dtype.FP32, 1, alike(DENSE, INT4))
+    assert found.plan is None
+    assert "fp32" in found.refusal
+    assert not found.formats
 
 
 # Their way to the ranks ---------------------------------------------------------------------------
@@ -244,3 +245,59 @@ def test_what_shapes_are_rounded_to() -> None:
         **alike(DENSE, INT4), "head": Quantized(Codes.INT8, 0, Dtype.BF16),
     }  # fmt: skip
     assert not rounding_of(decoder_tensors(DENSE), Rounding(), Dtype.BF16)
+
+
+@pytest.mark.parametrize("to", [Rounding(Codes.INT4), Rounding(head=Codes.INT8)])
+def test_matrices_of_three_dimensions_are_refused(to: Rounding) -> None:
+    config = read_config(LANEFORMER)
+    with pytest.raises(SettingError, match=r"weights is 'int.*laneformer.* have 3 dimensions"):
+        require_matrices(config.family, tensors(config), to)
+    require_matrices(config.family, tensors(config), Rounding())
+
+
+@pytest.mark.parametrize("one", [INT4, *(Quantized(c, 0, Dtype.BF16) for c in Codes)])
+def test_random_codes_stand_for_numbers_of_the_size_of_random_ones(one: Quantized) -> None:
+    stored = alike(DENSE, one)
+    weights = random_weights(decoder_tensors(DENSE), Dtype.BF16, CPU, stored=stored)
+    again = random_weights(decoder_tensors(DENSE), Dtype.BF16, CPU, stored=stored)
+    plain = random_weights(decoder_tensors(DENSE), Dtype.BF16, CPU)
+    for name, values in weights.items():
+        assert torch.equal(values.view(torch.uint8), again[name].view(torch.uint8))
+    for name, values in rows_of(DENSE, weights, stored).items():
+        assert values.shape == plain[name].shape
+        assert values.isfinite().all()
+        if name in stored:
+            numbers = values.float()
+            assert numbers.std().item() == pytest.approx(plain[name].float().std().item(), rel=0.05)
+            assert abs(numbers.mean().item()) < 0.02 * numbers.std().item()
+
+
+def test_matrices_are_in_16_bits_where_no_plan_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*given: object) -> object:
+        if len(given) > 4:
+            raise ShapeUnsupported("formats", "none")
+        return make_plan(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(support_module, "make_plan", refusing)
+    found = support_on(*H200, DENSE, Dtype.BF16, 1, alike(DENSE, INT4))
+    assert found.plan is not None
+    assert not found.formats
+    assert not found.refusal
+
+
+@pytest.mark.parametrize("one", [INT4, BLOCKS])
+def test_packing_some_blocks_at_a_time_gives_the_same_image(
+    one: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = alike(DENSE, one)
+    plan = make_plan(
+        DENSE, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=9), 1, formats_of(stored, DENSE)
+    )
+    given = random_parts(DENSE, stored)
+    whole = pack_weights(plan, dict(given), CPU).image
+    monkeypatch.setattr(packing_module, "VALUES_AT_ONCE", 1)
+    assert torch.equal(pack_weights(plan, dict(given), CPU).image, whole)
+    rows = Unpacked(plan, whole, given["embedding"])
+    for name, values in rows_of(DENSE, given, stored).items():
+        if name in stored:
+            assert torch.equal(rows(name), values), name

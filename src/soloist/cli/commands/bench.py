@@ -36,6 +36,8 @@ def decode(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -46,8 +48,10 @@ def decode(
     from soloist.bench import shape as shapes
     from soloist.cli import tables
     from soloist.engine import EngineConfig
+    from soloist.weights.choice import Rounding
 
     checked = o.checked_precision(precision)
+    layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_shape(shape, model, against, columns, sequences, context)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
@@ -64,10 +68,14 @@ def decode(
                 context=context,
                 gpus=o.parsed_gpus(gpus),
                 num_busy=busy,
+                rounding=Rounding(layers, head),
             )
         )
     else:
-        asked = EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus))
+        asked = EngineConfig(
+            model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
+            weights=layers, head_weights=head,
+        )  # fmt: skip
         plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy)
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
@@ -89,6 +97,8 @@ def prefill(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -103,11 +113,16 @@ def prefill(
     from soloist.engine import EngineConfig
 
     checked = o.checked_precision(precision)
+    layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_only_one(shape, model)
     prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
     known = results.read_baseline(baseline, threshold)
+    asked = EngineConfig(
+        model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
+        weights=layers, head_weights=head,
+    )  # fmt: skip
     plan = bench_prefill.Plan(
-        asked=EngineConfig(model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus)),
+        asked=asked,
         shape=shape,
         prompt_tokens=tuple(prompt_tokens or (256,)),
         runs=runs,
@@ -168,6 +183,8 @@ def accuracy(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     output: o.Output = None,
     json: o.Json = False,
 ) -> None:
@@ -177,8 +194,10 @@ def accuracy(
     """
     from soloist.bench import accuracy as bench_accuracy
     from soloist.cli import tables
+    from soloist.weights.choice import Rounding
 
     checked = o.checked_precision(precision)
+    layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_only_one(shape, model)
     plan = bench_accuracy.Plan(
         model=model or o.DEFAULT_MODEL,
@@ -190,6 +209,7 @@ def accuracy(
         device=device,
         precision=checked,
         gpus=o.parsed_gpus(gpus),
+        rounding=Rounding(layers, head),
     )
     rows = bench_accuracy.measure(plan)
     results.show(rows, tables.show_accuracy, output, as_json=json)

@@ -1,0 +1,107 @@
+"""What the engine hands to the decode kernel of quantised weights, without a GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from soloist.engine import Engine, EngineConfig
+from soloist.engine import engine as engine_module
+from soloist.engine.gpus import Placement
+from soloist.engine.memory import Staging
+from soloist.engine.support import Support, support_on
+from soloist.megakernel.plan import Plan
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.folder import shipped_folder
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.torch_types import Weights
+from soloist.weights.export import write_export
+from soloist.weights.export_plan import Asked, plan_export
+
+CPU = torch.device("cpu")
+INT8 = Codes.INT8
+
+
+class _Card(Placement):
+    """Ranks on an H200 that lies in the host's memory."""
+
+    def support(
+        self, config: ModelConfig, dtype: Dtype, stored: Mapping[str, Quantized] | None = None
+    ) -> Support:
+        return support_on((9, 0), 132 // self.ranks, 227 * 1024, config, dtype, self.ranks, stored)
+
+
+@dataclass
+class Loaded:
+    """What `load_kernel` was given."""
+
+    plan: Plan
+    weights: list[Weights]
+    keep_rows: bool
+
+    def prepare(self) -> None:
+        """Nothing is there to be compiled."""
+
+
+def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple[Engine, Loaded]:
+    def load_kernel(plan: Plan, weights: list[Weights], *_: object, keep_rows: bool) -> Loaded:
+        return Loaded(plan, weights, keep_rows)
+
+    monkeypatch.setattr(engine_module, "place", lambda *_: _Card((CPU,) * ranks))
+    monkeypatch.setattr(engine_module, "load_kernel", load_kernel)
+    config = EngineConfig(**{"model": "etude", "precision": "bf16", "context_tokens": 256, **asked})
+    engine = Engine.load(config)
+    assert isinstance(engine.model, Loaded)
+    return engine, engine.model
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("codes", list(Codes))
+def test_the_kernel_gets_codes_from_a_folder_and_when_rounded(
+    codes: Codes, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "made"
+    write_export(plan_export(shipped_folder("etude-draft"), Asked(codes, INT8)), folder)
+    engine, from_folder = load(monkeypatch, ranks, model=str(folder))
+    _, when_rounded = load(
+        monkeypatch, ranks, model="etude-draft", weights=codes, head_weights=INT8
+    )
+    plan = from_folder.plan
+    assert plan.formats == when_rounded.plan.formats
+    assert len(plan.formats) == 3 * 4 + 1
+    assert from_folder.keep_rows
+    for seen, wanted in zip(when_rounded.weights, from_folder.weights, strict=True):
+        assert seen.keys() == wanted.keys() >= {"embedding", "head", "head.scales"}
+        assert all(
+            torch.equal(seen[name].view(torch.uint8), wanted[name].view(torch.uint8))
+            for name in seen
+        )
+    assert engine.report.executor == "decode kernel"
+    assert engine.report.weights == f"{codes.value}+int8 head"
+
+
+def test_bytes_of_codes_and_scales_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = load(monkeypatch)
+    int4, _ = load(monkeypatch, weights=Codes.INT4, head_weights=INT8)
+    assert plain.report.weights == plain.report.weights_in_words == "bf16"
+    assert plain.report.num_parameters == int4.report.num_parameters
+    layers = plain.report.num_parameters - 320 * 8192
+    assert plain.report.streamed_bytes == 2 * plain.report.num_parameters
+    wanted = layers * (4 + 16 / 80) / 8 + 320 * 8192
+    assert int4.report.streamed_bytes == pytest.approx(wanted, rel=0.02)
+    memory = int4.resolved.memory
+    assert memory.weights_bytes < plain.resolved.memory.weights_bytes
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rows_stay_only_where_there_is_room(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engine_module, "stage", lambda *_: Staging(1, on_host=on_host, keeps_rows=False)
+    )
+    _, loaded = load(monkeypatch, weights=INT8)
+    assert not loaded.keep_rows
+    assert "layers.0.qkv.scales" in loaded.weights[0]
