@@ -7,7 +7,7 @@ from soloist.errors import CheckpointError, SettingError
 from soloist.model.checkpoint import Checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.quantization.matrices import joined
+from soloist.model.quantization.matrices import in_words, joined
 from soloist.model.quantized import Codes, Quantized, rounded
 from soloist.model.tensors import Source, TensorSpec
 
@@ -136,14 +136,14 @@ def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> di
 
 
 def _require_plain(checkpoint: Checkpoint, spec: TensorSpec, codes: Codes) -> None:
-    if checkpoint.quantization is None or not any(checkpoint.matrices(spec)):
+    quantised = [matrix for matrix in checkpoint.matrices(spec) if matrix is not None]
+    if not quantised:
         return
     is_head = spec.name == "head"
     option, what = ("--head-weights", "head is") if is_head else ("--weights", "layers are")
-    method = checkpoint.quantization.method.name
     raise SettingError(
         option,
         codes.value,
-        f"none, since its {what} quantised already, by {method}",
+        f"none, since its {what} quantised already: {in_words(quantised[0].scheme)}",
         f"leave {option} out, or give the 16-bit checkpoint that this one was made from",
     )
