@@ -58,7 +58,7 @@ def test_weights_are_quantised_once(soloist, etude, tmp_path):
     soloist("quantize", etude, "--weights", "int4", "--head-weights", "int8", "-o", all_of_it)
     message, hint = refusal(soloist, layers, "--weights", "int8")
     assert "--weights is 'int8' (allowed: none, since its layers are quantised" in message
-    assert "by compressed-tensors" in message
+    assert "int4 (pack-quantized" in message
     assert "leave --weights out" in hint
     message, _ = refusal(soloist, all_of_it, "--head-weights", "int8")
     assert "since its head is quantised" in message

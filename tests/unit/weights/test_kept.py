@@ -9,7 +9,7 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import joined, may_be_quantised
 from soloist.weights.numbers import numbers
-from soloist.weights.reading import LoadProgress, load_weights, read_tensors
+from soloist.weights.reading import Forms, LoadProgress, load_weights, read_tensors
 from unit.model.tiny import described, write_shards
 from unit.weights.formats import FORMATS, Format
 
@@ -67,7 +67,7 @@ def test_kept_parts_are_the_numbers(form: Format, tmp_path: Path) -> None:
     assert ("head" in keep) is (form.name in HEADS)
 
     told: list[LoadProgress] = []
-    parts = dict(read_tensors(checkpoint, specs, Dtype.FP32, CPU, told.append, keep=keep))
+    parts = dict(read_tensors(checkpoint, specs, Dtype.FP32, CPU, told.append, forms=Forms(keep)))
     assert parts.keys() == {
         name + part for name in seen for part in (keep[name].parts if name in keep else ("",))
     }
