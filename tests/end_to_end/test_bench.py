@@ -127,7 +127,8 @@ def test_startup(soloist, tmp_path, subject):
     assert row["executor"] == "reference"
     parts = sum(row[name]["median"] for name in ("weights_s", "kernels_s", "rest_s"))
     assert row["total_s"]["median"] == pytest.approx(parts, abs=0.03)
-    assert 0 < row["weights_s"]["median"] < row["rest_s"]["median"]
+    # A small model is read in less than the hundredth of a second that is told.
+    assert 0 <= row["weights_s"]["median"] < row["rest_s"]["median"]
 
 
 @pytest.mark.gpu
