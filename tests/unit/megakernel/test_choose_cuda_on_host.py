@@ -71,7 +71,7 @@ struct Thread {
 };
 static Thread threads[kAll];
 static ucontext_t scheduler;
-constexpr u32 kBlockBytes = M::kRingSlots * kSlotBytes + M::kShControl + M::kShControlBytes;
+constexpr u32 kBlockBytes = M::kRingSlots * M::kSlotBytes + M::kShControl + M::kShControlBytes;
 alignas(128) static u8 memory[M::kRanks * kNumBlocks][kBlockBytes];
 alignas(128) static u8 exchanges[M::kRanks][M::kWsLogits + M::kWsLogitsBytes + 128];
 static Params all_params[M::kRanks];

@@ -236,7 +236,6 @@ def test_quantised_matrices_compile_with_fp16(kind: str) -> None:
 @pytest.mark.parametrize(
     ("hidden", "ffn", "heads", "kv"), [(2560, 9728, 32, 8), (3584, 18944, 28, 4)]
 )
-@pytest.mark.xfail(reason="weights that wait in registers come in whole batches only")
 def test_odd_steps_of_quantised_matrices_compile(
     hidden: int, ffn: int, heads: int, kv: int, kind: str, queries: int
 ) -> None:

@@ -48,10 +48,10 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   constexpr bool kFew = kSamples && kMostQueries > 1 && kChains<Op> == 4;
   constexpr u32 kScaledEarly = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = kIsPlain ? M::kEarlySlots / (kFew ? 2 : 1) : M::kEarlySlots < kScaledEarly ? M::kEarlySlots : kScaledEarly;
-  constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles;
-  constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
   constexpr u32 kTogether = kBatch > kSlotTiles ? kBatch : kSlotTiles;
+  constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
+  constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // Values that are worked on before they are multiplied leave time in which the next ones come.
   constexpr bool kPipelined = kArithmetic<Op> != Arithmetic::kPlain && kMostQueries == 1;
   static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
