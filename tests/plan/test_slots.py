@@ -41,11 +41,13 @@ def taken(op: Operation, units: int) -> Iterator[tuple[int, int, int]]:
     for start in range(0, halves, most):
         group = min(most, halves - start)
         for first in range(0, steps, depth):
-            for i, (step, left_over) in enumerate(turn(group, depth)):
+            # The last turn of 16-bit weights skips steps; of others it has code of its own.
+            most_steps = depth if op.matrix.format.is_plain else min(depth, steps - first)
+            for i, (step, left_over) in enumerate(turn(group, most_steps)):
                 if first + step >= steps:
                     continue
                 slot += i % slot_tiles == 0
-                is_lone = left_over and (step + 1 == depth or first + step + 1 == steps)
+                is_lone = left_over and (step + 1 == most_steps or first + step + 1 == steps)
                 yield slot, i % slot_tiles, 1 if is_lone else 2
 
 
@@ -91,7 +93,7 @@ def test_consumers_find_every_tile(
 @pytest.mark.parametrize("steps", [3, 5, 8, 9, 37])
 @pytest.mark.parametrize("halves", [1, 2, 3, 7, 9, 16])
 def test_rows_left_over_in_an_odd_number_of_steps(halves: int, steps: int, kind: str) -> None:
-    """The last turn skips the tiles of a step that is not there, but not what comes after them."""
+    """They end in half a tile, and the slots before it are full."""
     for blocks in (1, 2):
         units = halves * blocks - (blocks - 1)
         matrix = Matrix("any", 8 * units, 512 * steps, RowOrder.NATURAL, blocks, KINDS[kind])
@@ -122,8 +124,9 @@ def test_shared_memory_of_public_models(name: str, kind: str, arch: str) -> None
         pytest.fail(refused.message)
     for queries, samples in ((1, False), (8, True)):
         shared = plan.with_room_for(queries, samples=samples).shared
-        assert shared.slot_bytes == max(SLOT_BYTES, *(op.slot_bytes for op in plan.operations))
-        assert shared.slot_bytes % 16 == 0
+        most = max(SLOT_BYTES, *(op.slot_bytes for op in plan.operations))
+        assert most <= shared.slot_bytes < most + 128
+        assert shared.slot_bytes % 128 == 0
         assert shared.ring_slots >= LEAST_RING_SLOTS
         assert shared.num_bytes <= plan.gpu.shared_bytes - 1024
         assert shared.num_bytes + shared.slot_bytes > plan.gpu.shared_bytes - 1024
@@ -141,7 +144,7 @@ def test_slots_have_as_many_tiles_as_there_is_room_for() -> None:
     assert {kind: max(found) for kind, found in tiles.items()} == {"int4": 4, "int8": 2, "fp8": 2}
     for kind, plan in plans.items():
         half = plan.head.matrix.format.half_tile_bytes
-        assert plan.shared.slot_bytes == max(tiles[kind]) * 2 * half
+        assert plan.shared.slot_bytes == -(-max(tiles[kind]) * 2 * half // 128) * 128
         assert SLOT_BYTES < plan.shared.slot_bytes < 1.05 * SLOT_BYTES
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.layer_kind import DIGIT_STEPS, LayerKind, Operation
-from soloist.megakernel.layout import Buffer, end_of, stack
+from soloist.megakernel.layout import ALIGNMENT, Buffer, end_of, stack
 from soloist.megakernel.limits import (
     CONSUMER_WARPS,
     EXCHANGE_COPIES,
@@ -22,6 +22,7 @@ _REDUCE_BYTES = 16 * 1024
 OPERAND_COLUMNS = 32
 # Integers of 8 bits that an activation becomes, see cuda/tile/digits.cuh.
 DIGITS = 2
+_POWER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -186,15 +187,21 @@ class SharedMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of the ring: some tiles of any matrix, or a half page of the KV cache."""
-        return max(SLOT_BYTES, *(op.slot_bytes for op in self.operations))
+        """A slot of the ring: some tiles of any matrix, or a half page of the KV cache.
+
+        What lies behind the ring is as aligned as its slots.
+        """
+        most = max(SLOT_BYTES, *(op.slot_bytes for op in self.operations))
+        return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property
     def digits_bytes(self) -> int:
-        """Room in which a warp's lanes pass on the integers that one query's activations become."""
+        """Room for the integers that one query's activations become, and a power of two of each
+        warp's part of a step.
+        """
         if self.queries > 1 or not any(op.matrix.format.is_integer for op in self.operations):
             return 0
-        return DIGIT_STEPS * STEP_COLUMNS * DIGITS
+        return DIGIT_STEPS * (STEP_COLUMNS * DIGITS + CONSUMER_WARPS * _POWER_BYTES)
 
     @property
     def reduce_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Layers of one kind run the same code: their multiplies, how loops are unrolled, their vectors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,20 +30,29 @@ class Operation:
 
     @property
     def depth(self) -> int:
-        """Steps of activations in flight; a divisor of all steps where one is near enough.
+        """Steps of a turn of the loop, whose activations are in flight together.
 
         Even, if not all steps, where two steps share a slot.
         """
         tuning, steps = self.gpu.architecture.tuning, self.matrix.steps
         unrolled = max(2, tuning.unrolled_tile_steps // self.group_tiles)
         most = min(steps, tuning.max_depth, unrolled)
-        # With registers to spare some of the unrolled steps may be left out at the end.
-        least = most // 2 if self.gpu.architecture.moves_registers else 1
         fit = [d for d in range(1, most + 1) if self._can_unroll(d)]
         if not self.matrix.format.is_plain:
-            most_tiles = max(map(self._slot_tiles, fit))
-            fit = [d for d in fit if self._slot_tiles(d) == most_tiles]
+            return self._depth_of_quantized(fit)
+        # With registers to spare some of the unrolled steps may be left out at the end.
+        least = most // 2 if self.gpu.architecture.moves_registers else 1
         return next((d for d in reversed(fit) if d > least and steps % d == 0), fit[-1])
+
+    def _depth_of_quantized(self, fit: Sequence[int]) -> int:
+        """Of those that fill slots; steps that are left over at the end have code of their own."""
+        most_tiles = max(map(self._slot_tiles, fit))
+        fit = [d for d in fit if self._slot_tiles(d) == most_tiles]
+        if not self.matrix.format.is_integer:
+            return fit[-1]
+        # Integers are in flight apart from the loop, which needs no more than a few slots' tiles.
+        enough = self.gpu.architecture.tuning.unrolled_tile_steps // 2
+        return next((d for d in fit if d * self.group_tiles >= enough), fit[-1])
 
     def _can_unroll(self, depth: int) -> bool:
         """Whether a turn of the loop may have so many steps."""
@@ -73,9 +83,6 @@ class Operation:
         if depth == matrix.steps and len(self._groups) == 1:
             return tiles
         turns += [_tiles_of(halves, matrix.steps) for halves in self._groups[:-1]]
-        if matrix.steps % 2 and depth < matrix.steps:
-            # The last turn has 8 rows left over behind tiles of a step that is not there.
-            turns += [halves // 2 for halves in self._halves if halves % 2]
         while any(count % tiles for count in turns):
             tiles //= 2
         return tiles
@@ -94,8 +101,8 @@ class Operation:
         return {*self._groups, fewer} - {0}
 
 
-# Steps whose activations become integers together, see cuda/tile/digits.cuh.
-DIGIT_STEPS = 4
+# Steps whose activations become integers together, see cuda/tile/one_query.cuh.
+DIGIT_STEPS = 16
 
 
 def _tiles_of(halves: int, steps: int) -> int:

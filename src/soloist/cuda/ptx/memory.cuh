@@ -53,6 +53,9 @@ __device__ __forceinline__ uint2 load_shared2(u32 address) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ void store_shared1(u32 address, u32 x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_shared2(u32 address, u32 x, u32 y) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }

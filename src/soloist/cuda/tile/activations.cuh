@@ -25,10 +25,10 @@ inline constexpr u32 kChains = kArithmetic<Op> == Arithmetic::kScaled      ? 2
 template <class Op>
 inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 
-// One query becomes integers for four steps at once, which its lanes pass on through shared memory.
+// One query becomes integers that lanes pass on through shared memory: of all warps [warp][step][128 bytes], then a power of two of
+// each warp's part of a step.
 template <class Op>
 inline constexpr bool kPassesDigits = kRoomQueries == 1 && kArithmetic<Op> == Arithmetic::kIntegers;
-inline constexpr u32 kDigitBytes = kDigitSteps * 128;  // of a warp
 
 // Activations of the round in global memory.
 template <class Op>
@@ -36,7 +36,7 @@ struct GlobalOperand {
   static constexpr u32 kLoads = kPairs<Op> ? 1 : 2;  // of a step
   const u8* lane_base;
   bool active;
-  u32 digits;  // in shared memory: where lanes pass on integers
+  u32 digits, powers;  // of the warp, in shared memory
 
   template <class C>
   __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx)
@@ -44,7 +44,8 @@ struct GlobalOperand {
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
     if constexpr (kPassesDigits<Op>) {
       lane_base = buffer + cx.warp * 128 + cx.lane % 8 * 16;
-      digits = cx.shared.digits() + cx.warp * kDigitBytes;
+      digits = cx.shared.digits() + cx.warp * (kDigitSteps * 128);
+      powers = cx.shared.digits() + kConsumerWarps * kDigitSteps * 128 + cx.warp * (kDigitSteps * 4);
     }
   }
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {

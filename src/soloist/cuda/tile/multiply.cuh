@@ -29,6 +29,161 @@ struct TileOrder {
   static constexpr __device__ __forceinline__ bool is_full(u32 i) { return !is_left_over(i) || !is_lone(i); }
 };
 
+// Tile `i` of a turn of the loop, whose steps are those from `first` on as far as they exist.
+template <class Order, class Steps, class Sums, class Fragments, class Exists>
+__device__ __forceinline__ void multiply_tile(Steps& steps, Sums& sums, u32 i, u32 first, const Fragments& w, const Exists& exists) {
+  const u32 d = Order::step(i), t = Order::tile(i);
+  if (!Order::is_left_over(i)) {
+    if (t == 0) steps.prepare(d, first);
+    steps.multiply_tile(sums, t, d, w);
+    if (t + 1 == Order::kTiles && !Order::kOdd) steps.release(d, first);
+  } else {
+#pragma unroll
+    for (u32 e = 0; e < 2; ++e) {
+      if (!exists(d + e, first)) continue;
+      if (t == 0) steps.prepare(d + e, first);
+      steps.multiply_half_tile(sums, t, d + e, w, e);
+      steps.release(d + e, first);
+    }
+  }
+}
+
+// Weights of 16 bits.
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
+                                               Sums<Op>& sums, const Arrived& arrived) {
+  using Order = TileOrder<kHalves, Op::kDepth>;
+  using Fragments = typename Op::Format;
+  constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
+  constexpr u32 kTiles = Order::kCount;
+  // Beside all that sampling several queries takes, sums in four chains leave registers for fewer.
+  constexpr bool kFew = kSamples && kMostQueries > 1 && kChains<Op> == 4;
+  constexpr u32 kMostEarly = M::kEarlySlots / (kFew ? 2 : 1), kEarlyTiles = kMostEarly / kBatch * kBatch;
+  constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
+  static_assert(Op::kSlotTiles == 1, "a tile fills a slot");
+  const typename Fragments::Place place(warp, lane);
+  PlainSteps<Op, kAgain> steps(operand, ahead, lane);
+  const auto load = [&](Fragments& w, u32 i) { w.load(ring.take(), place, Order::is_full(i), Order::is_left_over(i)); };
+  Fragments early[kTiles + 1];  // no more of them are used
+  Fragments later[kBatch];
+  const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
+  const auto fragments = [&](u32 i, u32 j) -> Fragments& { return is_early(i) ? early[i + j] : later[j]; };
+  // Steps `d` from `first` on.
+  const auto exists = [&](u32 d, u32 first) { return d < Op::kDepth && (kWhole || first + d < Op::kSteps); };
+  // A batch comes to registers, if it has not yet; returns how many slots it was.
+  const auto load_batch = [&](u32 i, u32 first) {
+    u32 count = 0;
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) {
+      if (i + j >= kTiles || !exists(Order::step(i + j), first)) continue;
+      load(fragments(i, j), i + j);
+      ++count;
+    }
+    return count;
+  };
+  if (kEarly) {
+    const u32 taken = ring.slot;
+#pragma unroll
+    for (i32 i = 0; i < kEarly; ++i) load(early[i], i);
+    ring.release(lane, taken, kEarly);
+  }
+  arrived();
+#pragma unroll 1
+  for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
+#pragma unroll
+    for (u32 i = 0; i < kTiles; i += kBatch) {
+      const u32 taken = ring.slot, count = !is_early(i) || first > 0 ? load_batch(i, first) : 0;
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j)
+        if (i + j < kTiles && exists(Order::step(i + j), first))
+          multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
+      if (count) ring.release(lane, taken, count);
+    }
+  }
+}
+
+// So many steps that a turn of the loop has.
+template <u32 kCount>
+struct Count {
+  static constexpr u32 kValue = kCount;
+};
+
+// Weights that are worked on before they are multiplied, several tiles to a slot. With one query the next slot's come meanwhile.
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
+                                                   Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
+  using Whole = TileOrder<kHalves, Op::kDepth>;
+  using Fragments = typename Op::Format;
+  constexpr u32 kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes, kTiles = Whole::kCount;
+  constexpr u32 kRest = Op::kSteps % Op::kDepth;  // steps of a last turn of its own
+  // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
+  constexpr u32 kTogether = kBatch > kSlotTiles ? kBatch : kSlotTiles;
+  // Registers are shared with sums, scales and digits.
+  constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
+  constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
+  constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
+  constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
+  constexpr bool kPipelined = kMostQueries == 1;
+  // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
+  constexpr u32 kLast = (kTiles - 1) / kTogether * kTogether;
+  constexpr bool kMoves = kLast == 0 || (kEarly == 0 && kLast / kTogether % 2 == 0);
+  static_assert(kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
+  static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
+  static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
+  const typename Fragments::Place place(warp, lane);
+  typename StepsOf<Op, kAgain>::Type steps(operand, ahead, lane);
+  Fragments early[kEarly + 1], later[kPipelined ? 2 : 1][kTogether];
+  const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
+  const auto fragments = [&](u32 i, u32 j) -> Fragments& {
+    return is_early(i) ? early[i + j] : later[kPipelined ? i / kTogether % 2 : 0][j];
+  };
+  // Tiles from `i` on of a turn of so many steps come to registers; the slots are free then.
+  const auto take = [&](Fragments* w, u32 i, u32 most, auto steps_of_turn) {
+    using Order = TileOrder<kHalves, decltype(steps_of_turn)::kValue>;
+    const u32 taken = ring.slot;
+    u32 slot = 0, count = 0;
+#pragma unroll
+    for (u32 j = 0; j < most; ++j) {
+      if (i + j >= Order::kCount) continue;
+      if ((i + j) % kSlotTiles == 0) slot = ring.take(), ++count;
+      w[j].load(slot + (i + j) % kSlotTiles * kTileBytes, place, Order::is_full(i + j), Order::is_left_over(i + j));
+    }
+    ring.release(lane, taken, count);
+  };
+  // `is_first`: its first batch is in registers, or all that are early. `again`: a whole turn follows.
+  const auto turn = [&](u32 first, bool is_taken, bool again, auto steps_of_turn) {
+    using Order = TileOrder<kHalves, decltype(steps_of_turn)::kValue>;
+    const auto exists = [](u32 d, u32) { return d < decltype(steps_of_turn)::kValue; };
+    const bool has_early = first == 0;
+    if (!is_taken) take(&fragments(0, 0), 0, kTogether, steps_of_turn);
+#pragma unroll
+    for (u32 i = 0; i < Order::kCount; i += kTogether) {
+      const u32 next = i + kTogether;
+      if (kPipelined && next < Order::kCount) {
+        if (!is_early(next) || !has_early) take(&fragments(next, 0), next, kTogether, steps_of_turn);
+      } else if (kPipelined && again) {
+        take(kMoves ? later[1] : &fragments(0, 0), 0, kTogether, Count<Op::kDepth>());
+      } else if (!kPipelined && i > 0 && (!is_early(i) || !has_early)) {
+        take(&fragments(i, 0), i, kTogether, steps_of_turn);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kTogether; ++j)
+        if (i + j < Order::kCount) multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
+    }
+    if (kPipelined && again && kMoves)
+#pragma unroll
+      for (u32 j = 0; j < kTogether; ++j) fragments(0, j) = later[1][j];
+  };
+  if (kEarly) take(early, 0, kEarly, Count<Op::kDepth>());
+  else if (kPipelined) take(later[0], 0, kTogether, Count<Op::kDepth>());
+  arrived();
+  steps.start();
+#pragma unroll 1
+  for (u32 first = 0; first + kRest < Op::kSteps; first += Op::kDepth)
+    turn(first, first == 0 ? kEarly > 0 || kPipelined : kPipelined, first + Op::kDepth + kRest < Op::kSteps, Count<Op::kDepth>());
+  if constexpr (kRest > 0) turn(Op::kSteps - kRest, false, false, Count<kRest>());
+}
+
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
 // the instruction cache, so loops are unrolled only as far as registers need constant indices.
 // kAgain: another group with the same activations follows.
@@ -38,107 +193,12 @@ struct TileOrder {
 template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
 __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums, const Arrived& arrived) {
-  using Order = TileOrder<kHalves, Op::kDepth>;
-  using Fragments = typename Op::Format;
-  constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
-  constexpr u32 kTiles = Order::kCount, kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes;
-  // Beside all that sampling several queries takes, sums in four chains leave registers for fewer. Scaled values share registers
-  // with sums, scales and digits.
-  constexpr bool kIsPlain = kArithmetic<Op> == Arithmetic::kPlain;
-  constexpr bool kFew = kSamples && kMostQueries > 1 && kChains<Op> == 4;
-  constexpr u32 kScaledEarly = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
-  constexpr u32 kMostEarly = kIsPlain ? M::kEarlySlots / (kFew ? 2 : 1) : M::kEarlySlots < kScaledEarly ? M::kEarlySlots : kScaledEarly;
-  // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
-  constexpr u32 kTogether = kBatch > kSlotTiles ? kBatch : kSlotTiles;
-  constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
-  constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
-  // Values that are worked on before they are multiplied leave time in which the next ones come.
-  constexpr bool kPipelined = kArithmetic<Op> != Arithmetic::kPlain && kMostQueries == 1;
+  static_assert(Op::Format::kHalfBytes == Op::kHalfTileBytes, "the plan's layout");
   static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
-  static_assert(kEarly % kTogether == 0 || kEarly == kTiles, "whole batches");
-  static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
-  static_assert(!Order::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
-  static_assert(Fragments::kHalfBytes == Op::kHalfTileBytes, "the plan's layout");
   sums.clear();
   if (kAblation == kNoMultiply) return arrived();
-  const typename Fragments::Place place(warp, lane);
-  typename StepsOf<Op, kAgain>::Type steps(operand, ahead, lane);
-  u32 slot = 0;
-  // Tile `i` of a turn, from the slot that it lies in.
-  const auto load = [&](Fragments& w, u32 i) {
-    if (i % kSlotTiles == 0) slot = ring.take();
-    w.load(slot + i % kSlotTiles * kTileBytes, place, Order::is_full(i), Order::is_left_over(i));
-  };
-  Fragments early[kTiles + 1];  // no more of them are used
-  Fragments later[kPipelined ? 2 : 1][kTogether];
-  const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
-  const auto fragments = [&](u32 i, u32 j) -> Fragments& {
-    return is_early(i) ? early[i + j] : later[kPipelined ? i / kTogether % 2 : 0][j];
-  };
-  // Steps `d` from `first` on.
-  const auto exists = [&](u32 d, u32 first) { return d < Op::kDepth && (kWhole || first + d < Op::kSteps); };
-  // A batch comes to registers, if it has not yet; returns how many slots it was.
-  const auto load_batch = [&](u32 i, u32 first) {
-    u32 count = 0;
-#pragma unroll
-    for (u32 j = 0; j < kTogether; ++j) {
-      if (i + j >= kTiles || !exists(Order::step(i + j), first)) continue;
-      load(fragments(i, j), i + j);
-      count += (i + j) % kSlotTiles == 0;
-    }
-    return count;
-  };
-  const auto multiply_batch = [&](u32 i, u32 first) {
-#pragma unroll
-    for (u32 j = 0; j < kTogether; ++j) {
-      const u32 d = Order::step(i + j), t = Order::tile(i + j);
-      if (i + j >= kTiles || !exists(d, first)) continue;
-      const Fragments& w = fragments(i, j);
-      if (!Order::is_left_over(i + j)) {
-        if (t == 0) steps.prepare(d, first);
-        steps.multiply_tile(sums, t, d, w);
-        if (t + 1 == Order::kTiles && !Order::kOdd) steps.release(d, first);
-      } else {
-#pragma unroll
-        for (u32 e = 0; e < 2; ++e) {
-          if (!exists(d + e, first)) continue;
-          if (t == 0) steps.prepare(d + e, first);
-          steps.multiply_half_tile(sums, t, d + e, w, e);
-          steps.release(d + e, first);
-        }
-      }
-    }
-  };
-  const auto take_batch = [&](u32 i, u32 first) {
-    const u32 taken = ring.slot, count = load_batch(i, first);
-    if (count) ring.release(lane, taken, count);
-  };
-  if (kEarly) {
-    const u32 taken = ring.slot;
-#pragma unroll
-    for (i32 i = 0; i < kEarly; ++i) load(early[i], i);
-    ring.release(lane, taken, (kEarly + kSlotTiles - 1) / kSlotTiles);
-  } else if (kPipelined) {
-    take_batch(0, 0);
-  }
-  arrived();
-#pragma unroll 1
-  for (u32 first = 0; first < Op::kSteps; first += Op::kDepth) {
-    if (kPipelined && first > 0) take_batch(0, first);
-#pragma unroll
-    for (u32 i = 0; i < kTiles; i += kTogether) {
-      if constexpr (kPipelined) {
-        // The next batch is on its way while this one is multiplied.
-        const u32 next = i + kTogether;
-        if (next < kTiles && (!is_early(next) || first > 0)) take_batch(next, first);
-        multiply_batch(i, first);
-      } else {
-        const u32 taken = ring.slot, count = !is_early(i) || first > 0 ? load_batch(i, first) : 0;
-        multiply_batch(i, first);
-        if (count) ring.release(lane, taken, count);
-      }
-    }
-  }
+  if constexpr (kArithmetic<Op> == Arithmetic::kPlain) multiply_plain<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
+  else multiply_quantized<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
 }
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.

@@ -1,6 +1,6 @@
 // A warp's partial sums of its rows, and how activations times weights join them.
 #pragma once
-#include "tile/digits.cuh"
+#include "tile/one_query.cuh"
 
 template <class Op>
 struct Sums {
@@ -67,6 +67,7 @@ struct ScaledSteps {
   Ahead<Op>& ahead;
 
   __device__ __forceinline__ ScaledSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32) : operand(operand), ahead(ahead) {}
+  __device__ __forceinline__ void start() {}
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     ahead.await(operand, d, first);
 #pragma unroll

@@ -1,0 +1,126 @@
+// The steps of a multiply of weights that are integers: several queries, all high digits in one multiply and all low ones in another.
+#pragma once
+#include "tile/digits.cuh"
+
+template <class Format>
+__device__ __forceinline__ i32 zero_of(const Format& w, u32 group, u32 row) {
+  if constexpr (!Format::kZeros) return Format::kZero;
+  const u32 byte = w.zeros[group] >> 8 * row;
+  return Format::kSigned ? static_cast<i32>(static_cast<signed char>(byte)) : static_cast<i32>(byte & 0xFF);
+}
+// `times`: whether `x` is as many times too large as kSecond says.
+template <class Format>
+__device__ __forceinline__ void add_scaled(float& sum, i32 x, float scale, float power, bool times) {
+  sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), times ? power * Format::kSecond : power, sum);
+}
+
+// Of two steps at a time what multiplies take is at hand.
+template <class Op, bool kAgain, bool = kPassesDigits<Op>>
+struct IntegerSteps {
+  using Format = typename Op::Format;
+  using Accumulators = i32[2][4];  // of high digits, and of low ones
+  static constexpr u32 kGroups = Format::kGroups;
+  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
+  // Sums begin with minus the zero that all weights have times the integers. Where zeros are stored, the integers' sums are kept.
+  static constexpr bool kSums = Format::kZeros || Format::kZero != 0;
+  const GlobalOperand<Op>& operand;
+  Ahead<Op>& ahead;
+  struct Step {
+    uint4 b[2];
+    float power[2];  // of the queries whose sums the lane has
+    i32 sums[kGroups][2][4];
+  } steps[2];
+
+  __device__ __forceinline__ IntegerSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32) : operand(operand), ahead(ahead) {}
+
+  __device__ __forceinline__ void start() {}
+  // Step `d` of those from `first` on, in order.
+  __device__ __forceinline__ void prepare(u32 d, u32 first) {
+    Step& s = steps[d % 2];
+    ahead.await(operand, d, first);
+    const uint4 low = ahead.b[d][0], high = ahead.b[d][1];
+    const Scaling scaling(most_of_lanes(max(magnitude(low), magnitude(high)), 4));
+    const Digits x(low, scaling.inverse), y(high, scaling.inverse);
+    s.b[0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
+    s.b[1] = make_uint4(x.low[0], x.low[1], y.low[0], y.low[1]);
+#pragma unroll
+    for (u32 c = 0; c < 2; ++c) s.power[c] = __shfl_sync(~0u, scaling.scale, (threadIdx.x % 4 * 2 + c) * 4);
+    ahead.template ask_for_next<kAgain>(operand, d, first);
+    add_up(s);
+  }
+  __device__ __forceinline__ void release(u32, u32) {}
+
+  template <class Sums>
+  __device__ __forceinline__ void multiply_tile(Sums& sums, u32 t, u32 d, const Format& w) const {
+    const Step& s = steps[d % 2];
+#pragma unroll
+    for (u32 n = 0; n < kGroups; ++n) {
+      Accumulators c;
+      begin(c, s, n);
+      multiply<Format::kSigned>(c, w.operand(n), n, s);
+      if constexpr (kGroups == 1) multiply<Format::kSigned>(c, w.operand(1), 1, s);
+#pragma unroll
+      for (u32 row = 0; row < 2; ++row)
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          i32 x = joined(c, row * 2 + i);
+          if constexpr (Format::kZeros) x -= zero_of(w, n, row) * joined(s.sums[n], row * 2 + i) * (row ? kSecond : 1);
+          add_scaled<Format>(sums.c[t][0][row * 2 + i], x, w.scales[n].get(row), s.power[i], row);
+        }
+    }
+  }
+  // 8 rows; products with the last 32 columns are as many times larger as those of rows g + 8.
+  template <class Sums>
+  __device__ __forceinline__ void multiply_half_tile(Sums& sums, u32 t, u32 d, const Format& w, bool second) const {
+    const Step& s = steps[d % 2];
+    Accumulators first, last = {};
+    begin(first, s, 0);
+    multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, s);
+    if constexpr (kGroups > 1) begin(last, s, 1, kSecond);
+    multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, s);
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      i32 x = joined(first, i), y = joined(last, i);
+      if constexpr (Format::kZeros) {
+        x -= zero_of(w, 0, second) * joined(s.sums[0], i);
+        if constexpr (kGroups > 1) y -= zero_of(w, 1, second) * joined(s.sums[kGroups - 1], i) * kSecond;
+      }
+      float& sum = sums.c[t][0][i];
+      if constexpr (kGroups == 1) {
+        add_scaled<Format>(sum, x * kSecond + y, w.scales[0].get(second), s.power[i], true);
+      } else {
+        add_scaled<Format>(sum, x, w.scales[0].get(second), s.power[i], false);
+        add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.power[i], true);
+      }
+    }
+  }
+
+ private:
+  // Products with 32 columns of weights, added to `c`.
+  template <bool kSigned>
+  static __device__ __forceinline__ void multiply(Accumulators& c, uint4 a, u32 part, const Step& s) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) mma<kSigned>(c[i], a, part ? s.b[i].z : s.b[i].x, part ? s.b[i].w : s.b[i].y, c[i]);
+  }
+  static __device__ __forceinline__ void add_up(Step& s) {
+    if constexpr (kSums) {
+      constexpr u32 kFirst = Format::kZeros ? 1 : -Format::kZero & 0xFF, kLast = Format::kZeros ? 1 : -Format::kZero * kSecond & 0xFF;
+      constexpr u32 kBytes = 0x01010101;
+      const uint4 a = make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+#pragma unroll
+      for (u32 n = 0; n < kGroups; ++n) {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) s.sums[n][i / 4][i % 4] = 0;
+        multiply<true>(s.sums[n], a, n, s);
+        if constexpr (kGroups == 1) multiply<true>(s.sums[n], a, 1, s);
+      }
+    }
+  }
+  static __device__ __forceinline__ i32 joined(const Accumulators& c, u32 i) { return 256 * c[0][i] + c[1][i]; }
+  static __device__ __forceinline__ void begin(Accumulators& c, const Step& s, u32 group, i32 times = 1) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) c[i][k] = Format::kZero != 0 && !Format::kZeros ? s.sums[group][i][k] * times : 0;
+  }
+};
