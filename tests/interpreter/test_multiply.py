@@ -55,7 +55,7 @@ def activations(columns: int, dtype: Dtype, seed: int = 0) -> Tensor:
 def test_places_of_codes_scales_and_zeros(kind: str, rows: int, columns: int, dtype: Dtype) -> None:
     """Tiles, 8 rows left over in an even and in an odd number of steps, two groups of tiles."""
     op, parts = operation(kind, rows, columns), random_parts(rows, columns, FORMATS[kind])
-    found = meant(read(op, parts, dtype), op.matrix.format, TORCH_DTYPES[dtype])
+    found = meant(read(op, parts, dtype), op.matrix.format)
     assert torch.equal(found[:, :columns], numbers(FORMATS[kind], parts))
 
 
@@ -66,7 +66,7 @@ def test_products_are_near(kind: str, dtype: Dtype) -> None:
     op, half = operation(kind, 40, 1056), TORCH_DTYPES[dtype]
     found, x = read(op, random_parts(40, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
     seen = product(found, op.matrix.format, x, half, rounds=True)
-    require_near(seen, meant(found, op.matrix.format, half), x, op.matrix.format.is_integer)
+    require_near(seen, meant(found, op.matrix.format), x, op.matrix.format.is_integer)
 
 
 def require_near(
@@ -93,7 +93,7 @@ def test_a_channel_far_above_the_others(kind: str, dtype: Dtype) -> None:
         loud = x.clone()
         loud[200] = (x.abs().amax(0) * factor).clamp(max=6e4).to(half).float()
         seen = product(found, op.matrix.format, loud, half, rounds=True)
-        weights = meant(found, op.matrix.format, half)
+        weights = meant(found, op.matrix.format)
         require_near(seen, weights, loud, op.matrix.format.is_integer, most_error=1e-3)
 
 
@@ -128,7 +128,7 @@ def test_activations_of_every_exponent(kind: str) -> None:
     """From the smallest to the largest of bf16; below that of the smallest power all are near 0."""
     op, half = operation(kind, 16, 512), torch.bfloat16
     found = read(op, random_parts(16, 512, FORMATS[kind]), Dtype.BF16)
-    weights = meant(found, op.matrix.format, half)
+    weights = meant(found, op.matrix.format)
     x = activations(512, Dtype.BF16)[:, :1].expand(-1, MAX_QUERIES).to(half).float()
     x = x / x.abs().amax()
     for exponent in (-100, -60, 0, 60, 100):
@@ -149,5 +149,5 @@ def test_digits_hold_the_largest_activations(kind: str, sign: int) -> None:
     found = read(op, parts, Dtype.FP16)
     x = torch.full((512, MAX_QUERIES), sign * torch.finfo(half).max)
     seen = product(found, op.matrix.format, x, half, rounds=True)
-    wanted = meant(found, op.matrix.format, half).double() @ x.double()
+    wanted = meant(found, op.matrix.format).double() @ x.double()
     torch.testing.assert_close(seen.double(), wanted, rtol=1e-6, atol=0)

@@ -196,10 +196,8 @@ class SharedMemory:
 
     @property
     def digits_bytes(self) -> int:
-        """Room for the integers that one query's activations become, and a power of two of each
-        warp's part of a step.
-        """
-        if self.queries > 1 or not any(op.matrix.format.is_integer for op in self.operations):
+        """Room for what one query's activations become, and a power of two for each step."""
+        if self.queries > 1 or not any(not op.matrix.format.is_plain for op in self.operations):
             return 0
         return DIGIT_STEPS * (STEP_COLUMNS * DIGITS + CONSUMER_WARPS * _POWER_BYTES)
 

@@ -25,7 +25,7 @@ from soloist.megakernel.tile import (
     tile_places,
 )
 from soloist.megakernel.trace import num_words as num_trace_words
-from soloist.megakernel.weight_format import ENLARGE_BITS, READERS
+from soloist.megakernel.weight_format import READERS
 from soloist.model.dtype import Dtype
 from soloist.sampling.constraint import num_words
 
@@ -157,7 +157,6 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kStepColumns": STEP_COLUMNS,
         "kHalfTileRows": HALF_TILE_ROWS,
         "kDigitSteps": DIGIT_STEPS,
-        "kEnlargeBits": ENLARGE_BITS,
         "kHalfTileValues": HALF_TILE_VALUES,
         "kChunkPages": plan.attention.chunk_pages,
         "kPageCopies": tuning.page_copies_in_flight,

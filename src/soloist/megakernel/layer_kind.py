@@ -48,9 +48,7 @@ class Operation:
         """Of those that fill slots; steps that are left over at the end have code of their own."""
         most_tiles = max(map(self._slot_tiles, fit))
         fit = [d for d in fit if self._slot_tiles(d) == most_tiles]
-        if not self.matrix.format.is_integer:
-            return fit[-1]
-        # Integers are in flight apart from the loop, which needs no more than a few slots' tiles.
+        # One query is converted apart from the loop, which needs no more than a few slots' tiles.
         enough = self.gpu.architecture.tuning.unrolled_tile_steps // 2
         return next((d for d in fit if d * self.group_tiles >= enough), fit[-1])
 
@@ -60,9 +58,7 @@ class Operation:
             return True
         if self.matrix.shares_slots and depth % 2:
             return False
-        # Integers are made of the activations of so many steps at once.
-        whole = depth % DIGIT_STEPS == 0 or DIGIT_STEPS % depth == 0
-        return whole or not self.matrix.format.is_integer
+        return self.matrix.format.is_plain or DIGIT_STEPS % depth == 0
 
     @property
     def slot_tiles(self) -> int:

@@ -11,10 +11,6 @@ from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
 _ALIGNMENT = 16
 # Columns of a row that share a scale in the kernel. Wider groups have theirs several times.
 GROUPS = (STEP_COLUMNS, 128, 64, 32)
-# Powers of two by which FP8 comes out smaller in the kernel's 16 bits, and by which bf16
-# activations are larger there; scales make up for both.
-FP8_BITS = {Dtype.BF16: 120, Dtype.FP16: 8}
-ENLARGE_BITS = 96
 _SCALE_TYPES = {Dtype.BF16: "kBf16", Dtype.FP16: "kFp16", Dtype.FP32: "kFp32"}
 # CUDA text: the types that formats name, before they are defined.
 READERS = (

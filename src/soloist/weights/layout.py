@@ -5,7 +5,7 @@ letters: b block, t tile, s step, n group of columns, and the digits of `megaker
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,8 +20,7 @@ from soloist.megakernel.tile import (
     STEP_COLUMNS,
     TILE_ORDER,
 )
-from soloist.megakernel.weight_format import ENLARGE_BITS, FP8_BITS, WeightFormat
-from soloist.model.dtype import Dtype
+from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 
@@ -120,18 +119,7 @@ class PlainLayout(Layout):
         return {"": by_row[0].flatten(1)[:, :columns]}
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharing:
-    """How values share bytes: pairs that lie side by side become one."""
-
-    join: Callable[[Tensor], Tensor]
-    part: Callable[[Tensor], Tensor]
-
-
-def _alone(values: Tensor) -> Tensor:
-    return values
-
-
+# Values of a tile that lie side by side share a byte, and the inverse.
 def _joined_nibbles(values: Tensor) -> Tensor:
     return values[..., ::2] | values[..., 1::2] << 4
 
@@ -140,53 +128,16 @@ def _parted_nibbles(values: Tensor) -> Tensor:
     return torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
 
 
-def _joined_bf16(values: Tensor) -> Tensor:
-    """Sign, exponent and mantissa so that masks and shifts of 4 make bf16 of each."""
-    first, second = values.int().unflatten(-1, (-1, 2)).unbind(-1)
-    word = (first & 0x80) << 8 | (first & 0x7F) << 4
-    word |= (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0x0F
-    return _bytes_of_words(word)
-
-
-def _parted_bf16(values: Tensor) -> Tensor:
-    word = _words_of_bytes(values)
-    first = word >> 8 & 0x80 | word >> 4 & 0x7F
-    second = word >> 4 & 0x80 | word >> 8 & 0x70 | word & 0x0F
-    return torch.stack([first, second], dim=-1).flatten(-2).to(torch.uint8)
-
-
-def _joined_fp16(values: Tensor) -> Tensor:
-    """The same for fp16: the second one's sign is bit 14."""
-    first, second = values.int().unflatten(-1, (-1, 2)).unbind(-1)
-    word = (first & 0x80) << 8 | (first & 0x7F) << 7 | (second & 0x80) << 7 | second & 0x7F
-    return _bytes_of_words(word)
-
-
-def _parted_fp16(values: Tensor) -> Tensor:
-    word = _words_of_bytes(values)
-    first, second = word >> 8 & 0x80 | word >> 7 & 0x7F, word >> 7 & 0x80 | word & 0x7F
-    return torch.stack([first, second], dim=-1).flatten(-2).to(torch.uint8)
-
-
-def _bytes_of_words(word: Tensor) -> Tensor:
-    return torch.stack([word & 0xFF, word >> 8], dim=-1).flatten(-2).to(torch.uint8)
-
-
-def _words_of_bytes(values: Tensor) -> Tensor:
-    wide = values.int()
-    return wide[..., ::2] | wide[..., 1::2] << 8
-
-
 class QuantizedLayout(Layout):
     """Codes, then scales, then zeros, as the kernel's readers find them (cuda/tile/formats.cuh)."""
 
-    def __init__(self, stored: WeightFormat, dtype: Dtype) -> None:
+    def __init__(self, stored: WeightFormat) -> None:
         assert stored.meaning is not None, "values that stand for themselves have no scales"
-        self._format, self._meaning, self._dtype = stored, stored.meaning, dtype
-        tile, half_tile, self._sharing = {
-            Codes.INT4: ("wgqpmreh", "wgqmrep", _Sharing(_joined_nibbles, _parted_nibbles)),
-            Codes.INT8: ("pwgqmhre", "wgqpmre", _Sharing(_alone, _alone)),
-            Codes.FP8: ("pwgqmreh", "wgqpmer", _FP8_SHARING[dtype]),
+        self._format, self._meaning = stored, stored.meaning
+        tile, half_tile = {
+            Codes.INT4: ("wgqpmreh", "wgqmrep"),
+            Codes.INT8: ("pwgqmhre", "wgqpmre"),
+            Codes.FP8: ("pwgqmrhe", "wgqpmre"),
         }[self._meaning.codes]
         groups = (("n", stored.step_groups),)
         self._orders = [Order(_COLUMNS, tile, half_tile)]
@@ -200,7 +151,7 @@ class QuantizedLayout(Layout):
         if self._meaning.codes is Codes.INT4:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
         columns = codes.shape[1]
-        shared = [self._scales_for_kernel(parts[SCALES])]
+        shared = [parts[SCALES].to(self._scale_type)]
         if ZEROS in parts:
             shared.append(parts[ZEROS].view(torch.uint8))
         regrouped = [in_groups(x, self._meaning, self._format.group, columns) for x in shared]
@@ -224,7 +175,7 @@ class QuantizedLayout(Layout):
         """See Layout."""
         codes, scales, *zeros = (x.flatten(1) for x in by_row)
         codes, groups = codes[:, :columns], -(-columns // self._format.group)
-        scales = self._scales_of_kernel(scales[:, :groups])
+        scales = scales[:, :groups]
         found = {"": _as_stored(codes, self._meaning.codes), SCALES: scales}
         if zeros:
             zero = torch.uint8 if self._meaning.codes is Codes.INT4 else torch.int8
@@ -233,7 +184,9 @@ class QuantizedLayout(Layout):
 
     def _bytes(self, values: Sequence[Tensor], half_tiles: int) -> Tensor:
         codes, *shared = values
-        joined = [self._sharing.join(codes), *(x.contiguous().view(torch.uint8) for x in shared)]
+        if self._meaning.codes is Codes.INT4:
+            codes = _joined_nibbles(codes)
+        joined = [codes, *(x.contiguous().view(torch.uint8) for x in shared)]
         together = torch.cat(joined, dim=-1)
         return pad(together, (0, half_tiles * self._format.half_tile_bytes - together.shape[-1]))
 
@@ -248,30 +201,15 @@ class QuantizedLayout(Layout):
             )
         ]
         codes, scales, zeros = tiles[..., : sum(sizes)].split(sizes, dim=-1)
-        found = [self._sharing.part(codes), scales.contiguous().view(self._scale_type)]
+        if self._meaning.codes is Codes.INT4:
+            codes = _parted_nibbles(codes)
+        found = [codes, scales.contiguous().view(self._scale_type)]
         return [*found, zeros] if stored.zero_bits else found
 
     @property
     def _scale_type(self) -> torch.dtype:
         is_fp8 = self._meaning.codes is Codes.FP8
         return torch.float32 if is_fp8 else TORCH_DTYPES[self._meaning.scale_dtype]
-
-    @property
-    def _power(self) -> float:
-        """By which scales of FP8 are larger in the kernel."""
-        return 2.0 ** (FP8_BITS[self._dtype] - (ENLARGE_BITS if self._dtype is Dtype.BF16 else 0))
-
-    def _scales_for_kernel(self, scales: Tensor) -> Tensor:
-        return scales.float() * self._power if self._meaning.codes is Codes.FP8 else scales
-
-    def _scales_of_kernel(self, scales: Tensor) -> Tensor:
-        return scales / self._power if self._meaning.codes is Codes.FP8 else scales
-
-
-_FP8_SHARING = {
-    Dtype.BF16: _Sharing(_joined_bf16, _parted_bf16),
-    Dtype.FP16: _Sharing(_joined_fp16, _parted_fp16),
-}
 
 
 def _in_steps(values: Tensor, steps: int, each: int) -> Tensor:
@@ -293,6 +231,6 @@ def _as_stored(codes: Tensor, kind: Codes) -> Tensor:
 
 
 @cache
-def layout_of(stored: WeightFormat, dtype: Dtype) -> Layout:
-    """That of a format, in a plan of this precision."""
-    return PlainLayout() if stored.is_plain else QuantizedLayout(stored, dtype)
+def layout_of(stored: WeightFormat) -> Layout:
+    """That of a format."""
+    return PlainLayout() if stored.is_plain else QuantizedLayout(stored)

@@ -63,7 +63,7 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
         parts: by part of its format, as `Quantized` says. A matrix whose values stand for
             themselves may have values of any size; then the result has them too, in place of bytes.
     """
-    matrix, layout = operation.matrix, layout_of(operation.matrix.format, plan.dtype)
+    matrix, layout = operation.matrix, layout_of(operation.matrix.format)
     by_row = layout.by_row(parts, matrix.steps)
     rows = matrix.units * matrix.unit_rows
     half_tiles = rows // HALF_TILE_ROWS
@@ -85,7 +85,7 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack`; scales and zeros are those of the format's groups."""
-    matrix, layout = operation.matrix, layout_of(operation.matrix.format, plan.dtype)
+    matrix, layout = operation.matrix, layout_of(operation.matrix.format)
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.view(half_tiles, -1)
     ready: list[Tensor] = []

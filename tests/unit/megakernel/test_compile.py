@@ -163,17 +163,11 @@ def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_soun
 # Bytes of registers that builds with quantised matrices spill and read back, by shape, format,
 # architecture and queries: none may grow, and every other build spills nothing.
 SPILLED: dict[tuple[str, str, str, int], int] = {
-    ("llama-3.1-8b", "int4", "sm_90a", MAX_QUERIES): 656,
-    ("llama-3.1-8b", "fp8", "sm_90a", MAX_QUERIES): 136,
-    ("llama-3.1-8b", "int4-zeros", "sm_90a", 1): 168,
-    ("llama-3.1-8b", "int4-zeros", "sm_90a", MAX_QUERIES): 756,
-    ("llama-3.1-8b", "int8-zeros", "sm_90a", 1): 460,
-    ("llama-3.1-8b", "int8-zeros", "sm_90a", MAX_QUERIES): 636,
-    ("llama-3.1-8b", "fp8-block", "sm_90a", MAX_QUERIES): 136,
-    ("llama-3.1-8b", "fp8-32", "sm_90a", MAX_QUERIES): 168,
-    ("llama-3.1-8b", "fp8", "sm_120a", MAX_QUERIES): 92,
-    ("llama-3.1-8b", "int4", "sm_89", MAX_QUERIES): 136,
-    ("llama-3.1-8b", "int4", "sm_120a", MAX_QUERIES): 572,
+    ("llama-3.1-8b", "fp8-32", "sm_90a", 1): 8,
+    ("llama-3.1-8b", "int4", "sm_80", MAX_QUERIES): 104,
+    ("llama-3.1-8b", "int8", "sm_80", MAX_QUERIES): 140,
+    ("llama-3.1-8b", "int4", "sm_89", MAX_QUERIES): 56,
+    ("llama-3.1-8b", "int8", "sm_89", MAX_QUERIES): 88,
 }
 QUANTISED = [
     ("small", "int4-zeros", "sm_90a", MAX_QUERIES),
@@ -242,7 +236,6 @@ def test_odd_steps_of_quantised_matrices_compile(
     config = shaped((hidden, ffn, 2, heads, kv, 128, 151936))
     formats = formats_of(alike(config, kind))
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
-    assert any(op.slot_tiles == 1 for op in plan.operations)
     compiled(plan, Build(queries=queries))
 
 

@@ -59,6 +59,9 @@ __device__ __forceinline__ void store_shared1(u32 address, u32 x) {
 __device__ __forceinline__ void store_shared2(u32 address, u32 x, u32 y) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -3,8 +3,9 @@
 #include "ptx/types.cuh"
 #include "spec.cuh"
 
+template <bool kOfBf16 = kBf16>
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if constexpr (kBf16) {
+  if constexpr (kOfBf16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -31,13 +32,19 @@ __device__ __forceinline__ void mma(i32 (&d)[4], uint4 a, u32 b0, u32 b1, const 
   }
 }
 
-// Two fp32 values as a packed pair of 16-bit values, `low` in the low half; round to nearest even.
+// Two fp32 values as a packed pair of fp16, `low` in the low half; round to nearest even.
+__device__ __forceinline__ u32 pack_fp16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// The same of the 16-bit type of the model.
 __device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 r;
   if constexpr (kBf16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    r = pack_fp16(low, high);
   }
   return r;
 }

@@ -25,10 +25,10 @@ inline constexpr u32 kChains = kArithmetic<Op> == Arithmetic::kScaled      ? 2
 template <class Op>
 inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 
-// One query becomes integers that lanes pass on through shared memory: of all warps [warp][step][128 bytes], then a power of two of
-// each warp's part of a step.
+// One query is converted for weights that are quantised, through shared memory: of all warps [warp][step][128 bytes], then a power of
+// two of each warp's part of a step.
 template <class Op>
-inline constexpr bool kPassesDigits = kRoomQueries == 1 && kArithmetic<Op> == Arithmetic::kIntegers;
+inline constexpr bool kConverts = kRoomQueries == 1 && kArithmetic<Op> != Arithmetic::kPlain;
 
 // Activations of the round in global memory.
 template <class Op>
@@ -36,15 +36,15 @@ struct GlobalOperand {
   static constexpr u32 kLoads = kPairs<Op> ? 1 : 2;  // of a step
   const u8* lane_base;
   bool active;
-  u32 digits, powers;  // of the warp, in shared memory
+  u32 converted, powers;  // of the warp, in shared memory
 
   template <class C>
   __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx)
       : lane_base(buffer + (cx.warp * 2 * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
-    if constexpr (kPassesDigits<Op>) {
+    if constexpr (kConverts<Op>) {
       lane_base = buffer + cx.warp * 128 + cx.lane % 8 * 16;
-      digits = cx.shared.digits() + cx.warp * (kDigitSteps * 128);
+      converted = cx.shared.digits() + cx.warp * (kDigitSteps * 128);
       powers = cx.shared.digits() + kConsumerWarps * kDigitSteps * 128 + cx.warp * (kDigitSteps * 4);
     }
   }
@@ -56,7 +56,7 @@ struct GlobalOperand {
 };
 
 // Activations of the next steps, in registers.
-template <class Op, bool = kPassesDigits<Op>>
+template <class Op, bool = kConverts<Op>>
 struct Ahead {
   static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
   uint4 b[Op::kDepth][kLoads];

@@ -57,3 +57,9 @@ struct Digits {
     low = __byte_perm(ab, cd, 0x7632) ^ 0x80808080;
   }
 };
+
+// 8 activations as fp16.
+__device__ __forceinline__ u32 as_fp16(u32 pair, float inverse) { return pack_fp16(low_half(pair) * inverse, high_half(pair) * inverse); }
+__device__ __forceinline__ uint4 as_fp16(uint4 v, float inverse) {
+  return make_uint4(as_fp16(v.x, inverse), as_fp16(v.y, inverse), as_fp16(v.z, inverse), as_fp16(v.w, inverse));
+}

@@ -13,7 +13,7 @@
 
 enum class Arithmetic : u32 {
   kPlain,     // 16-bit values times 16-bit activations
-  kScaled,    // the same, times a scale for 64 columns or less
+  kScaled,    // values that become fp16, as activations do, times a scale for 64 columns or less
   kIntegers,  // integers of 4 or 8 bits times activations in two digits of 8 bits, times scales
 };
 
@@ -186,8 +186,7 @@ struct Int8 : Integers<kScale, kGroup, kHasZeros, 8> {
   }
 };
 
-// e4m3 with scales in fp32, of single rows or of four. Two values share 16 bits so that masks and shifts place sign, exponent and
-// mantissa: of the 16-bit type they are 2^-kShift times as large, which the scales make up for.
+// e4m3 with scales in fp32, of single rows or of four. Values become fp16, of which e4m3 is a part, in any model.
 template <u32 kGroup, u32 kScaleRows>
 struct Fp8 {
   static constexpr Arithmetic kArithmetic = Arithmetic::kScaled;
@@ -218,9 +217,20 @@ struct Fp8 {
       if (both) scales[n].load_one(tile + kHalfBytes + place.half_scales + n * kRows * 4, true);
     }
   }
-  // Two registers of an operand.
+  // Two registers of an operand, whose values are 2^-kBits as large.
+#if __CUDA_ARCH__ >= 890
+  static constexpr u32 kBits = 0;
   static __device__ __forceinline__ uint2 widened(u32 word) {
-    if constexpr (kBf16) return make_uint2(word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700);
-    return make_uint2(word & 0xBF80BF80, word << 7 & 0x3F803F80 | word << 1 & 0x80008000);
+    uint2 v;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v.x) : "h"(static_cast<u16>(word)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v.y) : "h"(static_cast<u16>(word >> 16)));
+    return v;
   }
+#else
+  static constexpr u32 kBits = 8;
+  static __device__ __forceinline__ u32 placed(u32 pair) { return (pair & 0x80008000) | (pair >> 1 & 0x3F803F80); }
+  static __device__ __forceinline__ uint2 widened(u32 word) {
+    return make_uint2(placed(__byte_perm(word, 0, 0x1404)), placed(__byte_perm(word, 0, 0x3424)));
+  }
+#endif
 };

@@ -1,6 +1,6 @@
-// The steps of a multiply of weights that are integers: several queries, all high digits in one multiply and all low ones in another.
+// The steps of a multiply of weights that are integers.
 #pragma once
-#include "tile/digits.cuh"
+#include "tile/one_query.cuh"
 
 template <class Format>
 __device__ __forceinline__ i32 zero_of(const Format& w, u32 group, u32 row) {
@@ -14,8 +14,9 @@ __device__ __forceinline__ void add_scaled(float& sum, i32 x, float scale, float
   sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), times ? power * Format::kSecond : power, sum);
 }
 
-// Of two steps at a time what multiplies take is at hand.
-template <class Op, bool kAgain, bool = kPassesDigits<Op>>
+// Several queries: all high digits are in one multiply, and all low ones in another. Of two steps at a time what multiplies take is at
+// hand.
+template <class Op, bool kAgain, bool = kConverts<Op>>
 struct IntegerSteps {
   using Format = typename Op::Format;
   using Accumulators = i32[2][4];  // of high digits, and of low ones
@@ -123,4 +124,93 @@ struct IntegerSteps {
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) c[i][k] = Format::kZero != 0 && !Format::kZeros ? s.sums[group][i][k] * times : 0;
   }
+};
+
+// One query.
+template <class Op, bool kAgain>
+struct IntegerSteps<Op, kAgain, true> {
+  using Format = typename Op::Format;
+  static constexpr u32 kGroups = Format::kGroups;
+  // Sums begin with minus the zero that all weights have times the digits. Where zeros are stored, the digits' sums are kept.
+  static constexpr bool kSums = Format::kZeros || Format::kZero != 0;
+  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
+  Conversion<Op, kAgain> conversion;
+  struct Step {
+    Converted x;
+    i32 sums[kGroups][4];
+  } steps[2];
+
+  __device__ __forceinline__ IntegerSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 lane)
+      : conversion{operand, ahead, lane} {}
+
+  __device__ __forceinline__ void start() { conversion.start(); }
+  // Step `d` of those from `first` on, in order.
+  __device__ __forceinline__ void prepare(u32 d, u32 first) {
+    Step& s = steps[d % 2];
+    s.x = conversion.take(d, first);
+    if constexpr (kSums) {
+      constexpr u32 kFirst = Format::kZeros ? 1 : -Format::kZero & 0xFF, kLast = Format::kZeros ? 1 : -Format::kZero * kSecond & 0xFF;
+      constexpr u32 kBytes = 0x01010101;
+      const uint4 a = make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+#pragma unroll
+      for (u32 n = 0; n < kGroups; ++n) {
+        const i32 none[4] = {0, 0, 0, 0};
+        multiply<true>(s.sums[n], a, n, s, none);
+        if constexpr (kGroups == 1) multiply<true>(s.sums[n], a, 1, s, s.sums[n]);
+      }
+    }
+  }
+  __device__ __forceinline__ void release(u32, u32) {}
+
+  template <class Sums>
+  __device__ __forceinline__ void multiply_tile(Sums& sums, u32 t, u32 d, const Format& w) const {
+    const Step& s = steps[d % 2];
+#pragma unroll
+    for (u32 n = 0; n < kGroups; ++n) {
+      i32 c[4];
+      begin(c, s, n, 1);
+      multiply<Format::kSigned>(c, w.operand(n), n, s, c);
+      if constexpr (kGroups == 1) multiply<Format::kSigned>(c, w.operand(1), 1, s, c);
+#pragma unroll
+      for (u32 row = 0; row < 2; ++row) {
+        i32 x = joined(c, row * 2);
+        if constexpr (Format::kZeros) x -= zero_of(w, n, row) * joined(s.sums[n], row * 2) * (row ? kSecond : 1);
+        add_scaled<Format>(sums.c[t][0][row * 2], x, w.scales[n].get(row), s.x.power, row);
+      }
+    }
+  }
+  // 8 rows; products with the last 32 columns are as many times larger as those of rows g + 8.
+  template <class Sums>
+  __device__ __forceinline__ void multiply_half_tile(Sums& sums, u32 t, u32 d, const Format& w, bool second) const {
+    const Step& s = steps[d % 2];
+    i32 first[4], last[4] = {0, 0, 0, 0};
+    begin(first, s, 0, 1);
+    if constexpr (kGroups > 1) begin(last, s, 1, kSecond);
+    multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, s, first);
+    multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, s, last);
+    i32 x = joined(first, 0), y = joined(last, 0);
+    if constexpr (Format::kZeros) {
+      x -= zero_of(w, 0, second) * joined(s.sums[0], 0);
+      if constexpr (kGroups > 1) y -= zero_of(w, 1, second) * joined(s.sums[kGroups - 1], 0) * kSecond;
+    }
+    float& sum = sums.c[t][0][0];
+    if constexpr (kGroups == 1) {
+      add_scaled<Format>(sum, x * kSecond + y, w.scales[0].get(second), s.x.power, true);
+    } else {
+      add_scaled<Format>(sum, x, w.scales[0].get(second), s.x.power, false);
+      add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.x.power, true);
+    }
+  }
+
+ private:
+  // Products with 32 columns of weights, and `c`.
+  template <bool kSigned>
+  static __device__ __forceinline__ void multiply(i32 (&d)[4], uint4 a, u32 part, const Step& s, const i32 (&c)[4]) {
+    mma<kSigned>(d, a, part ? s.x.b.z : s.x.b.x, part ? s.x.b.w : s.x.b.y, c);
+  }
+  static __device__ __forceinline__ void begin(i32 (&c)[4], const Step& s, u32 group, i32 times) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) c[i] = kSums && !Format::kZeros ? s.sums[group][i] * times : 0;
+  }
+  static __device__ __forceinline__ i32 joined(const i32 (&c)[4], u32 i) { return 256 * c[i] + c[i + 1]; }
 };

@@ -1,6 +1,6 @@
 // A warp's partial sums of its rows, and how activations times weights join them.
 #pragma once
-#include "tile/one_query.cuh"
+#include "tile/scaled.cuh"
 
 template <class Op>
 struct Sums {
@@ -56,68 +56,6 @@ struct PlainSteps {
     mma(sums.chain(t, 1), x[1].x, 0, x[1].y, 0, b1.x, b1.y);
     mma(sums.chain(t, 2), x[0].z, 0, x[0].w, 0, b0.z, b0.w);
     mma(sums.chain(t, 3), x[1].z, 0, x[1].w, 0, b1.z, b1.w);
-  }
-};
-
-// The same where a step's sums are multiplied by a scale of the row.
-template <class Op, bool kAgain>
-struct ScaledSteps {
-  static constexpr u32 kColumnStep = kRoomQueries == 1 ? 2 : 1;  // one query is in the first column
-  const GlobalOperand<Op>& operand;
-  Ahead<Op>& ahead;
-
-  __device__ __forceinline__ ScaledSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32) : operand(operand), ahead(ahead) {}
-  __device__ __forceinline__ void start() {}
-  __device__ __forceinline__ void prepare(u32 d, u32 first) {
-    ahead.await(operand, d, first);
-#pragma unroll
-    for (u32 i = 0; i < Ahead<Op>::kLoads; ++i) enlarge(ahead.b[d][i]);
-  }
-  __device__ __forceinline__ void release(u32 d, u32 first) { ahead.template ask_for_next<kAgain>(operand, d, first); }
-
-  __device__ __forceinline__ void multiply_tile(Sums<Op>& sums, u32 t, u32 d, const typename Op::Format& w) const {
-    float halves[2][4] = {};
-    multiply(halves[0], w.low, ahead.b[d][0]);
-    multiply(halves[1], w.high, ahead.b[d][Ahead<Op>::kLoads - 1]);
-#pragma unroll
-    for (u32 i = 0; i < 4; i += kColumnStep) add(sums.c[t][0][i], halves, i, w, i / 2);
-  }
-  __device__ __forceinline__ void multiply_half_tile(Sums<Op>& sums, u32 t, u32 d, const typename Op::Format& w, bool second) const {
-    const uint4 v = second ? w.high : w.low;
-    float halves[2][4] = {};
-    multiply_half(halves[0], v.x, v.y, ahead.b[d][0]);
-    multiply_half(halves[1], v.z, v.w, ahead.b[d][Ahead<Op>::kLoads - 1]);
-#pragma unroll
-    for (u32 i = 0; i < 2; i += kColumnStep) add(sums.c[t][0][i], halves, i, w, second);
-  }
-
- private:
-  // Times a power of two, so that products with values of bf16's smallest exponents are no smaller than fp32's.
-  static __device__ __forceinline__ void enlarge(uint4& b) {
-    if constexpr (kBf16) enlarge(b.x), enlarge(b.y), enlarge(b.z), enlarge(b.w);
-  }
-  static __device__ __forceinline__ void enlarge(u32& pair) {
-    constexpr u32 kPower = (127 + kEnlargeBits) << 7, kNothing = 0x8000;
-    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(kPower | kPower << 16), "r"(kNothing | kNothing << 16));
-  }
-  static __device__ __forceinline__ void multiply(float (&c)[4], uint4 values, uint4 b) {
-    const uint2 x = Op::Format::widened(values.x), y = Op::Format::widened(values.y);
-    mma(c, x.x, x.y, y.x, y.y, b.x, b.y);
-    const uint2 z = Op::Format::widened(values.z), w = Op::Format::widened(values.w);
-    mma(c, z.x, z.y, w.x, w.y, b.z, b.w);
-  }
-  static __device__ __forceinline__ void multiply_half(float (&c)[4], u32 first, u32 second, uint4 b) {
-    const uint2 x = Op::Format::widened(first), y = Op::Format::widened(second);
-    mma(c, x.x, 0, x.y, 0, b.x, b.y);
-    mma(c, y.x, 0, y.y, 0, b.z, b.w);
-  }
-  static __device__ __forceinline__ void add(float& sum, const float (&halves)[2][4], u32 i, const typename Op::Format& w, u32 which) {
-    const float first = halves[0][i], second = halves[1][kPairs<Op> ? i | 1 : i];
-    if constexpr (Op::Format::kGroups == 1) {
-      sum = __fmaf_rn(first + second, w.scales[0].get(which), sum);
-    } else {
-      sum = __fmaf_rn(second, w.scales[1].get(which), __fmaf_rn(first, w.scales[0].get(which), sum));
-    }
   }
 };
 

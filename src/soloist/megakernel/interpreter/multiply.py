@@ -6,7 +6,7 @@ from torch import Tensor
 from soloist.megakernel.interpreter.tiles import Numbers
 from soloist.megakernel.limits import CONSUMER_WARPS
 from soloist.megakernel.tile import STEP_COLUMNS
-from soloist.megakernel.weight_format import ENLARGE_BITS, WeightFormat
+from soloist.megakernel.weight_format import WeightFormat
 
 # Bits of the largest activation of a warp's step, but for the highest one.
 _DIGIT_BITS = 13
@@ -31,63 +31,70 @@ def product(
     if numbers.scales is None:
         return numbers.values @ x
     if not rounds:
-        return meant(numbers, stored, half) @ x
-    if stored.is_integer:
-        return _integers(numbers, stored, x, _LEAST_EXPONENT[half])
-    return _scaled(numbers, stored, x * _enlarged(half))
+        return meant(numbers, stored) @ x
+    multiply = _integers if stored.is_integer else _scaled
+    return multiply(numbers, stored, x, half)
 
 
-def meant(numbers: Numbers, stored: WeightFormat, half: torch.dtype) -> Tensor:
+def meant(numbers: Numbers, stored: WeightFormat) -> Tensor:
     """The numbers [rows, columns] that values and scales stand for."""
     if numbers.scales is None:
         return numbers.values
     scales = numbers.scales.double().repeat_interleave(stored.group, 1)
-    power = 1.0 if stored.is_integer else _enlarged(half)
-    return (numbers.values.double() * scales * power).float()
+    return (numbers.values.double() * scales).float()
 
 
-def _enlarged(half: torch.dtype) -> float:
-    """How much larger activations are where FP8's values are smaller than fp32 takes."""
-    return 2.0**ENLARGE_BITS if half is torch.bfloat16 else 1.0
-
-
-def _integers(numbers: Numbers, stored: WeightFormat, x: Tensor, least: int) -> Tensor:
+def _integers(numbers: Numbers, stored: WeightFormat, x: Tensor, half: torch.dtype) -> Tensor:
     """Sums of integers are exact; they are scaled once for each step, warp and group."""
     width = min(stored.group, _WARP_COLUMNS)
     of_warps = _by_warp(x, _WARP_COLUMNS)
-    most = of_warps.abs().amax(-2, keepdim=True)
-    exponent = torch.frexp(most).exponent.sub(1).masked_fill(most == 0, least).clamp(min=least)
-    power = torch.ldexp(torch.ones_like(most), exponent - _DIGIT_BITS)
+    power = _power(of_warps, half)
     digits = (of_warps / power).round().unflatten(-2, (-1, width)).flatten(2, 3)
-    # Where the largest magnitude is no number, no product is one.
-    power = power.masked_fill(~most.isfinite(), torch.nan)
     sums = _values_by_warp(numbers, width) @ digits
     scales = _scales_by_warp(numbers, stored, width)
-    groups = range(_WARP_COLUMNS // width)
+    power = _that_is_a_number(power, of_warps)
     total = torch.zeros(CONSUMER_WARPS, *sums.shape[-2:])
     for step in range(len(sums)):
-        for n in groups:
+        for n in range(_WARP_COLUMNS // width):
             scaled = sums[step, :, n].float() * scales[step, :, n]
             total = _fma(scaled, power[step, :, 0], total)
     return _summed(total)
 
 
-def _scaled(numbers: Numbers, stored: WeightFormat, x: Tensor) -> Tensor:
-    """Products of each half of a warp's columns are summed, and both sums scaled."""
+def _scaled(numbers: Numbers, stored: WeightFormat, x: Tensor, half: torch.dtype) -> Tensor:
+    """Products of each half of a warp's columns are summed in fp16, and both sums scaled."""
     width = _WARP_COLUMNS // 2
-    sums = (_values_by_warp(numbers, width) @ _by_warp(x, width)).float()
+    of_warps = _by_warp(x, _WARP_COLUMNS)
+    power = torch.ones_like(of_warps[..., :1, :])
+    if half is torch.bfloat16:
+        power = _power(of_warps, half)
+        of_warps = (of_warps / power).half().double()
+        power = _that_is_a_number(power, of_warps)
+    halves = of_warps.unflatten(-2, (-1, width)).flatten(2, 3)
+    sums = (_values_by_warp(numbers, width) @ halves).float()
     scales = _scales_by_warp(numbers, stored, width)
     total = torch.zeros(CONSUMER_WARPS, *sums.shape[-2:])
-    for (first, second), (scale, other) in zip(
-        (of_step.unbind(1) for of_step in sums),
-        (of_step.unbind(1) for of_step in scales),
-        strict=True,
-    ):
+    for step in range(len(sums)):
+        of_step, own, scale = sums[step].unbind(1), scales[step].unbind(1), power[step, :, 0]
         if stored.group >= _WARP_COLUMNS:
-            total = _fma(first + second, scale, total)
+            total = _fma((of_step[0] + of_step[1]) * own[0], scale, total)
         else:
-            total = _fma(second, other, _fma(first, scale, total))
+            total = _fma(of_step[0] * own[0], scale, total)
+            total = _fma(of_step[1] * own[1], scale, total)
     return _summed(total)
+
+
+def _power(of_warps: Tensor, half: torch.dtype) -> Tensor:
+    """The power of two by which a warp's columns of a step are scaled: integers of 14 bits."""
+    most, least = of_warps.abs().amax(-2, keepdim=True), _LEAST_EXPONENT[half]
+    exponent = torch.frexp(most).exponent.sub(1).masked_fill(most == 0, least).clamp(min=least)
+    return torch.ldexp(torch.ones_like(most), exponent - _DIGIT_BITS)
+
+
+def _that_is_a_number(power: Tensor, of_warps: Tensor) -> Tensor:
+    """Where the largest magnitude is no number, no product is one."""
+    most = of_warps.abs().amax(-2, keepdim=True)
+    return power.masked_fill(~most.isfinite(), torch.nan)
 
 
 def _by_warp(x: Tensor, width: int) -> Tensor:

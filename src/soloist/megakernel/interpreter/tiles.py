@@ -58,7 +58,7 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Num
         elif stored.meaning is None:
             values[own, step] = slot.view(half)[_places_16(len(tile))].float()
         else:
-            codes, shared = _quantised(slot, stored, len(tile), half)
+            codes, shared = _quantised(slot, stored, len(tile))
             values[own, step], scales[own, step] = codes, shared
         at = end
     assert at == len(packed), f"{op.matrix.name}: slots"
@@ -125,9 +125,7 @@ def _places_16(half_tiles: int) -> Tensor:
     return half * HALF_TILE_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
 
 
-def _quantised(
-    slot: Tensor, stored: WeightFormat, half_tiles: int, half: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _quantised(slot: Tensor, stored: WeightFormat, half_tiles: int) -> tuple[Tensor, Tensor]:
     """Values [8 or 16, 512] and scales [8 or 16, groups] of a tile's bytes."""
     assert stored.meaning is not None, "scales mean something"
     kind, ends, end = stored.meaning.codes, [], 0
@@ -142,7 +140,7 @@ def _quantised(
     shared = _scale_type(stored)
     by_row = _of_rows(scales.contiguous().view(shared).float(), stored, half_tiles)
     if kind is Codes.FP8:
-        return _fp8(codes, half_tiles, half), by_row
+        return _fp8(codes, half_tiles), by_row
     values = (_int4 if kind is Codes.INT4 else _int8)(codes, half_tiles).float()
     if not stored.zero_bits:
         return values - (8 if kind is Codes.INT4 else 0), by_row
@@ -188,18 +186,13 @@ def _int8(codes: Tensor, half_tiles: int) -> Tensor:
     return codes.contiguous().view(torch.int8)[byte]
 
 
-def _fp8(codes: Tensor, half_tiles: int, half: torch.dtype) -> Tensor:
-    """A word has the 16-bit pairs of two registers: rows g and g + 8, or four columns of row g."""
+def _fp8(codes: Tensor, half_tiles: int) -> Tensor:
+    """A word has the pairs of two registers: rows g and g + 8, or four columns of row g."""
     d = _digits(half_tiles)
     if half_tiles == 2:
-        at, second = d.lane * 4 + d.multiply * 2 + d.register, d.half
+        at, pair = d.lane * 4 + d.multiply * 2 + d.register, d.half
         at = d.part * (HALF_TILE_VALUES // 4) + at
     else:
-        at, second = d.lane * 4 + d.part * 2 + d.multiply, d.register
-    word = codes.contiguous().view(torch.int32)[at].long()
-    if half is torch.bfloat16:
-        low, high = word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700
-    else:
-        low, high = word & 0xBF80BF80, word << 7 & 0x3F803F80 | word << 1 & 0x80008000
-    pair = torch.where(second == 1, high, low) >> 16 * d.column & 0xFFFF
-    return pair.to(torch.uint16).view(half).float()
+        at, pair = d.lane * 4 + d.part * 2 + d.multiply, d.register
+    byte = codes[at * 4 + pair * 2 + d.column]
+    return byte.contiguous().view(torch.float8_e4m3fn).float()
