@@ -300,7 +300,8 @@ def stream_beside_chaos(
             assert text
             assert others == [text, text]
             # Pools, caches and workers are there before what is held is counted.
-            with chaos(theirs, server, f"{seed} before", 4) as hostile:
+            with chaos(theirs, server, f"{seed} before", 60) as hostile:
+                time.sleep(4)
                 hostile.communicate()
             before, broken = settled(server), []
             for number in range(tries):

@@ -1,5 +1,6 @@
 """Loading, keys, queues, failures and the end."""
 
+import gc
 import logging
 import signal
 import socket
@@ -35,6 +36,7 @@ from server.running import (
 )
 from soloist.errors import DeviceError, LaunchError, ModelNotFound, SettingError
 from soloist.server.config import ServerConfig
+from soloist.server.generation import Generation
 from soloist.server.metrics import Metrics
 from soloist.server.serve import Server, serve
 from soloist.weights.reading import LoadProgress
@@ -222,6 +224,29 @@ def test_random_disconnects_leave_nothing(slow) -> None:
                 pass
     wait_for(lambda: is_idle(server))
     assert executor.num_open == 0
+
+
+def test_an_answer_that_ended_is_forgotten_without_a_search_for_circles(slow) -> None:
+    # The collector runs seldom while streams run; a grammar in a circle keeps megabytes until then.
+    server, http, _ = slow
+
+    def kept() -> int:
+        return sum(type(one) is Generation for one in gc.get_objects())
+
+    gc.collect()
+    before = kept()
+    gc.disable()
+    try:
+        for ask in (TEXT, TEXT | {"stream": True}):
+            http.post("/v1/completions", json=ask)
+        with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as reply:
+            next(reply.iter_raw())
+        with suppress(httpx2.TimeoutException):
+            http.post("/v1/completions", json=ENDLESS, timeout=0.1)
+        wait_for(lambda: is_idle(server))
+        wait_for(lambda: kept() <= before, 5)
+    finally:
+        gc.enable()
 
 
 def test_logs_have_figures_and_no_text(client, caplog) -> None:

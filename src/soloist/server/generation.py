@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from starlette.types import Receive
 from soloist.engine import Chunk, Completion, Event, Failure, Request, Scored
 from soloist.errors import SoloistError
 from soloist.sampling.logprobs import TokenLogprobs
+from soloist.server.bell import Bell
 from soloist.server.host import Host, Ready
 from soloist.server.preparation.prepared import PreparedPrompt
 from soloist.server.problems import Problem, invalid, problem_of
@@ -80,6 +82,8 @@ class Generation:
         self._cut: Problem | None = None
         self._bandwidth_gb_per_s = ready.engine.report.bandwidth_gb_per_s
         self.requests: list[Request] = []
+        # Knows nothing of the generation: a circle would keep grammars until it is looked for.
+        listen = partial(_ring, host.bell, self._woken, request_id)
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
         try:
             load, count = ready.loop.load, len(asked)
@@ -93,7 +97,7 @@ class Generation:
                         one.params,
                         top_logprobs=one.top_logprobs,
                         shown_ids=one.shown_ids,
-                        listen=self._listen,
+                        listen=listen,
                         accepted=accepted,
                         constraint=None if grammar is None else grammar.start(),
                         scores=one.scores,
@@ -123,6 +127,7 @@ class Generation:
         self._cancel()
         failed = None if error is None else type(error).__name__
         self._trace.close(failed if self._cut is None else self._cut.word)
+        self._cut = None  # its traceback leads back to here
 
     def cut(self, problem: Problem) -> None:
         """End all answers; the client is told why."""
@@ -167,16 +172,17 @@ class Generation:
         if completion.finish_reason == "cancelled":
             raise self._cut or Problem(503, "the server is shutting down; the answer was cut short")
 
-    def _listen(self) -> None:
-        """In the engine's thread."""
-        try:
-            self._host.bell.ring(self._woken.set)
-        except RuntimeError:  # the event loop has ended, and nobody listens
-            log.debug("%s: the event loop has ended", self._request_id)
-
     def _cancel(self) -> None:
         for one in self.requests:
             one.cancel()
+
+
+def _ring(bell: Bell, woken: asyncio.Event, request_id: str) -> None:
+    """Say in the engine's thread that there is something to take."""
+    try:
+        bell.ring(woken.set)
+    except RuntimeError:  # the event loop has ended, and nobody listens
+        log.debug("%s: the event loop has ended", request_id)
 
 
 def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
