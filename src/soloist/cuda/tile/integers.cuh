@@ -2,28 +2,39 @@
 #pragma once
 #include "tile/one_query.cuh"
 
+// What the zeros of weights have to do with a sum: where all weights share one, sums begin with minus the zero times the integers of
+// activations. Where zeros are stored, the integers' own sums are kept.
 template <class Format>
-__device__ __forceinline__ i32 zero_of(const Format& w, u32 group, u32 row) {
-  if constexpr (!Format::kZeros) return Format::kZero;
-  const u32 byte = w.zeros[group] >> 8 * row;
-  return Format::kSigned ? static_cast<i32>(static_cast<signed char>(byte)) : static_cast<i32>(byte & 0xFF);
-}
+struct Zeros {
+  static constexpr bool kShared = !Format::kZeros && Format::kZero != 0, kSums = Format::kZeros || kShared;
+  // Values of rows g + 8 are as many times larger.
+  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
+
+  // "Weights" whose products are those sums.
+  static __device__ __forceinline__ uint4 operand() {
+    constexpr u32 kBytes = 0x01010101;
+    constexpr u32 kFirst = kShared ? -Format::kZero & 0xFF : 1, kLast = kShared ? -Format::kZero * kSecond & 0xFF : 1;
+    return make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+  }
+  static __device__ __forceinline__ i32 of(const Format& w, u32 group, u32 row) {
+    if constexpr (!Format::kZeros) return Format::kZero;
+    const u32 byte = w.zeros[group] >> 8 * row;
+    return Format::kSigned ? static_cast<i32>(static_cast<signed char>(byte)) : static_cast<i32>(byte & 0xFF);
+  }
+};
 // `times`: whether `x` is as many times too large as kSecond says.
 template <class Format>
 __device__ __forceinline__ void add_scaled(float& sum, i32 x, float scale, float power, bool times) {
   sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), times ? power * Format::kSecond : power, sum);
 }
 
-// Several queries: all high digits are in one multiply, and all low ones in another. Of two steps at a time what multiplies take is at
-// hand.
+// Several queries: all high digits are in one multiply, and all low ones in another. What multiplies take is at hand for two steps.
 template <class Op, bool kAgain, bool = kConverts<Op>>
 struct IntegerSteps {
   using Format = typename Op::Format;
+  using Zero = Zeros<Format>;
   using Accumulators = i32[2][4];  // of high digits, and of low ones
   static constexpr u32 kGroups = Format::kGroups;
-  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
-  // Sums begin with minus the zero that all weights have times the integers. Where zeros are stored, the integers' sums are kept.
-  static constexpr bool kSums = Format::kZeros || Format::kZero != 0;
   const GlobalOperand<Op>& operand;
   Ahead<Op>& ahead;
   struct Step {
@@ -65,7 +76,7 @@ struct IntegerSteps {
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
           i32 x = joined(c, row * 2 + i);
-          if constexpr (Format::kZeros) x -= zero_of(w, n, row) * joined(s.sums[n], row * 2 + i) * (row ? kSecond : 1);
+          if constexpr (Format::kZeros) x -= Zero::of(w, n, row) * joined(s.sums[n], row * 2 + i) * (row ? Zero::kSecond : 1);
           add_scaled<Format>(sums.c[t][0][row * 2 + i], x, w.scales[n].get(row), s.power[i], row);
         }
     }
@@ -77,18 +88,18 @@ struct IntegerSteps {
     Accumulators first, last = {};
     begin(first, s, 0);
     multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, s);
-    if constexpr (kGroups > 1) begin(last, s, 1, kSecond);
+    if constexpr (kGroups > 1) begin(last, s, 1, Zero::kSecond);
     multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, s);
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       i32 x = joined(first, i), y = joined(last, i);
       if constexpr (Format::kZeros) {
-        x -= zero_of(w, 0, second) * joined(s.sums[0], i);
-        if constexpr (kGroups > 1) y -= zero_of(w, 1, second) * joined(s.sums[kGroups - 1], i) * kSecond;
+        x -= Zero::of(w, 0, second) * joined(s.sums[0], i);
+        if constexpr (kGroups > 1) y -= Zero::of(w, 1, second) * joined(s.sums[kGroups - 1], i) * Zero::kSecond;
       }
       float& sum = sums.c[t][0][i];
       if constexpr (kGroups == 1) {
-        add_scaled<Format>(sum, x * kSecond + y, w.scales[0].get(second), s.power[i], true);
+        add_scaled<Format>(sum, x * Zero::kSecond + y, w.scales[0].get(second), s.power[i], true);
       } else {
         add_scaled<Format>(sum, x, w.scales[0].get(second), s.power[i], false);
         add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.power[i], true);
@@ -104,10 +115,8 @@ struct IntegerSteps {
     for (u32 i = 0; i < 2; ++i) mma<kSigned>(c[i], a, part ? s.b[i].z : s.b[i].x, part ? s.b[i].w : s.b[i].y, c[i]);
   }
   static __device__ __forceinline__ void add_up(Step& s) {
-    if constexpr (kSums) {
-      constexpr u32 kFirst = Format::kZeros ? 1 : -Format::kZero & 0xFF, kLast = Format::kZeros ? 1 : -Format::kZero * kSecond & 0xFF;
-      constexpr u32 kBytes = 0x01010101;
-      const uint4 a = make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+    if constexpr (Zero::kSums) {
+      const uint4 a = Zero::operand();
 #pragma unroll
       for (u32 n = 0; n < kGroups; ++n) {
 #pragma unroll
@@ -122,7 +131,7 @@ struct IntegerSteps {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i)
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) c[i][k] = Format::kZero != 0 && !Format::kZeros ? s.sums[group][i][k] * times : 0;
+      for (u32 k = 0; k < 4; ++k) c[i][k] = Zero::kShared ? s.sums[group][i][k] * times : 0;
   }
 };
 
@@ -130,10 +139,8 @@ struct IntegerSteps {
 template <class Op, bool kAgain>
 struct IntegerSteps<Op, kAgain, true> {
   using Format = typename Op::Format;
+  using Zero = Zeros<Format>;
   static constexpr u32 kGroups = Format::kGroups;
-  // Sums begin with minus the zero that all weights have times the digits. Where zeros are stored, the digits' sums are kept.
-  static constexpr bool kSums = Format::kZeros || Format::kZero != 0;
-  static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
   Conversion<Op, kAgain> conversion;
   struct Step {
     Converted x;
@@ -148,10 +155,8 @@ struct IntegerSteps<Op, kAgain, true> {
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     Step& s = steps[d % 2];
     s.x = conversion.take(d, first);
-    if constexpr (kSums) {
-      constexpr u32 kFirst = Format::kZeros ? 1 : -Format::kZero & 0xFF, kLast = Format::kZeros ? 1 : -Format::kZero * kSecond & 0xFF;
-      constexpr u32 kBytes = 0x01010101;
-      const uint4 a = make_uint4(kFirst * kBytes, kLast * kBytes, kFirst * kBytes, kLast * kBytes);
+    if constexpr (Zero::kSums) {
+      const uint4 a = Zero::operand();
 #pragma unroll
       for (u32 n = 0; n < kGroups; ++n) {
         const i32 none[4] = {0, 0, 0, 0};
@@ -174,7 +179,7 @@ struct IntegerSteps<Op, kAgain, true> {
 #pragma unroll
       for (u32 row = 0; row < 2; ++row) {
         i32 x = joined(c, row * 2);
-        if constexpr (Format::kZeros) x -= zero_of(w, n, row) * joined(s.sums[n], row * 2) * (row ? kSecond : 1);
+        if constexpr (Format::kZeros) x -= Zero::of(w, n, row) * joined(s.sums[n], row * 2) * (row ? Zero::kSecond : 1);
         add_scaled<Format>(sums.c[t][0][row * 2], x, w.scales[n].get(row), s.x.power, row);
       }
     }
@@ -185,17 +190,17 @@ struct IntegerSteps<Op, kAgain, true> {
     const Step& s = steps[d % 2];
     i32 first[4], last[4] = {0, 0, 0, 0};
     begin(first, s, 0, 1);
-    if constexpr (kGroups > 1) begin(last, s, 1, kSecond);
+    if constexpr (kGroups > 1) begin(last, s, 1, Zero::kSecond);
     multiply<Format::kSigned>(first, w.half_operand(second, 0), 0, s, first);
     multiply<Format::kSigned>(last, w.half_operand(second, 1), 1, s, last);
     i32 x = joined(first, 0), y = joined(last, 0);
     if constexpr (Format::kZeros) {
-      x -= zero_of(w, 0, second) * joined(s.sums[0], 0);
-      if constexpr (kGroups > 1) y -= zero_of(w, 1, second) * joined(s.sums[kGroups - 1], 0) * kSecond;
+      x -= Zero::of(w, 0, second) * joined(s.sums[0], 0);
+      if constexpr (kGroups > 1) y -= Zero::of(w, 1, second) * joined(s.sums[kGroups - 1], 0) * Zero::kSecond;
     }
     float& sum = sums.c[t][0][0];
     if constexpr (kGroups == 1) {
-      add_scaled<Format>(sum, x * kSecond + y, w.scales[0].get(second), s.x.power, true);
+      add_scaled<Format>(sum, x * Zero::kSecond + y, w.scales[0].get(second), s.x.power, true);
     } else {
       add_scaled<Format>(sum, x, w.scales[0].get(second), s.x.power, false);
       add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.x.power, true);
@@ -210,7 +215,7 @@ struct IntegerSteps<Op, kAgain, true> {
   }
   static __device__ __forceinline__ void begin(i32 (&c)[4], const Step& s, u32 group, i32 times) {
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) c[i] = kSums && !Format::kZeros ? s.sums[group][i] * times : 0;
+    for (u32 i = 0; i < 4; ++i) c[i] = Zero::kShared ? s.sums[group][i] * times : 0;
   }
   static __device__ __forceinline__ i32 joined(const i32 (&c)[4], u32 i) { return 256 * c[i] + c[i + 1]; }
 };
