@@ -12,7 +12,7 @@ from interpreter.quantised import FORMATS, alike, formats_of
 from plan.shapes import PUBLIC, SHAPES, SMALL, etude
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.layer_kind import DIGIT_STEPS, Operation
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
 from soloist.megakernel.limits import LEAST_RING_SLOTS
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan, make_plan
@@ -66,7 +66,7 @@ def require_depth(op: Operation) -> None:
     assert 1 <= op.slot_tiles <= op.matrix.format.tiles
     if op.depth < op.matrix.steps:
         assert op.depth % 2 == 0 or not op.matrix.shares_slots
-        whole = op.depth % DIGIT_STEPS == 0 or DIGIT_STEPS % op.depth == 0
+        whole = op.depth % CONVERTED_STEPS == 0 or CONVERTED_STEPS % op.depth == 0
         assert whole or not op.matrix.format.is_integer
 
 
@@ -130,8 +130,8 @@ def test_shared_memory_of_public_models(name: str, kind: str, arch: str) -> None
         assert shared.ring_slots >= LEAST_RING_SLOTS
         assert shared.num_bytes <= plan.gpu.shared_bytes - 1024
         assert shared.num_bytes + shared.slot_bytes > plan.gpu.shared_bytes - 1024
-        needs_digits = queries == 1
-        assert ("digits" in shared.buffers) == needs_digits
+        converts = queries == 1
+        assert ("converted" in shared.buffers) == converts
     for op in plan.operations:
         require_depth(op)
         require_same_slots(op)
@@ -153,7 +153,7 @@ def test_16_bits_keep_their_slots() -> None:
         plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"])
         assert {op.slot_tiles for op in plan.operations} == {1}
         assert plan.shared.slot_bytes == SLOT_BYTES
-        assert "digits" not in plan.shared.buffers
+        assert "converted" not in plan.shared.buffers
 
 
 def test_copies_of_quantised_weights_are_as_many() -> None:

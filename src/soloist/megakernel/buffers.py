@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.megakernel.attention_plan import AttentionPlan
-from soloist.megakernel.layer_kind import DIGIT_STEPS, LayerKind, Operation
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
 from soloist.megakernel.layout import ALIGNMENT, Buffer, end_of, stack
 from soloist.megakernel.limits import (
     CONSUMER_WARPS,
@@ -20,8 +20,8 @@ from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TI
 _REDUCE_BYTES = 16 * 1024
 # 16-bit activations lie in chunks of so many columns of the matrix, one after the other.
 OPERAND_COLUMNS = 32
-# Integers of 8 bits that an activation becomes, see cuda/tile/digits.cuh.
-DIGITS = 2
+# Of an activation that is converted: fp16, or two integers of 8 bits; see cuda/tile/one_query.cuh.
+_CONVERTED_BYTES = 2
 _POWER_BYTES = 4
 
 
@@ -180,7 +180,7 @@ class SharedMemory:
                 "rope": (queries, head_dim // 2, 2, 4),
                 "sampling": (768,),
                 "control": (384,),
-                **({"digits": (self.digits_bytes,)} if self.digits_bytes else {}),
+                **({"converted": (self.converted_bytes,)} if self.converted_bytes else {}),
             },
             value_bytes=1,
         )
@@ -195,11 +195,11 @@ class SharedMemory:
         return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property
-    def digits_bytes(self) -> int:
+    def converted_bytes(self) -> int:
         """Room for what one query's activations become, and a power of two for each step."""
         if self.queries > 1 or not any(not op.matrix.format.is_plain for op in self.operations):
             return 0
-        return DIGIT_STEPS * (STEP_COLUMNS * DIGITS + CONSUMER_WARPS * _POWER_BYTES)
+        return CONVERTED_STEPS * (STEP_COLUMNS * _CONVERTED_BYTES + CONSUMER_WARPS * _POWER_BYTES)
 
     @property
     def reduce_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from soloist.kv.layout import page_constants
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.image import Image
-from soloist.megakernel.layer_kind import DIGIT_STEPS, Operation
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import LAYER, PHASES, PRODUCTS
@@ -156,7 +156,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
         "kStepColumns": STEP_COLUMNS,
         "kHalfTileRows": HALF_TILE_ROWS,
-        "kDigitSteps": DIGIT_STEPS,
+        "kConvertedSteps": CONVERTED_STEPS,
         "kHalfTileValues": HALF_TILE_VALUES,
         "kChunkPages": plan.attention.chunk_pages,
         "kPageCopies": tuning.page_copies_in_flight,
@@ -218,7 +218,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     }
     constants |= _lanes(plan)
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
-    constants["kShDigits"] = 0
+    constants["kShConverted"] = 0
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in exchanges.workspace.items():

@@ -58,7 +58,7 @@ class Operation:
             return True
         if self.matrix.shares_slots and depth % 2:
             return False
-        return self.matrix.format.is_plain or DIGIT_STEPS % depth == 0
+        return self.matrix.format.is_plain or CONVERTED_STEPS % depth == 0
 
     @property
     def slot_tiles(self) -> int:
@@ -97,8 +97,8 @@ class Operation:
         return {*self._groups, fewer} - {0}
 
 
-# Steps whose activations become integers together, see cuda/tile/one_query.cuh.
-DIGIT_STEPS = 16
+# Steps whose activations are converted together, see cuda/tile/one_query.cuh.
+CONVERTED_STEPS = 16
 
 
 def _tiles_of(halves: int, steps: int) -> int:

@@ -29,7 +29,7 @@ constexpr unsigned kLayerPhases = 5u;
 constexpr unsigned kPagesPhase = 1u;
 constexpr unsigned kStepColumns = 512u;
 constexpr unsigned kHalfTileRows = 8u;
-constexpr unsigned kDigitSteps = 16u;
+constexpr unsigned kConvertedSteps = 16u;
 constexpr unsigned kHalfTileValues = 4096u;
 constexpr unsigned kChunkPages = 2u;
 constexpr unsigned kPageCopies = 3u;
@@ -321,7 +321,7 @@ struct Model {
   static constexpr bool kAttentionCommunicates = false;
   static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
-  static constexpr unsigned kShDigits = 0u;
+  static constexpr unsigned kShConverted = 0u;
   static constexpr unsigned kWsSumsMid = 0u;
   static constexpr unsigned kWsSumsMidBytes = 0u;
   static constexpr unsigned kWsSumsIn = 0u;

@@ -44,8 +44,8 @@ struct GlobalOperand {
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
     if constexpr (kConverts<Op>) {
       lane_base = buffer + cx.warp * 128 + cx.lane % 8 * 16;
-      converted = cx.shared.digits() + cx.warp * (kDigitSteps * 128);
-      powers = cx.shared.digits() + kConsumerWarps * kDigitSteps * 128 + cx.warp * (kDigitSteps * 4);
+      converted = cx.shared.converted() + cx.warp * (kConvertedSteps * 128);
+      powers = cx.shared.converted() + kConsumerWarps * kConvertedSteps * 128 + cx.warp * (kConvertedSteps * 4);
     }
   }
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {

@@ -47,7 +47,7 @@ struct Shared {
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(base + M::kShResidual); }
   __device__ __forceinline__ float2* stats() const { return reinterpret_cast<float2*>(base + M::kShStats); }
   __device__ __forceinline__ float2* rope() const { return reinterpret_cast<float2*>(base + M::kShRope); }
-  __device__ __forceinline__ u32 digits() const { return shared_address(base + M::kShDigits); }
+  __device__ __forceinline__ u32 converted() const { return shared_address(base + M::kShConverted); }
   __device__ __forceinline__ Control& control() const { return *reinterpret_cast<Control*>(base + M::kShControl); }
 };
 

@@ -1,22 +1,23 @@
 // The activations of one query on their way to weights that are quantised.
 //
-// A warp converts those of up to kDigitSteps steps at once, which overlaps all that one of them waits for. Its lanes pass them on
-// through shared memory.
+// A warp converts those of up to kConvertedSteps steps at once, which overlaps all that one of them waits for. Its lanes pass
+// them on through shared memory.
 #pragma once
 #include "tile/digits.cuh"
 
-// The activations of one query: those of the next kDigitSteps steps, or fewer. A lane has 8 columns of every fourth step.
+// The activations of one query: those of the next kConvertedSteps steps, or fewer. A lane has 8 columns of every fourth step.
 template <class Op>
 struct Ahead<Op, true> {
-  static constexpr u32 kChunks = (Op::kSteps + kDigitSteps - 1) / kDigitSteps, kChunkSteps = kChunks > 1 ? kDigitSteps : Op::kSteps;
+  static constexpr u32 kChunks = (Op::kSteps + kConvertedSteps - 1) / kConvertedSteps;
+  static constexpr u32 kChunkSteps = kChunks > 1 ? kConvertedSteps : Op::kSteps;
   static constexpr u32 kLoads = (kChunkSteps + 3) / 4;
   uint4 b[kLoads];
-  bool made = false;  // digits of the only chunk
+  bool made = false;  // of the only chunk: it is converted
 
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 chunk) {
 #pragma unroll
     for (u32 i = 0; i < kLoads; ++i) {
-      const u32 step = chunk * kDigitSteps + i * 4 + threadIdx.x % 32 / 8;
+      const u32 step = chunk * kConvertedSteps + i * 4 + threadIdx.x % 32 / 8;
       b[i] = make_uint4(0, 0, 0, 0);
       if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step * (kStepColumns * 2));
     }
@@ -67,11 +68,11 @@ struct Conversion {
   }
   // Those of step `d` of a turn that begins with `first`; steps come in order.
   __device__ __forceinline__ Converted take(u32 d, u32 first) {
-    if (kChunks > 1 && d == 0 && first > 0 && first % kDigitSteps == 0) {
-      ahead.await(operand, first / kDigitSteps);
-      make(first / kDigitSteps);
+    if (kChunks > 1 && d == 0 && first > 0 && first % kConvertedSteps == 0) {
+      ahead.await(operand, first / kConvertedSteps);
+      make(first / kConvertedSteps);
     }
-    const u32 place = kChunks > 1 ? first % kDigitSteps + d : first + d;
+    const u32 place = kChunks > 1 ? first % kConvertedSteps + d : first + d;
     const u32 swap = kDigits ? place : 0;
     const uint4 b = load_shared(operand.converted + place * 128 + (lane / 4 ^ swap) % 2 * 64 + lane % 4 * 16);
     return Converted{b, kScales ? __uint_as_float(load_shared1(operand.powers + place * 4)) : 1.0f};
