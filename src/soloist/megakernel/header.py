@@ -205,6 +205,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kSplitPositions": attention.split_positions,
         "kRotationLayers": attention.rotation_layers,
         "kEarlySlots": plan.early_slots,
+        "kQuantizedBatch": plan.quantized_batch_slots,
         "kRowTiles": attention.row_tiles // attention.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": attention.softmax_lanes,

@@ -177,6 +177,18 @@ class Plan:
         return tuning.fetch_slots if waits else 0
 
     @property
+    def quantized_batch_slots(self) -> int:
+        """Slots of quantised weights that a warp takes together, with one query.
+
+        Several let more tiles overlap. One returns sooner to the ring, which counts where blocks
+        wait for the memory rather than for each other.
+        """
+        tuning = self.gpu.architecture.tuning
+        few = self.image.busiest_layer_bytes <= tuning.few_layer_bytes
+        slots = tuning.few_quantized_batch_slots if few else 1
+        return slots if self.shared.ring_slots >= 2 * slots else 1
+
+    @property
     def early_slots(self) -> int:
         """Slots whose weights wait in registers, where the ring has twice as many."""
         slots = self.gpu.architecture.tuning.early_slots

@@ -36,6 +36,8 @@ class Tuning:
         tile_registers: for the sums of one tile.
         max_chains: sums of a tile that a warp adds to side by side.
         batch_slots: slots that a consumer warp takes before it gives one back.
+        few_quantized_batch_slots: slots of quantised weights that it takes together with one query,
+            of blocks that stream at most `few_layer_bytes` of a layer.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -67,6 +69,7 @@ class Tuning:
     tile_registers: int = 4
     max_chains: int = 4
     batch_slots: int = 2
+    few_quantized_batch_slots: int = 2
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128
@@ -80,6 +83,6 @@ class Tuning:
 HOPPER = Tuning()
 # Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
 # registers.
-NEWER = replace(HOPPER, max_chains=2, batch_slots=1)
+NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1)
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)

@@ -116,8 +116,9 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   using Fragments = typename Op::Format;
   constexpr u32 kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes, kTiles = Whole::kCount;
   constexpr u32 kRest = Op::kSteps % Op::kDepth;  // steps of a last turn of its own
-  // A warp takes kBatch slots together, or the tiles of one, so that their loads and multiplies overlap.
-  constexpr u32 kTogether = kBatch > kSlotTiles ? kBatch : kSlotTiles;
+  // A warp takes kBatch slots together, or the tiles of one or more, so that their loads and multiplies overlap.
+  constexpr u32 kSlots = kMostQueries == 1 ? M::kQuantizedBatch : 1;
+  constexpr u32 kTogether = kBatch > kSlotTiles * kSlots ? kBatch : kSlotTiles * kSlots;
   // Registers are shared with sums, scales and digits.
   constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
