@@ -1,11 +1,12 @@
-"""A shape as a model folder: random weights on disk, so that any engine loads them like a model."""
+"""Models written to folders: random weights, or numbers that others read in 16 bits."""
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from soloist.bench.caches import free
 from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
 from soloist.model.checkpoint import INDEX_FILE
+from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
@@ -40,17 +42,25 @@ def random_model(shape: Path, precision: Precision, device: torch.device) -> Ite
     Raises:
         SettingError, ConfigError: the shape or the precision cannot be used.
     """
+    dtype, specs = shape_dtype(precision), tensors(read_config(shape))
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / shape_name(shape)
-        folder.mkdir()
-        _fill(folder, shape, precision, device)
+        write_model(folder, plain_config(shape), random_tensors(specs, dtype, device))
         free(device)
         yield folder
 
 
-def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device) -> None:
-    dtype, specs = shape_dtype(precision), tensors(read_config(shape))
-    _write_config(shape, folder / CONFIG_FILE)
+def write_model(
+    folder: Path, config: Mapping[str, Any], stored: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a folder with étude's tokenizer. Its config.json comes last: then all is there.
+
+    Args:
+        folder: a new one; its parents are made.
+        config: of config.json.
+        stored: names and tensors of the files, on any device, one after the other.
+    """
+    folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(shipped_folder("etude") / name, folder / name)
     places: dict[str, str] = {}
@@ -62,25 +72,33 @@ def _fill(folder: Path, shape: Path, precision: Precision, device: torch.device)
         places.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for i, spec in enumerate(specs):
-        (values,) = random_weights([spec], dtype, device, seed=i).values()
-        shard.update(_sources(spec, values.cpu()))
+    for name, values in stored:
+        shard[name] = values.cpu().contiguous()
         if sum(x.numel() * x.element_size() for x in shard.values()) >= _SHARD_BYTES:
             flush()
     if shard:
         flush()
     index = {"metadata": {}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
 
 
-def _write_config(shape: Path, file: Path) -> None:
-    """The shape's, without a quantisation that the random weights do not have."""
-    values = {k: v for k, v in read_json(shape).items() if k not in QUANTIZATION_FIELDS}
-    file.write_text(json.dumps(values), encoding="utf-8")
+def plain_config(shape: Path) -> dict[str, Any]:
+    """A config.json without a quantisation, which 16-bit weights do not have."""
+    return {k: v for k, v in read_json(shape).items() if k not in QUANTIZATION_FIELDS}
 
 
-def _sources(spec: TensorSpec, values: torch.Tensor) -> dict[str, torch.Tensor]:
+def random_tensors(
+    specs: Iterable[TensorSpec], dtype: Dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights as a checkpoint's tensors, one after the other."""
+    for i, spec in enumerate(specs):
+        (values,) = random_weights([spec], dtype, device, seed=i).values()
+        yield from sources(spec, values)
+
+
+def sources(spec: TensorSpec, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of ours as the checkpoint's tensors that it is made of."""
     sizes = [source.shape[spec.axis] for source in spec.sources]
     parts = torch.split(values, sizes, dim=spec.axis)
-    return {s.name: part.contiguous() for s, part in zip(spec.sources, parts, strict=True)}
+    yield from zip((source.name for source in spec.sources), parts, strict=True)
