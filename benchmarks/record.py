@@ -2,30 +2,40 @@
 
 Runs every command of `suites.py` in turn and writes `results/`. What a command measured is kept in
 a folder of parts, so that a run that was interrupted goes on where it stopped; a file is replaced
-once all of its commands are there.
+once all of its commands are there. Folders of quantised weights that commands name are made first,
+where they are not there.
 """
 
 import argparse
+import gc
+import io
 import json
 import os
+import runpy
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
-from suites import SUITES, File, Service
+from suites import QUANTIZED, SUITES, File, Service
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _START_S = 300
+
+Done = subprocess.CompletedProcess[str]
+# A module or a script, and its arguments → what became of it.
+Run = Callable[[str, Sequence[str]], Done]
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -38,7 +48,15 @@ def main(given: Sequence[str] | None = None) -> int:
         help="folder for what commands measured; those that are there are not run again",
     )  # fmt: skip
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for result files")
+    parser.add_argument(
+        "--in-process", action="store_true",
+        help="run all commands in this process, which saves each its imports and a GPU's start",
+    )  # fmt: skip
+    parser.add_argument(
+        "--delete-folders", action="store_true", help="of quantised weights, in the end"
+    )
     asked = parser.parse_args(given)
+    run = _run_here if asked.in_process else _run_apart
     files = SUITES[asked.suite]
     unknown = sorted({*(asked.only or ())} - {*files})
     if unknown:
@@ -47,14 +65,17 @@ def main(given: Sequence[str] | None = None) -> int:
         name
         for name, file in files.items()
         if (not asked.only or name in asked.only)
-        and not _record(name, file, asked.parts, asked.results)
+        and not _record(name, file, asked.parts, asked.results, run)
     ]
+    if asked.delete_folders:
+        for folder in (ROOT / QUANTIZED).glob("*"):  # itself it may be a link
+            shutil.rmtree(folder)
     for name in incomplete:
         print(f"{name}: not all of its commands succeeded, so it stays as it is")
     return 1 if incomplete else 0
 
 
-def _record(name: str, file: File, parts: Path, results: Path) -> bool:
+def _record(name: str, file: File, parts: Path, results: Path, run: Run) -> bool:
     """Run what is missing, and write the file if nothing is any more."""
     places = [parts / name / f"{_key(command)}.json" for command in file.commands]
     missing = [c for c, place in zip(file.commands, places, strict=True) if not place.exists()]
@@ -62,8 +83,9 @@ def _record(name: str, file: File, parts: Path, results: Path) -> bool:
         if missing:
             for service in file.services:
                 stack.enter_context(_running(service))
+        _make_folders(missing, run)
         for command in missing:
-            _measure(command, parts / name / f"{_key(command)}.json")
+            _measure(command, parts / name / f"{_key(command)}.json", run)
     if not all(place.exists() for place in places):
         return False
     rows = [row for place in places for row in json.loads(place.read_text(encoding="utf-8"))]
@@ -77,12 +99,19 @@ def _key(command: str) -> str:
     return sha256(command.encode()).hexdigest()[:12]
 
 
-def _measure(command: str, place: Path) -> None:
+def _make_folders(commands: Iterable[str], run: Run) -> None:
+    """Quantised models that commands name."""
+    words = [word for command in commands for word in shlex.split(command)]
+    named = dict.fromkeys(word for word in words if word.startswith(f"{QUANTIZED}/"))
+    missing = [folder for folder in named if not (ROOT / folder).exists()]
+    if missing:
+        done = run("benchmarks/quantized_folders.py", missing)
+        print(done.stdout + done.stderr, end="", flush=True)
+
+
+def _measure(command: str, place: Path, run: Run) -> None:
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "soloist", *shlex.split(command), "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run("soloist", [*shlex.split(command), "--json"])
     print(f"{time.monotonic() - start:6.1f} s  soloist {command}", flush=True)
     if done.returncode:
         print(done.stderr.rstrip(), flush=True)
@@ -90,6 +119,40 @@ def _measure(command: str, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     json.loads(done.stdout)  # all of it, or nothing is kept
     place.write_text(done.stdout, encoding="utf-8")
+
+
+def _run_apart(program: str, words: Sequence[str]) -> Done:
+    """A module or a script in a process of its own."""
+    start = [program] if program.endswith(".py") else ["-m", program]
+    return subprocess.run(
+        [sys.executable, *start, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def _run_here(program: str, words: Sequence[str]) -> Done:
+    """The same in this process, which then frees what it took of a GPU."""
+    out, err, given = io.StringIO(), io.StringIO(), sys.argv
+    status: int | str | None = 0
+    sys.argv = [program, *words]  # rows tell it
+    with chdir(ROOT), redirect_stdout(out), redirect_stderr(err):
+        try:
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        except Exception:  # noqa: BLE001 - a process of its own would end likewise
+            status = traceback.format_exc()
+        finally:
+            sys.argv = given
+    if isinstance(status, str):
+        err.write(f"{status}\n")
+    gc.collect()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    code = status if isinstance(status, int) else int(status is not None)
+    return subprocess.CompletedProcess([program, *words], code, out.getvalue(), err.getvalue())
 
 
 @contextmanager

@@ -15,6 +15,9 @@ _ON_RANKS = (
 )  # fmt: skip
 _LONG = "--prompt-tokens 128 --new-tokens 512"
 
+# Where `record.py` makes quantised models with `quantized_folders.py`, for commands that name one.
+QUANTIZED = "build/quantized"
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -46,6 +49,10 @@ class File:
 
 def _decode(shape: str, options: str) -> str:
     return f"bench decode --shape benchmarks/shapes/{shape}.json {options}"
+
+
+def _quantized(form: str, shape: str) -> str:
+    return f"{QUANTIZED}/{form}/{shape}"
 
 
 # étude's own folder is called as its name, so that both servers call the model alike.
@@ -157,6 +164,21 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             )
         ),
         "h200-bandwidth.json": File(("bench bandwidth --device cuda",)),
+        "h200-quantized.json": File(
+            (
+                *(
+                    f"bench decode {_quantized(form, shape)} {_RUN}"
+                    for shape, forms in (
+                        ("llama-3.1-8b", ("int4", "int4-int8-head", "fp8-block", "fp8")),
+                        ("laneformer-2b-as-llama", ("int4", "fp8")),
+                        ("qwen3-1.7b", ("int4", "int4-int8-head")),
+                        ("llama-3.2-1b", ("int4", "int4-int8-head")),
+                    )
+                    for form in forms
+                ),
+                _decode("llama-3.1-8b", f"{_RUN} --weights int4 --columns 8"),
+            )
+        ),
     },
     # Several of them, linked by NVLink: as many as a machine has, by `--only`.
     "8-h200": {
