@@ -283,6 +283,8 @@ def test_what_needs_a_gpu_without_one(soloist, command, otherwise, device):
         (("--round", 5000), ("--round", "4000")),
         (("--device", "cpu"), ("--device", "cuda")),
         (("--shape", SHAPE, "--precision", "fp8"), ("--precision", "bf16")),
+        (("--from", "a.json", "--weights", "int4"), ("--weights", "--from")),
+        (("--head-weights", "int3"), ("--head-weights", "int3", "int4")),
     ],
 )
 def test_traces_that_cannot_be_made(soloist, options, named):

@@ -137,10 +137,12 @@ def show_clocks(clocks: "Clocks | None") -> None:
 
 
 def _stored(row: "DecodeRow | PrefillRow | StartupRow | AccuracyRow") -> str:
+    return stored_words(row.weights, row.precision)
+
+
+def stored_words(weights: str, precision: str) -> str:
     """The precision, and weights where they are in another."""
-    return (
-        row.precision if row.weights in ("", row.precision) else f"{row.weights} in {row.precision}"
-    )
+    return precision if weights in ("", precision) else f"{weights} in {precision}"
 
 
 def show_prefill(rows: "Sequence[PrefillRow]") -> None:
