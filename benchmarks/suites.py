@@ -15,6 +15,8 @@ _ON_RANKS = (
 )  # fmt: skip
 _LONG = "--prompt-tokens 128 --new-tokens 512"
 
+_ROUNDED = ("int4", "int8", "fp8", "int4 --head-weights int8")
+
 # Where `record.py` makes quantised models with `quantized_folders.py`, for commands that name one.
 QUANTIZED = "build/quantized"
 
@@ -103,6 +105,14 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 )
             )
         ),
+        # Python that étude was not trained on.
+        "etude-quantized-cpu.json": File(
+            tuple(
+                f"bench accuracy etude --device cpu --precision bf16 --weights {rounded} "
+                "--positions 4096 --text src/soloist/reference/blocks.py --against unquantised"
+                for rounded in _ROUNDED
+            )
+        ),
         "etude-cpu-servers.json": File(
             (
                 f"bench serve {_URLS} {_ASKED} {_MEMORY}",
@@ -177,6 +187,31 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     for form in forms
                 ),
                 _decode("llama-3.1-8b", f"{_RUN} --weights int4 --columns 8"),
+            )
+        ),
+        "h200-quantized-accuracy.json": File(
+            (
+                *(
+                    f"bench accuracy etude --precision bf16 --weights {rounded} "
+                    "--against transformers"
+                    for rounded in _ROUNDED
+                ),
+                *(
+                    f"bench accuracy {_quantized(form, f'llama-3.2-1b{outliers}')} "
+                    "--precision bf16 --against transformers"
+                    for outliers in ("", "-outliers")
+                    for form in ("int4", "fp8-block")
+                ),
+            )
+        ),
+        # Files of about as many bytes: 32 layers in 4 bits, and 8 in 16.
+        "h200-quantized-startup.json": File(
+            tuple(
+                f"bench startup {folder} --precision bf16 --runs 2 --kernel-cache warm"
+                for folder in (
+                    _quantized("int4", "llama-3.1-8b"),
+                    _quantized("bf16", "llama-3.1-8b-8-layers"),
+                )
             )
         ),
     },

@@ -291,6 +291,12 @@ def test_traces_that_cannot_be_made(soloist, options, named):
     assert_refused(soloist("trace", *options), *named)
 
 
+def test_accuracy_against_what_is_not_there(soloist):
+    asked = ("bench", "accuracy", "etude-draft", "--against")
+    assert_refused(soloist(*asked, "vllm"), "'vllm'", "transformers, unquantised")
+    assert_refused(soloist(*asked, "unquantised"), "only with --weights", "--weights int4")
+
+
 def test_unknown_precision(soloist):
     assert_refused(ask(soloist, "etude-draft", "--precision", "int3"), "int3", "bf16")
 

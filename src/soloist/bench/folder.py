@@ -14,15 +14,19 @@ from safetensors.torch import save_file
 from soloist.bench.caches import free
 from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
-from soloist.model.checkpoint import INDEX_FILE
+from soloist.model.checkpoint import INDEX_FILE, Checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
+from soloist.model.quantization.scheme import HEAD
 from soloist.model.reading import read_json
 from soloist.model.tensors import TensorSpec
+from soloist.weights.choice import Chosen
 from soloist.weights.random import random_weights
+from soloist.weights.reading import Forms, read_tensors
 
+_NAMES = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 2 * 10**9
 
@@ -48,6 +52,42 @@ def random_model(shape: Path, precision: Precision, device: torch.device) -> Ite
         write_model(folder, plain_config(shape), random_tensors(specs, dtype, device))
         free(device)
         yield folder
+
+
+@contextmanager
+def numbers_model(
+    folder: Path, checkpoint: Checkpoint, chosen: Chosen, dtype: Dtype, device: torch.device
+) -> Iterator[Path]:
+    """A copy of a quantised model in 16 bits, of the numbers that its codes stand for.
+
+    It has étude's tokenizer. A head that was untied is a tensor of its own.
+
+    Args:
+        folder: of the model.
+        checkpoint: its files.
+        chosen: what becomes of them.
+        dtype: that numbers are rounded to.
+        device: where they are computed.
+    """
+    config = plain_config(folder / CONFIG_FILE)
+    config |= {"tie_word_embeddings": chosen.config.tied_head, "torch_dtype": _NAMES[dtype]}
+    with tempfile.TemporaryDirectory() as parent:
+        copy = Path(parent) / folder.name
+        write_model(copy, config, _numbers(checkpoint, chosen, dtype, device))
+        free(device)
+        yield copy
+
+
+def _numbers(
+    checkpoint: Checkpoint, chosen: Chosen, dtype: Dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    specs = {spec.name: spec for spec in chosen.specs}
+    forms = Forms(rounding=chosen.rounding)
+    for name, values in read_tensors(checkpoint, chosen.specs, dtype, device, forms=forms):
+        if name == "head":  # it may come from the embedding's tensor
+            yield f"{HEAD}.weight", values
+        else:
+            yield from sources(specs[name], values)
 
 
 def write_model(

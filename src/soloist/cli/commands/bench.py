@@ -174,7 +174,11 @@ def accuracy(
     ] = None,
     positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
     against: Annotated[
-        str | None, typer.Option(help="Also compare this engine with fp32: transformers.")
+        str | None,
+        typer.Option(
+            help="transformers: also compare its logits with fp32. unquantised: also compare "
+            "Soloist's with fp32 on the weights before --weights and --head-weights rounded them."
+        ),
     ] = None,
     repeats: Annotated[
         int,
