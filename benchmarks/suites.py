@@ -186,7 +186,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     )
                     for form in forms
                 ),
-                _decode("llama-3.1-8b", f"{_RUN} --weights int4 --columns 8"),
+                f"bench decode {_quantized('int4', 'llama-3.1-8b')} {_RUN} --columns 8",
             )
         ),
         "h200-quantized-accuracy.json": File(

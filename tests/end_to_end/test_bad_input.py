@@ -227,7 +227,9 @@ SHAPE = Path(__file__).parents[2] / "src/soloist/models/etude/config.json"
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--columns", 2), ("--columns", "--shape")),
+        (("etude-draft", "--device", "cpu", "--columns", 2), ("--columns", "on a GPU only")),
+        (("etude-draft", "--columns", 9), ("--columns", "at most 8")),
+        (("--columns", 2, "--against", "transformers"), ("--against", "--columns")),
         (("--sequences", 2), ("--sequences", "--shape")),
         (("--context", 100), ("--context", "--shape")),
         (("etude", "--shape", SHAPE), ("MODEL", "etude")),

@@ -91,6 +91,22 @@ def test_a_shape_in_any_precision_on_the_cpu(soloist, precision):
     assert json.loads(done.out)[0]["precision"] == precision
 
 
+@pytest.mark.gpu
+@SUBJECTS
+def test_columns_on_the_gpu(soloist, subject):
+    options = ("--prompt-tokens", 40, "--new-tokens", 32, "--runs", 1, "--device", "cuda")
+    one, eight = (
+        json.loads(soloist("bench", "decode", *subject, *options, *more, "--json").out)[0]
+        for more in ((), ("--columns", 8))
+    )
+    assert (one["columns"], eight["columns"]) == (1, 8)
+    assert eight["streamed_bytes_per_token"] == one["streamed_bytes_per_token"]
+    speed = eight["decode_tokens_per_s"]["median"]
+    assert speed > 1.5 * one["decode_tokens_per_s"]["median"]
+    moved = eight["streamed_bytes_per_token"] * speed / 8
+    assert eight["mbu"] == pytest.approx(moved / eight["bandwidth_gb_per_s"] / 1e9, abs=0.002)
+
+
 @SUBJECTS
 def test_prefill_on_the_cpu(soloist, tmp_path, subject):
     file = tmp_path / "rows.json"
