@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from soloist.weights.reading import Forms, read_tensors
 
 _NAMES = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_SHARD_BYTES = 2 * 10**9
+_SHARD_BYTES = 10**9
+# Files that are written at once, while the next tensors are drawn.
+_WRITERS = 4
 
 
 @contextmanager
@@ -104,23 +107,31 @@ def write_model(
     for name in _TOKENIZER_FILES:
         shutil.copyfile(shipped_folder("etude") / name, folder / name)
     places: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = f"model-{len(set(places.values())) + 1:05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-    for name, values in stored:
-        shard[name] = values.cpu().contiguous()
-        if sum(x.numel() * x.element_size() for x in shard.values()) >= _SHARD_BYTES:
-            flush()
-    if shard:
-        flush()
+    files: list[Future[None]] = []
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        for shard in _shards(stored):
+            name = f"model-{len(files) + 1:05}.safetensors"
+            if len(files) >= _WRITERS:
+                files[-_WRITERS].result()  # the host has room for so many
+            files.append(pool.submit(save_file, shard, folder / name, {"format": "pt"}))
+            places |= dict.fromkeys(shard, name)
+    for file in files:
+        file.result()
     index = {"metadata": {}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
     (folder / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+
+
+def _shards(stored: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """What goes into each file, on the host."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, values in stored:
+        shard[name] = values.cpu().contiguous()
+        if sum(x.nbytes for x in shard.values()) >= _SHARD_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
 
 
 def plain_config(shape: Path) -> dict[str, Any]:
