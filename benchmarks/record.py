@@ -21,6 +21,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from hashlib import sha256
@@ -53,39 +54,41 @@ def main(given: Sequence[str] | None = None) -> int:
         help="run all commands in this process, which saves each its imports and a GPU's start",
     )  # fmt: skip
     parser.add_argument(
-        "--delete-folders", action="store_true", help="of quantised weights, in the end"
-    )
+        "--delete-folders", action="store_true",
+        help="of quantised weights, each after the last command that needs it",
+    )  # fmt: skip
     asked = parser.parse_args(given)
     run = _run_here if asked.in_process else _run_apart
     files = SUITES[asked.suite]
     unknown = sorted({*(asked.only or ())} - {*files})
     if unknown:
         parser.error(f"--only {', '.join(unknown)}: the suite has {', '.join(files)}")
+    wanted = {name: file for name, file in files.items() if not asked.only or name in asked.only}
+    missing = [c for name, file in wanted.items() for c in _missing(name, file, asked.parts)]
+    folders = Folders(missing, run, deletes=asked.delete_folders)
     incomplete = [
         name
-        for name, file in files.items()
-        if (not asked.only or name in asked.only)
-        and not _record(name, file, asked.parts, asked.results, run)
+        for name, file in wanted.items()
+        if not _record(name, file, asked.parts, asked.results, run, folders)
     ]
-    if asked.delete_folders:
-        for folder in (ROOT / QUANTIZED).glob("*"):  # itself it may be a link
-            shutil.rmtree(folder)
     for name in incomplete:
         print(f"{name}: not all of its commands succeeded, so it stays as it is")
     return 1 if incomplete else 0
 
 
-def _record(name: str, file: File, parts: Path, results: Path, run: Run) -> bool:
+def _record(
+    name: str, file: File, parts: Path, results: Path, run: Run, folders: "Folders"
+) -> bool:
     """Run what is missing, and write the file if nothing is any more."""
-    places = [parts / name / f"{_key(command)}.json" for command in file.commands]
-    missing = [c for c, place in zip(file.commands, places, strict=True) if not place.exists()]
+    places = [_place(name, command, parts) for command in file.commands]
+    missing = _missing(name, file, parts)
     with ExitStack() as stack:
         if missing:
             for service in file.services:
                 stack.enter_context(_running(service))
-        _make_folders(missing, run)
         for command in missing:
-            _measure(command, parts / name / f"{_key(command)}.json", run)
+            with folders.of(command):
+                _measure(command, _place(name, command, parts), run)
     if not all(place.exists() for place in places):
         return False
     rows = [row for place in places for row in json.loads(place.read_text(encoding="utf-8"))]
@@ -95,18 +98,45 @@ def _record(name: str, file: File, parts: Path, results: Path, run: Run) -> bool
     return True
 
 
-def _key(command: str) -> str:
-    return sha256(command.encode()).hexdigest()[:12]
+def _missing(name: str, file: File, parts: Path) -> list[str]:
+    """Commands of a file that have not measured yet."""
+    return [command for command in file.commands if not _place(name, command, parts).exists()]
 
 
-def _make_folders(commands: Iterable[str], run: Run) -> None:
-    """Quantised models that commands name."""
-    words = [word for command in commands for word in shlex.split(command)]
-    named = dict.fromkeys(word for word in words if word.startswith(f"{QUANTIZED}/"))
-    missing = [folder for folder in named if not (ROOT / folder).exists()]
-    if missing:
-        done = run("benchmarks/quantized_folders.py", missing)
-        print(done.stdout + done.stderr, end="", flush=True)
+def _place(name: str, command: str, parts: Path) -> Path:
+    """Where the rows of one command of a file are kept."""
+    return parts / name / f"{sha256(command.encode()).hexdigest()[:12]}.json"
+
+
+class Folders:
+    """Quantised models that commands name: each is there before the first of them.
+
+    Args:
+        commands: all that will run.
+        run: runs the program that makes one.
+        deletes: each after the last command that names it.
+    """
+
+    def __init__(self, commands: Iterable[str], run: Run, *, deletes: bool) -> None:
+        self._uses = Counter(folder for command in commands for folder in self._named(command))
+        self._run, self._deletes = run, deletes
+
+    @contextmanager
+    def of(self, command: str) -> Iterator[None]:
+        """What a command needs, while it runs."""
+        named = self._named(command)
+        if missing := [folder for folder in named if not (ROOT / folder).exists()]:
+            done = self._run("benchmarks/quantized_folders.py", missing)
+            print(done.stdout + done.stderr, end="", flush=True)
+        yield
+        self._uses.subtract(named)
+        for folder in named:
+            if self._deletes and not self._uses[folder]:
+                shutil.rmtree(ROOT / folder, ignore_errors=True)
+
+    @staticmethod
+    def _named(command: str) -> list[str]:
+        return [word for word in shlex.split(command) if word.startswith(f"{QUANTIZED}/")]
 
 
 def _measure(command: str, place: Path, run: Run) -> None:

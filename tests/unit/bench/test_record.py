@@ -20,9 +20,10 @@ def script(monkeypatch: pytest.MonkeyPatch):
     suites = importlib.import_module("suites")
     made: list[str] = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+    def run(command: list[str], cwd: Path, **_: object) -> subprocess.CompletedProcess:
         if command[1].endswith(".py"):
             made.append(" ".join(command[1:]))
+            (cwd / command[2]).mkdir(parents=True)
             return subprocess.CompletedProcess(command, 0, "1.0 s\n", "")
         words = command[command.index("soloist") + 1 :]
         made.append(" ".join(words))
@@ -81,12 +82,26 @@ def test_quantised_folders_are_made_before_they_are_measured(
     assert script.main(parts) == 0
     assert script.made[0] == f"benchmarks/quantized_folders.py {folder}"
     assert len(script.made) == 4
-    (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "c.json").unlink()
     again = ["here", "--parts", str(tmp_path / "others"), "--results", str(tmp_path)]
     assert script.main([*again, "--delete-folders"]) == 0
     assert script.made[4:] == [f"{command} --json" for command in commands], "it was there"
     assert not (tmp_path / folder).exists()
+
+
+def test_a_folder_stays_until_the_last_command_that_needs_it(script, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    first, second = (f"{script.QUANTIZED}/fp8/{name}" for name in ("a", "b"))
+    commands = [f"x {first}", f"y {second}", f"z {first}"]
+    folders = script.Folders(commands, lambda *_: None, deletes=True)
+    there = []
+    for folder in (first, second):
+        (tmp_path / folder).mkdir(parents=True)
+    for command in commands:
+        with folders.of(command):
+            pass
+        there.append([(tmp_path / folder).exists() for folder in (first, second)])
+    assert there == [[True, True], [True, False], [False, False]]
 
 
 def test_every_quantised_folder_of_a_suite_can_be_made(script) -> None:
