@@ -160,7 +160,7 @@ def _compressor(form: str, arguments: Mapping[str, Any]) -> Store:
 
     def store(module: str, values: Tensor) -> dict[str, Tensor]:
         grouped = values.unflatten(1, (-1, scheme.weights.group_size or values.shape[1]))
-        low, high = grouped.aminmax(dim=-1)
+        low, high = grouped.amin(-1), grouped.amax(-1)
         scales, zeros = calculate_qparams(low, high, scheme.weights)
         state = {"weight": values, "weight_scale": scales, "weight_zero_point": zeros}
         made = compressor.compress(state, scheme)
