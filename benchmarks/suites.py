@@ -15,6 +15,11 @@ _ON_RANKS = (
 )  # fmt: skip
 _LONG = "--prompt-tokens 128 --new-tokens 512"
 
+_ROUNDED = ("int4", "int8", "fp8", "int4 --head-weights int8")
+
+# Where `record.py` makes quantised models with `quantized_folders.py`, for commands that name one.
+QUANTIZED = "build/quantized"
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -46,6 +51,10 @@ class File:
 
 def _decode(shape: str, options: str) -> str:
     return f"bench decode --shape benchmarks/shapes/{shape}.json {options}"
+
+
+def _quantized(form: str, shape: str) -> str:
+    return f"{QUANTIZED}/{form}/{shape}"
 
 
 # étude's own folder is called as its name, so that both servers call the model alike.
@@ -94,6 +103,14 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     "prefill etude --device cpu --prompt-tokens 64 --prompt-tokens 256 "
                     "--prompt-tokens 1024 --prompt-tokens 2048 --prefix cold --runs 7",
                 )
+            )
+        ),
+        # Python that étude was not trained on.
+        "etude-quantized-cpu.json": File(
+            tuple(
+                f"bench accuracy etude --device cpu --precision bf16 --weights {rounded} "
+                "--positions 4096 --text src/soloist/reference/blocks.py --against unquantised"
+                for rounded in _ROUNDED
             )
         ),
         "etude-cpu-servers.json": File(
@@ -157,6 +174,46 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             )
         ),
         "h200-bandwidth.json": File(("bench bandwidth --device cuda",)),
+        "h200-quantized.json": File(
+            (
+                *(
+                    f"bench decode {_quantized(form, shape)} {_RUN}"
+                    for shape, forms in (
+                        ("llama-3.1-8b", ("int4", "int4-int8-head", "fp8-block", "fp8")),
+                        ("laneformer-2b-as-llama", ("int4", "fp8")),
+                        ("qwen3-1.7b", ("int4", "int4-int8-head")),
+                        ("llama-3.2-1b", ("int4", "int4-int8-head")),
+                    )
+                    for form in forms
+                ),
+                f"bench decode {_quantized('int4', 'llama-3.1-8b')} {_RUN} --columns 8",
+            )
+        ),
+        "h200-quantized-accuracy.json": File(
+            (
+                *(
+                    f"bench accuracy etude --precision bf16 --weights {rounded} "
+                    "--against transformers"
+                    for rounded in _ROUNDED
+                ),
+                *(
+                    f"bench accuracy {_quantized(form, f'llama-3.2-1b{outliers}')} "
+                    "--precision bf16 --against transformers"
+                    for outliers in ("", "-outliers")
+                    for form in ("int4", "fp8-block")
+                ),
+            )
+        ),
+        # Files of about as many bytes: 32 layers in 4 bits, and 8 in 16.
+        "h200-quantized-startup.json": File(
+            tuple(
+                f"bench startup {folder} --precision bf16 --runs 2 --kernel-cache warm"
+                for folder in (
+                    _quantized("int4", "llama-3.1-8b"),
+                    _quantized("bf16", "llama-3.1-8b-8-layers"),
+                )
+            )
+        ),
     },
     # Several of them, linked by NVLink: as many as a machine has, by `--only`.
     "8-h200": {

@@ -108,7 +108,7 @@ def h200_rivals() -> str:
     """Requests of known shapes beside another engine's best run on the same kind of card."""
     ours = {
         (r["shape"], _stored(r)): r
-        for r in rows_of("h200.json")
+        for r in (*rows_of("h200.json"), *rows_of("h200-quantized.json"))
         if _request(r) and r["start_position"] == 128
     }
     cells = []
@@ -151,16 +151,68 @@ def rivals() -> str:
 
 def h200_accuracy() -> str:
     """16-bit logits against fp32 arithmetic on the same weights."""
+    return _accuracy("h200-accuracy.json")
+
+
+def h200_quantized_accuracy() -> str:
+    """The same of quantised models; transformers reads the numbers that codes stand for."""
+    return _accuracy("h200-quantized-accuracy.json")
+
+
+def _accuracy(name: str) -> str:
     cells = [
         (
             r["shape"], _stored(r), r["engine"], f"{r['positions']:,}", f"{r['mean_kl']:.1e}",
             f"{r['max_kl']:.1e}", f"{r['nll_difference']:+.1e} ± {r['nll_standard_error']:.0e}",
             f"{r['top_1_agreement']:.1%}",
         )
-        for r in rows_of("h200-accuracy.json", "accuracy")
+        for r in rows_of(name, "accuracy")
     ]  # fmt: skip
     headings = ("shape", "precision", "engine", "positions", "mean KL", "largest KL")
     return table((*headings, "NLL less that of fp32", "same first choice"), cells, 3)
+
+
+def etude_quantized() -> str:
+    """What rounding étude's weights costs: held against fp32 on the weights as they were."""
+    cells = [
+        (
+            r["weights"], f"{r['nll']:.3f}",
+            f"{r['nll_difference']:+.4f} ± {r['nll_standard_error']:.4f}",
+            f"{r['mean_kl']:.4f}", f"{r['top_1_agreement']:.1%}",
+        )
+        for r in rows_of("etude-quantized-cpu.json", "accuracy")
+        if r["fp32_weights"] == "unquantised"
+    ]  # fmt: skip
+    headings = ("weights", "NLL", "less that of bf16's weights", "mean KL", "same first choice")
+    return table(headings, cells)
+
+
+def h200_quantized() -> str:
+    """Requests of models whose files are quantised, and steps of several query tokens."""
+    cells = [
+        (
+            r["shape"], _stored(r), str(r["columns"]),
+            f"{r['streamed_bytes_per_token'] / 1e9:.2f}", f"{r['ttft_ms']['median']:.1f}",
+            *_speed(r, 0), f"{r['mbu']:.0%}",
+        )
+        for r in rows_of("h200-quantized.json")
+    ]  # fmt: skip
+    headings = ("shape", "weights", "query tokens a step", "GB a step", "TTFT ms")
+    return table((*headings, "decode tokens/s", "min – max", "MBU"), cells, 2)
+
+
+def h200_quantized_startup() -> str:
+    """Time and memory to load files of about as many bytes, quantised and not."""
+    cells = []
+    for r in rows_of("h200-quantized-startup.json", "startup"):
+        apart = r["gpu_memory_bytes"] - r["kv_cache_bytes"]
+        cells.append((
+            r["shape"], _stored(r), f"{r['checkpoint_bytes'] / 1e9:.2f}",
+            f"{r['weights_s']['median']:.2f}", f"{r['total_s']['median']:.2f}",
+            f"{apart / 1e9:.2f}", f"{r['kv_cache_bytes'] / 1e9:.2f}",
+        ))  # fmt: skip
+    headings = ("shape", "weights", "GB in files", "seconds to read", "to the first token")
+    return table((*headings, "GB of the GPU but for KV", "GB of KV"), cells, 2)
 
 
 def h200_speed() -> str:
@@ -400,6 +452,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-ranks-prompts": h200_ranks_prompts,
     "h200-startup": h200_startup,
     "h200-accuracy": h200_accuracy,
+    "h200-quantized": h200_quantized,
+    "h200-quantized-accuracy": h200_quantized_accuracy,
+    "h200-quantized-startup": h200_quantized_startup,
+    "etude-quantized": etude_quantized,
     "etude-cpu": etude_cpu,
     "etude-busy": etude_busy,
     "etude-servers": etude_servers,

@@ -227,7 +227,9 @@ SHAPE = Path(__file__).parents[2] / "src/soloist/models/etude/config.json"
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--columns", 2), ("--columns", "--shape")),
+        (("etude-draft", "--device", "cpu", "--columns", 2), ("--columns", "on a GPU only")),
+        (("etude-draft", "--columns", 9), ("--columns", "at most 8")),
+        (("--columns", 2, "--against", "transformers"), ("--against", "--columns")),
         (("--sequences", 2), ("--sequences", "--shape")),
         (("--context", 100), ("--context", "--shape")),
         (("etude", "--shape", SHAPE), ("MODEL", "etude")),
@@ -283,10 +285,18 @@ def test_what_needs_a_gpu_without_one(soloist, command, otherwise, device):
         (("--round", 5000), ("--round", "4000")),
         (("--device", "cpu"), ("--device", "cuda")),
         (("--shape", SHAPE, "--precision", "fp8"), ("--precision", "bf16")),
+        (("--from", "a.json", "--weights", "int4"), ("--weights", "--from")),
+        (("--head-weights", "int3"), ("--head-weights", "int3", "int4")),
     ],
 )
 def test_traces_that_cannot_be_made(soloist, options, named):
     assert_refused(soloist("trace", *options), *named)
+
+
+def test_accuracy_against_what_is_not_there(soloist):
+    asked = ("bench", "accuracy", "etude-draft", "--against")
+    assert_refused(soloist(*asked, "vllm"), "'vllm'", "transformers, unquantised")
+    assert_refused(soloist(*asked, "unquantised"), "only with --weights", "--weights int4")
 
 
 def test_unknown_precision(soloist):

@@ -32,6 +32,30 @@ def test_accuracy(soloist, tmp_path, subject):
         assert {"device", "commit", "command", "date"} <= row.keys()
 
 
+@pytest.mark.parametrize("head", [(), ("--head-weights", "int8")], ids=["tied", "head"])
+def test_accuracy_on_rounded_weights(soloist, head):
+    """transformers reads the numbers of the same codes; against others, rounding shows."""
+    options = ("--positions", 60, "--device", "cpu", "--weights", "int4", *head, "--json")
+    label = "int4+int8 head" if head else "int4"
+    ways = {}
+    for against in ("transformers", "unquantised"):
+        done = soloist("bench", "accuracy", "etude-draft", *options, "--against", against)
+        assert done.status == 0, done.err
+        ways[against] = json.loads(done.out)
+    same, rival = ways["transformers"]
+    assert (same["weights"], rival["weights"]) == (label, label)
+    assert rival["engine"] == "transformers forward"
+    for row in (same, rival):
+        assert row["fp32_weights"] == "the same"
+        assert row["mean_kl"] < 0.01, "of the same numbers"
+    again, other = ways["unquantised"]
+    assert (again["mean_kl"], again["fp32_weights"]) == (same["mean_kl"], "the same")
+    assert (other["engine"], other["fp32_weights"]) == (again["engine"], "unquantised")
+    assert other["nll"] == again["nll"], "the same logits"
+    assert other["mean_kl"] > 10 * again["mean_kl"], "4 bits cost more than bf16 arithmetic"
+    assert other["nll_difference"] > again["nll_difference"]
+
+
 @SUBJECTS
 def test_decode_on_the_cpu(soloist, tmp_path, subject):
     """A smoke run of what the recorded files hold: every figure is there and adds up."""
@@ -65,6 +89,22 @@ def test_a_shape_in_any_precision_on_the_cpu(soloist, precision):
     )
     assert done.status == 0, done.err
     assert json.loads(done.out)[0]["precision"] == precision
+
+
+@pytest.mark.gpu
+@SUBJECTS
+def test_columns_on_the_gpu(soloist, subject):
+    options = ("--prompt-tokens", 40, "--new-tokens", 32, "--runs", 1, "--device", "cuda")
+    one, eight = (
+        json.loads(soloist("bench", "decode", *subject, *options, *more, "--json").out)[0]
+        for more in ((), ("--columns", 8))
+    )
+    assert (one["columns"], eight["columns"]) == (1, 8)
+    assert eight["streamed_bytes_per_token"] == one["streamed_bytes_per_token"]
+    speed = eight["decode_tokens_per_s"]["median"]
+    assert speed > 1.5 * one["decode_tokens_per_s"]["median"]
+    moved = eight["streamed_bytes_per_token"] * speed / 8
+    assert eight["mbu"] == pytest.approx(moved / eight["bandwidth_gb_per_s"] / 1e9, abs=0.002)
 
 
 @SUBJECTS
@@ -125,6 +165,9 @@ def test_startup(soloist, tmp_path, subject):
     assert row["bench"] == "startup"
     assert row["kernels_built"] == 0
     assert row["executor"] == "reference"
+    values = shipped_folder("etude-draft") / "model.safetensors"
+    assert row["checkpoint_bytes"] == pytest.approx(values.stat().st_size, rel=0.01)
+    assert row["gpu_memory_bytes"] is None
     parts = sum(row[name]["median"] for name in ("weights_s", "kernels_s", "rest_s"))
     assert row["total_s"]["median"] == pytest.approx(parts, abs=0.03)
     # A small model is read in less than the hundredth of a second that is told.
@@ -143,6 +186,9 @@ def test_startup_with_and_without_compiled_kernels(soloist, tmp_path, subject):
     assert cold["kernels_built"] >= 2, "the decode kernel and prefill's"
     assert 0 < cold["kernels_s"]["median"] < 25
     assert warm["total_s"]["median"] < cold["total_s"]["median"]
+    for row in (warm, cold):
+        others = row["gpu_tensors_bytes"] - row["kv_cache_bytes"]
+        assert row["checkpoint_bytes"] < others < row["gpu_memory_bytes"]
 
 
 def test_a_start_that_fails_says_why(soloist, tmp_path):

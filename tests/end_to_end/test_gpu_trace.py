@@ -26,8 +26,10 @@ CLOCK_NS = 200
         ("etude", "-p", "x = 1"),
         ("--shape", SHAPE),
         ("--shape", SHAPE, "--context", 4000),
+        ("--shape", SHAPE, "--weights", "int4", "--head-weights", "int8"),
+        ("etude", "--weights", "fp8"),
     ],
-    ids=["model", "prompt", "shape", "context"],
+    ids=["model", "prompt", "shape", "context", "codes", "rounded"],
 )
 def test_a_trace(soloist, tmp_path: Path, subject) -> None:
     file, drawing = tmp_path / "trace.json", tmp_path / "trace.svg"
@@ -52,6 +54,8 @@ def test_a_trace(soloist, tmp_path: Path, subject) -> None:
     read = {part["phase"]: part["num_bytes"] for part in facts["traffic"]}
     assert read.keys() == {"qkv", "attention", "output", "gate_up", "down", "head"}
     assert sum(read.values()) == pytest.approx(facts["streamed_bytes"], rel=0.01)
+    wanted = {"int4": "int4+int8 head", "fp8": "fp8"}
+    assert facts["weights"] == next((wanted[w] for w in subject if w in wanted), "bf16")
     again = soloist("trace", "--from", file)
     assert again.status == 0, again.err
     for words in ("MBU", "gate_up", "waits for other blocks", "The wall is"):

@@ -1,12 +1,13 @@
 """`bench accuracy`: 16-bit logits of a given text against fp32 arithmetic on the same weights.
 
 Both read the weights that 16 bits hold, or that codes stand for, so what differs is arithmetic
-alone. One model is in memory at a time.
+alone. Against weights before they were rounded, what rounding costs is part of it. One model is in
+memory at a time.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from soloist.bench import record, rows
 from soloist.bench.agreement import agreement, forced_logits, require_same_bits
 from soloist.bench.caches import free
 from soloist.bench.decode import python_prompt
-from soloist.bench.folder import random_model
+from soloist.bench.folder import numbers_model, random_model
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import NOT_ROUNDED, random_prompt
 from soloist.engine import Engine, EngineConfig
@@ -53,12 +54,13 @@ class Plan:
         shape: a config.json, for random weights and tokens instead.
         text: a file to read; None for Python's own text.
         positions: T, teacher-forced.
-        against: 'transformers', or None.
+        against: 'transformers', 'unquantised' or None.
         repeats: equal launches whose bits are compared; 0 for none.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: 'bf16', 'fp16', or 'auto' for the checkpoint's own, bf16 where that is fp32.
         gpus: how many run the model together, or 'auto'.
-        rounding: what matrices are rounded to first; both sides read the rounded ones.
+        rounding: what matrices are rounded to first; both sides read the rounded ones, but for
+            'unquantised'.
     """
 
     model: str
@@ -88,6 +90,12 @@ class _Files:
         """What it computes."""
         return self.chosen.config
 
+    @property
+    def plain(self) -> Chosen:
+        """The same with nothing rounded."""
+        config = read_config(self.folder / CONFIG_FILE)
+        return choose(self.checkpoint, config, tensors(config), NOT_ROUNDED)
+
 
 @dataclass(frozen=True, slots=True)
 class _Read:
@@ -100,7 +108,7 @@ class _Read:
 
 
 def measure(plan: Plan) -> list[rows.AccuracyRow]:
-    """A row for Soloist's executor and, if asked for, one for the rival.
+    """A row for Soloist's executor and, if asked for, one for the rival or other weights.
 
     Raises:
         SettingError: sizes that cannot be measured, or an unknown rival.
@@ -118,13 +126,18 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
         read = [ours]
         free(device)
         if plan.against == "transformers":
-            from soloist.bench.rival import forward_logits
-
-            logits = forward_logits(files.folder, files.dtype, device, ids[:-1])
-            read.append(_Read("transformers forward", logits, files.dtype.value))
+            logits = _transformers_logits(files, device, ids[:-1])
+            read.append(_Read("transformers forward", logits, ours.weights))
             free(device)
-        right = _reference_logits(_fp32_reference(files, device), ids[:-1])
-    return [_row(plan, files, device, r, right, torch.tensor(ids[1:])) for r in read]
+        right = _reference_logits(_fp32_reference(files.chosen, files, device), ids[:-1])
+        targets = torch.tensor(ids[1:])
+        made = [_row(plan, files, device, one, right, targets) for one in read]
+        if plan.against == "unquantised":
+            free(device)
+            right = _reference_logits(_fp32_reference(files.plain, files, device), ids[:-1])
+            row = _row(plan, files, device, ours, right, targets)
+            made.append(replace(row, fp32_weights="unquantised"))
+    return made
 
 
 def _check(plan: Plan) -> None:
@@ -133,13 +146,13 @@ def _check(plan: Plan) -> None:
         raise SettingError(
             "--precision", plan.precision, "auto, bf16, fp16; each is compared with fp32"
         )
-    if plan.against not in (None, "transformers"):
-        raise SettingError("--against", plan.against, "transformers")
-    if plan.against is not None and plan.rounding != NOT_ROUNDED:
-        allowed = "only without --weights and --head-weights, which it does not know"
+    if plan.against not in (None, "transformers", "unquantised"):
+        raise SettingError("--against", plan.against, "transformers, unquantised")
+    if plan.against == "unquantised" and plan.rounding == NOT_ROUNDED:
         raise SettingError(
-            "--against", plan.against, allowed, "quantise a folder, and measure that"
-        )
+            "--against", plan.against, "only with --weights or --head-weights",
+            "name what the weights are rounded to, such as --weights int4",
+        )  # fmt: skip
     if plan.shape is not None and plan.text is not None:
         raise SettingError(
             "--text", str(plan.text), "only without --shape, which uses random tokens"
@@ -243,9 +256,19 @@ def _require_repeats(repeats: int, decoder: Launcher, ids: list[int]) -> None:
             raise BitsDiffer("the last logits of equal launches", f"launch {i}")
 
 
-def _fp32_reference(files: _Files, device: torch.device) -> Reference:
+def _transformers_logits(files: _Files, device: torch.device, ids: list[int]) -> Tensor:
+    """[T, V] of one forward pass in 16 bits; of codes it reads the numbers they stand for."""
+    from soloist.bench.rival import forward_logits
+
+    if not files.chosen.stored:
+        return forward_logits(files.folder, files.dtype, device, ids)
+    copied = numbers_model(files.folder, files.checkpoint, files.chosen, files.dtype, device)
+    with copied as folder:
+        return forward_logits(folder, files.dtype, device, ids)
+
+
+def _fp32_reference(chosen: Chosen, files: _Files, device: torch.device) -> Reference:
     """Weights rounded to 16 bits, or what codes stand for; arithmetic in fp32."""
-    chosen = files.chosen
     weights: Weights = {}
     for dtype in (files.dtype, Dtype.FP32):
         is_exact = dtype is Dtype.FP32
@@ -254,7 +277,7 @@ def _fp32_reference(files: _Files, device: torch.device) -> Reference:
         weights |= load_weights(files.checkpoint, specs, dtype, device, forms=forms)
     for name in weights:
         weights[name] = weights[name].float()
-    return build_reference(files.config, weights)
+    return build_reference(chosen.config, weights)
 
 
 def _reference_logits(reference: Reference, ids: list[int]) -> Tensor:

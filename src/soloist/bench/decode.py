@@ -13,14 +13,17 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
+from soloist.bench.columns import run_columns
 from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
+from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.sampling import SamplingParams
 
 
@@ -35,6 +38,8 @@ class Plan:
         runs: timed, after one that is not.
         against: 'transformers', or None.
         num_busy: processes that only count beside it.
+        columns: positions of the request in a step, on the decode kernel; the next step starts one
+            position further.
     """
 
     asked: EngineConfig
@@ -43,6 +48,7 @@ class Plan:
     runs: int
     against: str | None
     num_busy: int = 0
+    columns: int = 1
 
 
 class Ours:
@@ -67,6 +73,24 @@ class Ours:
         return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times))
 
 
+class Columns:
+    """Soloist with several query tokens in each step.
+
+    Raises:
+        SettingError: the decode kernel does not run the model.
+    """
+
+    def __init__(self, engine: Engine, columns: int) -> None:
+        if not isinstance(engine.model, KernelModel):
+            raise SettingError("--columns", columns, "1, more on a GPU only")
+        self.name = "soloist"
+        self._model, self._columns = engine.model, columns
+
+    def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """One launch, without the host between steps."""
+        return run_columns(self._model, [prompt_ids], self._columns, len(prompt_ids), new_tokens)
+
+
 def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure every contender; the first row is Soloist's.
 
@@ -76,10 +100,12 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     """
     _check(plan)
     # Room for this request only: on a GPU the bandwidth test wants some memory as well.
-    tokens = plan.prompt_tokens + plan.new_tokens
+    tokens = plan.prompt_tokens + plan.new_tokens + plan.columns - 1
     engine = Engine.load(replace(plan.asked, context_tokens=tokens))
     prompt_ids = python_prompt(engine, plan.prompt_tokens)
-    contenders: list[Contender] = [Ours(engine)]
+    contenders: list[Contender] = [
+        Ours(engine) if plan.columns == 1 else Columns(engine, plan.columns)
+    ]
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
 
@@ -119,9 +145,14 @@ def _check(plan: Plan) -> None:
         ("--new-tokens", plan.new_tokens, 2),
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
+        ("--columns", plan.columns, 1),
     )
+    if plan.columns > MAX_QUERIES:
+        raise SettingError("--columns", plan.columns, f"at most {MAX_QUERIES}")
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
+    if plan.against is not None and plan.columns > 1:
+        raise SettingError("--against", plan.against, "only without --columns, which it has not")
     if plan.against is not None and (plan.asked.weights or plan.asked.head_weights):
         allowed = "only without --weights and --head-weights, which it does not know"
         raise SettingError(
@@ -137,7 +168,7 @@ def _row(
     bandwidth: Bandwidth,
     clocks: rows.Clocks | None,
 ) -> rows.DecodeRow:
-    speeds = [(len(run.token_ids) - 1) / run.decode_s for run in runs]
+    speeds = [plan.columns * (plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of(speeds)
     chosen = engine.resolved
     middle = plan.prompt_tokens + plan.new_tokens // 2
@@ -153,13 +184,15 @@ def _row(
         precision=chosen.dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
-        columns=1,
+        columns=plan.columns,
         runs=len(runs),
         ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
-        mbu=round(streamed * speed.median / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3),
+        mbu=round(
+            streamed * speed.median / plan.columns / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3
+        ),
         speculation=False,
         output_ids_sha256=" ".join(sorted(hashes)),
         start_position=plan.prompt_tokens,

@@ -216,6 +216,11 @@ class StartupRow:
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
         others_cores, weights: as in `DecodeRow`.
+        checkpoint_bytes: size of the weights in their files; None in older files.
+        gpu_memory_bytes: memory of the GPU that the process took from the beginning of loading to
+            the end of its token, without CUDA's own context; None on a CPU, like the next two.
+        gpu_tensors_bytes: part of it for weights, KV cache and buffers.
+        kv_cache_bytes: part of these for the KV cache.
     """
 
     bench: str
@@ -237,6 +242,10 @@ class StartupRow:
     clocks: Clocks | None = None
     others_cores: float | None = None
     weights: str = ""
+    checkpoint_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_tensors_bytes: int | None = None
+    kv_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +269,8 @@ class AccuracyRow:
         same_bits: ways of making the logits that gave the same bits.
         repeats: number of launches of 64 tokens that gave the same tokens and last logits each.
         versions, commit, command, date, weights: as in `DecodeRow`.
+        fp32_weights: weights of the fp32 arithmetic: 'the same' as the engine's, or 'unquantised',
+            which are those of the files before they were rounded. Older files lack this field.
     """
 
     bench: str
@@ -282,6 +293,7 @@ class AccuracyRow:
     command: str
     date: str
     weights: str = ""
+    fp32_weights: str = "the same"
 
 
 @dataclass(frozen=True, slots=True)

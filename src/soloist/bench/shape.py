@@ -15,6 +15,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
+from soloist.bench.columns import run_columns
 from soloist.bench.contender import Run, gaps_s
 from soloist.bench.decode import token_ms
 from soloist.bench.others import others_counted
@@ -40,7 +41,6 @@ from soloist.engine.kernel import KernelModel
 from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
-from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.families import read_config
 from soloist.sampling import Sampler, SamplingParams
@@ -134,7 +134,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         if plan.all_columns == 1 and plan.context is None:
             return _request(plan, model, config.vocab_size, prompts[0])
         assert isinstance(model, KernelModel), "the reference runs requests only"
-        return _launch(plan, model, prompts)
+        return run_columns(model, prompts, plan.columns, plan.start, plan.new_tokens)
 
     name = device_name(str(device))  # now: on a CPU the number of threads changes with the load
     flushes, runs = [Flush(one) for one in placed.devices], []
@@ -196,32 +196,6 @@ def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) ->
         times.append(time.perf_counter())
         made.append(token_id)
     return Run(times[0] - start, times[-1] - times[0], tuple(made), gaps_s(times))
-
-
-def _launch(plan: Plan, model: KernelModel, prompts: list[list[int]]) -> Run:
-    """All prompts one after the other, the first one timed; then one launch for all columns."""
-    start = time.perf_counter()
-    first = []
-    for i, prompt in enumerate(prompts):
-        logits = model.prefill.run_prompt(
-            prompt, model.page_tables[i], model.prefill.most_tokens, lambda: False
-        )
-        assert logits is not None, "nobody cancels"
-        first.append(int(logits.argmax()))
-        if i == 0:
-            ttft_s = time.perf_counter() - start
-    columns = [
-        Query(s, plan.start + c, [token_id])
-        for s, token_id in enumerate(first)
-        for c in range(plan.columns)
-    ]
-    model.decoder.start(columns, plan.new_tokens)
-    made: list[int] = []
-    times = []
-    for tokens in model.decoder.tokens():
-        times.append(time.perf_counter())
-        made += tokens
-    return Run(ttft_s, times[-1] - times[0], tuple(made), gaps_s(times))
 
 
 def _row(

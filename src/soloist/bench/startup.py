@@ -177,6 +177,7 @@ def _row(
     clocks: rows.Clocks | None,
 ) -> rows.StartupRow:
     report = starts[0].report
+    memory = report["gpu_memory"] or {}
     others = [s.total_s - s.weights_s - s.kernels_s for s in starts]
     return rows.StartupRow(
         bench="startup",
@@ -193,5 +194,9 @@ def _row(
         kernels_built=starts[0].num_kernels,
         clocks=clocks,
         weights=report["weights"],
+        checkpoint_bytes=report["checkpoint_bytes"],
+        gpu_memory_bytes=memory.get("taken_bytes"),
+        gpu_tensors_bytes=memory.get("tensors_bytes"),
+        kv_cache_bytes=memory.get("kv_bytes"),
         **record.origin("torch"),
     )

@@ -51,12 +51,14 @@ class Subject:
         model: ready for launches; its pool holds nothing yet, or random keys and values.
         prompt_ids: what to run before measuring; at least one token.
         start: position at which measuring starts.
+        weights: how matrices are stored, as result files call it.
     """
 
     name: str
     model: KernelModel
     prompt_ids: list[int]
     start: int
+    weights: str
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +268,7 @@ def shape_on_cpu(
 
 def shape_subject(
     file: Path, precision: Precision, placed: Placement, prompt_tokens: int, rounds: int,
-    context: int | None,
+    context: int | None, rounding: Rounding = NOT_ROUNDED,
 ) -> Subject:  # fmt: skip
     """A shape, a random prompt and, with `context`, a random KV cache up to there.
 
@@ -280,10 +282,12 @@ def shape_subject(
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    model = shape_on_gpu(rounded_shape(config, dtype), tokens, placed)
+    shape = rounded_shape(config, dtype, rounding)
+    model = shape_on_gpu(shape, tokens, placed)
     if context is not None:
         model.fill_pools()
-    return Subject(shape_name(file), model, random_prompt(config, prompt_tokens), start)
+    prompt = random_prompt(config, prompt_tokens)
+    return Subject(shape_name(file), model, prompt, start, shape.label(model))
 
 
 def model_subject(
@@ -303,7 +307,8 @@ def model_subject(
         python_prompt(engine, prompt_tokens) if prompt is None else engine.tokenizer.encode(prompt)
     )
     engine.processor.check_prompt(ids, rounds)
-    return Subject(engine.report.folder.name, engine.model, ids, len(ids))
+    report = engine.report
+    return Subject(report.folder.name, engine.model, ids, len(ids), report.weights)
 
 
 def random_prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:

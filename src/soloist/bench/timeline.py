@@ -38,6 +38,8 @@ class About:
             blocks.
         host_us: a token of a request takes so much longer than a round: launching and passing it
             on, over as many tokens as the launch has rounds.
+        weights: how matrices are stored, as result files call it; empty in older files, where it
+            is `precision`.
     """
 
     shape: str
@@ -54,6 +56,7 @@ class About:
     phase_bytes: dict[str, int] = field(default_factory=dict)
     resident_us: dict[str, float] = field(default_factory=dict)
     host_us: float | None = None
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from statistics import median
 from soloist.bench import record
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
+    NOT_ROUNDED,
     Subject,
     model_subject,
     require_gpu,
@@ -29,6 +30,7 @@ from soloist.megakernel.header import ABLATIONS, Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.trace import BlockTimes, block_times, spans
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.choice import Rounding
 
 # Launches that are timed, after one that is not.
 _LAUNCHES = 3
@@ -49,6 +51,7 @@ class Plan:
         device: 'auto', 'cuda' or 'cuda:N'.
         precision: of weights and KV cache.
         gpus: how many run it together, or 'auto'; a trace shows the first one.
+        rounding: what matrices are rounded to or, with a shape, random codes of.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Plan:
     device: str
     precision: Precision
     gpus: GpuCount = 1
+    rounding: Rounding = NOT_ROUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Ablations:
         streamed_bytes: of that round.
         bandwidth_gb_per_s: measured read bandwidth of the device.
         builds: one for each of `ABLATIONS`.
+        weights: how matrices are stored, as result files call it.
     """
 
     shape: str
@@ -94,6 +99,7 @@ class Ablations:
     streamed_bytes: int
     bandwidth_gb_per_s: float
     builds: tuple[BuildTime, ...]
+    weights: str
 
     @property
     def floor_us(self) -> float:
@@ -134,6 +140,7 @@ def trace(plan: Plan) -> Timeline:
         date=record.now(),
         phase_bytes=subject.phase_bytes(position),
         host_us=round(host_us, 2),
+        weights=subject.weights,
     )
     alone = timeline(resident, between, about)
     resident_us = {
@@ -183,6 +190,7 @@ def ablate(plan: Plan) -> Ablations:
         streamed_bytes=subject.streamed_bytes(position),
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
         builds=tuple(builds),
+        weights=subject.weights,
     )
 
 
@@ -201,12 +209,16 @@ def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
     )
     bandwidth, rounds = read_bandwidth(device), plan.at_round + 2
     if plan.shape is None:
-        asked = EngineConfig(plan.model, plan.device, plan.precision, gpus=plan.gpus)
+        asked = EngineConfig(
+            plan.model, plan.device, plan.precision, gpus=plan.gpus,
+            weights=plan.rounding.layers, head_weights=plan.rounding.head,
+        )  # fmt: skip
         return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds), bandwidth
     placed = shape_placement(plan.shape, plan.precision, device, plan.device, plan.gpus)
     subject = shape_subject(
-        plan.shape, plan.precision, placed, plan.prompt_tokens, rounds, plan.context
-    )
+        plan.shape, plan.precision, placed, plan.prompt_tokens, rounds, plan.context,
+        plan.rounding,
+    )  # fmt: skip
     return subject, bandwidth
 
 

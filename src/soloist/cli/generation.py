@@ -96,7 +96,7 @@ def interruptible() -> Iterator[Cancel]:
 
 def report(engine: Engine, completion: Completion) -> dict[str, object]:
     """Everything about one request, for machines."""
-    t = completion.timings
+    t, memory = completion.timings, engine.gpu_memory()
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
@@ -110,4 +110,6 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "precision": engine.resolved.dtype.value,
         "weights": engine.report.weights,
         "context_tokens": engine.resolved.context_tokens,
+        "checkpoint_bytes": engine.report.checkpoint_bytes,
+        "gpu_memory": None if memory is None else asdict(memory),
     }

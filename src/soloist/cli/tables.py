@@ -137,10 +137,12 @@ def show_clocks(clocks: "Clocks | None") -> None:
 
 
 def _stored(row: "DecodeRow | PrefillRow | StartupRow | AccuracyRow") -> str:
+    return stored_words(row.weights, row.precision)
+
+
+def stored_words(weights: str, precision: str) -> str:
     """The precision, and weights where they are in another."""
-    return (
-        row.precision if row.weights in ("", row.precision) else f"{row.weights} in {row.precision}"
-    )
+    return precision if weights in ("", precision) else f"{weights} in {precision}"
 
 
 def show_prefill(rows: "Sequence[PrefillRow]") -> None:
@@ -183,6 +185,12 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
         ("rest", lambda row: _median(row.rest_s, ".2f")),
         ("compiled", lambda row: str(row.kernels_built)),
     )
+    if first.checkpoint_bytes and first.gpu_memory_bytes and first.kv_cache_bytes:
+        apart = first.gpu_memory_bytes - first.kv_cache_bytes
+        print(
+            f"weights of {gigabytes(first.checkpoint_bytes)} in files · takes {gigabytes(apart)} "
+            f"of GPU memory, and {gigabytes(first.kv_cache_bytes)} for the KV cache"
+        )
 
 
 def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
@@ -190,11 +198,12 @@ def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
     first = rows[0]
     print(
         f"{first.shape} · {_stored(first)} · {first.device} · {first.positions} teacher-forced "
-        f"positions of {first.text} · against fp32 arithmetic on the same weights"
+        f"positions of {first.text} · against fp32 arithmetic"
     )
     show_columns(
         rows,
         ("engine", lambda row: row.engine),
+        ("fp32 on weights", lambda row: row.fp32_weights),
         ("mean KL", lambda row: f"{row.mean_kl:.1e}"),
         ("largest KL", lambda row: f"{row.max_kl:.1e}"),
         ("NLL", lambda row: f"{row.nll:.4f}"),

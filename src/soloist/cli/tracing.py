@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from soloist.bench.picture import picture
 from soloist.bench.shares import PhaseTraffic, Share, shares, traffic
 from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, write
-from soloist.cli.tables import show_columns, show_table
+from soloist.cli.tables import show_columns, show_table, stored_words
 from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, gigabytes
 
@@ -83,8 +83,8 @@ def words(made: Timeline, phases: list[PhaseTime]) -> list[str]:
     a, total, whole = made.about, made.round_us, _together(phases)
     longest = max(phases, key=lambda phase: phase.waiting_us)
     return [
-        f"{a.shape} · {a.precision} · {a.device} · {len(made.sms)} blocks · the token at position "
-        f"{a.position:,} · reads {gigabytes(a.streamed_bytes)} · bandwidth "
+        f"{a.shape} · {stored_words(a.weights, a.precision)} · {a.device} · {len(made.sms)} blocks "
+        f"· the token at position {a.position:,} · reads {gigabytes(a.streamed_bytes)} · bandwidth "
         f"{a.bandwidth_gb_per_s} GB/s",
         f"The traced round took {total:.1f} µs, MBU {made.mbu:.0%}; without time stamps a round "
         f"takes {a.untraced_us:.1f} µs.",
@@ -152,8 +152,8 @@ def _show_phases(phases: list[PhaseTime], read: list[PhaseTraffic], total_us: fl
 
 def _show_ablations(made: "Ablations") -> None:
     print(
-        f"{made.shape} · {made.precision} · {made.device} · around position {made.position:,} · "
-        f"reads {gigabytes(made.streamed_bytes)} a token"
+        f"{made.shape} · {stored_words(made.weights, made.precision)} · {made.device} · around "
+        f"position {made.position:,} · reads {gigabytes(made.streamed_bytes)} a token"
     )
     rows = [(_ABLATION_WORDS[b.leaves_out], f"{b.round_us:.1f}") for b in made.builds]
     floor = f"everything but reading, at the measured {made.bandwidth_gb_per_s} GB/s (computed)"

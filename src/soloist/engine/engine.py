@@ -19,7 +19,7 @@ from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, reso
 from soloist.engine.core import EngineCore
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
-from soloist.engine.gpus import place
+from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, KernelModel, load_kernel
 from soloist.engine.memory import require_host_memory, stage
 from soloist.engine.reference import ReferenceModel
@@ -71,6 +71,7 @@ class LoadReport:
         weights: how the kernel stores the layers' matrices, and the head where it is quantised; on
             the reference, what their numbers were rounded to. Such as 'int4+int8 head'.
         weights_in_words: the same for people.
+        free_gpu_bytes: that the GPU had free before; of several the least; None on a CPU.
     """
 
     folder: Path
@@ -86,6 +87,22 @@ class LoadReport:
     host_cache_bytes: int = 0
     weights: str = ""
     weights_in_words: str = ""
+    free_gpu_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What a model takes of a GPU; of several GPUs each takes about as much.
+
+    Attributes:
+        taken_bytes: all since loading began: tensors, what torch keeps for others, and kernels.
+        tensors_bytes: weights, KV cache and buffers, alive in this process.
+        kv_bytes: of them the KV cache.
+    """
+
+    taken_bytes: int
+    tensors_bytes: int
+    kv_bytes: int
 
 
 class Engine:
@@ -208,6 +225,7 @@ class Engine:
             host_cache_bytes=host_bytes,
             weights=label,
             weights_in_words=words,
+            free_gpu_bytes=free_bytes if is_on_gpu else None,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -235,6 +253,17 @@ class Engine:
         """What tokens make the device read."""
         return Traffic(
             self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+        )
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """What the model takes of a GPU now; None on a CPU."""
+        if self.report.free_gpu_bytes is None:
+            return None
+        devices = tuple(map(torch.device, self.resolved.rank_devices or (self.resolved.device,)))
+        return GpuMemory(
+            taken_bytes=self.report.free_gpu_bytes - Placement(devices).free_bytes(),
+            tensors_bytes=torch.cuda.memory_allocated(devices[0]),
+            kv_bytes=self.resolved.memory.kv_bytes,
         )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -8,7 +8,11 @@ import pytest
 from soloist.bench import startup
 from soloist.errors import RunFailed
 
-REPORT = {"device": "a GPU", "precision": "bf16", "weights": "int4", "load_s": 2.0}
+REPORT = {
+    "device": "a GPU", "precision": "bf16", "weights": "int4", "load_s": 2.0,
+    "checkpoint_bytes": 100, "gpu_memory": None,
+}  # fmt: skip
+MEMORY = {"taken_bytes": 170, "tensors_bytes": 160, "kv_bytes": 50}
 
 
 @pytest.mark.parametrize("executor", ["decode kernel", "reference"])
@@ -21,7 +25,8 @@ def test_warm_runs_follow_one_that_is_not_timed(
         is_new = cache not in caches
         caches.append(cache)
         kernels_s = 10.0 if is_new else 0.0
-        report = {**REPORT, "executor": executor}
+        memory = MEMORY if executor == "decode kernel" else None
+        report = {**REPORT, "executor": executor, "gpu_memory": memory}
         return startup.Start(3.5 + kernels_s, 2.0, kernels_s, 2 * is_new, report)
 
     monkeypatch.setattr(startup, "_start", start)
@@ -33,9 +38,13 @@ def test_warm_runs_follow_one_that_is_not_timed(
     for row in rows:
         assert row.weights_s.median == 2.0
         assert row.rest_s.median == 1.5
+        assert row.checkpoint_bytes == 100
+    memory = [rows[0].gpu_memory_bytes, rows[0].gpu_tensors_bytes, rows[0].kv_cache_bytes]
     if executor == "reference":
         assert len(rows) == 1
+        assert memory == [None, None, None]
         return
+    assert memory == [170, 160, 50]
     assert (rows[1].kernel_cache, rows[1].kernels_built) == ("cold", 2)
     assert rows[1].kernels_s.max == 10.0
     assert len({*caches}) == 3

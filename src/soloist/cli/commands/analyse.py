@@ -142,6 +142,8 @@ def trace(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    weights: o.Weights = None,
+    head_weights: o.HeadWeights = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -164,13 +166,14 @@ def trace(
             "--ablations": ablations or None, "--output": output, "--picture": picture,
             "--prompt-tokens": _unless(128, prompt_tokens), "--round": _unless(32, at_round),
             "--device": _unless("auto", device), "--precision": _unless("auto", precision),
-            "--gpus": _unless("1", gpus),
+            "--gpus": _unless("1", gpus), "--weights": weights, "--head-weights": head_weights,
         },
     )  # fmt: skip
     if source is not None:
         tracing.trace_again(source, picture, layer, as_json=json)
         return
     from soloist.bench.trace import Plan
+    from soloist.weights.choice import Rounding
 
     checked = o.checked_precision(precision)
     plan = Plan(
@@ -183,6 +186,7 @@ def trace(
         device=device,
         precision=checked,
         gpus=o.parsed_gpus(gpus),
+        rounding=Rounding(o.checked_weights(weights), o.checked_head_weights(head_weights)),
     )
     if ablations:
         tracing.ablate_now(plan, as_json=json)

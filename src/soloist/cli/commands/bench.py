@@ -29,7 +29,9 @@ def decode(
         str | None,
         typer.Option(help="Also measure this engine on the same weights, in turns: transformers."),
     ] = None,
-    columns: Annotated[int, o.with_shape(help="Tokens of each sequence in one step.")] = 1,
+    columns: Annotated[
+        int, typer.Option(help="Tokens of a sequence in one step; more than 1 on a GPU only.")
+    ] = 1,
     sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
@@ -52,7 +54,7 @@ def decode(
 
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
-    _check_shape(shape, model, against, columns, sequences, context)
+    _check_shape(shape, model, against, sequences, context)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
         rows = shapes.measure(
@@ -76,7 +78,7 @@ def decode(
             model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
             weights=layers, head_weights=head,
         )  # fmt: skip
-        plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy)
+        plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy, columns)
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
     results.hold_against(known, rows)
@@ -174,7 +176,11 @@ def accuracy(
     ] = None,
     positions: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 512,
     against: Annotated[
-        str | None, typer.Option(help="Also compare this engine with fp32: transformers.")
+        str | None,
+        typer.Option(
+            help="transformers: also compare its logits with fp32. unquantised: also compare "
+            "Soloist's with fp32 on the weights before --weights and --head-weights rounded them."
+        ),
     ] = None,
     repeats: Annotated[
         int,
@@ -236,7 +242,6 @@ def _check_shape(
     shape: Path | None,
     model: str | None,
     against: str | None,
-    columns: int,
     sequences: int,
     context: int | None,
 ) -> None:
@@ -247,7 +252,6 @@ def _check_shape(
     """
     if shape is None:
         for name, value, off in (
-            ("--columns", columns, 1),
             ("--sequences", sequences, 1),
             ("--context", context, None),
         ):
