@@ -93,7 +93,7 @@ class WrongType(ConfigError):
 
     def __init__(self, file: str, field: str, value: object, expected: str) -> None:
         super().__init__(
-            f"{file}: field '{field}' is {value!r}, expected {expected}",
+            f"{file}: field '{field}' is {_short(value)}, expected {expected}",
             "correct the file, or download it again",
         )
         self.field = field

@@ -641,6 +641,8 @@ def test_other_quantisations_are_refused_by_name(
         ({"quant_method": "fp8", "modules_to_not_convert": "x"}, WrongType, "modules_to_not_conv"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["("]}, WrongType, "modules_to_not_c"),
         (ct(ignore=["re:["]), WrongType, "ignore"),
+        (ct(ignore=[r"re:(\w+\.?)+X"]), WrongType, "a repeat within a repeat"),
+        (ct(ignore="y" * 5000), WrongType, "yyy…, expected a list"),
         (ct(config_groups={}), MissingField, "config_groups"),
         (ct(config_groups=[]), WrongType, "config_groups"),
         (ct(format="mixed-precision"), MissingField, "config_groups.group_0.format"),

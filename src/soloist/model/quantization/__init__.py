@@ -2,6 +2,7 @@
 
     fields      typed reading, with refusals by name
     names       lists of modules, as each library matches them
+    patterns    regular expressions, and how long one may take
     scheme      one way to store a matrix: tensors, shapes, types
     fp8, modelopt, compressed_tensors, awq, gptq, auto_round
                 quantization_config → a scheme for each module
