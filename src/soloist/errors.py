@@ -710,9 +710,12 @@ def gigabytes(num_bytes: int) -> str:
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(_cut(name, 160) for name in names[:most]) + more
 
 
-def _short(value: object, most: int = 80) -> str:
-    text = repr(value)
+def _short(value: object) -> str:
+    return _cut(repr(value), 80)
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -551,6 +551,16 @@ def test_two_fields_for_one_quantisation(tmp_path: Path) -> None:
     refused(ConfigError, tmp_path, specs, "quantization_config and compression_config")
 
 
+def test_a_tensor_with_an_endless_name(tmp_path: Path) -> None:
+    specs = write(
+        BY_NAME["awq"], tmp_path, lambda stored: stored.update({"y" * 5000: torch.ones(1)})
+    )
+    refused(UnexpectedTensor, tmp_path, specs, "holds 1 tensor ", "yyy…")
+    with pytest.raises(UnexpectedTensor) as caught:
+        checked(tmp_path, specs)
+    assert len(caught.value.message) < 500
+
+
 def test_a_head_that_should_be_in_16_bits(tmp_path: Path) -> None:
     specs = write(BY_NAME["gptq-8-v2"], tmp_path, lm_head=False)
     refused(QuantizationMismatch, tmp_path, specs, "'lm_head'", "qweight in I32", "in 16 bits")
