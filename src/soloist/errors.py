@@ -93,7 +93,7 @@ class WrongType(ConfigError):
 
     def __init__(self, file: str, field: str, value: object, expected: str) -> None:
         super().__init__(
-            f"{file}: field '{field}' is {value!r}, expected {expected}",
+            f"{file}: field '{field}' is {_short(value)}, expected {expected}",
             "correct the file, or download it again",
         )
         self.field = field
@@ -710,9 +710,12 @@ def gigabytes(num_bytes: int) -> str:
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(_cut(name, 160) for name in names[:most]) + more
 
 
-def _short(value: object, most: int = 80) -> str:
-    text = repr(value)
+def _short(value: object) -> str:
+    return _cut(repr(value), 80)
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -18,8 +18,21 @@ def test_etude_on_h200_waits_for_exchanges(soloist):
     for words in ("12.8 M parameters", "4.8 TB/s", "exchanges first", "yes", "no: no fp4 weights"):
         assert words in done.out
     assert "4.44 TB/s read" in done.out
-    assert "int4" not in done.out.split("assumed:")[0]  # 320 values are no groups of 128
-    assert "left out: int4, with a scale for 128 weights" in done.out
+    assert "int4" in done.out.split("assumed:")[0]
+    assert "left out" not in done.out
+
+
+def test_rows_that_no_group_divides(soloist, tmp_path):
+    config = json.loads((SHAPES / "llama-3.1-8b.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"intermediate_size": 14_352}))
+    done = soloist("plan", "--config", file, "--hardware", "H200")
+    assert done.status == 0, done.err
+    assert "int4" not in done.out.split("assumed:")[0]
+    assert "left out: int4, with a scale for 32 weights" in done.out
+    done = soloist("plan", "--config", file, "--hardware", "H200", "--precision", "int4")
+    assert done.status == 2
+    assert "fp16/bf16, fp8" in done.err
 
 
 def test_a_configuration_as_json(soloist):
@@ -130,7 +143,6 @@ def test_a_mixture_of_experts(soloist, tmp_path):
         (("--hardware", "H200", "--precision", "fp2"), "fp16, bf16, fp8, int4, fp4"),
         (("--hardware", "H200", "--context", 9000), "1 … 8,192"),
         (("--hardware", "H200", "--config", SHAPES / "qwen3-8b.json"), "--config"),
-        (("--hardware", "H200", "--precision", "int4"), "fp16/bf16, fp8, fp4"),
     ],
 )
 def test_what_cannot_be_used_is_refused(soloist, options, fact):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from end_to_end.test_bad_input import assert_refused, change_config, change_tensor
 from unit.weights.formats import FORMATS, Format
 
 FEW = [form for form in FORMATS if form.name in ("fp8-blocks", "pack-quantized")]
@@ -96,3 +97,56 @@ def test_a_format_that_is_not_read(soloist, etude, command):
     for fact in ("quantization_config.format", "nvfp4-pack-quantized", "pack-quantized, float-q"):
         assert fact in message
     assert "docs/formats.md" in hint
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def packed(**weights: object) -> dict[str, object]:
+    """The configuration of `quantise`, with other fields of its weights."""
+    (form,) = (form for form in FEW if form.name == "pack-quantized")
+    config = json.loads(json.dumps(form.config))
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        (packed(group_size=0), ("weights.group_size", "0", "above 0")),
+        (packed(group_size=2**31), ("weights.group_size", "2147483648", "at most")),
+        (packed(group_size="128"), ("weights.group_size", "'128'", "a whole number")),
+        (packed(strategy="channel"), ("weights.group_size", "32", "absent in strategy channel")),
+        (packed(num_bits="4"), ("weights.num_bits", "'4'", "4, 8")),
+        (packed() | {"ignore": [r"re:(\w+\.?)+X"]}, ("ignore", "a repeat within a repeat")),
+        (packed() | {"ignore": ["y" * 5000, 1]}, ("ignore", "yyy…", "a list of names")),
+        ({"quant_method": "awq"}, (Q, "weight_packed in I32", "qweight of int4 (awq")),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else " ".join(value)[:30],
+)
+def test_configurations_that_cannot_be_used(soloist, etude, monkeypatch, config, facts):
+    monkeypatch.setattr("soloist.engine.engine.load_ranks", None)  # refused before
+    quantise(etude, next(form for form in FEW if form.name == "pack-quantized"))
+    change_config(etude, quantization_config=config)
+    for command in (("info",), ("run", "-p", "a", "--device", "cpu")):
+        outcome = soloist(command[0], etude, *command[1:])
+        assert_refused(outcome, *facts)
+        assert len(outcome.err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "facts"),
+    [
+        ("weight_scale", lambda t: t.fill_(float("nan")), ("NaN or infinite",)),
+        ("weight_shape", lambda t: t + 1, ("config.json calls for",)),
+        ("weight_scale", lambda t: t[:, :1].clone(), ("has shape", "calls for")),
+        ("weight_packed", lambda _: None, ("calls for weight_packed of int4",)),
+        ("weight_packed", lambda t: t.to(float), ("F64", "I32")),
+    ],
+    ids=["nan", "another shape", "too few scales", "no codes", "codes in fp64"],
+)
+def test_parts_that_cannot_be_used(soloist, etude, name, change, facts):
+    quantise(etude, next(form for form in FEW if form.name == "pack-quantized"))
+    change_tensor(etude, f"{Q}.{name}", change)
+    outcome = soloist("run", etude, "-p", "a", "-n", 1, "--device", "cpu")
+    assert_refused(outcome, Q, *facts)

@@ -33,8 +33,8 @@ Precision = Annotated[str, _model(help="Weights and KV cache: auto, fp32, bf16 o
 Weights = Annotated[
     str | None,
     _model(
-        help="Quantise the layers' matrices: int4 (128 columns of a row share a scale), int8 or "
-        "fp8 (all columns do)."
+        help="Quantise the layers' matrices: int4 (up to 128 columns of a row share a scale), "
+        "int8 or fp8 (all columns do)."
     ),
 ]
 HeadWeights = Annotated[

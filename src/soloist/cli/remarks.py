@@ -120,6 +120,6 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     shown = {row.precision for row in rows}
     unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]
     if len(shown) > 1 and unfit:
-        groups = ", ".join(f"{p.name}, with a scale for {p.group} weights" for p in unfit)
+        groups = ", ".join(f"{p.name}, with a scale for {p.groups[-1]} weights" for p in unfit)
         lines.append(f"left out: {groups} of a row; this model's rows are no multiple of that")
     return lines

@@ -12,8 +12,9 @@ from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import Codes
+from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
+from soloist.weights.choice import Rounding
 
 # Of the host's free memory, for cached prompts.
 HOST_CACHE_SHARE = 4
@@ -47,7 +48,8 @@ class EngineConfig:
             access to each other's memory and as the model can use.
         rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that
             share a GPU get as many of its SMs each: for tests, it makes nothing faster.
-        weights: what the matrices of the layers of a 16-bit checkpoint are rounded to.
+        weights: what the matrices of the layers of a 16-bit checkpoint are rounded to; also by its
+            name, 'int4', 'int8' or 'fp8'.
         head_weights: likewise of the LM head.
     """
 
@@ -65,6 +67,15 @@ class EngineConfig:
     rank_devices: tuple[int, ...] = ()
     weights: Codes | None = None
     head_weights: Codes | None = None
+
+    @property
+    def rounding(self) -> Rounding:
+        """What matrices are rounded to.
+
+        Raises:
+            SettingError: a name that is none of them.
+        """
+        return Rounding(_codes("weights", self.weights), _codes("head_weights", self.head_weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,12 @@ class Resolved:
     def num_gpus(self) -> int:
         """0 on a CPU."""
         return len(set(self.rank_devices)) or int(self.device.startswith("cuda"))
+
+
+def _codes(field: str, given: str | None) -> Codes | None:
+    if given is not None and given not in list(AT_LOAD):
+        raise SettingError(field, given, ", ".join(AT_LOAD))
+    return None if given is None else AT_LOAD[given]
 
 
 def resolve_device(asked: str, present: Sequence[str]) -> str:

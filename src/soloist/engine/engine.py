@@ -158,7 +158,7 @@ class Engine:
     def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
-        checkpoint, chosen = _opened(folder, Rounding(asked.weights, asked.head_weights))
+        checkpoint, chosen = _opened(folder, asked.rounding)
         config, specs = chosen.config, chosen.specs
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from soloist.errors import SettingError
+from soloist.model.quantized import GROUPS
 from soloist.model.tensors import TensorSpec
 
 
@@ -18,25 +19,33 @@ class Precision:
 
     Attributes:
         name: for people and for `--precision`.
-        bits: of a weight in a layer's matrix, with its share of a scale.
-        group: weights along a row that share a scale; a row's length must be a multiple of it.
+        bits: of a weight in a layer's matrix, without its share of a scale.
+        scale_bits: of one scale; of fp8 the share of it that a weight has.
+        groups: weights along a row that may share a scale, the usual number first; the first that
+            divides a row is taken, and one has to.
         runs: Soloist's decode kernel can run it.
         measured: its costs were measured.
     """
 
     name: str
     bits: float
-    group: int = 1
+    scale_bits: float = 0
+    groups: tuple[int, ...] = (1,)
     runs: bool = False
     measured: bool = False
+
+    def bits_in(self, columns: int) -> float:
+        """Of a weight with its share of a scale, in rows of so many weights."""
+        divisors = (group for group in self.groups if columns % group == 0)
+        return self.bits + self.scale_bits / next(divisors, self.groups[-1])
 
 
 SIXTEEN_BIT = Precision("fp16/bf16", 16, runs=True, measured=True)
 PRECISIONS = (
     SIXTEEN_BIT,
-    Precision("fp8", 8 + 32 / (128 * 128), runs=True),  # one fp32 scale for each block of 128 × 128
-    Precision("int4", 4 + 16 / 128, group=128, runs=True),  # one 16-bit scale for 128 weights
-    Precision("fp4", 4 + 8 / 32, group=32),  # MXFP4: one 8-bit exponent for 32 weights
+    Precision("fp8", 8, 32 / (128 * 128), runs=True),  # one fp32 scale for each block of 128 × 128
+    Precision("int4", 4, 16, GROUPS, runs=True),  # one 16-bit scale for 128 weights, or fewer
+    Precision("fp4", 4, 8, (32,)),  # MXFP4: one 8-bit exponent for 32 weights
 )
 
 
@@ -60,14 +69,21 @@ def stored_bytes(values: int, bits: float) -> int:
 def weights_bytes(specs: Iterable[TensorSpec], precision: Precision) -> int:
     """Bytes of all these tensors."""
     return sum(
-        stored_bytes(spec.num_values, precision.bits if is_quantised(spec) else SIXTEEN_BIT.bits)
+        stored_bytes(
+            spec.num_values,
+            precision.bits_in(spec.shape[-1]) if is_quantised(spec) else SIXTEEN_BIT.bits,
+        )
         for spec in specs
     )
 
 
 def can_store(specs: Iterable[TensorSpec], precision: Precision) -> bool:
     """Every row of the layers' matrices divides into groups."""
-    return all(s.shape[-1] % precision.group == 0 for s in specs if is_quantised(s))
+    return all(
+        any(spec.shape[-1] % group == 0 for group in precision.groups)
+        for spec in specs
+        if is_quantised(spec)
+    )
 
 
 def is_quantised(spec: TensorSpec) -> bool:

@@ -9,6 +9,8 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
+from soloist.model.quantized import Codes
+from soloist.weights.choice import Rounding
 from unit.prefill.models import model
 
 DENSE = model(*[Attention(4, 2, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
@@ -78,3 +80,11 @@ def test_a_host_cache_without_effect_or_memory_is_refused() -> None:
         host_cache(5, has_kernel=False)
     with pytest.raises(OutOfMemory, match="host cache"):
         host_cache(1001)
+
+
+def test_codes_may_be_given_by_name() -> None:
+    named = EngineConfig(weights="int4", head_weights=Codes.INT8)  # type: ignore[arg-type]
+    assert named.rounding == Rounding(Codes.INT4, Codes.INT8)
+    assert EngineConfig().rounding == Rounding()
+    with pytest.raises(SettingError, match=r"head_weights is 'int3'.*int4, int8, fp8"):
+        _ = EngineConfig(head_weights="int3").rounding  # type: ignore[arg-type]

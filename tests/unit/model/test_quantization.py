@@ -534,6 +534,33 @@ def test_two_configurations_that_disagree(tmp_path: Path) -> None:
     refused(ConfigError, tmp_path, specs, "fp8", "hf_quant_config.json", "one of the two")
 
 
+def test_two_accounts_of_model_optimizer_that_disagree(tmp_path: Path) -> None:
+    specs = write(BY_NAME["modelopt"], tmp_path)
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text('{"quantization": {"quant_algo": "FP8"}}')
+    checked(tmp_path, specs)
+    file.write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    refused(ConfigError, tmp_path, specs, "'FP8'", "'NVFP4'", "the same in both")
+
+
+def test_two_fields_for_one_quantisation(tmp_path: Path) -> None:
+    specs = write(BY_NAME["awq"], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"compression_config": ct()}))
+    refused(ConfigError, tmp_path, specs, "quantization_config and compression_config")
+
+
+def test_a_tensor_with_an_endless_name(tmp_path: Path) -> None:
+    specs = write(
+        BY_NAME["awq"], tmp_path, lambda stored: stored.update({"y" * 5000: torch.ones(1)})
+    )
+    refused(UnexpectedTensor, tmp_path, specs, "holds 1 tensor ", "yyy…")
+    with pytest.raises(UnexpectedTensor) as caught:
+        checked(tmp_path, specs)
+    assert len(caught.value.message) < 500
+
+
 def test_a_head_that_should_be_in_16_bits(tmp_path: Path) -> None:
     specs = write(BY_NAME["gptq-8-v2"], tmp_path, lm_head=False)
     refused(QuantizationMismatch, tmp_path, specs, "'lm_head'", "qweight in I32", "in 16 bits")
@@ -594,6 +621,10 @@ def weights(**fields: Any) -> dict[str, Any]:
         (weights(type="float"), "type", "float", "int in pack-quantized"),
         (weights(strategy="tensor_group"), "strategy", "tensor_group", "group"),
         (weights(strategy="block"), "strategy", "block", "channel"),
+        (weights(strategy="channel"), "group_size", "32", "absent in strategy channel"),
+        (weights(block_structure=[8, 8]), "block_structure", "8, 8", "absent in strategy group"),
+        (ct(transform_config={"made_up": 1}), "transform_config.made_up", "1", "absent"),
+        (ct(sparsity_config={"made_up": 1}), "sparsity_config.made_up", "1", "absent"),
         (weights(dynamic=True), "dynamic", "True", "False"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype", "fp4", "fp8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "e5m2", "e4m3"),
@@ -605,6 +636,8 @@ def weights(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "version": "marlin"}, "version", "marlin", "gemm"),
         ({"quant_method": "awq", "bits": 8}, "bits", "8", "4"),
         ({"quant_method": "awq", "group_size": 0}, "group_size", "0", "above 0"),
+        ({"quant_method": "awq", "group_size": 64, "q_group_size": 128}, "q_group_size", "128",
+         "64, as group_size says"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True}, "bits", "3", "4, 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format", "marlin",
          "gptq_v2"),
@@ -641,6 +674,8 @@ def test_other_quantisations_are_refused_by_name(
         ({"quant_method": "fp8", "modules_to_not_convert": "x"}, WrongType, "modules_to_not_conv"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["("]}, WrongType, "modules_to_not_c"),
         (ct(ignore=["re:["]), WrongType, "ignore"),
+        (ct(ignore=[r"re:(\w+\.?)+X"]), WrongType, "a repeat within a repeat"),
+        (ct(ignore="y" * 5000), WrongType, "yyy…, expected a list"),
         (ct(config_groups={}), MissingField, "config_groups"),
         (ct(config_groups=[]), WrongType, "config_groups"),
         (ct(format="mixed-precision"), MissingField, "config_groups.group_0.format"),

@@ -120,8 +120,21 @@ def test_rows_must_divide_into_groups(llama):
     assert all(can_store(specs, precision) for precision in PRECISIONS)
     etude = Path(__file__).parents[3] / "src/soloist/models/etude/config.json"
     assert json.loads(etude.read_text())["hidden_size"] == 320  # 2.5 groups of 128
-    stored = [p.name for p in PRECISIONS if can_store(tensors(read_config(etude)), p)]
-    assert stored == ["fp16/bf16", "fp8", "fp4"]
+    specs = tensors(read_config(etude))
+    assert all(can_store(specs, precision) for precision in PRECISIONS)
+    made = sum(
+        spec.num_values * (4 + 16 / (128 if spec.shape[-1] % 128 == 0 else 64)) / 8
+        for spec in specs
+        if is_quantised(spec)
+    )
+    rest = sum(2 * spec.num_values for spec in specs if not is_quantised(spec))
+    assert weights_bytes(specs, find_precision("int4")) == made + rest
+
+
+def test_rows_that_no_group_divides(tmp_path):
+    model = read_model(written(tmp_path, {**LLAMA_31_8B, "intermediate_size": 14_352}))
+    stored = [p.name for p in PRECISIONS if can_store(model.specs, p)]
+    assert stored == ["fp16/bf16", "fp8"]
 
 
 def test_unknown_precision():

@@ -2,6 +2,7 @@
 
     fields      typed reading, with refusals by name
     names       lists of modules, as each library matches them
+    patterns    regular expressions, and how long one may take
     scheme      one way to store a matrix: tensors, shapes, types
     fp8, modelopt, compressed_tensors, awq, gptq, auto_round
                 quantization_config → a scheme for each module
@@ -47,7 +48,13 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
         ConfigError: the method is not known, or a field asks for something that is not read.
     """
     file = folder / CONFIG_FILE
-    name = next((name for name in FIELDS if config.get(name) is not None), None)
+    given = [name for name in FIELDS if config.get(name) is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{file} has both {' and '.join(given)} (allowed: one of the two)",
+            "remove the one that does not belong to these weights",
+        )
+    name = given[0] if given else None
     own = folder / modelopt.HF_QUANT_CONFIG
     if name is None:
         return _read_own(own) if own.exists() else None
@@ -63,7 +70,18 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
             "they are by modelopt (allowed: one of the two)",
             "remove the file that does not belong to these weights",
         )
+    if own.exists():
+        _require_same(modelopt.algorithm(values), file, modelopt.algorithm(read_json(own)), own)
     return METHODS[method](QuantizationFields(values, str(file), method, f"{name}."))
+
+
+def _require_same(algorithm: object, file: Path, other: object, own: Path) -> None:
+    if algorithm != other:
+        raise ConfigError(
+            f"{file} says that weights are quantised by {algorithm!r}, but {own.name} beside it "
+            f"says {other!r} (allowed: the same in both)",
+            "remove the file that does not belong to these weights",
+        )
 
 
 def _read_own(file: Path) -> Method | None:

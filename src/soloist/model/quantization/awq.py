@@ -17,15 +17,22 @@ def read(fields: QuantizationFields) -> Method:
         fields.one_of(name, _VERSIONS, "gemm")
     for name in ("bits", "w_bit"):
         fields.one_of(name, (4,), 4)
-    size = fields.integer("group_size", None, minimum=-1)
-    size = fields.integer("q_group_size", None, minimum=-1) if size is None else size
+    size = _read_group_size(fields)
+    # GPTQModel writes both names, and its reader lets zero_point decide.
     has_zeros = fields.flag("zero_point", fields.flag("sym", default=False) is not True)
     is_listed = by_transformers(fields, "modules_to_not_convert")
     is_part_listed = by_substring(fields, "modules_to_not_convert")
-    fields.ignore("q_group_size")
     fields.refuse_rest()
-    size = 128 if size is None else size
-    if size == 0:
-        raise fields.unsupported("group_size", size, "-1, or above 0")
     scheme = Scheme("awq", Layout.AWQ, Codes.INT4, group=max(size, 0), symmetric=not has_zeros)
     return all_but(lambda module: is_listed(module) or is_part_listed(module), scheme)
+
+
+def _read_group_size(fields: QuantizationFields) -> int:
+    """Under one of two names; -1 for all columns."""
+    older = fields.integer("q_group_size", None, minimum=-1)
+    size: int = fields.integer("group_size", 128 if older is None else older, minimum=-1)
+    if older not in (None, size):
+        raise fields.unsupported("q_group_size", older, f"{size}, as group_size says")
+    if size == 0:
+        raise fields.unsupported("group_size", size, "-1, or above 0")
+    return size

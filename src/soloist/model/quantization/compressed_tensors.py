@@ -17,6 +17,11 @@ _KINDS = {
     "int-quantized": ("int",),
 }
 _FORMATS = tuple(_KINDS)
+# Without zeros that are left out they say nothing.
+_OF_SPARSITY = (
+    *("global_sparsity", "ignore", "registry_requires_subclass"),
+    *("sparsity_structure", "targets"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,13 @@ def _require_nothing_else(fields: QuantizationFields) -> None:
     sparsity = fields.inner("sparsity_config")
     if sparsity is not None:
         sparsity.one_of("format", ("dense",), "dense")
+        sparsity.ignore(*_OF_SPARSITY)
+        sparsity.refuse_rest()
     transforms = fields.inner("transform_config")
-    if transforms is not None and transforms.value("config_groups"):
-        raise fields.unsupported("transform_config", transforms.value("config_groups"), "{}")
+    if transforms is not None:
+        if transforms.value("config_groups"):
+            raise fields.unsupported("transform_config", transforms.value("config_groups"), "{}")
+        transforms.refuse_rest()
 
 
 def _read_group(fields: QuantizationFields, fallback: str | None) -> _Group:
@@ -116,9 +125,15 @@ def _read_strategy(fields: QuantizationFields, *, is_packed: bool) -> tuple[int,
     implied = "tensor" if size is None else "group" if size > 0 else "channel"
     allowed = ("tensor", "channel", "group") + (() if is_packed else ("block",))
     strategy = fields.one_of("strategy", allowed, implied)
-    fields.ignore("block_structure")
     if strategy == "block":
         rows, columns = fields.pair("block_structure")
+    elif fields.value("block_structure") is not None:
+        raise fields.unsupported(
+            "block_structure", fields.value("block_structure"), f"absent in strategy {strategy}"
+        )
+    if size is not None and size > 0 and strategy != "group":
+        raise fields.unsupported("group_size", size, f"absent in strategy {strategy}")
+    if strategy == "block":
         return columns, rows
     if strategy == "group":
         if size is None or size < 1:

@@ -1,5 +1,8 @@
 """`modelopt`: NVIDIA's Model Optimizer, in config.json or a file of its own."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from soloist.model.quantization.fields import CACHE, QuantizationFields
 from soloist.model.quantization.names import by_wildcards
 from soloist.model.quantization.scheme import Layout, Method, Scheme
@@ -9,6 +12,12 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 _ROWS_SHARING = {"FP8": 0, "FP8_PER_CHANNEL_PER_TOKEN": 1}
 
 
+def algorithm(values: Mapping[str, Any]) -> object:
+    """What a configuration calls the algorithm, there or one object further inside."""
+    nested = values.get("quantization")
+    return (nested if isinstance(nested, dict) else values).get("quant_algo")
+
+
 def read(fields: QuantizationFields) -> Method:
     """One algorithm for all matrices that are not excluded."""
     if (nested := fields.inner("quantization")) is not None:
@@ -16,11 +25,11 @@ def read(fields: QuantizationFields) -> Method:
         fields = nested
     fields.ignore(*CACHE)
     fields.ignore("config_groups")  # repeats what the algorithm's name says
-    algorithm = fields.choice("quant_algo", tuple(_ROWS_SHARING))
+    name = fields.choice("quant_algo", tuple(_ROWS_SHARING))
     is_listed = by_wildcards(fields, "exclude_modules")
     is_ignored = by_wildcards(fields, "ignore")
     fields.refuse_rest()
-    scheme = Scheme(f"modelopt {algorithm}", Layout.BYTES, Codes.FP8, rows=_ROWS_SHARING[algorithm])
+    scheme = Scheme(f"modelopt {name}", Layout.BYTES, Codes.FP8, rows=_ROWS_SHARING[name])
 
     def of(module: str) -> tuple[Scheme | None, ...]:
         return (None,) if is_listed(module) or is_ignored(module) else (scheme,)

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from soloist.errors import WrongType
 from soloist.model.quantization.fields import QuantizationFields
+from soloist.model.quantization.patterns import compile_bounded
 
 IsListed = Callable[[str], bool]
 
@@ -67,11 +68,11 @@ def compiled(fields: QuantizationFields, name: str, pattern: str) -> re.Pattern[
     """A regular expression out of a field.
 
     Raises:
-        WrongType: it is none.
+        WrongType: it is none, or one that may take long.
     """
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        return compile_bounded(pattern)
+    except ValueError as error:
         raise WrongType(
             fields.file, fields.path(name), pattern, f"a regular expression ({error})"
         ) from error

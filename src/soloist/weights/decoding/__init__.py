@@ -39,8 +39,10 @@ def _require_finite(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Non
     scales = tensors[Role.SCALES].to(torch.float32)
     bad = {Role.SCALES: ~torch.isfinite(scales)}
     if matrix.scheme.codes is Codes.FP8:
-        # This format has no infinities, and NaN with either sign.
-        bad[Role.CODES] = (tensors[Role.CODES].view(torch.uint8) & 0x7F) == 0x7F
+        # This format has no infinities, and NaN with either sign: the largest magnitude.
+        magnitudes = tensors[Role.CODES].view(torch.uint8) & 0x7F
+        if int(magnitudes.amax()) == 0x7F:
+            bad[Role.CODES] = magnitudes == 0x7F
     for role, found in bad.items():
         if count := int(found.sum()):
             raise NotFinite(matrix.tensors[role].name, count, found.numel())
