@@ -195,6 +195,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kCopies": plan.copies_in_flight[0],
         "kHalfCopies": plan.copies_in_flight[1],
         "kEmptyCopies": plan.copies_in_flight[2],
+        "kWaitingCopies": plan.waiting_copies_in_flight,
         "kHeadCopies": plan.head_copies_in_flight,
         "kFetchSlots": plan.fetch_slots,
         "kReduceBytes": shared.reduce_bytes,

@@ -157,17 +157,43 @@ class Plan:
 
         With up to a third of the ring free, up to two thirds, and more.
         """
-        tuning, layer_bytes = self.gpu.architecture.tuning, self.image.busiest_layer_bytes
-        few = layer_bytes <= tuning.few_layer_bytes
+        tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
+            if self.waiting_copies_in_flight:
+                return (tuning.quantized_copies_in_flight[1],) * 3
+            few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
-        few |= self.shape.summing_ranks > 1 and layer_bytes <= tuning.few_ranks_layer_bytes
+        few = self._streams_little or (
+            self.shape.summing_ranks > 1
+            and self.image.busiest_layer_bytes <= tuning.few_ranks_layer_bytes
+        )
         return tuning.few_ranks_copies_in_flight if few else tuning.ranks_copies_in_flight
+
+    @property
+    def waiting_copies_in_flight(self) -> int:
+        """The same while the block waits for others; 0 where it makes no difference."""
+        uses = self.ranks == 1 and self._is_quantized and not self._streams_little
+        return self.gpu.architecture.tuning.quantized_copies_in_flight[0] if uses else 0
+
+    @property
+    def _streams_little(self) -> bool:
+        """Blocks wait for each other most of the time, not for the memory."""
+        return self.image.busiest_layer_bytes <= self.gpu.architecture.tuning.few_layer_bytes
+
+    @property
+    def _is_quantized(self) -> bool:
+        return any(
+            not op.matrix.format.is_plain
+            for kind in self.image.kinds
+            for op in kind.operations.values()
+        )
 
     @property
     def head_copies_in_flight(self) -> int:
         """The same for the head, which streams without exchanges."""
-        return max(self.gpu.architecture.tuning.copies_in_flight, self.copies_in_flight[2])
+        most = self.gpu.architecture.tuning.copies_in_flight
+        # Memory that pauses for exchanges hurries between them, of which the head has none.
+        return most if self.waiting_copies_in_flight else max(most, self.copies_in_flight[2])
 
     @property
     def fetch_slots(self) -> int:
@@ -183,9 +209,7 @@ class Plan:
         Several let more tiles overlap. One returns sooner to the ring, which counts where blocks
         wait for the memory rather than for each other.
         """
-        tuning = self.gpu.architecture.tuning
-        few = self.image.busiest_layer_bytes <= tuning.few_layer_bytes
-        slots = tuning.few_quantized_batch_slots if few else 1
+        slots = self.gpu.architecture.tuning.few_quantized_batch_slots if self._streams_little else 1
         return slots if self.shared.ring_slots >= 2 * slots else 1
 
     @property

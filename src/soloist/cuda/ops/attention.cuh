@@ -23,7 +23,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32) {
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
     scale.load(cx, in);
-    cx.mark();
+    cx.arrived();
   });
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx);
   Sums<AttentionOutput> sums;
-  multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
+  multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   cx.mark();
   add_to_stream<MidStream<M>>(cx, sums, cx.layers_done, vectors, ranks, layer);
   listen<InStream<M>>(cx, layer);

@@ -72,7 +72,7 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
     scale.load(cx, in);
     factor = scale.take(cx, in);
   }
-  cx.mark();
+  cx.arrived();
   // Other blocks may read the keys and values that this one stored in the round: its record, which they wait for,
   // comes after them. The consumers have met since, and the stream hides what the fence takes.
   if (cx.lane == 0) {

@@ -73,7 +73,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   Scale<MidStream<M>> scale;
   const auto arrived = [&] {
     scale.load(cx, cx.layers_done);
-    cx.mark();
+    cx.arrived();
   };
   if constexpr (kOneGroup) {
     Sums<GateUp> sums;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void down(L, Context<M>& cx, u32 layer) {
   const RankRows<InStream<M>> ranks(cx, cx.next_in(), M::Residual::first_unit(cx.block) * 8 + cx.lane);
   GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx);
   Sums<Down> sums;
-  multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.mark(); });
+  multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   cx.mark();
   add_to_stream<InStream<M>>(cx, sums, cx.next_in(), vectors, ranks, layer);
   listen<MidStream<M>>(cx, layer + 1);

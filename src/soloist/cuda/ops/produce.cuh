@@ -39,6 +39,7 @@ struct Producer {
   const Params& params;
   Slots slots;
   volatile Where* where;
+  const volatile u32* waits;  // the consumers', of other blocks
   u64 policy;
   u32 lane;
   u32 slot, parity, issued;
@@ -64,9 +65,10 @@ struct Producer {
     }
     mbarrier_wait(barrier, parity ^ 1);
   }
-  // Copies in flight, by how much of the ring is free.
+  // Copies in flight, by how much of the ring is free, and fewer while the consumers wait: then what they wait for comes sooner.
   __device__ __forceinline__ u32 planned() const {
     if (of_head) return M::kHeadCopies;
+    if (M::kWaitingCopies > 0 && *waits) return M::kWaitingCopies;
     if (M::kCopies == M::kEmptyCopies) return M::kCopies;
     return is_free(M::kRingSlots * 2 / 3) ? M::kEmptyCopies : is_free(M::kRingSlots / 3) ? M::kHalfCopies : M::kCopies;
   }
@@ -163,7 +165,7 @@ struct Producer {
 template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 lane) {
-  Producer<M> p{params, slots, where, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
+  Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;

@@ -23,6 +23,7 @@ struct Control {
   u32 chosen[kMaxQueries];
   u32 emit[kMaxQueries];
   float factor[kMaxQueries];  // of qkv's products, then of gate_up's
+  u32 waits;  // the consumers wait for other blocks: copies are to leave them the way
 };
 
 // The block's shared memory: the ring, then what the plan lays out.
@@ -110,8 +111,20 @@ struct Context {
     if (thread == 0) mbarrier_arrive(cleanable);
   }
   __device__ __forceinline__ void begin(Phase phase) {
-    if (thread == 0) where->phase = static_cast<u32>(phase);
+    if (thread == 0) {
+      where->phase = static_cast<u32>(phase);
+      set_waits(1);
+    }
     forget_addresses();
+  }
+  // The phase's activations are there.
+  __device__ __forceinline__ void arrived() {
+    if (thread == 0) set_waits(0);
+    mark();
+  }
+  // By one thread, for the producer.
+  __device__ __forceinline__ void set_waits(u32 waits) const {
+    if constexpr (M::kWaitingCopies > 0) *const_cast<volatile u32*>(&shared.control().waits) = waits;
   }
   // A time stamp of the traced round; trace.py knows what the marks of a round are, in order.
   __device__ __forceinline__ void mark() {
