@@ -7,8 +7,9 @@ from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import PRODUCTS
+from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
-from soloist.weights.packing import ordered, pack, place
+from soloist.weights.packing import ordered, pack, place, table_of
 
 
 def pack_weights(
@@ -32,7 +33,11 @@ def pack_weights(
 
     def put_matrix(layer: int, name: str, tensor: str) -> None:
         op = layout.operation(layer, name)
-        parts = {part: take(tensor + part) for part in op.matrix.format.parts}
+        if op.matrix.format.is_permuted:
+            words = table_of(op, take(tensor + COLUMNS).to(device))
+            start = layout.table_offset(layer, name)
+            vectors.view(torch.int32)[:, start : start + len(words)] = words
+        parts = {part: take(tensor + part) for part in op.matrix.format.parts if part != COLUMNS}
         for i, own_image in enumerate(image.split(plan.blocks)):
             own = {
                 part: values.reshape(shape.lanes_here, -1, values.shape[-1])[i].to(device)
@@ -53,6 +58,8 @@ def pack_weights(
         for phase in PRODUCTS:
             put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
         for name in kind.vectors:
+            if name.endswith(COLUMNS):
+                continue
             values = take(f"layers.{layer}.{name}")
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
     put_vector(layout.final_norm_offset, take("final_norm"))

@@ -15,7 +15,7 @@ from soloist.errors import CheckpointError, NotFinite
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import StoredMatrix, joined
-from soloist.model.quantized import Quantized
+from soloist.model.quantized import COLUMNS, Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
@@ -164,10 +164,13 @@ def _kept(
     parts: dict[str, list[Tensor]] = {part: [] for part in wanted.parts}
     for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
         assert matrix is not None, f"{source.name} stands for itself"
-        for part, values in files.decoded(matrix).parts.items():
+        for part, values in files.decoded(matrix).by_group().items():
             parts[part].append(values)
         progress.add(files.checkpoint, source, matrix)
     for part, rows in parts.items():
+        if part == COLUMNS:  # of all rows
+            yield spec.name + part, rows[0]
+            continue
         # Always copied: what was uploaded is there only while its file is open.
         yield spec.name + part, _joined(rows)
 
