@@ -86,9 +86,10 @@ struct GlobalOperand {
       gathered.table = reinterpret_cast<const u16*>(cx.vectors(vectors + Op::kTable)) + column;
     }
   }
+  template <bool kGathers>
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if constexpr (Op::kPermuted) {
+    if constexpr (kGathers) {
       if (active) v = gathered.load(step * kStepColumns + part * 32);
     } else {
       if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
@@ -103,9 +104,10 @@ struct Ahead {
   static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
   uint4 b[Op::kDepth][kLoads];
 
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 d, u32 step) {
 #pragma unroll
-    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.load(step, i);
+    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.template load<kGathers>(step, i);
   }
   // The sum over sentinels of a step: 0 if all of its activations are there.
   __device__ __forceinline__ float missing(u32 d, float of_others = 0.0f) const {
@@ -119,13 +121,16 @@ struct Ahead {
     for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[d][i]);
     return ready;
   }
-  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one.
+  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one. To gather them takes many
+  // times the traffic of loading as many in order, so these are waited for first.
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+    if constexpr (kGathers) fill<false>(operand);
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) load(operand, d, d);
+      for (u32 d = 0; d < Op::kDepth; ++d) load<kGathers>(operand, d, d);
       float sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) sums[d % 2] = missing(d, sums[d % 2]);

@@ -14,8 +14,9 @@ struct Ahead<Op, true> {
   uint4 b[kLoads];
   bool made = false;  // of the only chunk: it is converted
 
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 chunk) {
-    if constexpr (Op::kPermuted) {
+    if constexpr (kGathers) {
       gather(operand, chunk);
     } else {
 #pragma unroll
@@ -44,10 +45,12 @@ struct Ahead<Op, true> {
     for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[i]);
     return __all_sync(~0u, ready);
   }
-  // Load the first steps, until all of them are there.
+  // Load the first steps, until all of them are there; gathered ones are looked at once as many others are.
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+    if constexpr (kGathers) fill<false>(operand);
 #pragma unroll 1
-    do load(operand, 0);
+    do load<kGathers>(operand, 0);
     while (!is_there());
   }
   // Until those that were asked for are there.
