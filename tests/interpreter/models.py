@@ -193,8 +193,6 @@ def _load_lane(
         for name in kind.operations:
             put(layer, name, f"layers.{layer}.{name}")
         for name in kind.vectors:
-            if name.endswith(COLUMNS):
-                continue
             values = weights[f"layers.{layer}.{name}"].float()
             if name in biased:
                 values = ordered(plan.shape, biased[name], values)

@@ -24,7 +24,7 @@ from soloist.model.torch_types import TORCH_DTYPES
 from soloist.weights.numbers import numbers
 from soloist.weights.packing import pack
 
-# Of a permuted matrix activations come in the order of its columns: the multiply is as of any other.
+# Activations of a permuted matrix come in the order of its columns, as those of any other.
 KINDS = [kind for kind, stored in FORMATS.items() if not stored.permuted]
 INTEGERS = [kind for kind in KINDS if FORMATS[kind].codes is not Codes.FP8]
 DTYPES = pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)

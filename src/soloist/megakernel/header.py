@@ -245,8 +245,7 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"struct {name} {{"
     yield from _indented(_constants(_of_model(plan, build), "static "))
     yield from _indented(plan.kv_layout.members("static "))
-    table = plan.image.table_offset(0, plan.head.matrix.name)
-    yield f"  {_operation(plan.head, plan.image.head_offset, table)}"
+    yield f"  {_operation(plan.head, plan.image.head_offset, plan.image.head_table_offset)}"
     yield "  // Rows of the residual: attention_output and down of every layer have the same."
     yield f"  {_residual(plan.image)}"
     # By layer. References, since functions around the loads would make longer code of them.
@@ -307,11 +306,9 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[s
     yield f"struct Layer{first} {{"
     yield f"  using M = {model};"
     yield from _indented(_constants(constants, "static "))
-    operations = kind.operations.items()
-    yield from _indented(
-        _operation(op, kind.matrix_offset(name), kind.table_offset(name))
-        for name, op in operations
-    )
+    for name, op in kind.operations.items():
+        table = kind.table_offset(name) if op.matrix.format.is_permuted else 0
+        yield f"  {_operation(op, kind.matrix_offset(name), table)}"
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"

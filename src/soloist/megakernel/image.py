@@ -114,10 +114,15 @@ class Image:
     def table_offset(self, layer: int, name: str) -> int:
         """Values of 32 bits from the start of the vectors to the table of a permuted matrix."""
         if name == self.head.matrix.name:
-            return self.final_norm_offset + self.hidden_size
+            return self.head_table_offset
         return self.vector_offset(layer) + self.layer(layer).table_offset(name)
+
+    @property
+    def head_table_offset(self) -> int:
+        """The same to the head's, whose place is behind the final norm."""
+        return self.final_norm_offset + self.hidden_size
 
     @property
     def vector_values(self) -> int:
         """Values of 32 bits of all vectors and tables of a lane."""
-        return self.table_offset(0, self.head.matrix.name) + self.head.table_values
+        return self.head_table_offset + self.head.table_values

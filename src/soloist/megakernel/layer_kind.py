@@ -6,7 +6,7 @@ from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.layout import Buffer, stack
+from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape, vector_sizes
 from soloist.megakernel.tile import STEP_COLUMNS, TILE_ROWS
@@ -210,27 +210,27 @@ class LayerKind:
 
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
-        """fp32 norm weights and biases of one layer, in bytes from the layer's start.
-
-        After them lie tables of columns, as 'down.columns'.
-        """
+        """fp32 norm weights and biases of one layer, in bytes from the layer's start."""
         sizes = vector_sizes(self.layer, self.hidden_size)
-        sizes |= {
-            name + COLUMNS: op.table_values
-            for name, op in self.operations.items()
-            if op.matrix.format.is_permuted
-        }
+        return {name: self._vectors_and_tables[name] for name in sizes}
+
+    @cached_property
+    def _vectors_and_tables(self) -> dict[str, Buffer]:
+        """Tables of columns have the names of their tensors, such as 'down.columns'."""
+        sizes = vector_sizes(self.layer, self.hidden_size)
+        for name, op in self.operations.items():
+            if op.matrix.format.is_permuted:
+                sizes[name + COLUMNS] = op.table_values
         return stack({name: (size,) for name, size in sizes.items()}, value_bytes=4)
 
     def table_offset(self, name: str) -> int:
-        """Values of 32 bits from the layer's vectors to the table of a permuted matrix, or 0."""
-        table = self.vectors.get(name + COLUMNS)
-        return table.offset // 4 if table else 0
+        """Values of 32 bits from the layer's vectors to the table of a permuted matrix."""
+        return self._vectors_and_tables[name + COLUMNS].offset // 4
 
     @cached_property
     def vector_values(self) -> int:
         """Values of 32 bits of one layer's vectors and tables."""
-        return sum(buffer.num_bytes for buffer in self.vectors.values()) // 4
+        return end_of(self._vectors_and_tables) // 4
 
     def require_fits(self) -> None:
         """Registers hold the sums of every multiply.

@@ -33,11 +33,10 @@ def pack_weights(
 
     def put_matrix(layer: int, name: str, tensor: str) -> None:
         op = layout.operation(layer, name)
-        if op.matrix.format.is_permuted:
-            words = table_of(op, take(tensor + COLUMNS).to(device))
-            start = layout.table_offset(layer, name)
-            vectors.view(torch.int32)[:, start : start + len(words)] = words
-        parts = {part: take(tensor + part) for part in op.matrix.format.parts if part != COLUMNS}
+        parts = {part: take(tensor + part) for part in op.matrix.format.parts}
+        if COLUMNS in parts:
+            words, start = table_of(op, parts.pop(COLUMNS)), layout.table_offset(layer, name)
+            vectors.view(torch.int32)[:, start : start + len(words)] = words.to(device)
         for i, own_image in enumerate(image.split(plan.blocks)):
             own = {
                 part: values.reshape(shape.lanes_here, -1, values.shape[-1])[i].to(device)
@@ -58,8 +57,6 @@ def pack_weights(
         for phase in PRODUCTS:
             put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
         for name in kind.vectors:
-            if name.endswith(COLUMNS):
-                continue
             values = take(f"layers.{layer}.{name}")
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
     put_vector(layout.final_norm_offset, take("final_norm"))

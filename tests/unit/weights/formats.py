@@ -185,7 +185,11 @@ def like_awq(group: int, *, sym: bool = False) -> Callable[[Tensor], Stored]:
 
 
 def like_gptq(
-    bits: int, group: int, *, sym: bool, offset: int = 1,
+    bits: int,
+    group: int,
+    *,
+    sym: bool,
+    offset: int = 1,
     order_of: Callable[[int], Tensor] = torch.arange,
 ) -> Callable[[Tensor], Stored]:
     def store(weight: Tensor) -> Stored:

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soloist.model.quantization.matrices import joined
 from soloist.model.quantized import Codes
 from unit.weights.formats import Matrix, matrix, word
-from unit.weights.quantised import both_ways, of, read, same_bits, spec, write
+from unit.weights.quantised import both_ways, of, spec, write
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -181,7 +181,14 @@ def rows_of(config: ModelConfig, weights: Weights, stored: dict[str, Quantized])
         (Attention(6, 2, 32), Quantized(Codes.INT8, 32, Dtype.FP16, True, permuted=True)),
     ],
     ids=[
-        "int4", "zeros", "few-heads", "int8", "one-kv-head", "blocks", "fp8", "permuted",
+        "int4",
+        "zeros",
+        "few-heads",
+        "int8",
+        "one-kv-head",
+        "blocks",
+        "fp8",
+        "permuted",
         "permuted-zeros",
     ],
 )
