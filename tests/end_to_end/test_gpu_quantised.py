@@ -105,9 +105,9 @@ def test_a_folder_and_rounding_give_the_same_bits(codes: Codes, folders: dict[Co
 
 # GPTQ's act-order: with one order for q, k and v, and for gate and up, and with orders that differ.
 ORDERED = {
-    "gptq-ordered": "int4-permuted",
-    "gptq-ordered-zeros": "int8-permuted",
-    "gptq-orders": "bf16+int4-permuted",
+    "gptq-ordered": "int4-permuted+int4",
+    "gptq-ordered-zeros": "int8-permuted+int8",
+    "gptq-orders": "bf16+int4-permuted+int4",
 }
 
 
@@ -140,7 +140,7 @@ def test_columns_in_an_order_of_their_own(
 
 
 def test_columns_in_an_order_of_their_own_on_ranks(ordered: Path) -> None:
-    """What ranks have some columns of is in 16 bits."""
+    """The output of attention, of which ranks have some columns, is in 16 bits."""
     engine = load(ordered, precision="bf16", rank_devices=(0, 0))
     right = reference_logits(ordered)
     require_near(logits_of(engine), right)

@@ -95,6 +95,10 @@ class Quantization:
             return CONSECUTIVE
         return column_order(self.read(groups), matrix.scheme.group)
 
+    def sorted_columns(self, matrix: StoredMatrix) -> Any:  # noqa: ANN401 - numpy is not imported
+        """Columns [K] of a matrix with an order, sorted by group, as numpy integers."""
+        return self.read(matrix.tensors[Role.GROUPS]).argsort(kind="stable")
+
     def missing(self, spec: TensorSpec) -> list[str]:
         """Names of tensors that should be there."""
         names: list[str] = []
