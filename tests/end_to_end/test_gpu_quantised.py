@@ -1,6 +1,7 @@
 """Quantised weights on the decode kernel: near the reference, from a folder and when rounded."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from end_to_end.test_quantised import quantise
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Engine, EngineConfig
 from soloist.engine import engine as engine_module
@@ -19,6 +21,7 @@ from soloist.model.folder import shipped_folder
 from soloist.model.quantized import Codes
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
+from unit.weights.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
@@ -57,10 +60,12 @@ def logits_of(engine: Engine, columns: int = 1) -> Tensor:
 @cache
 def wanted(codes: Codes) -> Tensor:
     """[T, V] of the reference, in fp32 with the numbers that the codes stand for."""
-    asked = EngineConfig(
-        "etude", "cpu", "fp32", context_tokens=256, weights=codes, head_weights=INT8
-    )
-    model = Engine.load(asked).model
+    return reference_logits("etude", weights=codes, head_weights=INT8)
+
+
+def reference_logits(folder: object, **asked: object) -> Tensor:
+    config = EngineConfig(str(folder), "cpu", "fp32", context_tokens=256)
+    model = Engine.load(replace(config, **asked)).model  # type: ignore[arg-type]
     assert isinstance(model, ReferenceModel)
     reference = model.reference
     ids = torch.tensor(ids_of(8192))
@@ -69,8 +74,9 @@ def wanted(codes: Codes) -> Tensor:
     return logits.clone()
 
 
-def require_near(seen: Tensor, codes: Codes, rows: slice = slice(None)) -> None:
-    right = wanted(codes)[rows]
+def require_near(seen: Tensor, wanted_logits: Codes | Tensor, rows: slice = slice(None)) -> None:
+    right = wanted(wanted_logits) if isinstance(wanted_logits, Codes) else wanted_logits
+    right = right[rows]
     assert (seen.float().cpu() - right).norm() / right.norm() < MOST_ERROR
 
 
@@ -95,6 +101,50 @@ def test_a_folder_and_rounding_give_the_same_bits(codes: Codes, folders: dict[Co
     rounded = load("etude", weights=codes, head_weights=INT8)
     assert torch.equal(logits_of(rounded), seen)
     assert torch.equal(prompt_logits(rounded), prompt_logits(folder))
+
+
+# GPTQ's act-order: with one order for q, k and v, and for gate and up, and with orders that differ.
+ORDERED = {
+    "gptq-ordered": "int4-permuted+int4",
+    "gptq-ordered-zeros": "int8-permuted+int8",
+    "gptq-orders": "bf16+int4-permuted+int4",
+}
+
+
+@pytest.fixture(scope="module", params=ORDERED)
+def ordered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """étude's draft model, as act-order leaves it; the tied head stays as it is."""
+    folder = tmp_path_factory.mktemp("ordered") / request.param
+    shutil.copytree(shipped_folder("etude-draft"), folder)
+    form = next(form for form in FORMATS if form.name == request.param)
+    if form.config is not None:
+        form = replace(form, config={k: v for k, v in form.config.items() if k != "lm_head"})
+    quantise(folder, form)
+    return folder
+
+
+@pytest.mark.parametrize("keep_rows", [True, False], ids=["rows", "unpacked"])
+def test_columns_in_an_order_of_their_own(
+    keep_rows: bool, ordered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes stay codes, and prompts see the columns in the order that the matrix has."""
+    staging = Staging(1, on_host=False, keeps_rows=keep_rows)
+    monkeypatch.setattr(engine_module, "stage", lambda *_: staging)
+    engine, right = load(ordered, precision="bf16"), reference_logits(ordered)
+    assert engine.report.executor == "decode kernel"
+    assert engine.report.weights == ORDERED[ordered.name]
+    seen = logits_of(engine)
+    require_near(seen, right)
+    assert torch.equal(logits_of(engine, 8), seen)
+    require_near(prompt_logits(engine), right, slice(-1, None))
+
+
+def test_columns_in_an_order_of_their_own_on_ranks(ordered: Path) -> None:
+    """The output of attention, of which ranks have some columns, is in 16 bits."""
+    engine = load(ordered, precision="bf16", rank_devices=(0, 0))
+    right = reference_logits(ordered)
+    require_near(logits_of(engine), right)
+    require_near(prompt_logits(engine), right, slice(-1, None))
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["gpu", "host"])

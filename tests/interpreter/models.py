@@ -24,11 +24,12 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.model.quantized import COLUMNS
 from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
 from soloist.reference.blocks import Rotary
 from soloist.reference.build import build_reference
-from soloist.weights.packing import ordered, pack, place
+from soloist.weights.packing import ordered, pack, place, table_of
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
@@ -163,7 +164,7 @@ def _load_lane(
     layout = plan.image
     weights = {
         name: values
-        if values.ndim == (1 if name.endswith(("norm", "bias")) else 2)
+        if values.ndim == (1 if name.endswith(("norm", "bias", COLUMNS)) else 2)
         else values[place_here]
         for name, values in parts.items()
     }
@@ -174,13 +175,16 @@ def _load_lane(
     )
     image = torch.full((plan.blocks, layout.block_stride // (1 if rounds else 2)), torch.nan)
     image = torch.full_like(image, 255, dtype=torch.uint8) if rounds else image
-    vectors = torch.full((layout.final_norm_offset,), torch.nan)
+    vectors = torch.full((layout.vector_values,), torch.nan)
 
     def put(layer: int, name: str, tensor: str) -> None:
         op = layout.operation(layer, name)
         own = {part: weights[tensor + part] for part in op.matrix.format.parts}
         if op.matrix.format.is_plain:
             own[""] = own[""].to(dtype)
+        if op.matrix.format.is_permuted:
+            words, start = table_of(op, own.pop(COLUMNS)), layout.table_offset(layer, name)
+            vectors.view(torch.int32)[start : start + len(words)] = words
         place(plan, op, layer, pack(plan, op, own), image)
 
     for layer in range(plan.model.num_layers):
@@ -195,7 +199,9 @@ def _load_lane(
             start = layout.vector_offset(layer, name)
             vectors[start : start + values.numel()] = values
     put(0, "head", "embedding" if plan.share.tied_head else "head")
-    return image, torch.cat([vectors, weights["final_norm"].float()])
+    start, norm = layout.final_norm_offset, weights["final_norm"].float()
+    vectors[start : start + norm.numel()] = norm
+    return image, vectors
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from soloist.megakernel.weight_format import WeightFormat, quantized_format
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import COLUMNS, SCALES, ZEROS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.numbers import numbers, packed
 
@@ -19,8 +19,10 @@ FORMATS = {
     "int4-wide": Quantized(Codes.INT4, 0, Dtype.FP16),
     "int4-zeros": Quantized(Codes.INT4, 32, Dtype.FP16, has_zeros=True),
     "int4-zeros-64": Quantized(Codes.INT4, 64, Dtype.BF16, has_zeros=True),
+    "int4-permuted": Quantized(Codes.INT4, 32, Dtype.FP16, permuted=True),
     "int8": Quantized(Codes.INT8, 0, Dtype.BF16),
     "int8-zeros": Quantized(Codes.INT8, 32, Dtype.FP32, has_zeros=True),
+    "int8-permuted": Quantized(Codes.INT8, 64, Dtype.FP16, has_zeros=True, permuted=True),
     "fp8": Quantized(Codes.FP8, 0, Dtype.BF16),
     "fp8-32": Quantized(Codes.FP8, 32, Dtype.FP16),
     "fp8-block": Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=128),
@@ -41,7 +43,10 @@ def formats_of(stored: Mapping[str, Quantized]) -> dict[str, WeightFormat]:
 
 
 def parts_of(values: Tensor, to: Quantized) -> dict[str, Tensor]:
-    """Codes, scales and zeros of a matrix [N, K], rounded to nearest."""
+    """Codes, scales and zeros of a matrix [N, K], rounded to nearest; columns in a random order."""
+    order = _order(values.shape[1])
+    if to.permuted:
+        values = values[:, order.long()]
     columns, groups = values.shape[1], to.groups(values.shape[1])
     width, least, most = to.group or columns, _LEAST[to.codes], _MOST[to.codes]
     grouped = pad(values.float(), (0, groups * width - columns)).unflatten(1, (groups, width))
@@ -64,7 +69,7 @@ def parts_of(values: Tensor, to: Quantized) -> dict[str, Tensor]:
     if to.has_zeros:
         zero = torch.uint8 if to.codes is Codes.INT4 else torch.int8
         parts[ZEROS] = zeros[..., 0].to(zero)
-    return parts
+    return parts | ({COLUMNS: order} if to.permuted else {})
 
 
 def random_parts(rows: int, columns: int, to: Quantized, seed: int = 0) -> dict[str, Tensor]:
@@ -85,7 +90,7 @@ def random_parts(rows: int, columns: int, to: Quantized, seed: int = 0) -> dict[
         is_int4 = to.codes is Codes.INT4
         least, most, zero = (0, 17, torch.uint8) if is_int4 else (-128, 128, torch.int8)
         parts[ZEROS] = torch.randint(least, most, (rows, groups), generator=draw).to(zero)
-    return parts
+    return parts | ({COLUMNS: _order(columns)} if to.permuted else {})
 
 
 def quantised(weights: Weights, stored: Mapping[str, Quantized]) -> tuple[Weights, Weights]:
@@ -103,6 +108,12 @@ def alike(
 ) -> dict[str, Quantized]:
     """One of FORMATS for all matrices, or for some."""
     return dict.fromkeys(names or matrices_of(config), FORMATS[kind])
+
+
+def _order(columns: int) -> Tensor:
+    """A table of columns."""
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    return order.to(torch.uint16)
 
 
 def _of_blocks(low: Tensor, rows: int) -> Tensor:

@@ -56,6 +56,39 @@ def test_quantised_matrices(kind: str) -> None:
     torch.testing.assert_close(seen, reference_logits(config, meant, ids), rtol=0, atol=ATOL)
 
 
+PERMUTED = pytest.mark.parametrize("kind", ["int4-permuted", "int8-permuted"])
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+@PERMUTED
+def test_permuted_matrices(kind: str, queries: int) -> None:
+    """In all products."""
+    config = mixed_model()
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats_of(stored))
+    assert all(op.matrix.format.is_permuted for op in plan.operations)
+    parts, meant = quantised(random_weights(config), stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts).feed(ids, queries)
+    torch.testing.assert_close(seen, reference_logits(config, meant, ids), rtol=0, atol=ATOL)
+
+
+@PERMUTED
+def test_permuted_matrices_on_ranks(kind: str) -> None:
+    """Those of which every rank has all columns."""
+    config, half = mixed_model(), torch.bfloat16
+    split = ("attention_output", "down")
+    names = [name for name in matrices_of(config) if not name.endswith(split)]
+    stored = alike(config, kind, names)
+    plan = make_plan(config, Dtype.BF16, gpu(9), 2, formats_of(stored))
+    rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
+    parts, meant = quantised(rounded, stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts, half).feed(ids, 8)
+    wanted = reference_logits(config, meant, ids)
+    assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
+
+
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_as_the_kernel_multiplies(kind: str, dtype: Dtype) -> None:

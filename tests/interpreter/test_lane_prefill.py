@@ -7,6 +7,7 @@ import torch
 
 from interpreter.lane_models import configured
 from interpreter.models import Bench, prompt, reference_logits
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.parallel.lanes import LaneShare
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices
@@ -33,7 +34,8 @@ def test_the_kernel_goes_on_where_a_prompt_ends(
     wanted = reference_logits(config, weights, ids)
     bench = Bench(config, plan, weights)
     vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
-    matrices: Matrices = Unpacked(plan, bench.memory.image, weights["embedding"])
+    packed = PackedWeights(bench.memory.image, bench.memory.vectors, weights["embedding"])
+    matrices: Matrices = Unpacked(plan, packed)
     if kept:
         matrices = shard_all(plan.part_of(0), weights).__getitem__
     part = Part(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
@@ -53,7 +55,8 @@ def test_a_prompt_in_silent_chunks_can_be_cancelled(tmp_path: Path) -> None:
     ids = prompt(config, 74)
     bench = Bench(config, plan, weights)
     vectors = {k: v for k, v in weights.items() if k.endswith("norm")}
-    matrices = Unpacked(plan, bench.memory.image, weights["embedding"])
+    packed = PackedWeights(bench.memory.image, bench.memory.vectors, weights["embedding"])
+    matrices = Unpacked(plan, packed)
     part = Part(LaneShare(config, 1, 0), matrices, vectors, bench.pool, most_tokens=64)
     prefill = Prefill([part])
     table = bench.memory.page_tables[1].tolist()

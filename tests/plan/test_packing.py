@@ -18,9 +18,18 @@ from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUM
 from soloist.megakernel.weight_format import BF16, quantized_format
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import SCALES, Codes, Quantized
+from soloist.model.quantized import COLUMNS, SCALES, Codes, Quantized
 from soloist.weights.numbers import numbers
-from soloist.weights.packing import gather, ordered, pack, place, unordered, unpack
+from soloist.weights.packing import (
+    columns_of,
+    gather,
+    ordered,
+    pack,
+    place,
+    table_of,
+    unordered,
+    unpack,
+)
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:
@@ -52,6 +61,7 @@ def quantised(draw: st.DrawFn) -> Quantized:
         draw(st.sampled_from(Dtype)),
         has_zeros=not is_fp8 and draw(st.booleans()),
         scale_rows=draw(st.sampled_from([1, 2, 4, 128])) if is_fp8 else 1,
+        permuted=draw(st.booleans()),
     )
 
 
@@ -66,6 +76,8 @@ def require_round_trip(plan: Plan, op: Operation, stored: Quantized) -> None:
         matrix.format.half_tile_bytes,
     )
     again = unpack(plan, op, packed)
+    if stored.permuted:
+        again[COLUMNS] = columns_of(op, table_of(op, parts[COLUMNS]))
     assert set(again) == set(stored.parts)
     assert {p: x.dtype for p, x in again.items() if p != SCALES} == {
         p: x.dtype for p, x in parts.items() if p != SCALES
@@ -105,7 +117,7 @@ def test_rows_of_padding_stand_for_zeros(kind: str) -> None:
     parts = random_parts(matrix.rows, matrix.columns, FORMATS[kind])
     packed = pack(plan, replace(plan.head, matrix=matrix), parts)
     whole = replace(plan.head, matrix=replace(matrix, rows=matrix.units * 8))
-    meaning = replace(FORMATS[kind], group=matrix.format.group)
+    meaning = replace(FORMATS[kind], group=matrix.format.group, permuted=False)
     meant = numbers(meaning, unpack(plan, whole, packed))
     assert len(meant) > matrix.rows
     assert meant[: matrix.rows].any()

@@ -199,7 +199,9 @@ class Engine:
             placed.devices, resolved.dtype,
             for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
         )  # fmt: skip
-        source = Source(checkpoint, config, specs, chosen.stored, chosen.rounding, upload)
+        source = Source(
+            checkpoint, config, specs, chosen.stored, chosen.rounding, upload, chosen.neurons
+        )
         weights, load_s = load_ranks(source, to, on_progress)
         if plan is None:
             model: Executor = _reference(asked, config, weights[0], resolved)

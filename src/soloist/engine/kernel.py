@@ -162,7 +162,7 @@ def _load_rank(
         rank=rank, max_sequences=capacity.sequences, cache=cache_root,
     )  # fmt: skip
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
-    matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed.image, table)
+    matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed)
     share = plan.part_of(rank)
     operations = partial(
         FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks

@@ -247,7 +247,7 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"struct {name} {{"
     yield from _indented(_constants(_of_model(plan, build), "static "))
     yield from _indented(plan.kv_layout.members("static "))
-    yield f"  {_operation(plan.head, plan.image.head_offset)}"
+    yield f"  {_operation(plan.head, plan.image.head_offset, plan.image.head_table_offset)}"
     yield "  // Rows of the residual: attention_output and down of every layer have the same."
     yield f"  {_residual(plan.image)}"
     # By layer. References, since functions around the loads would make longer code of them.
@@ -308,8 +308,9 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[s
     yield f"struct Layer{first} {{"
     yield f"  using M = {model};"
     yield from _indented(_constants(constants, "static "))
-    operations = kind.operations.items()
-    yield from _indented(_operation(op, kind.matrix_offset(name)) for name, op in operations)
+    for name, op in kind.operations.items():
+        table = kind.table_offset(name) if op.matrix.format.is_permuted else 0
+        yield f"  {_operation(op, kind.matrix_offset(name), table)}"
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
@@ -438,7 +439,15 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def _operation(op: Operation, offset: int) -> str:
+def _operation(op: Operation, offset: int, table: int) -> str:
+    """A struct of a multiply.
+
+    Args:
+        op: which.
+        offset: bytes from the start of a block's layer, or its weights, to the matrix.
+        table: values of 32 bits from the start of a layer's vectors, or of all, to the table of a
+            permuted matrix.
+    """
     matrix = op.matrix
     values: dict[str, Value] = {
         "kUnits": matrix.units,
@@ -452,7 +461,10 @@ def _operation(op: Operation, offset: int) -> str:
         "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kSlotTiles": op.slot_tiles,
         "kOffset": offset,
+        "kPermuted": matrix.format.is_permuted,
     }
+    if matrix.format.is_permuted:
+        values["kTable"] = table
     lines = [f"using Format = {matrix.format.reader};", *_constants(values, "static ")]
     return f"struct {_pascal(matrix.name)} {{ {' '.join([*lines, *matrix.cuda()])} }};"
 

@@ -102,16 +102,27 @@ class Image:
         return max(kind.num_bytes for kind in self.kinds)
 
     def vector_offset(self, layer: int, name: str = "") -> int:
-        """fp32 values from the start of the vectors to a layer's, or to one of them."""
+        """Values of 32 bits from the start of the vectors to a layer's, or to one of them."""
         start = self._vector_ends[layer - 1] if layer else 0
         return start + (self.layer(layer).vectors[name].offset // 4 if name else 0)
 
     @property
     def final_norm_offset(self) -> int:
-        """fp32 values before the final norm's, which come last."""
+        """fp32 values before the final norm's; only the head's table comes after them."""
         return self._vector_ends[-1]
+
+    def table_offset(self, layer: int, name: str) -> int:
+        """Values of 32 bits from the start of the vectors to the table of a permuted matrix."""
+        if name == self.head.matrix.name:
+            return self.head_table_offset
+        return self.vector_offset(layer) + self.layer(layer).table_offset(name)
+
+    @property
+    def head_table_offset(self) -> int:
+        """The same to the head's, whose place is behind the final norm."""
+        return self.final_norm_offset + self.hidden_size
 
     @property
     def vector_values(self) -> int:
-        """fp32 values of all vectors of a lane."""
-        return self.final_norm_offset + self.hidden_size
+        """Values of 32 bits of all vectors and tables of a lane."""
+        return self.head_table_offset + self.head.table_values

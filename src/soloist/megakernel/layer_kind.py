@@ -6,12 +6,13 @@ from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import Gpu
-from soloist.megakernel.layout import Buffer, stack
+from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape, vector_sizes
-from soloist.megakernel.tile import TILE_ROWS
+from soloist.megakernel.tile import STEP_COLUMNS, TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import Layer
+from soloist.model.quantized import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,15 @@ class Operation:
         return tiles
 
     @property
+    def table_values(self) -> int:
+        """Values of 32 bits that the table of a permuted matrix takes: 16 bits for each column.
+
+        Columns of padding have entries, too.
+        """
+        matrix = self.matrix
+        return matrix.steps * STEP_COLUMNS // 2 if matrix.format.is_permuted else 0
+
+    @property
     def _groups(self) -> list[int]:
         """Half tiles of each group of tiles in the busiest block."""
         halves, most = self.matrix.max_units * self.matrix.unit_half_tiles, 2 * self.group_tiles
@@ -146,7 +156,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """All layers with the same sizes, biases, norms and formats.
+    """All layers with the same sizes, biases, norms, formats and permuted matrices.
 
     Attributes:
         layer: sizes of a rank's (or lane's) share; window and rope are those of the first of them.
@@ -202,12 +212,25 @@ class LayerKind:
     def vectors(self) -> dict[str, Buffer]:
         """fp32 norm weights and biases of one layer, in bytes from the layer's start."""
         sizes = vector_sizes(self.layer, self.hidden_size)
+        return {name: self._vectors_and_tables[name] for name in sizes}
+
+    @cached_property
+    def _vectors_and_tables(self) -> dict[str, Buffer]:
+        """Tables of columns have the names of their tensors, such as 'down.columns'."""
+        sizes = vector_sizes(self.layer, self.hidden_size)
+        for name, op in self.operations.items():
+            if op.matrix.format.is_permuted:
+                sizes[name + COLUMNS] = op.table_values
         return stack({name: (size,) for name, size in sizes.items()}, value_bytes=4)
+
+    def table_offset(self, name: str) -> int:
+        """Values of 32 bits from the layer's vectors to the table of a permuted matrix."""
+        return self._vectors_and_tables[name + COLUMNS].offset // 4
 
     @cached_property
     def vector_values(self) -> int:
-        """fp32 values of one layer's vectors."""
-        return sum(buffer.num_bytes for buffer in self.vectors.values()) // 4
+        """Values of 32 bits of one layer's vectors and tables."""
+        return end_of(self._vectors_and_tables) // 4
 
     def require_fits(self) -> None:
         """Registers hold the sums of every multiply.

@@ -11,7 +11,8 @@ class PackedWeights:
 
     Attributes:
         image: packed matrices, uint8 [grid blocks, bytes]; `Image` says where each lies.
-        vectors: fp32 norm weights and biases, of one lane after the other.
+        vectors: fp32 norm weights and biases, of one lane after the other. Beside them, as if they
+            were such values, lie the tables of columns of permuted matrices (`packing.table_of`).
         embedding: [V, H] in the plan's precision; None where the head, which is packed, is tied.
     """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import Codes, Quantized
 
 # Of a tile's parts, in bytes: bulk copies and loads of whole lanes want it.
 _ALIGNMENT = 16
@@ -57,14 +57,17 @@ class WeightFormat:
     @property
     def parts(self) -> tuple[str, ...]:
         """What is added to a matrix's name to name each of its tensors."""
-        if self.meaning is None:
-            return ("",)
-        return ("", SCALES, ZEROS) if self.zero_bits else ("", SCALES)
+        return ("",) if self.meaning is None else self.meaning.parts
 
     @property
     def is_plain(self) -> bool:
         """Values stand for themselves, in the precision of the model's activations."""
         return self.meaning is None
+
+    @property
+    def is_permuted(self) -> bool:
+        """Columns are in an order of their own: they meet activations that a table names."""
+        return self.meaning is not None and self.meaning.permuted
 
     @property
     def step_groups(self) -> int:

@@ -7,6 +7,7 @@ every byte a header promises is there.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder,
         tensors,
-        None if method is None else Quantization(method, tensors),
+        None if method is None else Quantization(method, tensors, cache(_read)),
         dtype if isinstance(dtype, str) else None,
     )
 
@@ -199,6 +200,11 @@ def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library'
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise TruncatedFile(str(file), f"{error} (the file has {size:,} bytes)") from error
+
+
+def _read(stored: StoredTensor) -> Any:  # noqa: ANN401 - a numpy array, which is not imported
+    with open_file(stored.file, "np") as handle:
+        return handle.get_tensor(stored.name)
 
 
 def stored_dtype(checkpoint: Checkpoint, name: str) -> Dtype:

@@ -1,8 +1,10 @@
 """How a quantised matrix stands for its numbers: (code - zero) · scale. Pure: no torch, no files.
 
 Every format that checkpoints are quantised in is read into this one. A matrix [N, K] is then up to
-three tensors, named after the matrix and the part: 'layers.0.qkv' has its codes,
+four tensors, named after the matrix and the part: 'layers.0.qkv' has its codes,
 'layers.0.qkv.scales' and 'layers.0.qkv.zeros' [N, G] what each row's G groups of columns share.
+Where a file puts columns into groups in an order of its own, codes lie by group, and
+'layers.0.qkv.columns', uint16 [K], says which column of the matrix each column of codes is.
 """
 
 from collections.abc import Iterable
@@ -12,7 +14,9 @@ from enum import StrEnum
 from soloist.errors import NoGroupFits
 from soloist.model.dtype import Dtype
 
-SCALES, ZEROS = ".scales", ".zeros"
+SCALES, ZEROS, COLUMNS = ".scales", ".zeros", ".columns"
+# Columns of a matrix that a table of columns can name.
+MOST_COLUMNS = 1 << 16
 
 # Columns that may share a scale of 4-bit codes when Soloist quantises: what kernels elsewhere take.
 GROUPS = (128, 64, 32)
@@ -44,6 +48,7 @@ class Quantized:
             is 8, and that of others 0.
         scale_rows: consecutive rows, counted from the first, that have the same scales, although
             each has its own in the tensor.
+        permuted: columns of codes are in another order than those of the matrix.
     """
 
     codes: Codes
@@ -51,15 +56,23 @@ class Quantized:
     scale_dtype: Dtype
     has_zeros: bool = False
     scale_rows: int = 1
+    permuted: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What is added to a matrix's name to name each of its tensors."""
-        return ("", SCALES, ZEROS) if self.has_zeros else ("", SCALES)
+        return (
+            "",
+            SCALES,
+            *((ZEROS,) if self.has_zeros else ()),
+            *((COLUMNS,) if self.permuted else ()),
+        )
 
     @property
     def label(self) -> str:
         """What result files and people call it."""
+        if self.permuted:
+            return f"{self.codes.value}-permuted"
         return f"{self.codes.value}-block" if self.scale_rows > 1 else self.codes.value
 
     def groups(self, columns: int) -> int:

@@ -1,7 +1,8 @@
 """What a checkpoint's matrices are once they are loaded: as stored, or rounded to codes. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from soloist.errors import CheckpointError, SettingError
 from soloist.model.checkpoint import Checkpoint, stored_dtype
@@ -35,6 +36,9 @@ class Chosen:
         stored: quantised matrices by name, of one kind each.
         rounding: those of them that the files have in 16 bits.
         in_files: the tensors of the files.
+        neurons: by the name of a `down` whose codes lie by group, the columns [F] of the file in
+            this order, numpy integers. Where it is kept as codes rows of gate and up have to be put
+            into the same order: then no one else sees that neurons were moved.
     """
 
     config: ModelConfig
@@ -42,6 +46,7 @@ class Chosen:
     stored: Mapping[str, Quantized]
     rounding: Mapping[str, Quantized]
     in_files: tuple[TensorSpec, ...]
+    neurons: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose(
@@ -70,7 +75,27 @@ def choose(
         if spec.name not in rounding
     }
     stored = {name: quantized for name, quantized in found.items() if quantized is not None}
-    return Chosen(config, specs, {**stored, **rounding}, rounding, in_files)
+    neurons = _neurons(checkpoint, specs, stored)
+    stored |= {name: replace(stored[name], permuted=False) for name in neurons}
+    return Chosen(config, specs, {**stored, **rounding}, rounding, in_files, neurons)
+
+
+def _neurons(
+    checkpoint: Checkpoint, specs: Iterable[TensorSpec], stored: Mapping[str, Quantized]
+) -> dict[str, Any]:
+    """See `Chosen`; not of layers whose gate and up have rows that share scales."""
+    found = {}
+    for spec in specs:
+        layer, _, short = spec.name.rpartition(".")
+        down, gate_up = stored.get(spec.name), stored.get(f"{layer}.gate_up")
+        if short != "down" or down is None or not down.permuted:
+            continue
+        if gate_up is None or gate_up.scale_rows == 1:
+            (matrix,) = checkpoint.matrices(spec)
+            assert matrix is not None, "it is quantised"
+            assert checkpoint.quantization is not None, "and so are some matrices"
+            found[spec.name] = checkpoint.quantization.sorted_columns(matrix)
+    return found
 
 
 def rounding_of(specs: Iterable[TensorSpec], to: Rounding, dtype: Dtype) -> dict[str, Quantized]:

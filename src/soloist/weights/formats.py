@@ -40,6 +40,8 @@ def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> We
     if short not in _PHASES and (name != "head" or config.tied_head):
         return None
     if ranks > 1:
+        if stored.permuted and _is_cut_by_columns(short):
+            return None
         common = _common_columns(name, config, ranks)
         group = next((g for g in GROUPS if stored.group % g == 0 and common % g == 0), 0)
         if not group:
@@ -49,6 +51,12 @@ def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> We
         return quantized_format(stored)
     except ShapeUnsupported:
         return None
+
+
+def _is_cut_by_columns(short: str) -> bool:
+    """Ranks have some of a matrix's columns each, and all of its rows."""
+    product = _PHASES[short].product if short in _PHASES else None
+    return product is not None and product.joins
 
 
 def _common_columns(name: str, config: ModelConfig, ranks: int) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Source:
         specs: its tensors.
         stored: those that are quantised, or become so, and what they are.
         rounding: those of them that are in 16 bits in the files.
+        neurons: of `down` matrices, as of `Chosen`.
         upload: the same files, if they are on their way to the first rank's GPU.
     """
 
@@ -40,6 +42,7 @@ class Source:
     stored: Mapping[str, Quantized] = field(default_factory=dict)
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
     upload: Upload | None = None
+    neurons: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,9 @@ def load_ranks(
         )
         if to.for_kernel:
             read = regrouped(read, source.specs, source.stored, to.formats)
+            read = with_neurons_moved(
+                read, {name: order for name, order in source.neurons.items() if name in keep}
+            )
             weights = distribute(read, source.config, to.devices, stays_on_host=to.stays_on_host)
         else:
             weights = [dict(read)]
@@ -126,3 +132,30 @@ def regrouped(
             yield name, values
         else:
             yield name, in_groups(values, given, meaning.group, columns[matrix])
+
+
+def with_neurons_moved(
+    tensors: Iterable[tuple[str, Tensor]], neurons: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Rows of gate and up, and their biases, in the order of the columns of `down`.
+
+    Args:
+        tensors: names and whole tensors, or parts of them.
+        neurons: of each `down` that lies in another order, which [F] of the file each is.
+    """
+    orders = {}
+    for down, order in neurons.items():
+        layer = down.removesuffix("down")
+        for name in ("gate_up", "gate_up" + SCALES, "gate_up" + ZEROS, "gate_up_bias"):
+            orders[layer + name] = torch.from_numpy(order)
+    for name, values in tensors:
+        order = orders.get(name)
+        yield name, values if order is None else _moved(values, order.to(values.device))
+
+
+def _moved(values: Tensor, order: Tensor) -> Tensor:
+    """Of gate [F, …] and of up below it; FP8 as bytes, of which every torch can take some."""
+    dtype = values.dtype
+    plain = values.view(torch.uint8) if dtype.itemsize == 1 else values
+    moved: Tensor = plain.unflatten(0, (2, -1))[:, order]
+    return moved.flatten(0, 1).view(dtype)

@@ -39,7 +39,8 @@ def stored_bytes(
 def _stored_bytes(spec: TensorSpec, dtype: Dtype, stored: WeightFormat | None) -> int:
     if stored is None:
         return spec.num_values * dtype.num_bytes
-    return spec.num_values * stored.half_tile_bytes // HALF_TILE_VALUES
+    table_bytes = 2 * spec.shape[-1] if stored.is_permuted else 0
+    return spec.num_values * stored.half_tile_bytes // HALF_TILE_VALUES + table_bytes
 
 
 def parts_bytes(

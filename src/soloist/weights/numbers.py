@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import COLUMNS, SCALES, ZEROS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 
 # Zero of a matrix without zeros of its own.
@@ -18,11 +18,11 @@ _NUMBERS_AT_ONCE = 1 << 22
 def numbers(
     quantized: Quantized, parts: Mapping[str, Tensor], groups: Tensor | None = None
 ) -> Tensor:
-    """The matrix [N, K], or the rows of it that `parts` have.
+    """The matrix [N, K], or the rows of it that `parts` have, with columns in its own order.
 
     Args:
         quantized: what they mean.
-        parts: codes, scales and zeros by the end of their names.
+        parts: codes, scales, zeros and the table of columns by the end of their names.
         groups: [K], of each column; None where groups follow each other.
     """
     values = _widened(unpacked(parts[""]) if quantized.codes is Codes.INT4 else parts[""])
@@ -31,6 +31,8 @@ def numbers(
     elif (middle := _MIDDLE.get(quantized.codes)) is not None:
         values -= middle
     _with_shared(torch.Tensor.mul_, values, parts[SCALES], quantized.group, groups)
+    if quantized.permuted:
+        return torch.empty_like(values).index_copy_(1, parts[COLUMNS].long(), values)
     return values
 
 
@@ -43,7 +45,10 @@ def write_numbers(
     """The same, rounded into `out` [N, K], some rows after the other."""
     step = max(1, _NUMBERS_AT_ONCE // out.shape[1])
     for start in range(0, out.shape[0], step):
-        rows = {part: values[start : start + step] for part, values in parts.items()}
+        rows = {
+            part: values if part == COLUMNS else values[start : start + step]
+            for part, values in parts.items()
+        }
         out[start : start + step].copy_(numbers(quantized, rows, groups))
 
 

@@ -7,8 +7,9 @@ from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import PRODUCTS
+from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
-from soloist.weights.packing import ordered, pack, place
+from soloist.weights.packing import ordered, pack, place, table_of
 
 
 def pack_weights(
@@ -33,6 +34,9 @@ def pack_weights(
     def put_matrix(layer: int, name: str, tensor: str) -> None:
         op = layout.operation(layer, name)
         parts = {part: take(tensor + part) for part in op.matrix.format.parts}
+        if COLUMNS in parts:
+            words, start = table_of(op, parts.pop(COLUMNS)), layout.table_offset(layer, name)
+            vectors.view(torch.int32)[:, start : start + len(words)] = words.to(device)
         for i, own_image in enumerate(image.split(plan.blocks)):
             own = {
                 part: values.reshape(shape.lanes_here, -1, values.shape[-1])[i].to(device)

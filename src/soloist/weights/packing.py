@@ -54,6 +54,21 @@ def unordered(shape: ModelShape, matrix: Matrix, values: Tensor) -> Tensor:
     return values
 
 
+def table_of(operation: Operation, columns: Tensor) -> Tensor:
+    """A permuted matrix's table of columns [K] as the kernel reads it, int32 [values].
+
+    Columns of padding stay where they are.
+    """
+    in_order = torch.arange(2 * operation.table_values, dtype=torch.int32, device=columns.device)
+    in_order[: len(columns)] = columns.to(torch.int32)
+    return in_order.to(torch.uint16).view(torch.int32)
+
+
+def columns_of(operation: Operation, values: Tensor) -> Tensor:
+    """The inverse of `table_of`: uint16 [K]."""
+    return values.view(torch.uint16)[: operation.matrix.columns]
+
+
 def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tensor:
     """A matrix's tensors in the checkpoint's order → all its half slots [half slots, bytes].
 

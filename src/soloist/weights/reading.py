@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -15,7 +15,7 @@ from soloist.errors import CheckpointError, NotFinite
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import StoredMatrix, joined
-from soloist.model.quantized import Quantized
+from soloist.model.quantized import COLUMNS, Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
@@ -50,7 +50,8 @@ class Forms:
 
     Attributes:
         keep: they come as several, each under the name and the end of a part's. What they mean is
-            what `joined` or `rounding` says of them.
+            what `joined` or `rounding` says of them; codes of a permuted matrix lie by group, also
+            where it is wanted without its table of columns.
         rounding: 16-bit matrices whose numbers are first rounded to codes, as they are stored.
         rounded_on: the device that does it; None where tensors are read to.
     """
@@ -160,14 +161,21 @@ def _kept(
 ) -> Iterator[tuple[str, Tensor]]:
     """A tensor's parts, each with the rows of all sources."""
     found = joined(files.checkpoint.quantization, spec)
-    assert found == wanted, f"{spec.name} is {found}, not {wanted}"
+    assert found is not None, f"{spec.name} is no one matrix"
+    # Where its activations come in the order of its codes nobody needs the table of columns.
+    is_as_wanted = wanted in (found, replace(found, permuted=False))
+    assert is_as_wanted, f"{spec.name} is {found}, not {wanted}"
     parts: dict[str, list[Tensor]] = {part: [] for part in wanted.parts}
     for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
         assert matrix is not None, f"{source.name} stands for itself"
-        for part, values in files.decoded(matrix).parts.items():
-            parts[part].append(values)
+        values = files.decoded(matrix).by_group()
+        for part, rows in parts.items():
+            rows.append(values[part])
         progress.add(files.checkpoint, source, matrix)
     for part, rows in parts.items():
+        if part == COLUMNS:  # of all rows
+            yield spec.name + part, rows[0]
+            continue
         # Always copied: what was uploaded is there only while its file is open.
         yield spec.name + part, _joined(rows)
 

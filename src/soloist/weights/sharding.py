@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from soloist.model.quantized import COLUMNS
 from soloist.parallel.lanes import LaneShare
 from soloist.parallel.share import Share, padded, share_of
 from soloist.weights.lanes import shard_lanes
@@ -22,7 +23,7 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
     layer, short = _place(name)
     if isinstance(share, LaneShare):
         return shard_lanes(share, short, values)
-    if share.ranks == 1:
+    if share.ranks == 1 or name.endswith(COLUMNS):
         return values
     sizes, attention = share.sizes(layer), share.whole.layers[layer].attention
     if short in ("qkv", "qkv_bias"):

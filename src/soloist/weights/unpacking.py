@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
+from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.numbers import as_numbers
-from soloist.weights.packing import gather, unpack
+from soloist.weights.packing import columns_of, gather, unpack
 
 
 class Unpacked:
@@ -19,12 +21,12 @@ class Unpacked:
 
     Args:
         plan: how the image is laid out.
-        image: packed weights [blocks, bytes], or values in place of bytes.
-        table: the embedding where the head is not tied to it.
+        packed: weights of a rank; the image may have values in place of bytes.
     """
 
-    def __init__(self, plan: Plan, image: Tensor, table: Tensor | None) -> None:
-        self._plan, self._image, self._table = plan, image, table
+    def __init__(self, plan: Plan, packed: PackedWeights) -> None:
+        self._plan, self._image, self._table = plan, packed.image, packed.embedding
+        self._vectors = packed.vectors
 
     def __call__(self, name: str) -> Tensor:
         """[out, in] or [L, out, in], contiguous."""
@@ -36,18 +38,23 @@ class Unpacked:
             layer = int(number)
         operation = self._plan.image.operation(layer, short)
         parts = [
-            self._row_major(operation, gather(self._plan, operation, layer, image))
+            self._row_major(operation, layer, gather(self._plan, operation, layer, image))
             for image in torch.split(self._image, self._plan.blocks)
         ]
         return torch.stack(parts) if self._plan.shape.has_lanes else parts[0].contiguous()
 
-    def _row_major(self, operation: Operation, packed: Tensor) -> Tensor:
+    def _row_major(self, operation: Operation, layer: int, packed: Tensor) -> Tensor:
         dtype, stored = TORCH_DTYPES[self._plan.dtype], operation.matrix.format
         if stored.meaning is None:
             values = packed.view(dtype) if packed.dtype is torch.uint8 else packed
             return unpack(self._plan, operation, values)[""]
         meaning = replace(stored.meaning, group=stored.group)
-        return as_numbers(meaning, unpack(self._plan, operation, packed), self._plan.dtype)
+        parts = unpack(self._plan, operation, packed)
+        if stored.is_permuted:
+            start = self._plan.image.table_offset(layer, operation.matrix.name)
+            words = self._vectors[start : start + operation.table_values]
+            parts[COLUMNS] = columns_of(operation, words)
+        return as_numbers(meaning, parts, self._plan.dtype)
 
 
 def parts_to_rows(plan: Plan, weights: Weights) -> None:

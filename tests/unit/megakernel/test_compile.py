@@ -165,6 +165,7 @@ def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_soun
 SPILLED: dict[tuple[str, str, str, int], int] = {
     ("llama-3.1-8b", "fp8-32", "sm_90a", 1): 16,
     ("llama-3.1-8b", "int4", "sm_80", MAX_QUERIES): 336,
+    ("llama-3.1-8b", "int4-permuted", "sm_80", MAX_QUERIES): 360,
     ("llama-3.1-8b", "int8", "sm_80", MAX_QUERIES): 588,
     ("llama-3.1-8b", "int4", "sm_89", MAX_QUERIES): 228,
     ("llama-3.1-8b", "int8", "sm_89", MAX_QUERIES): 288,
@@ -172,6 +173,9 @@ SPILLED: dict[tuple[str, str, str, int], int] = {
 QUANTISED = [
     ("small", "int4-zeros", "sm_90a", MAX_QUERIES),
     ("small", "fp8-block", "sm_90a", MAX_QUERIES),
+    ("small", "int8-permuted", "sm_90a", MAX_QUERIES),
+    ("llama-3.1-8b", "int4-permuted", "sm_90a", 1),
+    ("llama-3.1-8b", "int4-permuted", "sm_90a", MAX_QUERIES),
     *(
         pytest.param("llama-3.1-8b", kind, "sm_90a", queries, marks=marks)
         for kind, marks in (
@@ -189,7 +193,7 @@ QUANTISED = [
         pytest.param("llama-3.1-8b", kind, arch, MAX_QUERIES, marks=pytest.mark.slow)
         for kind, arch in (
             ("int8", "sm_80"), ("fp8", "sm_80"), ("int4", "sm_89"), ("fp8", "sm_89"),
-            ("int4", "sm_120a"), ("int8", "sm_120a"),
+            ("int4", "sm_120a"), ("int8", "sm_120a"), ("int4-permuted", "sm_80"),
         )
     ),
 ]  # fmt: skip

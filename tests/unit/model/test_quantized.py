@@ -53,6 +53,12 @@ def test_names_for_files_and_for_people() -> None:
         ),
         ([None], int8, "bf16+int8 head", "bf16, head int8 (one scale a row)"),
         (
+            [replace(int4, permuted=True), int4],
+            None,
+            "int4-permuted+int4",
+            "int4-permuted (groups of 128), int4 (groups of 128), head bf16",
+        ),
+        (
             [blocks, None],
             None,
             "fp8-block+bf16",

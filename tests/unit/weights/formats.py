@@ -185,10 +185,15 @@ def like_awq(group: int, *, sym: bool = False) -> Callable[[Tensor], Stored]:
 
 
 def like_gptq(
-    bits: int, group: int, *, sym: bool, offset: int = 1, shuffled: bool = False
+    bits: int,
+    group: int,
+    *,
+    sym: bool,
+    offset: int = 1,
+    order_of: Callable[[int], Tensor] = torch.arange,
 ) -> Callable[[Tensor], Stored]:
     def store(weight: Tensor) -> Stored:
-        order = torch.randperm(weight.shape[1]) if shuffled else torch.arange(weight.shape[1])
+        order = order_of(weight.shape[1])
         back = order.argsort()
         m = rounded(weight[:, order], bits, group, sym=sym, least=offset)
         codes = torch.tensor(m.codes)[:, back].tolist()
@@ -196,6 +201,11 @@ def like_gptq(
         return gptq(m, offset), m.numbers
 
     return store
+
+
+def one_order(columns: int) -> Tensor:
+    """The same for all matrices that are so wide, as those with the same activations have it."""
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
 
 
 def float8(
@@ -395,7 +405,18 @@ FORMATS = [
     Format(
         "gptq-ordered",
         {**_GPTQ, "desc_act": True},
-        like_gptq(4, 32, sym=True, shuffled=True),
+        like_gptq(4, 32, sym=True, order_of=one_order),
+        _HEAD,
+    ),
+    Format(
+        "gptq-ordered-zeros",
+        {**_GPTQ, "bits": 8, "sym": False, "desc_act": True, "lm_head": True},
+        like_gptq(8, 32, sym=False, order_of=one_order),
+    ),
+    Format(
+        "gptq-orders",
+        {**_GPTQ, "desc_act": True},
+        like_gptq(4, 32, sym=True, order_of=torch.randperm),
         _HEAD,
     ),
     Format(

@@ -11,7 +11,7 @@ from torch import Tensor
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import joined
-from soloist.model.quantized import Quantized
+from soloist.model.quantized import COLUMNS, Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.weights.numbers import numbers
@@ -71,6 +71,7 @@ def both_ways(checkpoint: Checkpoint, one: TensorSpec, wanted: Tensor) -> Quanti
     width = columns // 2 if quantized.codes == "int4" else columns
     assert parts[""].shape == (rows, width)
     for part in quantized.parts[1:]:
-        assert parts[part].shape == (rows, quantized.groups(columns))
+        of_part = (columns,) if part == COLUMNS else (rows, quantized.groups(columns))
+        assert parts[part].shape == of_part
     same_bits(numbers(quantized, parts).to(wanted.dtype), wanted)
     return quantized

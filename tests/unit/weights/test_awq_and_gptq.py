@@ -1,5 +1,6 @@
 """AWQ, GPTQ and AutoRound against their formats' definitions, spelled out number by number."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soloist.errors import QuantizationMismatch
+from soloist.errors import QuantizationMismatch, WrongShape
 from soloist.model.dtype import Dtype
+from soloist.model.quantization.column_order import column_order
 from soloist.model.quantization.matrices import joined
-from soloist.model.quantized import Codes, Quantized
+from soloist.model.quantized import COLUMNS, SCALES, Codes, Quantized
+from soloist.weights.numbers import unpacked
 from unit.weights.formats import awq, gptq, matrix
-from unit.weights.quantised import both_ways, of, read, same_bits, spec, write
+from unit.weights.quantised import both_ways, kept, of, read, same_bits, spec, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}
+ORDERED = {**GPTQ, "bits": 4, "group_size": 32, "desc_act": True}
 
 
 # --- AWQ -----------------------------------------------------------------------------------------
@@ -88,12 +92,56 @@ def test_the_wrong_version_of_a_symmetric_file_is_noticed(tmp_path: Path) -> Non
 def test_columns_in_the_order_of_activations(bits: int, group: int, tmp_path: Path) -> None:
     m = matrix(16, 128, group, bits, least=1, shuffled=True)
     config = {**GPTQ, "bits": bits, "group_size": group, "sym": False, "desc_act": True}
-    checkpoint, one = write(tmp_path, config, of("a", gptq(m))), spec(m.shape)
-    same_bits(read(checkpoint, one, torch.float32), m.numbers)
-    if group == -1:
-        both_ways(checkpoint, one, m.numbers)  # one group has no order
-    else:
-        assert joined(checkpoint.quantization, one) is None
+    checkpoint = write(tmp_path, config, of("a", gptq(m)))
+    quantized = both_ways(checkpoint, spec(m.shape), m.numbers)
+    assert quantized.permuted is (group != -1)  # one group has no order
+
+
+def test_codes_are_kept_by_group(tmp_path: Path) -> None:
+    """Columns of a group come one after the other, as they followed each other before."""
+    m = matrix(8, 96, 32, least=1, shuffled=True)
+    checkpoint = write(tmp_path, {**ORDERED, "sym": False}, of("a", gptq(m)))
+    _, parts = kept(checkpoint, spec(m.shape))
+    order = sorted(range(96), key=lambda k: (m.of[k], k))
+    assert parts[COLUMNS].tolist() == order
+    assert unpacked(parts[""]).tolist() == [[row[k] for k in order] for row in m.codes]
+    assert torch.equal(parts[SCALES], m.scales)
+
+
+def test_sources_of_one_order_are_one_matrix(tmp_path: Path) -> None:
+    """q, k and v have the same inputs, and so the same order; any other one is no one matrix."""
+    first, second = (matrix(16, 64, 32, least=1, shuffled=True, seed=seed) for seed in (1, 2))
+    second = replace(second, of=first.of)
+    tensors = of("a", gptq(first)) | of("b", gptq(second))
+    config, both = {**ORDERED, "sym": False}, spec(*[(16, 64)] * 2)
+    wanted = torch.cat([first.numbers, second.numbers])
+    assert both_ways(write(tmp_path, config, tensors), both, wanted).permuted
+    for of_another in (first.of[::-1], sorted(first.of)):
+        second = replace(second, of=of_another)
+        checkpoint = write(tmp_path, config, tensors | of("b", gptq(second)))
+        assert joined(checkpoint.quantization, both) is None
+        wanted = torch.cat([first.numbers, second.numbers])
+        same_bits(read(checkpoint, both, torch.float32), wanted)
+
+
+def test_an_order_that_is_allowed_but_not_there(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, least=1)
+    checkpoint = write(tmp_path, {**ORDERED, "sym": False}, of("a", gptq(m)))
+    assert not both_ways(checkpoint, spec(m.shape), m.numbers).permuted
+
+
+def test_groups_of_several_sizes_are_numbers(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, least=1)
+    m = replace(m, of=[0] * 33 + [1] * 31)
+    checkpoint = write(tmp_path, {**ORDERED, "sym": False}, of("a", gptq(m)))
+    assert joined(checkpoint.quantization, spec(m.shape)) is None
+    same_bits(read(checkpoint, spec(m.shape), torch.float32), m.numbers)
+
+
+@pytest.mark.parametrize("columns", [1 << 16, (1 << 16) + 32])
+def test_a_table_names_so_many_columns(columns: int) -> None:
+    groups = torch.arange(columns).flip(0).int().numpy() // 32
+    assert (column_order(groups, 32) is None) is (columns > 1 << 16)
 
 
 def test_an_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
@@ -104,14 +152,24 @@ def test_an_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> No
         read(checkpoint, spec(m.shape), torch.float32)
 
 
-def test_groups_that_are_not_there_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "told"), [(2, "0 … 2"), (-1, "-1 … 1")])
+def test_groups_that_are_not_there_are_refused(given: int, told: str, tmp_path: Path) -> None:
     m = matrix(16, 64, 32, least=1)
     tensors = gptq(m)
-    tensors["g_idx"][3] = 2
-    config = {**GPTQ, "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
-    checkpoint = write(tmp_path, config, of("a", tensors))
-    with pytest.raises(QuantizationMismatch, match=r"groups 0 … 2.*0 … 1"):
+    tensors["g_idx"][3] = given
+    checkpoint = write(tmp_path, {**ORDERED, "sym": False}, of("a", tensors))
+    assert joined(checkpoint.quantization, spec(m.shape)) is None
+    with pytest.raises(QuantizationMismatch, match=f"groups {told}.*0 … 1"):
         read(checkpoint, spec(m.shape), torch.float32)
+
+
+def test_an_order_of_other_columns_is_refused(tmp_path: Path) -> None:
+    m = matrix(16, 64, 32, least=1, shuffled=True)
+    tensors = gptq(m)
+    tensors["g_idx"] = tensors["g_idx"][:-1]
+    checkpoint = write(tmp_path, {**ORDERED, "sym": False}, of("a", tensors))
+    with pytest.raises(WrongShape, match=r"a.g_idx.*63.*64"):
+        checkpoint.check([spec(m.shape)])
 
 
 def test_dynamic_overrides(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
-from soloist.model.quantized import Codes, Quantized
+from soloist.model.quantized import COLUMNS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.parallel.share import part_of
 from soloist.weights import packing as packing_module
@@ -150,6 +150,9 @@ def random_parts(config: ModelConfig, stored: dict[str, Quantized]) -> Weights:
         if one.has_zeros:
             zeros = bytes_of(rows, one.groups(columns), 16)
             weights[f"{spec.name}.zeros"] = zeros.view(dtype)
+        if one.permuted:
+            order = torch.randperm(columns, generator=generator)
+            weights[spec.name + COLUMNS] = order.to(torch.uint16)
     return weights
 
 
@@ -174,8 +177,20 @@ def rows_of(config: ModelConfig, weights: Weights, stored: dict[str, Quantized])
         (Attention(8, 1, 128), Quantized(Codes.INT8, 128, Dtype.BF16, has_zeros=True)),
         (Attention(4, 2, 64), BLOCKS),
         (Attention(4, 2, 128), Quantized(Codes.FP8, 0, Dtype.BF16)),
+        (Attention(8, 4, 64), replace(INT4, group=64, permuted=True)),
+        (Attention(6, 2, 32), Quantized(Codes.INT8, 32, Dtype.FP16, True, permuted=True)),
     ],
-    ids=["int4", "zeros", "few-heads", "int8", "one-kv-head", "blocks", "fp8"],
+    ids=[
+        "int4",
+        "zeros",
+        "few-heads",
+        "int8",
+        "one-kv-head",
+        "blocks",
+        "fp8",
+        "permuted",
+        "permuted-zeros",
+    ],
 )
 def test_shards_of_parts_are_shards_of_numbers(
     attention: Attention, one: Quantized, ranks: int
@@ -183,7 +198,10 @@ def test_shards_of_parts_are_shards_of_numbers(
     config = model(*[attention] * 2, hidden_size=384, ffn=640, vocab_size=1003)
     stored = alike(config, one)
     formats = formats_of(stored, config, ranks)
-    assert {name.rpartition(".")[2] for name in formats} >= {"qkv", "gate_up", "attention_output"}
+    found = {name.rpartition(".")[2] for name in formats}
+    assert found >= {"qkv", "gate_up", "head"}
+    # Ranks have some of its columns each, which lie in no order of their own.
+    assert ("attention_output" in found) is (ranks == 1 or not one.permuted)
     given = random_parts(config, stored)
     wanted = rows_of(config, given, stored)
     # What the kernel does not take was read as numbers.
@@ -201,7 +219,7 @@ def test_shards_of_parts_are_shards_of_numbers(
         packed = pack_weights(plan, own, CPU)
         assert not own, "everything was taken"
         parts_to_rows(plan, kept)
-        unpacked = Unpacked(plan, packed.image, packed.embedding)
+        unpacked = Unpacked(plan, packed)
         assert kept.keys() == rows.keys()
         for name, values in rows.items():
             assert torch.equal(kept[name], values), name
@@ -294,10 +312,10 @@ def test_packing_some_blocks_at_a_time_gives_the_same_image(
         DENSE, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=9), 1, formats_of(stored, DENSE)
     )
     given = random_parts(DENSE, stored)
-    whole = pack_weights(plan, dict(given), CPU).image
+    whole = pack_weights(plan, dict(given), CPU)
     monkeypatch.setattr(packing_module, "VALUES_AT_ONCE", 1)
-    assert torch.equal(pack_weights(plan, dict(given), CPU).image, whole)
-    rows = Unpacked(plan, whole, given["embedding"])
+    assert torch.equal(pack_weights(plan, dict(given), CPU).image, whole.image)
+    rows = Unpacked(plan, whole)
     for name, values in rows_of(DENSE, given, stored).items():
         if name in stored:
             assert torch.equal(rows(name), values), name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
@@ -31,7 +32,8 @@ def test_rows_come_back_from_the_image(tied: bool) -> None:
     packed_head = pack(plan, plan.head, {"": weights["embedding" if tied else "head"]})
     place(plan, plan.head, 0, packed_head, image)
     assert torch.equal(gather(plan, plan.head, 0, image), packed_head)
-    rows = Unpacked(plan, image, None if tied else weights["embedding"])
+    table = None if tied else weights["embedding"]
+    rows = Unpacked(plan, PackedWeights(image, torch.empty(0), table))
     for name, values in weights.items():
         if values.ndim == 2:
             assert torch.equal(rows(name), values), name

@@ -13,12 +13,12 @@
 // Products with the activations as they came: what their norm makes of them, attention adds, since the squares that it
 // follows from come last. It is known before the block attends.
 template <class L, class M>
-__device__ __forceinline__ void qkv(L, Context<M>& cx, u32) {
+__device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   using Qkv = typename L::Qkv;
   cx.begin(Phase::kQkv);
   const u32 units = Qkv::num_units(cx.block), first = Qkv::first_unit(cx.block) * 8, in = cx.next_in();
   ++cx.layers_done;
-  GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx);
+  GlobalOperand<Qkv> operand(stream_operand<InStream<M>>(cx, in), cx, L::vectors(layer));
   Scale<InStream<M>> scale;
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
   const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
-  GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx);
+  GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx, L::vectors(layer));
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   cx.mark();

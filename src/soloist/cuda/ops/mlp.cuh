@@ -69,7 +69,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   cx.let_clean(cx.layers_done + cx.round - 1);
   const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
   const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
-  GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx);
+  GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
   Scale<MidStream<M>> scale;
   const auto arrived = [&] {
     scale.load(cx, cx.layers_done);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void down(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(M::attention_norm(layer + 1)),
                L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecDownBias : nullptr);
   const RankRows<InStream<M>> ranks(cx, cx.next_in(), M::Residual::first_unit(cx.block) * 8 + cx.lane);
-  GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx);
+  GlobalOperand<Down> operand(gated_operand<L>(cx, cx.layers_done), cx, L::vectors(layer));
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   cx.mark();

@@ -30,16 +30,49 @@ inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 template <class Op>
 inline constexpr bool kConverts = kRoomQueries == 1 && kArithmetic<Op> != Arithmetic::kPlain;
 
+// Columns of a permuted matrix meet activations that a table in global memory names, 16 bits for each column. Threads gather
+// them: a word has two, and is its own ready flag. As long as one is missing so are all 8.
+struct Gathered8 {
+  const u8* query;  // the activations of a query
+  const u16* table;  // from the lane's first column on
+
+  __device__ __forceinline__ uint4 load(u32 column) const {
+    const uint4 places = __ldg(reinterpret_cast<const uint4*>(table + column));
+    const u32 pairs[4] = {places.x, places.y, places.z, places.w};
+    u32 words[8], v[4];
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) words[i] = word(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xFFFF);
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) ready &= is_present(words[i]);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 odd = pairs[i] & 0x00010001, halves = 0x5410 + (odd & 1) * 0x22 + (odd >> 16) * 0x2200;
+      v[i] = ready ? present(__byte_perm(words[2 * i], words[2 * i + 1], halves)) : kSentinel;
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+  }
+
+ private:
+  __device__ __forceinline__ u32 word(u32 k) const {
+    const u32 at = k / 32 * (kRoomQueries * 64) + k % 32 / 2 * 4;
+    return __float_as_uint(load_exchanged(reinterpret_cast<const float*>(query + at)));
+  }
+};
+
 // Activations of the round in global memory.
 template <class Op>
 struct GlobalOperand {
+  static_assert(!Op::kPermuted || kArithmetic<Op> != Arithmetic::kPlain, "values of 16 bits lie in the order of columns");
   static constexpr u32 kLoads = kPairs<Op> ? 1 : 2;  // of a step
   const u8* lane_base;
   bool active;
   u32 converted, powers;  // of the warp, in shared memory
+  Gathered8 gathered;  // of a permuted matrix
 
+  // `vectors`: where those of the layer begin.
   template <class C>
-  __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx)
+  __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx, u64 vectors = 0)
       : lane_base(buffer + (cx.warp * 2 * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
     if constexpr (kConverts<Op>) {
@@ -47,10 +80,20 @@ struct GlobalOperand {
       converted = cx.shared.converted() + cx.warp * (kConvertedSteps * 128);
       powers = cx.shared.converted() + kConsumerWarps * kConvertedSteps * 128 + cx.warp * (kConvertedSteps * 4);
     }
+    if constexpr (Op::kPermuted) {
+      const u32 query = kConverts<Op> ? 0 : cx.lane / 4, column = cx.warp * 64 + cx.lane % (kConverts<Op> ? 8 : 4) * 8;
+      gathered.query = buffer + query * 64;
+      gathered.table = reinterpret_cast<const u16*>(cx.vectors(vectors + Op::kTable)) + column;
+    }
   }
+  template <bool kGathers>
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
+    if constexpr (kGathers) {
+      if (active) v = gathered.load(step * kStepColumns + part * 32);
+    } else {
+      if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
+    }
     return v;
   }
 };
@@ -61,9 +104,10 @@ struct Ahead {
   static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
   uint4 b[Op::kDepth][kLoads];
 
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 d, u32 step) {
 #pragma unroll
-    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.load(step, i);
+    for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.template load<kGathers>(step, i);
   }
   // The sum over sentinels of a step: 0 if all of its activations are there.
   __device__ __forceinline__ float missing(u32 d, float of_others = 0.0f) const {
@@ -77,13 +121,16 @@ struct Ahead {
     for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[d][i]);
     return ready;
   }
-  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one.
+  // Load the first steps, all at once until all are there. `multiply` sees to the others one by one. To gather them takes many
+  // times the traffic of loading as many in order, so these are waited for first.
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+    if constexpr (kGathers) fill<false>(operand);
 #pragma unroll 1
     for (;;) {
       bool ready = true;
 #pragma unroll
-      for (u32 d = 0; d < Op::kDepth; ++d) load(operand, d, d);
+      for (u32 d = 0; d < Op::kDepth; ++d) load<kGathers>(operand, d, d);
       float sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (u32 d = 0; d < Op::kDepth; ++d) sums[d % 2] = missing(d, sums[d % 2]);

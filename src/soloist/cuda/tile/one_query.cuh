@@ -14,13 +14,26 @@ struct Ahead<Op, true> {
   uint4 b[kLoads];
   bool made = false;  // of the only chunk: it is converted
 
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 chunk) {
+    if constexpr (kGathers) {
+      gather(operand, chunk);
+    } else {
 #pragma unroll
-    for (u32 i = 0; i < kLoads; ++i) {
-      const u32 step = chunk * kConvertedSteps + i * 4 + threadIdx.x % 32 / 8;
-      b[i] = make_uint4(0, 0, 0, 0);
-      if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step * (kStepColumns * 2));
+      for (u32 i = 0; i < kLoads; ++i) {
+        const u32 step = chunk * kConvertedSteps + i * 4 + threadIdx.x % 32 / 8;
+        b[i] = make_uint4(0, 0, 0, 0);
+        if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step * (kStepColumns * 2));
+      }
     }
+  }
+  // The same for a permuted matrix; no loop, since the compiler does not unroll one as long as this.
+  template <u32 kFirst = 0>
+  __device__ __forceinline__ void gather(const GlobalOperand<Op>& operand, u32 chunk) {
+    const u32 step = chunk * kConvertedSteps + kFirst * 4 + threadIdx.x % 32 / 8;
+    b[kFirst] = operand.gathered.load(min(step, Op::kSteps - 1) * kStepColumns);
+    if (step >= Op::kSteps) b[kFirst] = make_uint4(0, 0, 0, 0);
+    if constexpr (kFirst + 1 < kLoads) gather<kFirst + 1>(operand, chunk);
   }
   __device__ __forceinline__ bool is_there() const {
     float sum = 0.0f;
@@ -32,10 +45,12 @@ struct Ahead<Op, true> {
     for (u32 i = 0; i < kLoads; ++i) ready = ready && is_present(b[i]);
     return __all_sync(~0u, ready);
   }
-  // Load the first steps, until all of them are there.
+  // Load the first steps, until all of them are there; gathered ones are looked at once as many others are.
+  template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void fill(const GlobalOperand<Op>& operand) {
+    if constexpr (kGathers) fill<false>(operand);
 #pragma unroll 1
-    do load(operand, 0);
+    do load<kGathers>(operand, 0);
     while (!is_there());
   }
   // Until those that were asked for are there.

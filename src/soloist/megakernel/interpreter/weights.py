@@ -41,6 +41,8 @@ class Weights:
     def product(self, op: Operation, x: Tensor, layer: int, block: int) -> Tensor:
         """[rows, 8] of a block's rows and activations [columns, 8]."""
         numbers = self._matrix(op, layer, block)
+        if op.matrix.format.is_permuted:
+            x = x[self._columns(op, layer)]
         return product(numbers, op.matrix.format, x, self._half, rounds=self._rounds)
 
     def _matrix(self, op: Operation, layer: int, block: int) -> Numbers:
@@ -51,6 +53,12 @@ class Weights:
             packed, rows = image[start // each : end // each], len(rows_of(op, block))
             self._matrices[name, layer, block] = unpacked(packed, op, rows, self._half)
         return self._matrices[name, layer, block]
+
+    def _columns(self, op: Operation, layer: int) -> Tensor:
+        """The activations that a permuted matrix's columns meet, padding included."""
+        start = self._plan.image.table_offset(layer, op.matrix.name)
+        words = self._memory.vectors[start : start + op.table_values]
+        return words.contiguous().view(torch.uint16).long()
 
     def vector(self, layer: int, name: str, rows: range) -> Tensor:
         """Norm weights or biases of some rows; a bias that the model has not is zero."""

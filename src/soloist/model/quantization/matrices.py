@@ -1,12 +1,14 @@
 """Which tensors of a checkpoint stand for a matrix, as its configuration and its files say it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
+from typing import Any
 
 from soloist.errors import QuantizationMismatch, WrongShape
 from soloist.model.dtype import Dtype
+from soloist.model.quantization.column_order import CONSECUTIVE, column_order
 from soloist.model.quantization.scheme import Layout, Method, Part, Role, Scheme
 from soloist.model.quantized import Quantized
 from soloist.model.stored import PLAIN, StoredTensor
@@ -65,10 +67,12 @@ class Quantization:
     Attributes:
         method: of the configuration.
         tensors: of the checkpoint, by name.
+        read: the values of a small tensor, as a numpy array.
     """
 
     method: Method
     tensors: Mapping[str, StoredTensor]
+    read: Callable[[StoredTensor], Any]
 
     def stored(self, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
         """How each source of a tensor is stored; None for one that stands for itself.
@@ -79,6 +83,21 @@ class Quantization:
         return tuple(
             self._stored(source) if may_be_quantised(spec) else None for source in spec.sources
         )
+
+    def column_order(self, matrix: StoredMatrix) -> bytes | None:
+        """As of `column_order`, of a matrix that may have one.
+
+        Raises:
+            TruncatedFile: the file cannot be read.
+        """
+        groups = matrix.tensors.get(Role.GROUPS)
+        if groups is None or not matrix.scheme.reordered or _num_groups(matrix) == 1:
+            return CONSECUTIVE
+        return column_order(self.read(groups), matrix.scheme.group)
+
+    def sorted_columns(self, matrix: StoredMatrix) -> Any:  # noqa: ANN401 - numpy is not imported
+        """Columns [K] of a matrix with an order, sorted by group, as numpy integers."""
+        return self.read(matrix.tensors[Role.GROUPS]).argsort(kind="stable")
 
     def missing(self, spec: TensorSpec) -> list[str]:
         """Names of tensors that should be there."""
@@ -180,19 +199,21 @@ def joined(quantization: Quantization | None, spec: TensorSpec) -> Quantized | N
     """What the whole tensor is once its sources are put below each other.
 
     None where they cannot be one: a part is in 16 bits, or of another kind, or in another order of
-    columns.
+    columns, or in an order that cannot be kept.
     """
     if quantization is None or spec.axis != 0:
         return None
     matrices: list[StoredMatrix] = []
     for matrix in quantization.stored(spec):
-        if matrix is None or (matrix.scheme.reordered and _num_groups(matrix) > 1):
+        if matrix is None:
             return None
         matrices.append(matrix)
     kinds = {replace(matrix.quantized, scale_rows=1) for matrix in matrices}
-    if len(kinds) > 1:
+    orders = {quantization.column_order(matrix) for matrix in matrices}
+    if len(kinds) > 1 or len(orders) > 1 or None in orders:
         return None
-    return replace(kinds.pop(), scale_rows=_rows_sharing(matrices))
+    permuted = orders != {CONSECUTIVE}
+    return replace(kinds.pop(), scale_rows=_rows_sharing(matrices), permuted=permuted)
 
 
 def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:

@@ -8,8 +8,9 @@ from torch import Tensor
 from soloist.errors import QuantizationMismatch
 from soloist.model.quantization.matrices import StoredMatrix
 from soloist.model.quantization.scheme import Role
-from soloist.model.quantized import SCALES, ZEROS, Quantized
+from soloist.model.quantized import COLUMNS, SCALES, ZEROS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
+from soloist.weights.numbers import packed, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class Decoded:
     quantized: Quantized
     parts: dict[str, Tensor]
     groups: Tensor | None = None
+
+    def by_group(self) -> dict[str, Tensor]:
+        """Parts in which columns of codes lie by group, with a table that says which they are."""
+        if self.groups is None:
+            return self.parts
+        columns, codes = self.groups.argsort(stable=True), self.parts[""]
+        if self.quantized.codes is Codes.INT4:
+            codes = packed(unpacked(codes)[:, columns])
+        else:
+            codes = codes.view(torch.uint8)[:, columns].view(codes.dtype)
+        return {**self.parts, "": codes, COLUMNS: columns.to(torch.uint16)}
 
 
 def decoded(
