@@ -156,14 +156,22 @@ def test_16_bits_keep_their_slots() -> None:
         assert "converted" not in plan.shared.buffers
 
 
-def test_copies_of_quantised_weights_are_as_many() -> None:
-    """They are counted in slots, whose bytes are as many as those of 16 bits, or few more."""
+def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
+    """On one GPU. Blocks that stream little ask for few in any case, and ranks by the ring."""
     config = replace(SMALL, tied_head=False)
-    plans = [
+    little = [
         make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
         for formats in (None, formats_of(alike(config, "int4")))
     ]
-    assert len({plan.copies_in_flight for plan in plans}) == 1
-    large = [planned("llama-3.1-8b", "int4", "sm_90a"), make_plan(
-        model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])]  # fmt: skip
-    assert len({plan.copies_in_flight for plan in large}) == 1
+    assert {(p.waiting_copies_in_flight, p.copies_in_flight) for p in little} == {(0, (2, 2, 2))}
+    assert {plan.quantized_batch_slots for plan in little} == {2}
+    plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
+    assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
+    much = planned("llama-3.1-8b", "int4", "sm_90a")
+    assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (4, 4, 4))
+    assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
+    ranks = make_plan(
+        model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"], ranks=2,
+        formats=formats_of(alike(model("llama-3.1-8b"), "int4")),
+    )  # fmt: skip
+    assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)

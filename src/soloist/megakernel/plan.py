@@ -209,8 +209,8 @@ class Plan:
         Several let more tiles overlap. One returns sooner to the ring, which counts where blocks
         wait for the memory rather than for each other.
         """
-        slots = self.gpu.architecture.tuning.few_quantized_batch_slots if self._streams_little else 1
-        return slots if self.shared.ring_slots >= 2 * slots else 1
+        slots = self.gpu.architecture.tuning.few_quantized_batch_slots
+        return slots if self._streams_little and self.shared.ring_slots >= 2 * slots else 1
 
     @property
     def early_slots(self) -> int:

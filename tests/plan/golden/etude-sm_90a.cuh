@@ -286,6 +286,7 @@ struct Model {
   static constexpr unsigned kCopies = 2u;
   static constexpr unsigned kHalfCopies = 2u;
   static constexpr unsigned kEmptyCopies = 2u;
+  static constexpr unsigned kWaitingCopies = 0u;
   static constexpr unsigned kHeadCopies = 3u;
   static constexpr unsigned kFetchSlots = 0u;
   static constexpr unsigned kReduceBytes = 16384u;
@@ -296,6 +297,7 @@ struct Model {
   static constexpr unsigned kSplitPositions = 768u;
   static constexpr unsigned kRotationLayers = 1u;
   static constexpr unsigned kEarlySlots = 4u;
+  static constexpr unsigned kQuantizedBatch = 2u;
   static constexpr unsigned kRowTiles = 2u;
   static constexpr unsigned kWarpTiles = 2u;
   static constexpr unsigned kSoftmaxLanes = 8u;
