@@ -183,7 +183,10 @@ class LayerKind:
         if matrix.order is not RowOrder.PAIRED:
             return self.spread.in_groups(matrix, matrix.max_tiles)
         # In as few groups of tiles as registers allow.
-        groups = -(-matrix.max_tiles // self.spread.most_tiles)
+        most = self.spread.most_tiles
+        if not stored.is_plain:
+            most = min(most, self.spread.gpu.architecture.tuning.quantized_group_tiles)
+        groups = -(-matrix.max_tiles // most)
         if groups == 1 and self.spread.is_shared:
             # A share has few rows for each block: smaller units part them more evenly.
             finer = replace(matrix, order=RowOrder.FINELY_PAIRED)

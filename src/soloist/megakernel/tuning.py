@@ -36,6 +36,8 @@ class Tuning:
         head_group_tiles: tiles of the head whose sums a warp keeps at once, at most.
         multiply_registers: of a consumer thread, for all but a multiply's sums.
         tile_registers: for the sums of one tile.
+        quantized_group_tiles: tiles of a quantised gate_up whose sums a warp keeps at once, at
+            most: scales and digits need registers, too.
         max_chains: sums of a tile that a warp adds to side by side.
         batch_slots: slots that a consumer warp takes before it gives one back.
         few_quantized_batch_slots: slots of quantised weights that it takes together with one query,
@@ -70,6 +72,7 @@ class Tuning:
     head_group_tiles: int = 8
     multiply_registers: int = 120
     tile_registers: int = 4
+    quantized_group_tiles: int = 24
     max_chains: int = 4
     batch_slots: int = 2
     few_quantized_batch_slots: int = 2
@@ -89,3 +92,5 @@ HOPPER = Tuning()
 NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1)
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
+# The compiler spills nothing of quantised matrices then; on sm_80 it does in any case.
+ADA = replace(OLDER, quantized_group_tiles=6)

@@ -190,6 +190,10 @@ QUANTISED = [
         for kind, arch in (("int4", "sm_80"), ("int8", "sm_89"), ("fp8", "sm_120a"))
     ),
     *(
+        pytest.param("llama-3.1-8b", "fp8", arch, 1, marks=pytest.mark.slow)
+        for arch in ("sm_80", "sm_89")
+    ),
+    *(
         pytest.param("llama-3.1-8b", kind, arch, MAX_QUERIES, marks=pytest.mark.slow)
         for kind, arch in (
             ("int8", "sm_80"), ("fp8", "sm_80"), ("int4", "sm_89"), ("fp8", "sm_89"),
