@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from soloist.errors import SoloistError
-from soloist.server import documentation, playground, status
+from soloist.server import documentation, ollama, ollama_models, playground, status
 from soloist.server.access import CountReply, Gate, Lock
 from soloist.server.bodies import whole_reply
 from soloist.server.chat import chat_completions
@@ -37,6 +37,12 @@ ROUTES = (
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", partial(whole_reply, job=COUNT_TOKENS), methods=["POST"]),
+    Route("/api/chat", ollama.chat, methods=["POST"]),
+    Route("/api/generate", ollama.generate, methods=["POST"]),
+    Route("/api/show", ollama_models.show, methods=["POST"]),
+    Route("/api/tags", ollama_models.tags),
+    Route("/api/ps", ollama_models.ps),
+    Route("/api/version", ollama_models.version),
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
