@@ -16,6 +16,7 @@ from soloist.server.fields import (
     Fields,
     TokenizeRequest,
 )
+from soloist.server.preparation.llama_cpp import InfillRequest, LlamaCppRequest
 from soloist.server.preparation.messages import CountRequest, MessagesRequest
 from soloist.server.preparation.ollama import (
     OllamaChatRequest,
@@ -34,6 +35,8 @@ _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/api/chat": ("Answer a conversation, in Ollama's API", OllamaChatRequest),
     "/api/generate": ("Answer or continue a text, in Ollama's API", OllamaGenerateRequest),
     "/api/show": ("What the model can do, in Ollama's API", ShowRequest),
+    "/completion": ("Continue a text, in llama.cpp's API", LlamaCppRequest),
+    "/infill": ("Fill a gap in a text, in llama.cpp's API", InfillRequest),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),
     "/detokenize": ("The text of token ids", DetokenizeRequest),
 }
@@ -44,6 +47,8 @@ _READS = {
     "/api/tags": "The names of the served model, in Ollama's API",
     "/api/ps": "The same with its context",
     "/api/version": "The version of Ollama whose API this is",
+    "/props": "The model and its context, in llama.cpp's API",
+    "/slots": "Places for requests that run at once, in llama.cpp's API",
     "/health": "Whether requests are answered: 200 while idle or while tokens come, 503 while "
     "loading, stopping or stuck",
     "/health/ready": "The same as /health",

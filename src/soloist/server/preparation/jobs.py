@@ -12,6 +12,12 @@ from soloist.server.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from soloist.server.preparation.bounds import check_body, check_fields
 from soloist.server.preparation.chat import prepare_chat
 from soloist.server.preparation.completions import prepare_completions
+from soloist.server.preparation.llama_cpp import (
+    InfillRequest,
+    LlamaCppRequest,
+    prepare_infill,
+    prepare_llama_cpp,
+)
 from soloist.server.preparation.messages import (
     CountRequest,
     MessagesRequest,
@@ -60,6 +66,8 @@ COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages")
 OLLAMA_CHATS = Job("ollama_chat", OllamaChatRequest, prepare_ollama_chat, "messages")
 OLLAMA_TEXTS = Job("ollama_text", OllamaGenerateRequest, prepare_ollama_text)
 OLLAMA_SHOWS = Job("ollama_show", ShowRequest, prepare_show, has_template=False)
+LLAMA_CPP = Job("llama_cpp", LlamaCppRequest, prepare_llama_cpp, has_template=False)
+INFILLS = Job("infill", InfillRequest, prepare_infill, has_template=False)
 TOKENIZE = Job("tokenize", TokenizeRequest, tokenize)
 DETOKENIZE = Job("detokenize", DetokenizeRequest, detokenize, "tokens", has_template=False)
 
@@ -67,7 +75,7 @@ JOBS: dict[str, Job[Any]] = {
     job.name: job
     for job in (
         CHATS, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE,
-        OLLAMA_CHATS, OLLAMA_TEXTS, OLLAMA_SHOWS,
+        OLLAMA_CHATS, OLLAMA_TEXTS, OLLAMA_SHOWS, LLAMA_CPP, INFILLS,
     )
 }  # fmt: skip
 
@@ -99,12 +107,14 @@ def run(
 
 
 def served_name(names: Sequence[str], asked: str | None) -> str:
-    """The name to reply with; `:latest` behind a name, as Ollama's clients write it, is none.
+    """The name to reply with: the first one for none, which some clients write as an empty text.
+
+    `:latest` may stand behind a name, as Ollama's clients write it.
 
     Raises:
         Problem: 404 for a name that is not served.
     """
-    if asked is None:
+    if not asked:
         return names[0]
     if asked not in names and asked.removesuffix(":latest") not in names:
         raise Problem(
