@@ -20,6 +20,8 @@ from server.running import (
 from server.test_openai import answer, chat_answer
 from server.test_tools import ARGUMENTS, TEXT, TOOLS
 from soloist.server.ollama_conversation import plain_conversation
+from soloist.server.preparation.ollama import OllamaChatRequest, prepare_ollama_chat
+from soloist.server.problems import Problem
 
 MESSAGES = [{"role": "user", "content": "A function that adds two numbers"}]
 GREEDY = {"temperature": 0, "num_predict": 20}
@@ -212,6 +214,23 @@ def test_calls_have_objects_and_reasoning_is_apart(calling) -> None:
     assert [call["function"] for call in streamed] == functions
     assert "".join(line["message"].get("thinking", "") for line in told) == "They want it."
     assert "".join(line["message"]["content"] for line in told) == "Let me see."
+
+
+def test_thinking_is_the_templates_switch() -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    processor = with_tools(Scripted(), template=template).processor
+
+    def prompt(think: bool | None) -> str:
+        asked = OllamaChatRequest(model="gpt", messages=MESSAGES, think=think)
+        prepared = prepare_ollama_chat(processor, asked, "gpt")
+        return processor.tokenizer.decode(prepared.prompts[0].prompt_ids)
+
+    assert prompt(True) == MESSAGES[0]["content"] + "<think>"
+    assert prompt(False) == prompt(None) == MESSAGES[0]["content"]
+    always = with_tools(Scripted(), template="{{ messages[0].content }}<think>").processor
+    asked = OllamaChatRequest(model="gpt", messages=MESSAGES, think=False)
+    with pytest.raises(Problem, match="always reasons"):
+        prepare_ollama_chat(always, asked, "gpt")
 
 
 def test_results_belong_to_calls_in_their_order() -> None:
