@@ -21,7 +21,9 @@ from soloist.server.fields import (
     TokenizeRequest,
 )
 from soloist.server.generation import Generation
+from soloist.server.preparation.llama_cpp import InfillRequest, LlamaCppRequest
 from soloist.server.preparation.messages import CountRequest, MessagesRequest
+from soloist.server.preparation.ollama import OllamaChatRequest, OllamaGenerateRequest
 from soloist.server.preparation.responses import ResponsesRequest
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill
 
@@ -30,7 +32,9 @@ PATHS = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
+    "/detokenize": DetokenizeRequest, "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest, "/infill": InfillRequest,
+    "/completion": LlamaCppRequest,
 }  # fmt: skip
 
 
@@ -47,6 +51,8 @@ def request(rng: random.Random) -> tuple[str, dict[str, object]]:
         body[rng.choice(["colour", "", "messages "])] = junk(rng)
     if rng.random() < 0.05 and body:
         del body[rng.choice(sorted(body))]
+    if body.get("echo") is True and "logprobs" in body:
+        del body["echo"]  # the script has no scores
     return path, body
 
 
@@ -67,10 +73,15 @@ def check_reply(found: Exchange, path: str, body: dict[str, object]) -> None:
     assert found.status in (200, 400, 404), (found.status, found.body, path, content)
     assert found.is_whole, (path, content)
     if found.status != 200:
-        assert json.loads(found.body)["error"]["message"]
+        error = json.loads(found.body)["error"]
+        assert error if path.startswith("/api/") else error["message"]
+    elif path.startswith("/api/"):
+        assert json.loads(found.body.splitlines()[-1])["done"] is True
     elif body.get("stream") is True and not path.endswith(("tokenize", "count_tokens")):
         last = found.body.rstrip().rpartition(b"\n\n")[2]
         ends = (b"[DONE]", b"response.completed", b"response.incomplete", b"message_stop")
+        if path in ("/infill", "/completion"):
+            ends = (b'"stop":true',) if not body.get("response_fields") else (b"data: {",)
         assert any(end in last for end in ends), (path, content, found.body[-300:])
     else:
         json.loads(found.body)
@@ -103,7 +114,7 @@ def test_ten_thousand_requests_get_answers_or_clear_refusals() -> None:
     asyncio.run(all_of_them())
     assert sum(statuses.values()) == 10_000
     for path in PATHS:
-        assert min(statuses[path, 200], statuses[path, 400]) > 30, statuses
+        assert min(statuses[path, 200], statuses[path, 400]) > 10, statuses
     assert executor.num_open == 0
     assert not of_one_kind(Generation, Request) - before
 

@@ -398,7 +398,9 @@ def test_tokens_there_and_back(http) -> None:
     assert made["tokens"] == etude().tokenizer.encode(PROMPT)
     assert made["count"] == len(made["tokens"])
     assert made["max_model_len"] == 2048
-    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": PROMPT}
+    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {
+        "prompt": PROMPT, "content": PROMPT,
+    }  # fmt: skip
     chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert chat["tokens"] == etude().encode_chat(MESSAGES)
 

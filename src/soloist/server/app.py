@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from soloist.errors import SoloistError
-from soloist.server import documentation, playground, status
+from soloist.server import documentation, llama_cpp, ollama, ollama_models, playground, status
 from soloist.server.access import CountReply, Gate, Lock
 from soloist.server.bodies import whole_reply
 from soloist.server.chat import chat_completions
@@ -34,9 +34,17 @@ log = logging.getLogger(__name__)
 ROUTES = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/infill", llama_cpp.infill, methods=["POST"]),
+    Route("/completion", llama_cpp.completion, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", partial(whole_reply, job=COUNT_TOKENS), methods=["POST"]),
+    Route("/api/chat", ollama.chat, methods=["POST"]),
+    Route("/api/generate", ollama.generate, methods=["POST"]),
+    Route("/api/show", ollama_models.show, methods=["POST"]),
+    Route("/api/tags", ollama_models.tags),
+    Route("/api/ps", ollama_models.ps),
+    Route("/api/version", ollama_models.version),
     Route("/v1/chat/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/completions/{request_id}", status.cancel, methods=["DELETE"]),
     Route("/v1/responses/{request_id}", status.cancel, methods=["DELETE"]),
@@ -46,6 +54,8 @@ ROUTES = (
     Route("/v1/models/{name:path}", status.model),
     Route("/tokenize", partial(whole_reply, job=TOKENIZE), methods=["POST"]),
     Route("/detokenize", partial(whole_reply, job=DETOKENIZE), methods=["POST"]),
+    Route("/props", llama_cpp.props),
+    Route("/slots", llama_cpp.slots),
     Route("/health", status.health),
     Route("/health/ready", status.health),
     Route("/health/live", status.live),

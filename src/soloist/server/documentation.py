@@ -16,7 +16,13 @@ from soloist.server.fields import (
     Fields,
     TokenizeRequest,
 )
+from soloist.server.preparation.llama_cpp import InfillRequest, LlamaCppRequest
 from soloist.server.preparation.messages import CountRequest, MessagesRequest
+from soloist.server.preparation.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from soloist.server.preparation.responses import ResponsesRequest
 from soloist.server.replies import json_reply
 
@@ -26,6 +32,11 @@ _REQUESTS: dict[str, tuple[str, type[Fields]]] = {
     "/v1/responses": ("Answer a conversation, in OpenAI's newer API", ResponsesRequest),
     "/v1/messages": ("Answer a conversation, in Anthropic's API", MessagesRequest),
     "/v1/messages/count_tokens": ("Count the prompt tokens of a conversation", CountRequest),
+    "/api/chat": ("Answer a conversation, in Ollama's API", OllamaChatRequest),
+    "/api/generate": ("Answer or continue a text, in Ollama's API", OllamaGenerateRequest),
+    "/api/show": ("What the model can do, in Ollama's API", ShowRequest),
+    "/completion": ("Continue a text, in llama.cpp's API", LlamaCppRequest),
+    "/infill": ("Fill a gap in a text, in llama.cpp's API", InfillRequest),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest),
     "/detokenize": ("The text of token ids", DetokenizeRequest),
 }
@@ -33,6 +44,11 @@ _READS = {
     "/": "The playground: chat, completions and races in a browser",
     "/v1/models": "The names of the served model",
     "/v1/models/{name}": "The model of one name",
+    "/api/tags": "The names of the served model, in Ollama's API",
+    "/api/ps": "The same with its context",
+    "/api/version": "The version of Ollama whose API this is",
+    "/props": "The model and its context, in llama.cpp's API",
+    "/slots": "Places for requests that run at once, in llama.cpp's API",
     "/health": "Whether requests are answered: 200 while idle or while tokens come, 503 while "
     "loading, stopping or stuck",
     "/health/ready": "The same as /health",

@@ -300,6 +300,10 @@ class TokenizeRequest(ChatFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = optional("Default true for a prompt, false for messages.")
+    content: str | None = optional("A text, as llama.cpp's clients send it.")
+    add_special: bool | None = optional("Beside content; default false.")
+    parse_special: only(True) = None  # type: ignore[valid-type]
+    with_pieces: bool | None = optional("Beside content: tokens with their texts.")
 
 
 class DetokenizeRequest(Fields):

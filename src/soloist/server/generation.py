@@ -80,6 +80,7 @@ class Generation:
         self._host, self._request_id, self._trace = host, request_id, trace
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         self._cut: Problem | None = None
+        self._ends_early = False
         self._bandwidth_gb_per_s = ready.engine.report.bandwidth_gb_per_s
         self.requests: list[Request] = []
         # Knows nothing of the generation: a circle would keep grammars until it is looked for.
@@ -134,6 +135,11 @@ class Generation:
         self._cut = self._cut or problem
         self._cancel()
 
+    def end_early(self) -> None:
+        """End all answers at the next token, as complete ones."""
+        self._ends_early = True
+        self._cancel()
+
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, as it comes, until every answer has its end.
 
@@ -169,7 +175,7 @@ class Generation:
             self._request_id, t.prompt_tokens, t.cached_tokens, t.new_tokens, t.queue_s * 1e3,
             t.ttft_s * 1e3, "–" if speed is None else f"{speed:.1f}", completion.finish_reason,
         )  # fmt: skip
-        if completion.finish_reason == "cancelled":
+        if completion.finish_reason == "cancelled" and (self._cut or not self._ends_early):
             raise self._cut or Problem(503, "the server is shutting down; the answer was cut short")
 
     def _cancel(self) -> None:

@@ -84,6 +84,10 @@ class Problem(Exception):
         kind = "api_error" if self.status >= 500 else self.kind
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama_body(self) -> dict[str, object]:
+        """As Ollama's clients read it."""
+        return {"error": self.message}
+
     def body(self) -> dict[str, object]:
         """As OpenAI's clients read it."""
         error = {

@@ -48,7 +48,11 @@ def _pieces(value: object) -> Iterator[bytes]:
 
 
 def problem_reply(path: str, problem: Problem) -> Response:
-    """An error, as Anthropic's clients read it below `/v1/messages` and OpenAI's elsewhere."""
-    is_anthropics = path.startswith("/v1/messages")
-    body = problem.anthropic_body() if is_anthropics else problem.body()
+    """An error, as the clients of this path read it: Anthropic's, Ollama's, elsewhere OpenAI's."""
+    if path.startswith("/v1/messages"):
+        body = problem.anthropic_body()
+    elif path.startswith("/api/"):
+        body = problem.ollama_body()
+    else:
+        body = problem.body()
     return json_reply(body, problem.status, problem.headers)

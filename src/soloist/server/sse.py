@@ -35,6 +35,7 @@ class Events(StreamingResponse):
         generation: the answers.
         body: the events.
         last_words: the event of an error; default: as OpenAI's clients read it.
+        media_type: of the events.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Events(StreamingResponse):
         generation: Generation,
         body: AsyncIterator[bytes],
         last_words: Callable[[Problem], bytes] = lambda problem: event(problem.body()),
+        media_type: str = "text/event-stream",
     ) -> None:
         told = _with_errors(body, last_words)
-        super().__init__(told, media_type="text/event-stream", headers=_HEADERS)
+        super().__init__(told, media_type=media_type, headers=_HEADERS)
         self._generation = generation
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:

@@ -85,7 +85,7 @@ def serve(
     context: o.Context = None,
     revision: o.Revision = None,
 ) -> None:
-    """Serve a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
+    """Serve a model over HTTP, for clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs.
 
     The port opens at once; requests get a 503 until the model is loaded. After SIGTERM or Ctrl-C,
     running requests have --shutdown-timeout seconds to finish.

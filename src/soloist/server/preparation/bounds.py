@@ -41,18 +41,22 @@ _SCHEMA = Bound(100_000, 2**20)
 BOUNDS: dict[str, Bound] = {
     # what is said
     "messages": _CONVERSATION, "input": _CONVERSATION, "system": _CONVERSATION,
-    "instructions": _TEXT, "suffix": _TEXT,
-    "prompt": Bound(2**24, None), "tokens": Bound(2**20, 1024),
+    "images": _CONVERSATION, "instructions": _TEXT, "suffix": _TEXT, "template": _TEXT,
+    "input_prefix": _TEXT, "input_suffix": _TEXT, "content": _TEXT,
+    "input_extra": Bound(10_000, None), "image_data": Bound(10_000, None),
+    "prompt": Bound(2**24, None), "tokens": Bound(2**20, 1024), "context": Bound(2**20, 1024),
     "tools": Bound(100_000, 2**22),
     "chat_template_kwargs": Bound(4096, 65_536),
     # what an answer looks like
     "response_format": _SCHEMA, "structured_outputs": _SCHEMA, "guided_json": _SCHEMA,
-    "text": _SCHEMA, "output_config": _SCHEMA,
+    "text": _SCHEMA, "output_config": _SCHEMA, "format": _SCHEMA, "json_schema": _SCHEMA,
+    "grammar": Bound(1, 2**18), "response_fields": Bound(256, 8192),
     "guided_regex": Bound(1, 65_536), "guided_grammar": Bound(1, 2**18),
     "guided_choice": Bound(10_000, 2**18),
     # how tokens are chosen, and when an answer ends
     "stop": Bound(64, 4096), "stop_sequences": Bound(64, 4096),
     "stop_token_ids": Bound(256, 1024), "logit_bias": Bound(4096, 65_536),
+    "options": Bound(256, 8192),
     # what has no effect, or is given back
     "user": _UNREAD, "metadata": _UNREAD, "store": _UNREAD, "service_tier": _UNREAD,
     "safety_identifier": _UNREAD, "prompt_cache_key": _UNREAD, "cache_control": _UNREAD,
@@ -63,6 +67,7 @@ BOUNDS: dict[str, Bound] = {
     "functions": _WORD, "function_call": _WORD, "modalities": _WORD, "audio": _WORD,
     "prediction": _WORD, "reasoning_effort": _WORD, "verbosity": _WORD, "background": _WORD,
     "web_search_options": _WORD, "previous_response_id": _WORD, "conversation": _WORD,
+    "think": _WORD, "keep_alive": _WORD, "samplers": _WORD, "lora": _WORD,
 }  # fmt: skip
 
 

@@ -12,11 +12,25 @@ from soloist.server.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from soloist.server.preparation.bounds import check_body, check_fields
 from soloist.server.preparation.chat import prepare_chat
 from soloist.server.preparation.completions import prepare_completions
+from soloist.server.preparation.llama_cpp import (
+    InfillRequest,
+    LlamaCppRequest,
+    prepare_infill,
+    prepare_llama_cpp,
+)
 from soloist.server.preparation.messages import (
     CountRequest,
     MessagesRequest,
     count_tokens,
     prepare_message,
+)
+from soloist.server.preparation.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+    prepare_ollama_chat,
+    prepare_ollama_text,
+    prepare_show,
 )
 from soloist.server.preparation.prepared import Prepared, Wanted
 from soloist.server.preparation.responses import ResponsesRequest, prepare_response
@@ -49,6 +63,11 @@ COMPLETIONS = Job("completion", CompletionRequest, prepare_completions, has_temp
 RESPONSES = Job("response", ResponsesRequest, prepare_response, "input")
 MESSAGES = Job("message", MessagesRequest, prepare_message, "messages")
 COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages")
+OLLAMA_CHATS = Job("ollama_chat", OllamaChatRequest, prepare_ollama_chat, "messages")
+OLLAMA_TEXTS = Job("ollama_text", OllamaGenerateRequest, prepare_ollama_text)
+OLLAMA_SHOWS = Job("ollama_show", ShowRequest, prepare_show, has_template=False)
+LLAMA_CPP = Job("llama_cpp", LlamaCppRequest, prepare_llama_cpp, has_template=False)
+INFILLS = Job("infill", InfillRequest, prepare_infill, has_template=False)
 TOKENIZE = Job("tokenize", TokenizeRequest, tokenize)
 DETOKENIZE = Job("detokenize", DetokenizeRequest, detokenize, "tokens", has_template=False)
 
@@ -56,6 +75,7 @@ JOBS: dict[str, Job[Any]] = {
     job.name: job
     for job in (
         CHATS, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE,
+        OLLAMA_CHATS, OLLAMA_TEXTS, OLLAMA_SHOWS, LLAMA_CPP, INFILLS,
     )
 }  # fmt: skip
 
@@ -87,14 +107,16 @@ def run(
 
 
 def served_name(names: Sequence[str], asked: str | None) -> str:
-    """The name to reply with.
+    """The name to reply with: the first one for none, which some clients write as an empty text.
+
+    `:latest` may stand behind a name, as Ollama's clients write it.
 
     Raises:
         Problem: 404 for a name that is not served.
     """
-    if asked is None:
+    if not asked:
         return names[0]
-    if asked not in names:
+    if asked not in names and asked.removesuffix(":latest") not in names:
         raise Problem(
             404,
             f"the model '{asked}' does not exist here (available: {', '.join(names)})",

@@ -15,6 +15,11 @@ def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
     Raises:
         Problem, UserError: neither a prompt nor messages, or both; a text that cannot fit.
     """
+    if asked.content is not None:
+        return _of_content(processor, asked, asked.content)
+    for name in ("add_special", "with_pieces"):
+        if getattr(asked, name) is not None:
+            raise invalid(name, "only with content")
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     for name in ChatFields.model_fields:
@@ -31,6 +36,30 @@ def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
     )
 
 
+def _of_content(processor: Processor, asked: TokenizeRequest, content: str) -> bytes:
+    """The reply as llama.cpp's clients read it.
+
+    Raises:
+        Problem, UserError: a field of the other kind; a text that cannot fit.
+    """
+    for name in ("prompt", "add_special_tokens", *ChatFields.model_fields):
+        if getattr(asked, name) is not None:
+            raise invalid(name, "only without content")
+    ids = processor.encode(content, add_special_tokens=bool(asked.add_special))
+    if not asked.with_pieces:
+        return orjson.dumps({"tokens": ids})
+    return orjson.dumps({"tokens": [{"id": i, "piece": _piece(processor, i)} for i in ids]})
+
+
+def _piece(processor: Processor, token_id: int) -> str | list[int]:
+    """The text of a token; its bytes where they are no whole characters."""
+    spelled = processor.tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)
+
+
 def detokenize(processor: Processor, asked: DetokenizeRequest, _: str) -> bytes:
     """The reply to POST /detokenize.
 
@@ -41,6 +70,6 @@ def detokenize(processor: Processor, asked: DetokenizeRequest, _: str) -> bytes:
         if not 0 <= token_id < processor.vocab_size:
             raise BadTokenId("tokens", token_id, processor.vocab_size)
     skip = bool(asked.skip_special_tokens)
-    return orjson.dumps(
-        {"prompt": processor.tokenizer.decode(asked.tokens, skip_special_tokens=skip)}
-    )
+    text = processor.tokenizer.decode(asked.tokens, skip_special_tokens=skip)
+    # Under both names: vLLM's and llama.cpp's clients ask with the same fields.
+    return orjson.dumps({"prompt": text, "content": text})
