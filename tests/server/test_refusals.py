@@ -101,6 +101,12 @@ REFUSED = [
     ("completions", {**TEXT, "prompt": [5, 99_999_999]}, 400, "prompt", "outside"),
     ("completions", {**TEXT, "prompt": [5], "suffix": "x"}, 400, "suffix", "prompt of text"),
     ("completions", {**TEXT, "best_of": 4}, 400, "best_of", "allowed: 1"),
+    ("completions", {**TEXT, "best_of": 1, "n": 2}, 400, "best_of", "allowed: 2"),
+    ("completions", {**TEXT, "length_penalty": 2}, 400, "length_penalty", "allowed: 1)"),
+    ("completions", {**TEXT, "priority": False}, 400, "priority", "allowed: 0)"),
+    ("completions", {**TEXT, "use_beam_search": 0}, 400, "use_beam_search", "allowed: false)"),
+    ("chat/completions", {**CHAT, "bad_words": ["a" * 300]}, 400, "bad_words", "allowed: [])"),
+    ("chat/completions", {**CHAT, "prompt_logprobs": 0}, 400, "prompt_logprobs", "leave it out"),
     (
         "completions",
         {**TEXT, "echo": True, "logprobs": 1, "suffix": "x"},
@@ -138,6 +144,9 @@ def test_refusals_name_the_field(http, case) -> None:
         {"n": None, "stop": None, "logprobs": False, "logit_bias": None, "stream": False},
         {"stop": "a stop string may be long " * 9},
         {"parallel_tool_calls": False, "modalities": ["text"], "functions": None},
+        {"length_penalty": 1.0, "typical_p": 1, "use_beam_search": False, "priority": 0},
+        {"skip_special_tokens": True, "bad_words": [], "best_of": 1, "include_reasoning": True},
+        {"prompt_logprobs": None, "allowed_token_ids": None, "repeat_penalty": 1.0, "echo": False},
         {"messages": [{**m, "refusal": None, "annotations": [], "audio": None} for m in MESSAGES]},
     ],
 )

@@ -3,6 +3,7 @@
 `null` stands for a field's default everywhere, as clients write it.
 """
 
+import json
 import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from soloist.sampling.params import SamplingParams
-from soloist.server.problems import invalid
+from soloist.server.problems import invalid, unsupported
 
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 64
@@ -49,13 +50,18 @@ def only(*allowed: object) -> Any:  # noqa: ANN401 - a type for pydantic
     def check(value: object) -> object:
         # Null within an object stands for a default, too.
         given = {k: v for k, v in value.items() if v is not None} if type(value) is dict else value
-        if given is None or any(given == x and type(given) is type(x) for x in allowed):
+        if given is None or any(_is_same(given, x) for x in allowed):
             return value
         raise PydanticCustomError("not_supported", "is not supported", {"allowed": shown})
 
-    shown = ", ".join(map(repr, allowed)) or "leave it out"
+    shown = ", ".join(map(json.dumps, allowed)) or "leave it out"
     told = f"Not supported (allowed: {shown})."
     return Annotated[Any, AfterValidator(check), Field(description=told)]
+
+
+def _is_same(given: object, allowed: object) -> bool:
+    """Whether the two are one value in JSON, where 1 is 1.0 and not true."""
+    return given == allowed and isinstance(given, bool) == isinstance(allowed, bool)
 
 
 # Sent by clients and of no effect on what they get from one server with one model.
@@ -79,7 +85,48 @@ class StreamOptions(Fields):
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
-class SamplingFields(Fields):
+class OffFields(Fields):
+    """What other servers have and Soloist has not: only the values that switch it off."""
+
+    # how tokens are chosen
+    length_penalty: only(1) = None  # type: ignore[valid-type]
+    early_stopping: only(False) = None  # type: ignore[valid-type]
+    use_beam_search: only(False) = None  # type: ignore[valid-type]
+    num_beams: only(1) = None  # type: ignore[valid-type]
+    typical_p: only(1) = None  # type: ignore[valid-type]
+    tfs_z: only(1) = None  # type: ignore[valid-type]
+    top_a: only(0) = None  # type: ignore[valid-type]
+    repeat_penalty: only(1) = None  # type: ignore[valid-type]
+    no_repeat_ngram_size: only(0) = None  # type: ignore[valid-type]
+    mirostat: only(0) = None  # type: ignore[valid-type]
+    dynatemp_range: only(0) = None  # type: ignore[valid-type]
+    xtc_probability: only(0) = None  # type: ignore[valid-type]
+    dry_multiplier: only(0) = None  # type: ignore[valid-type]
+    bad_words: only([]) = None  # type: ignore[valid-type]
+    allowed_token_ids: only() = None  # type: ignore[valid-type]
+    logits_processors: only([]) = None  # type: ignore[valid-type]
+
+    # what the text and the reply hold
+    skip_special_tokens: only(True) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
+    include_stop_str_in_output: only(False) = None  # type: ignore[valid-type]
+    no_stop_trim: only(False) = None  # type: ignore[valid-type]
+    detokenize: only(True) = None  # type: ignore[valid-type]
+    prompt_logprobs: only() = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
+    return_hidden_states: only(False) = None  # type: ignore[valid-type]
+
+    # how a request is run
+    priority: only(0) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
+    guided_decoding_backend: only() = None  # type: ignore[valid-type]
+    guided_whitespace_pattern: only() = None  # type: ignore[valid-type]
+    lora_path: only() = None  # type: ignore[valid-type]
+    kv_transfer_params: only() = None  # type: ignore[valid-type]
+    cache_salt: only() = None  # type: ignore[valid-type]
+
+
+class SamplingFields(OffFields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
     temperature: Number | None = optional("0 is greedy; default 1.")
@@ -204,6 +251,7 @@ class GenerationFields(SamplingFields, ShapeFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = optional("Also return token ids of prompt and answers.")
+    best_of: int | None = optional("Only the value of n: every answer is returned.", ge=1)
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -213,8 +261,10 @@ class GenerationFields(SamplingFields, ShapeFields):
     prompt_cache_retention: Harmless = None
     cache_prompt: Harmless = None
 
-    def check_stream_options(self) -> None:
-        """Refuse options of a stream where there is none."""
+    def check_together(self) -> None:
+        """Refuse options of a stream where there is none, and answers that are not returned."""
+        if self.best_of not in (None, self.n or 1):
+            raise unsupported("best_of", f"{self.n or 1}, which is n")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only with stream: true")
 
@@ -243,7 +293,6 @@ class CompletionRequest(GenerationFields):
         "Begin the text with the prompt; with logprobs, its tokens are scored too."
     )
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    best_of: only(1) = None  # type: ignore[valid-type]
 
     @property
     def scores_prompt(self) -> bool:
@@ -279,6 +328,14 @@ class ChatRequest(GenerationFields, ChatFields):
         "auto, none, required, or the name of a function."
     )
     parallel_tool_calls: bool | None = None
+    include_reasoning: only(True) = None  # type: ignore[valid-type]
+    separate_reasoning: only(True) = None  # type: ignore[valid-type]
+    stream_reasoning: only(True) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    add_special_tokens: only(False) = None  # type: ignore[valid-type]
+    documents: only([]) = None  # type: ignore[valid-type]
+    chat_template: only() = None  # type: ignore[valid-type]
+    mm_processor_kwargs: only({}) = None  # type: ignore[valid-type]
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]

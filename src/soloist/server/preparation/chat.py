@@ -15,7 +15,7 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     Raises:
         Problem, UserError: the request cannot be answered.
     """
-    asked.check_stream_options()
+    asked.check_together()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
     shape, use = shape_of(asked), _tool_use(asked)

@@ -40,6 +40,9 @@ class ConversationFields(Fields):
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
     output_config: OutputFields | None = None
     cache_control: Harmless = None
+    mcp_servers: only([]) = None  # type: ignore[valid-type]
+    container: only() = None  # type: ignore[valid-type]
+    speed: only("standard") = None  # type: ignore[valid-type]
 
     @property
     def offers_tools(self) -> bool:

@@ -42,7 +42,8 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
     parallel_tool_calls: bool | None = None
-    truncation: only("disabled") = None  # type: ignore[valid-type]
+    # A prompt that is too long is refused in both cases: there is nothing to cut.
+    truncation: only("disabled", "auto") = None  # type: ignore[valid-type]
     text: TextFields | None = None
     tools: Items[dict[str, Any]] | None = optional("Functions, for models whose calls can be read.")
     tool_choice: str | dict[str, Any] | None = optional(
@@ -54,6 +55,8 @@ class ResponsesRequest(SamplingFields):
     background: only(False) = None  # type: ignore[valid-type]
     stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
     reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
+    max_tool_calls: Harmless = None  # of tools that OpenAI runs
+    context_management: only([]) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
