@@ -17,6 +17,10 @@ from soloist.server.problems import invalid, unsupported
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 64
 
+# How much a model reasons. Models of two states reason from `low` on.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT_TOLD = "none and minimal switch a model's reasoning off, the others on."
+
 Item = TypeVar("Item")
 # Checking ends at the first item that does not fit, however many there are.
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -341,7 +345,7 @@ class ChatRequest(GenerationFields, ChatFields):
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
     prediction: only() = None  # type: ignore[valid-type]
-    reasoning_effort: only() = None  # type: ignore[valid-type]
+    reasoning_effort: Effort | None = optional(EFFORT_TOLD)
     verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
     web_search_options: only() = None  # type: ignore[valid-type]
 

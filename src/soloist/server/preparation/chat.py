@@ -5,6 +5,7 @@ from soloist.server.part_formats import PROMPT_END, checked_tools, part_format, 
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, fitted
+from soloist.server.reasoning import effort_warnings, reasoning_variables
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, shape_of
 from soloist.text.processor import Processor
 
@@ -28,7 +29,10 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     params = asked.params(max(1, processor.context_tokens) if wanted is None else wanted)
     params.check_vocabulary(processor.vocab_size)
     style = part_format(processor, asked.offered_tools or ())
-    text = chat_prompt(processor, asked, asked.offered_tools)
+    variables = reasoning_variables(
+        processor, "reasoning_effort", asked.reasoning_effort, asked.chat_template_kwargs or {}
+    )
+    text = chat_prompt(processor, asked, asked.offered_tools, variables)
     prompt_ids = processor.encode(text, add_special_tokens=False)
     params = fitted(processor, prompt_ids, params, wanted)
     top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -37,7 +41,8 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     one = PreparedPrompt(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
     fields = asked.model_copy(update=without)
-    return Prepared(fields, model, (one,), grammar, style, end)
+    warnings = effort_warnings(processor, "reasoning_effort", asked.reasoning_effort)
+    return Prepared(fields, model, (one,), grammar, style, end, warnings)
 
 
 # Of no use to the reply, and long.

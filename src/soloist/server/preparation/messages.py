@@ -1,6 +1,6 @@
 """How the conversations of Anthropic's clients become prompts."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
@@ -18,14 +18,28 @@ from soloist.server.fields import (
 )
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import unsupported
 from soloist.server.prompts import for_template
+from soloist.server.reasoning import is_switchable, reasoning_variables
 from soloist.server.shapes import ToolUse, anthropic_choice, grammar_of, output_shape
 from soloist.text.processor import Processor
 
-_DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
 # What Anthropic does where the field is left out, and what is done here: clients send it.
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+class ThinkingFields(Fields):
+    """`thinking`: whether the model reasons. Adaptive leaves it to the model."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = optional("Has no effect, which a warning says.", ge=1)
+    display: only("summarized") = None  # type: ignore[valid-type]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reply says about a budget."""
+        if self.budget_tokens is None:
+            return ()
+        return ("thinking.budget_tokens has no effect; max_tokens bounds reasoning and text",)
 
 
 class ConversationFields(Fields):
@@ -36,7 +50,7 @@ class ConversationFields(Fields):
     system: str | Items[dict[str, Any]] | None = None
     tools: Items[dict[str, Any]] | None = optional("For models whose calls can be read.")
     tool_choice: dict[str, Any] | None = optional("Type auto, none, any, or tool with a name.")
-    thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    thinking: ThinkingFields | None = None
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
     output_config: OutputFields | None = None
     cache_control: Harmless = None
@@ -103,7 +117,9 @@ def prepare_message(
     grammar = grammar_of(processor, shape, use, style, end)
     one = PreparedPrompt(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
-    return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
+    warnings = asked.thinking.warnings if asked.thinking else ()
+    asked = asked.model_copy(update=without)
+    return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
 
 # Of no use to the reply, and long.
@@ -126,18 +142,20 @@ def _prompt(processor: Processor, asked: ConversationFields) -> str:
     system, chat = system_text(asked.system), plain_conversation(asked.messages)
     if system:
         chat.insert(0, {"role": "system", "content": system})
-    variables: dict[str, Any] = {}
-    if asked.thinking == _DISABLED and part_format(processor, ()).thinks:
-        if "enable_thinking" not in processor.chat_template.source:
-            raise unsupported("thinking", "leave it out; this model always reasons")
-        variables["enable_thinking"] = False
     return processor.chat_template.render(
         for_template(processor, chat),
         tools=_tools(asked) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
-        variables=variables,
+        variables=reasoning_variables(processor, "thinking", _effort(processor, asked.thinking)),
     )
+
+
+def _effort(processor: Processor, asked: ThinkingFields | None) -> str | None:
+    """What `thinking` is in the words of a template."""
+    if asked is None or (asked.type == "adaptive" and not is_switchable(processor)):
+        return None
+    return "none" if asked.type == "disabled" else "high"
 
 
 def _tools(asked: ConversationFields) -> list[dict[str, Any]]:

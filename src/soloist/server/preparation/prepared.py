@@ -33,6 +33,7 @@ class Prepared(Generic[Wanted]):
         style: how answers are taken apart.
         prompt_end: the end of the prompt's text, which tells whether an answer begins within
             reasoning.
+        warnings: sentences for the reply about what was left out.
     """
 
     fields: Wanted
@@ -41,3 +42,4 @@ class Prepared(Generic[Wanted]):
     grammar: str | None = None
     style: PartFormat = field(default_factory=lambda: PartFormat(None, thinks=False))
     prompt_end: str = ""
+    warnings: tuple[str, ...] = ()

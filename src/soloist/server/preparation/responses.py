@@ -5,7 +5,10 @@ from typing import Any
 from pydantic import Field
 
 from soloist.server.fields import (
+    EFFORT_TOLD,
     MOST_TOP_LOGPROBS,
+    Effort,
+    Fields,
     Harmless,
     Items,
     SamplingFields,
@@ -18,11 +21,20 @@ from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import fitted, for_template
+from soloist.server.reasoning import effort_warnings, reasoning_variables
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, text_shape
 from soloist.text.processor import Processor
 
 SEALED = "reasoning.encrypted_content"
 _LIKELY = "message.output_text.logprobs"
+
+
+class ReasoningFields(Fields):
+    """`reasoning`: comes whole, as items of its own."""
+
+    effort: Effort | None = optional(EFFORT_TOLD)
+    summary: only("auto") = None  # type: ignore[valid-type]
+    generate_summary: only("auto") = None  # type: ignore[valid-type]
 
 
 class ResponsesRequest(SamplingFields):
@@ -54,7 +66,7 @@ class ResponsesRequest(SamplingFields):
     ) = None
     background: only(False) = None  # type: ignore[valid-type]
     stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
-    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
+    reasoning: ReasoningFields | None = None
     max_tool_calls: Harmless = None  # of tools that OpenAI runs
     context_management: only([]) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
@@ -95,8 +107,12 @@ def prepare_response(
         told = "not supported with reasoning or tools; use /v1/chat/completions"
         raise invalid("include", f"'{_LIKELY}' is {told}")
     chat = plain_conversation(asked.input, asked.instructions)
+    effort = asked.reasoning.effort if asked.reasoning else None
     text = processor.chat_template.render(
-        for_template(processor, chat), tools=tools or None, add_generation_prompt=True
+        for_template(processor, chat),
+        tools=tools or None,
+        add_generation_prompt=True,
+        variables=reasoning_variables(processor, "reasoning.effort", effort),
     )
     prompt_ids = processor.encode(text, add_special_tokens=False)
     params = fitted(processor, prompt_ids, params, wanted)
@@ -105,7 +121,9 @@ def prepare_response(
     one = PreparedPrompt(tuple(prompt_ids), params, shown, shown_ids(processor, style))
     # The reply repeats instructions and tools.
     without = {"input": "", "logit_bias": None, "stop": None}
-    return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
+    asked = asked.model_copy(update=without)
+    warnings = effort_warnings(processor, "reasoning.effort", effort)
+    return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
 
 def _tool_use(asked: ResponsesRequest) -> ToolUse:

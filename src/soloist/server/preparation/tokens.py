@@ -24,7 +24,7 @@ def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
     if asked.messages is None:
         text, specials = asked.prompt or "", True if specials is None else specials
     else:
-        text = chat_prompt(processor, asked, asked.tools or None)
+        text = chat_prompt(processor, asked, asked.tools or None, asked.chat_template_kwargs or {})
     ids = processor.encode(text, add_special_tokens=bool(specials))
     return orjson.dumps(
         {"tokens": ids, "count": len(ids), "max_model_len": processor.context_tokens}
