@@ -106,7 +106,7 @@ def test_counts(claude) -> None:
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
         ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
-        ({"tool_choice": {"type": "any"}}, "a call is required, but tools is empty"),
+        ({"tool_choice": {"type": "any"}}, "a call is required, but tools has none to call"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),
         ({"max_tokens": 5000}, "context holds 2,048"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\]: .* at least 1 character"),

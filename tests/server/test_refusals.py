@@ -34,7 +34,7 @@ REFUSED = [
     ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "no tool calls"),
     ("chat/completions", {**CHAT, "tools": [{"type": "x"}]}, 400, "tools[0].type", "'function'"),
     ("chat/completions", {**CHAT, "tools": [{"a": 1}]}, 400, "tools[0]", "expected"),
-    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "tools is empty"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none to call"),
     ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "'none'"),
     ("chat/completions", {**CHAT, "tool_choice": {"a": 1}}, 400, "tool_choice", "'none'"),
     ("chat/completions", {**CHAT, "temperature": 3e9}, 400, "temperature", "0.01 … 100"),

@@ -19,8 +19,8 @@ from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
-from soloist.server.preparation.prepared import Prepared
-from soloist.server.replies import json_reply, long_json, with_warnings
+from soloist.server.preparation.prepared import Prepared, with_warnings
+from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import CHAT, RequestTrace
 

@@ -349,11 +349,6 @@ class ChatRequest(GenerationFields, ChatFields):
     verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
     web_search_options: only() = None  # type: ignore[valid-type]
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt describes to the model."""
-        return None if self.tool_choice == "none" else self.tools or None
-
 
 class TokenizeRequest(ChatFields):
     """POST /tokenize: a prompt, or messages through the chat template."""

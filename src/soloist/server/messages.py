@@ -16,9 +16,9 @@ from soloist.server.generation import Generation, collect
 from soloist.server.host import Ready
 from soloist.server.preparation.jobs import MESSAGES
 from soloist.server.preparation.messages import MessagesRequest
-from soloist.server.preparation.prepared import Prepared
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.problems import Problem
-from soloist.server.replies import json_reply, with_warnings
+from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader

@@ -1,6 +1,6 @@
 """Replies that are not streams: JSON, and errors as the clients of a path read them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import orjson
 from starlette.responses import Response
@@ -18,11 +18,6 @@ def json_reply(
     return Response(
         orjson.dumps(body), status, headers=dict(headers or {}), media_type="application/json"
     )
-
-
-def with_warnings(body: Mapping[str, object], warnings: Sequence[str]) -> dict[str, object]:
-    """A reply that says what was left out of its request, if anything was."""
-    return {**body, "warnings": list(warnings)} if warnings else dict(body)
 
 
 def long_json(value: object) -> bytes:

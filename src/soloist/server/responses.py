@@ -17,10 +17,10 @@ from soloist.server.generation import Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items
 from soloist.server.preparation.jobs import RESPONSES
-from soloist.server.preparation.prepared import Prepared
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.preparation.responses import SEALED, ResponsesRequest
 from soloist.server.problems import Problem
-from soloist.server.replies import long_json, with_warnings
+from soloist.server.replies import long_json
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
 from soloist.text.parts import PartReader

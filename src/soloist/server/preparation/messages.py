@@ -16,8 +16,9 @@ from soloist.server.fields import (
     only,
     optional,
 )
+from soloist.server.hosted import Tools, without_hosted
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
-from soloist.server.preparation.prepared import Prepared, PreparedPrompt
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt, with_warnings
 from soloist.server.prompts import for_template
 from soloist.server.reasoning import is_switchable, reasoning_variables
 from soloist.server.shapes import ToolUse, anthropic_choice, grammar_of, output_shape
@@ -58,10 +59,11 @@ class ConversationFields(Fields):
     container: only() = None  # type: ignore[valid-type]
     speed: only("standard") = None  # type: ignore[valid-type]
 
-    @property
-    def offers_tools(self) -> bool:
-        """Whether the model is told of tools."""
-        return bool(self.tools) and anthropic_choice(self.tool_choice)[0].kind != "none"
+    def offered_tools(self) -> tuple[Tools, tuple[str, ...]]:
+        """Tools that the model is told of, and warnings about others."""
+        if anthropic_choice(self.tool_choice)[0].kind == "none":
+            return {}, ()
+        return without_hosted(self.tools or ())
 
 
 class CountRequest(ConversationFields):
@@ -90,7 +92,8 @@ def count_tokens(processor: Processor, asked: CountRequest, _: str) -> bytes:
         Problem, UserError: there is no such prompt.
     """
     text = _prompt(processor, asked)
-    return orjson.dumps({"input_tokens": len(processor.encode(text, add_special_tokens=False))})
+    count = len(processor.encode(text, add_special_tokens=False))
+    return orjson.dumps(with_warnings({"input_tokens": count}, asked.offered_tools()[1]))
 
 
 def prepare_message(
@@ -117,7 +120,8 @@ def prepare_message(
     grammar = grammar_of(processor, shape, use, style, end)
     one = PreparedPrompt(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
-    warnings = asked.thinking.warnings if asked.thinking else ()
+    _, warnings = asked.offered_tools()
+    warnings += asked.thinking.warnings if asked.thinking else ()
     asked = asked.model_copy(update=without)
     return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
@@ -130,10 +134,10 @@ _MAKES_THE_PROMPT = (
 
 def _tool_use(asked: MessagesRequest) -> ToolUse:
     choice, several = anthropic_choice(asked.tool_choice)
-    tools = _tools(asked)
-    strict = frozenset(n for n, _ in enumerate(tools) if (asked.tools or ())[n].get("strict"))
+    tools, _ = asked.offered_tools()
+    strict = frozenset(n for n, tool in tools.items() if tool.get("strict"))
     return ToolUse(
-        tools, strict, choice, several, "tools[{}].input_schema",
+        plain_tools(tools), [*tools], strict, choice, several, "tools[{}].input_schema",
         "tool_choice.disable_parallel_tool_use",
     )  # fmt: skip
 
@@ -144,7 +148,7 @@ def _prompt(processor: Processor, asked: ConversationFields) -> str:
         chat.insert(0, {"role": "system", "content": system})
     return processor.chat_template.render(
         for_template(processor, chat),
-        tools=_tools(asked) or None,
+        tools=plain_tools(asked.offered_tools()[0]) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
         variables=reasoning_variables(processor, "thinking", _effort(processor, asked.thinking)),
@@ -156,7 +160,3 @@ def _effort(processor: Processor, asked: ThinkingFields | None) -> str | None:
     if asked is None or (asked.type == "adaptive" and not is_switchable(processor)):
         return None
     return "none" if asked.type == "disabled" else "high"
-
-
-def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
-    return plain_tools(asked.tools or ()) if asked.offers_tools else []

@@ -16,6 +16,7 @@ from soloist.server.fields import (
     only,
     optional,
 )
+from soloist.server.hosted import Tools, without_hosted
 from soloist.server.items import plain_conversation, plain_tools
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
@@ -83,11 +84,6 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"only with include: ['{_LIKELY}']")
         return None
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
 
 def prepare_response(
     processor: Processor, asked: ResponsesRequest, model: str
@@ -98,7 +94,8 @@ def prepare_response(
         Problem, UserError: the request cannot be answered.
     """
     shape = text_shape(asked.text.format if asked.text else None)
-    use = _tool_use(asked)
+    offered, warnings = without_hosted(asked.tools or ())
+    use = _tool_use(asked, offered)
     wanted, tools = asked.max_output_tokens, use.tools
     params = asked.params(processor.context_tokens if wanted is None else wanted)
     params.check_vocabulary(processor.vocab_size)
@@ -120,14 +117,15 @@ def prepare_response(
     grammar = grammar_of(processor, shape, use, style, end)
     one = PreparedPrompt(tuple(prompt_ids), params, shown, shown_ids(processor, style))
     # The reply repeats instructions and tools.
-    without = {"input": "", "logit_bias": None, "stop": None}
-    asked = asked.model_copy(update=without)
-    warnings = effort_warnings(processor, "reasoning.effort", effort)
+    changed = {"input": "", "logit_bias": None, "stop": None, "tools": [*offered.values()]}
+    asked = asked.model_copy(update=changed)
+    warnings += effort_warnings(processor, "reasoning.effort", effort)
     return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
 
-def _tool_use(asked: ResponsesRequest) -> ToolUse:
-    tools, choice = plain_tools(asked.offered_tools), openai_choice(asked.tool_choice)
-    strict = frozenset(n for n, tool in enumerate(asked.offered_tools) if tool.get("strict"))
-    several = asked.parallel_tool_calls is not False
-    return ToolUse(tools, strict, choice, several, "tools[{}].parameters")
+def _tool_use(asked: ResponsesRequest, offered: Tools) -> ToolUse:
+    choice = openai_choice(asked.tool_choice)
+    tools: Tools = {} if choice.kind == "none" else offered
+    strict = frozenset(n for n, tool in tools.items() if tool.get("strict"))
+    several, place = asked.parallel_tool_calls is not False, "tools[{}].parameters"
+    return ToolUse(plain_tools(tools), [*tools], strict, choice, several, place)
