@@ -1,6 +1,7 @@
 """Whatever a request holds: an answer or an error that says what to change, never a 5xx."""
 
 import json
+import socket
 import string
 
 import openai
@@ -214,6 +215,29 @@ def test_unknown_paths_and_methods(http) -> None:
     assert missing.status_code == 404
     assert "/v1/chat/completions" in missing.json()["error"]["message"]
     assert http.get("/v1/chat/completions").status_code == 405
+    for path in ("/v1/responses/input_tokens", "/v1/messages/batches"):
+        unserved = http.post(path, json={})
+        assert unserved.status_code == 404
+        assert "/v1/messages/count_tokens" in unserved.json()["error"]["message"]
+
+
+def test_a_byte_order_mark_before_a_body_passes(http) -> None:
+    body = json.dumps({**TEXT, "max_tokens": 1}).encode()
+    assert http.post("/v1/completions", content=b"\xef\xbb\xbf" + body).status_code == 200
+
+
+def test_every_reply_has_an_id_of_its_request(http, client, server) -> None:
+    given = http.get("/health", headers={"X-Request-Id": "mine-1"}).headers
+    assert given["x-request-id"] == "mine-1"
+    made = {http.get("/nothing", headers=h).headers["x-request-id"] for h in ({}, {})}
+    for bad in ("a" * 129, "a b", ""):
+        made.add(http.get("/health", headers={"X-Request-Id": bad}).headers["x-request-id"])
+    assert len(made) == 5, "new ones"
+    assert all(one.startswith("req_") for one in made)
+    assert client.completions.create(**TEXT, max_tokens=1)._request_id.startswith("req_")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+        raw.sendall(b"no request\r\n\r\n")
+        assert b"x-request-id: req_" in raw.recv(4096), "also one that no application sees"
 
 
 def test_bodies_are_limited() -> None:

@@ -59,8 +59,8 @@ def only(*allowed: object) -> Any:  # noqa: ANN401 - a type for pydantic
         raise PydanticCustomError("not_supported", "is not supported", {"allowed": shown})
 
     shown = ", ".join(map(json.dumps, allowed)) or "leave it out"
-    told = f"Not supported (allowed: {shown})."
-    return Annotated[Any, AfterValidator(check), Field(description=told)]
+    text = f"Not supported (allowed: {shown})."
+    return Annotated[Any, AfterValidator(check), Field(description=text)]
 
 
 def _is_same(given: object, allowed: object) -> bool:
@@ -79,6 +79,11 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 def optional(told: str, *, ge: int | None = None, le: int | None = None) -> Any:  # noqa: ANN401
     """A field that may be left out: what it means, and the bounds of a number."""
     return Field(default=None, description=told, ge=ge, le=le)
+
+
+def bounded(text: str, **bounds: int) -> Any:  # noqa: ANN401
+    """A number that may be left out; `SamplingParams` holds it to the bounds that are told here."""
+    return Field(default=None, description=text, json_schema_extra=bounds)  # type: ignore[arg-type]
 
 
 class StreamOptions(Fields):
@@ -133,18 +138,24 @@ class OffFields(Fields):
 class SamplingFields(OffFields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_p: Number | None = optional("Above 0, at most 1, the default.")
-    top_k: int | None = optional("0 or -1 keeps all tokens.")
-    min_p: Number | None = optional("0 … 1; default 0.")
-    repetition_penalty: Number | None = optional("Above 0, at most 100; default 1.")
-    presence_penalty: Number | None = optional("-2 … 2; default 0.")
-    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
-    seed: int | None = optional("The same seed gives the same text. Choice i uses seed + i.")
+    temperature: Number | None = bounded("0 is greedy; default 1.", minimum=0, maximum=100)
+    top_p: Number | None = bounded(
+        "Above 0, at most 1, the default.", exclusiveMinimum=0, maximum=1
+    )
+    top_k: int | None = bounded("0 or -1 keeps all tokens.", minimum=-1)
+    min_p: Number | None = bounded("0 … 1; default 0.", minimum=0, maximum=1)
+    repetition_penalty: Number | None = bounded(
+        "Above 0, at most 100; default 1.", exclusiveMinimum=0, maximum=100
+    )
+    presence_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    frequency_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    seed: int | None = bounded(
+        "The same seed gives the same text. Choice i uses seed + i.", minimum=0
+    )
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Items[int] | None = Field(default=None, max_length=256)
     logit_bias: dict[str, Number] | None = optional("Token id to bias, -100 … 100.")
-    min_tokens: int | None = optional("End tokens are excluded before this many tokens.")
+    min_tokens: int | None = bounded("End tokens are excluded before this many tokens.", minimum=0)
     ignore_eos: bool | None = optional("Do not stop at the model's end-of-sequence token.")
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -290,8 +301,8 @@ class CompletionRequest(GenerationFields):
         description="Text, texts, token ids, or lists of them."
     )
     suffix: str | None = optional("Text after the gap, for models trained to fill in the middle.")
-    max_tokens: int | None = optional(
-        "Default 16. 0 with echo and logprobs: only score the prompt."
+    max_tokens: int | None = bounded(
+        "Default 16. 0 with echo and logprobs: only score the prompt.", minimum=0
     )
     echo: bool | None = optional(
         "Begin the text with the prompt; with logprobs, its tokens are scored too."
@@ -324,8 +335,8 @@ class ChatRequest(GenerationFields, ChatFields):
     messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
-    max_completion_tokens: int | None = optional("Default: as many as fit the context.")
-    max_tokens: int | None = optional("Older name of max_completion_tokens.")
+    max_completion_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
+    max_tokens: int | None = bounded("Older name of max_completion_tokens.", minimum=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = optional(

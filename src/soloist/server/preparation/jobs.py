@@ -1,5 +1,6 @@
 """The kinds of requests that are read here, and how: JSON, bounds, checks, prompt."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -117,7 +118,7 @@ def served_name(names: Sequence[str], asked: str | None) -> str:
 def _checked(job: Job[Wanted], body: bytes | bytearray) -> Wanted:
     check_body(body)
     try:
-        given = orjson.loads(body)
+        given = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):

@@ -13,6 +13,7 @@ from soloist.server.fields import (
     Number,
     OutputFields,
     SamplingFields,
+    bounded,
     only,
     optional,
 )
@@ -73,10 +74,14 @@ class CountRequest(ConversationFields):
 class MessagesRequest(ConversationFields):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(description="Most tokens to generate.")
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_p: Number | None = None
-    top_k: int | None = None
+    max_tokens: int = Field(
+        description="Most tokens to generate.", json_schema_extra={"minimum": 1}
+    )
+    temperature: Number | None = bounded("0 is greedy; default 1.", minimum=0, maximum=100)
+    top_p: Number | None = bounded(
+        "Above 0, at most 1, the default.", exclusiveMinimum=0, maximum=1
+    )
+    top_k: int | None = bounded("0 or -1 keeps all tokens.", minimum=-1)
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, max_length=64
     )

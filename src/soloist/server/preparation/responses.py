@@ -13,6 +13,7 @@ from soloist.server.fields import (
     Items,
     SamplingFields,
     TextFields,
+    bounded,
     only,
     optional,
 )
@@ -44,7 +45,7 @@ class ResponsesRequest(SamplingFields):
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(description="Text, or a list of messages.")
     instructions: str | None = optional("System message before the input.")
-    max_output_tokens: int | None = optional("Default: as many as fit the context.")
+    max_output_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
@@ -101,8 +102,8 @@ def prepare_response(
     params.check_vocabulary(processor.vocab_size)
     style, shown = part_format(processor, tools), asked.shown_logprobs
     if shown is not None and (style.thinks or style.calls is not None):
-        told = "not supported with reasoning or tools; use /v1/chat/completions"
-        raise invalid("include", f"'{_LIKELY}' is {told}")
+        use_chats = "not supported with reasoning or tools; use /v1/chat/completions"
+        raise invalid("include", f"'{_LIKELY}' is {use_chats}")
     chat = plain_conversation(asked.input, asked.instructions)
     effort = asked.reasoning.effort if asked.reasoning else None
     text = processor.chat_template.render(
