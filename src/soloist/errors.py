@@ -324,6 +324,7 @@ class PromptTooLong(RequestError):
             "if the model allows it",
         )
         self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
         self.context_tokens = context_tokens
 
 

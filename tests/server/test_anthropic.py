@@ -106,9 +106,9 @@ def test_counts(claude) -> None:
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
         ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
-        ({"tool_choice": {"type": "any"}}, "a call is required, but tools is empty"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
-        ({"max_tokens": 5000}, "context holds 2,048"),
+        ({"tool_choice": {"type": "any"}}, "a call is required, but tools has none to call"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),
+        ({"max_tokens": 5000}, r"`max_tokens` exceed context limit: \d+ \+ 5000 > 2048, decrease"),
         ({"stop_sequences": [""]}, r"stop_sequences\[0\]: .* at least 1 character"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "system", "content": 3}]}, "expected a text or a list"),
@@ -150,6 +150,12 @@ def test_refusals_are_anthropics_errors(claude, changed, words) -> None:
     with pytest.raises(anthropic.BadRequestError, match=words) as caught:
         claude.messages.create(**ask(**changed))
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(claude) -> None:
+    long = [{"role": "user", "content": "x = 1\n" * 3000}]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 m"):
+        claude.messages.create(**ask(messages=long))
 
 
 def test_unknown_models_and_closed_streams(claude, server) -> None:

@@ -497,6 +497,37 @@ def test_health_and_documentation(http) -> None:
     assert "http" not in page.replace("text/html", ""), "it loads nothing from elsewhere"
 
 
+def test_documented_bounds_of_numbers_are_those_of_the_server(http) -> None:
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    body = {"model": "gpt", "prompt": "x", "max_tokens": 1}
+    too_low = {}
+    for name, field in schemas["CompletionRequest"]["properties"].items():
+        for kind in (field, *field.get("anyOf", ())):
+            if "exclusiveMinimum" in kind:
+                too_low[name] = kind["exclusiveMinimum"]
+            elif "minimum" in kind:
+                too_low[name] = kind["minimum"] - 1
+    assert {"temperature", "top_p", "seed", "n", "logprobs", "min_tokens"} <= set(too_low)
+    for name, value in too_low.items():
+        reply = http.post("/v1/completions", json=body | {name: value})
+        assert reply.status_code == 400, name
+        assert reply.json()["error"]["param"] == name
+
+
+def test_documented_operations_have_names_and_errors(http) -> None:
+    api = http.get("/openapi.json").json()
+    operations = [one for path in api["paths"].values() for one in path.values()]
+    names = [one["operationId"] for one in operations]
+    assert len(set(names)) == len(names)
+    assert "post_v1_chat_completions" in names
+    for path, words in (("/v1/messages", {"type", "error"}), ("/v1/responses", {"error"})):
+        refused = http.post(path, json={"colour": 1}).json()
+        (content,) = api["paths"][path]["post"]["responses"]["4XX"]["content"].values()
+        schema = api["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        assert set(refused) == set(schema["required"]) == words
+        assert set(refused["error"]) == set(schema["properties"]["error"]["required"])
+
+
 def test_a_second_turn_reads_only_what_is_new(client) -> None:
     begun = "".join(f"x_{i} = {i}\n" for i in range(90))
     first = {"role": "user", "content": begun}

@@ -1,6 +1,7 @@
 """Whatever a request holds: an answer or an error that says what to change, never a 5xx."""
 
 import json
+import socket
 import string
 
 import openai
@@ -34,7 +35,7 @@ REFUSED = [
     ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "no tool calls"),
     ("chat/completions", {**CHAT, "tools": [{"type": "x"}]}, 400, "tools[0].type", "'function'"),
     ("chat/completions", {**CHAT, "tools": [{"a": 1}]}, 400, "tools[0]", "expected"),
-    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "tools is empty"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none to call"),
     ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "'none'"),
     ("chat/completions", {**CHAT, "tool_choice": {"a": 1}}, 400, "tool_choice", "'none'"),
     ("chat/completions", {**CHAT, "temperature": 3e9}, 400, "temperature", "0.01 … 100"),
@@ -95,12 +96,23 @@ REFUSED = [
         {**CHAT, "chat_template_kwargs": {"messages": []}},
         400, "chat_template_kwargs.messages", "in the request itself",
     ),
+    (
+        "chat/completions",
+        {**CHAT, "reasoning_effort": "low"},
+        400, "reasoning_effort", "leave it out; this model does not reason",
+    ),
     ("completions", {**TEXT, "prompt": []}, 400, "prompt", "at least one prompt"),
     ("completions", {**TEXT, "prompt": ""}, 400, "prompt", "prompt"),
     ("completions", {**TEXT, "prompt": [[1], ["a"]]}, 400, "prompt", "valid"),
     ("completions", {**TEXT, "prompt": [5, 99_999_999]}, 400, "prompt", "outside"),
     ("completions", {**TEXT, "prompt": [5], "suffix": "x"}, 400, "suffix", "prompt of text"),
     ("completions", {**TEXT, "best_of": 4}, 400, "best_of", "allowed: 1"),
+    ("completions", {**TEXT, "best_of": 1, "n": 2}, 400, "best_of", "allowed: 2"),
+    ("completions", {**TEXT, "length_penalty": 2}, 400, "length_penalty", "allowed: 1)"),
+    ("completions", {**TEXT, "priority": False}, 400, "priority", "allowed: 0)"),
+    ("completions", {**TEXT, "use_beam_search": 0}, 400, "use_beam_search", "allowed: false)"),
+    ("chat/completions", {**CHAT, "bad_words": ["a" * 300]}, 400, "bad_words", "allowed: [])"),
+    ("chat/completions", {**CHAT, "prompt_logprobs": 0}, 400, "prompt_logprobs", "leave it out"),
     (
         "completions",
         {**TEXT, "echo": True, "logprobs": 1, "suffix": "x"},
@@ -138,6 +150,10 @@ def test_refusals_name_the_field(http, case) -> None:
         {"n": None, "stop": None, "logprobs": False, "logit_bias": None, "stream": False},
         {"stop": "a stop string may be long " * 9},
         {"parallel_tool_calls": False, "modalities": ["text"], "functions": None},
+        {"length_penalty": 1.0, "typical_p": 1, "use_beam_search": False, "priority": 0},
+        {"skip_special_tokens": True, "bad_words": [], "best_of": 1, "include_reasoning": True},
+        {"reasoning_effort": "none"},
+        {"prompt_logprobs": None, "allowed_token_ids": None, "repeat_penalty": 1.0, "echo": False},
         {"messages": [{**m, "refusal": None, "annotations": [], "audio": None} for m in MESSAGES]},
     ],
 )
@@ -156,7 +172,7 @@ def test_a_long_prompt_is_refused_with_both_numbers(client) -> None:
         client.completions.create(model="gpt", prompt=text, max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
     assert f"{num_tokens:,} tokens" in caught.value.message
-    assert "2,048" in caught.value.message
+    assert "This model's maximum context length is 2048 tokens" in caught.value.message
     message = {"role": "user", "content": text}
     with pytest.raises(openai.BadRequestError, match="2,048"):
         client.chat.completions.create(model="gpt", messages=[message])
@@ -199,6 +215,29 @@ def test_unknown_paths_and_methods(http) -> None:
     assert missing.status_code == 404
     assert "/v1/chat/completions" in missing.json()["error"]["message"]
     assert http.get("/v1/chat/completions").status_code == 405
+    for path in ("/v1/responses/input_tokens", "/v1/messages/batches"):
+        unserved = http.post(path, json={})
+        assert unserved.status_code == 404
+        assert "/v1/messages/count_tokens" in unserved.json()["error"]["message"]
+
+
+def test_a_byte_order_mark_before_a_body_passes(http) -> None:
+    body = json.dumps({**TEXT, "max_tokens": 1}).encode()
+    assert http.post("/v1/completions", content=b"\xef\xbb\xbf" + body).status_code == 200
+
+
+def test_every_reply_has_an_id_of_its_request(http, client, server) -> None:
+    given = http.get("/health", headers={"X-Request-Id": "mine-1"}).headers
+    assert given["x-request-id"] == "mine-1"
+    made = {http.get("/nothing", headers=h).headers["x-request-id"] for h in ({}, {})}
+    for bad in ("a" * 129, "a b", ""):
+        made.add(http.get("/health", headers={"X-Request-Id": bad}).headers["x-request-id"])
+    assert len(made) == 5, "new ones"
+    assert all(one.startswith("req_") for one in made)
+    assert client.completions.create(**TEXT, max_tokens=1)._request_id.startswith("req_")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+        raw.sendall(b"no request\r\n\r\n")
+        assert b"x-request-id: req_" in raw.recv(4096), "also one that no application sees"
 
 
 def test_bodies_are_limited() -> None:

@@ -104,6 +104,7 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
     ask = {"model": "gpt", "instructions": "Write Python.", "input": items, "temperature": 0}
     more = {
         "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
+        "truncation": "auto", "max_tool_calls": 3,
         "reasoning": {"summary": "auto", "effort": None},
     }  # fmt: skip
     reply = client.responses.create(
@@ -125,8 +126,11 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"extra_body": {"typical_p": 0.9}}, "typical_p"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "little"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),

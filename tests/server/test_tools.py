@@ -326,7 +326,7 @@ def test_items_of_earlier_turns_reach_the_template(calling) -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "strict": 5}]}, "tools[0].strict"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"tools": ITEM_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),

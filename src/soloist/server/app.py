@@ -90,7 +90,11 @@ def make_app(host: Host) -> Starlette:
         # Before the lock: a browser asks without a key whether it may ask.
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
             )
         )
     middleware.append(Middleware(Lock, api_keys=config.api_keys))
@@ -132,6 +136,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
+    if error.status_code == 405 and request.path_params:
+        # A path of the API that is not served here, such as /v1/messages/batches, looks like an id.
+        error = HTTPException(404)
     told = f"{request.method} {request.url.path}: {error.detail.lower()}"
     if error.status_code == 404:
         told += f" (available: {', '.join(route.path for route in ROUTES)})"

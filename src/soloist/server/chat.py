@@ -19,7 +19,7 @@ from soloist.server.generation import Delta, Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.parts import Teller, message_of
 from soloist.server.preparation.jobs import CHATS
-from soloist.server.preparation.prepared import PreparedPrompt
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.replies import json_reply, long_json
 from soloist.server.sse import DONE, Events, event, event_with
 from soloist.server.tracing import CHAT, RequestTrace
@@ -35,7 +35,7 @@ async def chat_completions(request: Request) -> Response:
     (one,), asked = found.prompts, found.fields
     answers = [replace(one, params=params) for params in choices(one.params, asked.n or 1)]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    chat = _Chat(ready, asked, request_id, found.model, one)
+    chat = _Chat(ready, found, request_id)
     chat.tellers = [Teller(found.style, found.prompt_end) for _ in answers]
     trace = RequestTrace(request.headers, CHAT, found.model, accepted)
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
@@ -58,17 +58,16 @@ def choices(params: SamplingParams, count: int) -> list[SamplingParams]:
 class _Chat:
     """The shape of the replies to one request."""
 
-    def __init__(
-        self, ready: Ready, asked: ChatRequest, request_id: str, model: str, one: PreparedPrompt
-    ) -> None:
-        self._ready, self._asked, self._one = ready, asked, one
+    def __init__(self, ready: Ready, found: Prepared[ChatRequest], request_id: str) -> None:
+        self._ready, self._asked, self._one = ready, found.fields, found.prompts[0]
+        self._warnings = found.warnings
         self.tellers: list[Teller] = []
-        self._shows_more = bool(asked.logprobs or asked.return_token_ids)
+        self._shows_more = bool(self._asked.logprobs or self._asked.return_token_ids)
         self._head = {
             "id": request_id,
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": model,
+            "model": found.model,
         }
 
     def whole(self, answers: list[Whole]) -> dict[str, object]:
@@ -82,7 +81,7 @@ class _Chat:
         }
         if self._asked.return_token_ids:
             body["prompt_token_ids"] = list(self._one.prompt_ids)
-        return body
+        return with_warnings(body, self._warnings)
 
     def _choice(self, index: int, answer: Whole) -> dict[str, object]:
         end = answer.end
@@ -158,7 +157,8 @@ class _Chat:
         delta = {"role": "assistant", "content": ""} if is_first else {}
         choice = self._ended(index, {"delta": delta}, end)
         shown = figures.timings(end.timings, self._ready)
-        return event_with({**head, "choices": [choice], "timings": shown}, tail)
+        body = with_warnings({**head, "choices": [choice], "timings": shown}, self._warnings)
+        return event_with(body, tail)
 
     def _ended(self, index: int, said: dict[str, object], end: Completion) -> dict[str, object]:
         """A choice that has its end."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from soloist.server.hosted import Tools
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import text_of, texts_of
 
@@ -49,14 +50,14 @@ def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return plain
 
 
-def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as OpenAI and chat templates describe them.
+def plain_tools(tools: Tools) -> list[dict[str, Any]]:
+    """Tools by their numbers in the request, as OpenAI and chat templates describe them.
 
     Raises:
         Problem: a tool of another kind.
     """
     plain = []
-    for index, tool in enumerate(tools):
+    for index, tool in tools.items():
         match tool:
             case {"type": str(kind)} if kind != "custom":
                 raise unsupported(f"tools[{index}].type", "'custom'")

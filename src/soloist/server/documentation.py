@@ -64,6 +64,36 @@ _ENDS = {
 }
 
 
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+# As `Problem` writes them.
+_ERRORS = {
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL,
+                },
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": _TEXT, "message": _TEXT},
+            },
+        },
+    },
+}  # fmt: skip
+
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
@@ -100,32 +130,51 @@ def _openapi() -> dict[str, Any]:
         content = {"schema": {"$ref": f"#/components/schemas/{fields.__name__}"}}
         paths[path] = {
             "post": {
+                "operationId": _name("post", path),
                 "summary": summary,
                 "requestBody": {"required": True, "content": {"application/json": content}},
-                "responses": {"200": {"description": "OK"}},
+                "responses": _responses(path),
             }
         }
     for path, summary in _READS.items():
-        paths[path] = {"get": _bare(path, summary)}
+        paths[path] = {"get": _bare("get", path, summary)}
     for (method, path), summary in _ENDS.items():
-        paths[path] = {method: _bare(path, summary)}
+        paths[path] = {method: _bare(method, path, summary)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Soloist", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas | _ERRORS},
     }
 
 
-def _bare(path: str, summary: str) -> dict[str, Any]:
+def _bare(method: str, path: str, summary: str) -> dict[str, Any]:
     """An operation without a body."""
     names = re.findall(r"{(\w+)}", path)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
-    made = {"summary": summary, "responses": {"200": {"description": "OK"}}}
+    made = {
+        "operationId": _name(method, path), "summary": summary, "responses": _responses(path),
+    }  # fmt: skip
     return made | ({"parameters": parameters} if parameters else {})
+
+
+def _name(method: str, path: str) -> str:
+    """Of an operation: post, /v1/chat/completions → post_v1_chat_completions."""
+    return "_".join([method, *re.findall(r"\w+", path)])
+
+
+def _responses(path: str) -> dict[str, Any]:
+    """Success, and the error that any other status has."""
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {
+        "200": {"description": "OK"},
+        "4XX": {"description": "The request is refused; the message says why", "content": content},
+        "5XX": {"description": "Not now, or the request failed", "content": content},
+    }
 
 
 @cache

@@ -3,6 +3,7 @@
 `null` stands for a field's default everywhere, as clients write it.
 """
 
+import json
 import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,10 +12,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from soloist.sampling.params import SamplingParams
-from soloist.server.problems import invalid
+from soloist.server.problems import invalid, unsupported
 
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 64
+
+# How much a model reasons. Models of two states reason from `low` on.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT_TOLD = "none and minimal switch a model's reasoning off, the others on."
 
 Item = TypeVar("Item")
 # Checking ends at the first item that does not fit, however many there are.
@@ -49,13 +54,18 @@ def only(*allowed: object) -> Any:  # noqa: ANN401 - a type for pydantic
     def check(value: object) -> object:
         # Null within an object stands for a default, too.
         given = {k: v for k, v in value.items() if v is not None} if type(value) is dict else value
-        if given is None or any(given == x and type(given) is type(x) for x in allowed):
+        if given is None or any(_is_same(given, x) for x in allowed):
             return value
         raise PydanticCustomError("not_supported", "is not supported", {"allowed": shown})
 
-    shown = ", ".join(map(repr, allowed)) or "leave it out"
-    told = f"Not supported (allowed: {shown})."
-    return Annotated[Any, AfterValidator(check), Field(description=told)]
+    shown = ", ".join(map(json.dumps, allowed)) or "leave it out"
+    text = f"Not supported (allowed: {shown})."
+    return Annotated[Any, AfterValidator(check), Field(description=text)]
+
+
+def _is_same(given: object, allowed: object) -> bool:
+    """Whether the two are one value in JSON, where 1 is 1.0 and not true."""
+    return given == allowed and isinstance(given, bool) == isinstance(allowed, bool)
 
 
 # Sent by clients and of no effect on what they get from one server with one model.
@@ -71,6 +81,11 @@ def optional(told: str, *, ge: int | None = None, le: int | None = None) -> Any:
     return Field(default=None, description=told, ge=ge, le=le)
 
 
+def bounded(text: str, **bounds: int) -> Any:  # noqa: ANN401
+    """A number that may be left out; `SamplingParams` holds it to the bounds that are told here."""
+    return Field(default=None, description=text, json_schema_extra=bounds)  # type: ignore[arg-type]
+
+
 class StreamOptions(Fields):
     """What a stream carries in addition to text."""
 
@@ -79,21 +94,68 @@ class StreamOptions(Fields):
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
-class SamplingFields(Fields):
+class OffFields(Fields):
+    """What other servers have and Soloist has not: only the values that switch it off."""
+
+    # how tokens are chosen
+    length_penalty: only(1) = None  # type: ignore[valid-type]
+    early_stopping: only(False) = None  # type: ignore[valid-type]
+    use_beam_search: only(False) = None  # type: ignore[valid-type]
+    num_beams: only(1) = None  # type: ignore[valid-type]
+    typical_p: only(1) = None  # type: ignore[valid-type]
+    tfs_z: only(1) = None  # type: ignore[valid-type]
+    top_a: only(0) = None  # type: ignore[valid-type]
+    repeat_penalty: only(1) = None  # type: ignore[valid-type]
+    no_repeat_ngram_size: only(0) = None  # type: ignore[valid-type]
+    mirostat: only(0) = None  # type: ignore[valid-type]
+    dynatemp_range: only(0) = None  # type: ignore[valid-type]
+    xtc_probability: only(0) = None  # type: ignore[valid-type]
+    dry_multiplier: only(0) = None  # type: ignore[valid-type]
+    bad_words: only([]) = None  # type: ignore[valid-type]
+    allowed_token_ids: only() = None  # type: ignore[valid-type]
+    logits_processors: only([]) = None  # type: ignore[valid-type]
+
+    # what the text and the reply hold
+    skip_special_tokens: only(True) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
+    include_stop_str_in_output: only(False) = None  # type: ignore[valid-type]
+    no_stop_trim: only(False) = None  # type: ignore[valid-type]
+    detokenize: only(True) = None  # type: ignore[valid-type]
+    prompt_logprobs: only() = None  # type: ignore[valid-type]
+    return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
+    return_hidden_states: only(False) = None  # type: ignore[valid-type]
+
+    # how a request is run
+    priority: only(0) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
+    guided_decoding_backend: only() = None  # type: ignore[valid-type]
+    guided_whitespace_pattern: only() = None  # type: ignore[valid-type]
+    lora_path: only() = None  # type: ignore[valid-type]
+    kv_transfer_params: only() = None  # type: ignore[valid-type]
+    cache_salt: only() = None  # type: ignore[valid-type]
+
+
+class SamplingFields(OffFields):
     """How tokens are chosen and when generation ends: what `SamplingParams` knows."""
 
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_p: Number | None = optional("Above 0, at most 1, the default.")
-    top_k: int | None = optional("0 or -1 keeps all tokens.")
-    min_p: Number | None = optional("0 … 1; default 0.")
-    repetition_penalty: Number | None = optional("Above 0, at most 100; default 1.")
-    presence_penalty: Number | None = optional("-2 … 2; default 0.")
-    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
-    seed: int | None = optional("The same seed gives the same text. Choice i uses seed + i.")
+    temperature: Number | None = bounded("0 is greedy; default 1.", minimum=0, maximum=100)
+    top_p: Number | None = bounded(
+        "Above 0, at most 1, the default.", exclusiveMinimum=0, maximum=1
+    )
+    top_k: int | None = bounded("0 or -1 keeps all tokens.", minimum=-1)
+    min_p: Number | None = bounded("0 … 1; default 0.", minimum=0, maximum=1)
+    repetition_penalty: Number | None = bounded(
+        "Above 0, at most 100; default 1.", exclusiveMinimum=0, maximum=100
+    )
+    presence_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    frequency_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    seed: int | None = bounded(
+        "The same seed gives the same text. Choice i uses seed + i.", minimum=0
+    )
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Items[int] | None = Field(default=None, max_length=256)
     logit_bias: dict[str, Number] | None = optional("Token id to bias, -100 … 100.")
-    min_tokens: int | None = optional("End tokens are excluded before this many tokens.")
+    min_tokens: int | None = bounded("End tokens are excluded before this many tokens.", minimum=0)
     ignore_eos: bool | None = optional("Do not stop at the model's end-of-sequence token.")
 
     def params(self, max_tokens: int) -> SamplingParams:
@@ -204,6 +266,7 @@ class GenerationFields(SamplingFields, ShapeFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = optional("Also return token ids of prompt and answers.")
+    best_of: int | None = optional("Only the value of n: every answer is returned.", ge=1)
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -213,8 +276,10 @@ class GenerationFields(SamplingFields, ShapeFields):
     prompt_cache_retention: Harmless = None
     cache_prompt: Harmless = None
 
-    def check_stream_options(self) -> None:
-        """Refuse options of a stream where there is none."""
+    def check_together(self) -> None:
+        """Refuse options of a stream where there is none, and answers that are not returned."""
+        if self.best_of not in (None, self.n or 1):
+            raise unsupported("best_of", f"{self.n or 1}, which is n")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only with stream: true")
 
@@ -236,14 +301,13 @@ class CompletionRequest(GenerationFields):
         description="Text, texts, token ids, or lists of them."
     )
     suffix: str | None = optional("Text after the gap, for models trained to fill in the middle.")
-    max_tokens: int | None = optional(
-        "Default 16. 0 with echo and logprobs: only score the prompt."
+    max_tokens: int | None = bounded(
+        "Default 16. 0 with echo and logprobs: only score the prompt.", minimum=0
     )
     echo: bool | None = optional(
         "Begin the text with the prompt; with logprobs, its tokens are scored too."
     )
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
-    best_of: only(1) = None  # type: ignore[valid-type]
 
     @property
     def scores_prompt(self) -> bool:
@@ -271,27 +335,30 @@ class ChatRequest(GenerationFields, ChatFields):
     messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
-    max_completion_tokens: int | None = optional("Default: as many as fit the context.")
-    max_tokens: int | None = optional("Older name of max_completion_tokens.")
+    max_completion_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
+    max_tokens: int | None = bounded("Older name of max_completion_tokens.", minimum=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = optional(
         "auto, none, required, or the name of a function."
     )
     parallel_tool_calls: bool | None = None
+    include_reasoning: only(True) = None  # type: ignore[valid-type]
+    separate_reasoning: only(True) = None  # type: ignore[valid-type]
+    stream_reasoning: only(True) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    add_special_tokens: only(False) = None  # type: ignore[valid-type]
+    documents: only([]) = None  # type: ignore[valid-type]
+    chat_template: only() = None  # type: ignore[valid-type]
+    mm_processor_kwargs: only({}) = None  # type: ignore[valid-type]
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
     prediction: only() = None  # type: ignore[valid-type]
-    reasoning_effort: only() = None  # type: ignore[valid-type]
+    reasoning_effort: Effort | None = optional(EFFORT_TOLD)
     verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
     web_search_options: only() = None  # type: ignore[valid-type]
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt describes to the model."""
-        return None if self.tool_choice == "none" else self.tools or None
 
 
 class TokenizeRequest(ChatFields):

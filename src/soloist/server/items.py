@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from soloist.server.hosted import Tools
 from soloist.server.problems import invalid, unsupported
 from soloist.text.parts import Part
 
@@ -48,14 +49,14 @@ def plain_conversation(
     return chat
 
 
-def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Functions as chat templates read them.
+def plain_tools(tools: Tools) -> list[dict[str, Any]]:
+    """Tools by their numbers in the request, as chat templates read functions.
 
     Raises:
         Problem: a tool of another kind.
     """
     plain = []
-    for index, tool in enumerate(tools):
+    for index, tool in tools.items():
         if tool.get("type") != "function":
             raise unsupported(f"tools[{index}].type", "'function'")
         if tool.get("strict") not in (None, True, False):

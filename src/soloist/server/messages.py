@@ -15,6 +15,8 @@ from soloist.server.bodies import prepared, ready_of
 from soloist.server.generation import Generation, collect
 from soloist.server.host import Ready
 from soloist.server.preparation.jobs import MESSAGES
+from soloist.server.preparation.messages import MessagesRequest
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
@@ -32,7 +34,7 @@ async def messages(request: Request) -> Response:
     trace = RequestTrace(request.headers, CHAT, found.model, accepted)
     generation = Generation(host, ready, request_id, found.prompts, accepted, trace, grammar)
     reader = PartReader(found.style, found.prompt_end)
-    reply = _Message(ready, request_id, found.model, reader)
+    reply = _Message(ready, request_id, found, reader)
     if found.fields.stream:
         return Events(generation, reply.stream(generation), _last_words)
     (answer,) = await collect(request, generation)
@@ -42,9 +44,12 @@ async def messages(request: Request) -> Response:
 class _Message:
     """The shape of the replies to one request."""
 
-    def __init__(self, ready: Ready, request_id: str, model: str, reader: PartReader) -> None:
+    def __init__(
+        self, ready: Ready, request_id: str, found: Prepared[MessagesRequest], reader: PartReader
+    ) -> None:
         self._ready, self._reader = ready, reader
-        self._head = {"id": request_id, "type": "message", "role": "assistant", "model": model}
+        head = {"id": request_id, "type": "message", "role": "assistant", "model": found.model}
+        self._head = with_warnings(head, found.warnings)
 
     def whole(self, end: Completion) -> dict[str, object]:
         """The reply at the end."""

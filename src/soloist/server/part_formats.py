@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from soloist.server.hosted import Tools
 from soloist.server.problems import invalid, unsupported
 from soloist.text.parts import PartFormat, format_of
 from soloist.text.processor import Processor
@@ -67,13 +68,13 @@ def _is_text(schema: object) -> bool:
     return True
 
 
-def checked_tools(tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse what is no function.
+def check_tools(tools: Tools) -> None:
+    """Refuse what is no function, of tools by their numbers in the request.
 
     Raises:
         Problem: a tool of another kind, or without a name.
     """
-    for index, tool in enumerate(tools):
+    for index, tool in tools.items():
         match tool:
             case {"type": "function", "function": {"name": str(name), **rest}} if name:
                 _check_parameters(rest, f"tools[{index}].function")

@@ -108,8 +108,7 @@ def problem_of(error: SoloistError | Problem) -> Problem:
         case Unavailable():
             return Problem(503, message, code="unavailable")
         case PromptTooLong() | EmptyPrompt():
-            code = "invalid_value" if isinstance(error, EmptyPrompt) else "context_length_exceeded"
-            return Problem(400, message, param="prompt", code=code)
+            return _of_prompt(error, message)
         case BadLogits() | StepFailed():
             code = "bad_logits" if isinstance(error, BadLogits) else "step_failed"
             return Problem(500, message, code=code)
@@ -118,6 +117,31 @@ def problem_of(error: SoloistError | Problem) -> Problem:
         case UserError():
             return Problem(400, message, code="invalid_value")
     return Problem(500, message, code="device_error")
+
+
+def _of_prompt(error: PromptTooLong | EmptyPrompt, message: str) -> Problem:
+    if isinstance(error, EmptyPrompt):
+        return Problem(400, message, param="prompt", code="invalid_value")
+    # Clients look for these words, and for a number without commas.
+    told = f"This model's maximum context length is {error.context_tokens} tokens: {message}"
+    return Problem(400, told, param="prompt", code="context_length_exceeded")
+
+
+def too_long_for_anthropic(error: PromptTooLong) -> Problem:
+    """The same as `problem_of` gives, in the words that Anthropic's clients look for.
+
+    Claude Code compacts its conversation at the first sentence. From the second one it takes the
+    numbers, and asks for fewer new tokens.
+    """
+    num_prompt, num_new, most = error.prompt_tokens, error.new_tokens, error.context_tokens
+    if num_prompt < most:
+        told = (
+            f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_new} > {most}"
+            ", decrease input length or `max_tokens` and try again"
+        )
+    else:
+        told = f"prompt is too long: {num_prompt} tokens > {most} maximum; {error.hint}"
+    return Problem(400, told, param="prompt", code="context_length_exceeded")
 
 
 def unsupported(path: str, allowed: str = "") -> Problem:

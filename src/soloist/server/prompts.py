@@ -25,14 +25,24 @@ _MESSAGE_FIELDS = frozenset(
 )
 
 
-def chat_prompt(processor: Processor, asked: ChatFields, tools: Sequence[Tool] | None) -> str:
+def chat_prompt(
+    processor: Processor,
+    asked: ChatFields,
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any],
+) -> str:
     """A conversation through the model's template.
+
+    Args:
+        processor: of the model.
+        asked: the conversation.
+        tools: that the model is told of.
+        variables: of the template, beside those of the conversation.
 
     Raises:
         UserError: the template is absent or refuses the conversation.
         Problem: content that is no text.
     """
-    variables = asked.chat_template_kwargs or {}
     for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in variables:
             raise invalid(f"chat_template_kwargs.{name}", "set this field in the request itself")

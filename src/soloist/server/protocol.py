@@ -21,6 +21,7 @@ from soloist.server.access import CountReply
 from soloist.server.bounds import Wait
 from soloist.server.problems import Problem, problem_of
 from soloist.server.replies import problem_reply
+from soloist.server.request_ids import HEADER, request_id
 from soloist.server.transport import LingeringTransport
 
 _HEAD_PART_BYTES = 8 * 1024
@@ -368,7 +369,8 @@ class Connection(HttpToolsProtocol):
         """A reply without the application."""
         path = self.url.decode("latin-1")
         reply = problem_reply(path, problem)
-        headers = [*self.server_state.default_headers, *reply.raw_headers]
+        named = (HEADER, request_id(self.headers or ()))
+        headers = [*self.server_state.default_headers, *reply.raw_headers, named]
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         head = (STATUS_LINE[problem.status], *lines, b"connection: close\r\n\r\n")
         self.transport.write(b"".join((*head, bytes(reply.body))))
@@ -382,7 +384,11 @@ class _Pipelined(Exception):
 async def _answer(
     connection: Connection, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """The application, which hears of a body that will not come when it asks for it."""
+    """The application, which hears of a body that will not come when it asks for it.
+
+    Its reply gets the request's id.
+    """
+    named = (HEADER, request_id(scope["headers"]))
 
     async def receive_in_bounds() -> Message:
         message = await receive()
@@ -390,7 +396,12 @@ async def _answer(
             raise connection.problem
         return message
 
-    await app(scope, receive_in_bounds, send)
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), named]}
+        await send(message)
+
+    await app(scope, receive_in_bounds, send_with_id)
 
 
 def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

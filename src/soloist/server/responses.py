@@ -17,7 +17,7 @@ from soloist.server.generation import Generation, Whole, collect
 from soloist.server.host import Ready
 from soloist.server.items import Items
 from soloist.server.preparation.jobs import RESPONSES
-from soloist.server.preparation.prepared import PreparedPrompt
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.preparation.responses import SEALED, ResponsesRequest
 from soloist.server.problems import Problem
 from soloist.server.replies import long_json
@@ -36,7 +36,7 @@ async def responses(request: Request) -> Response:
     generation = Generation(host, ready, request_id, [one], accepted, trace, grammar)
     items = Items(seals_reasoning=SEALED in (asked.include or ()))
     reader = PartReader(found.style, found.prompt_end)
-    reply = _Reply(ready, _head(asked, one, request_id, found.model), reader, items)
+    reply = _Reply(ready, _head(found, request_id), reader, items)
     if asked.stream:
         return Events(generation, reply.stream(generation), reply.last_words)
     (answer,) = await collect(request, generation)
@@ -44,15 +44,14 @@ async def responses(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _head(
-    asked: ResponsesRequest, one: PreparedPrompt, request_id: str, model: str
-) -> dict[str, object]:
+def _head(found: Prepared[ResponsesRequest], request_id: str) -> dict[str, object]:
     """Fields of every reply: the values that count, whether they were given or not."""
-    return {
+    asked, (one,) = found.fields, found.prompts
+    head = {
         "id": request_id,
         "object": "response",
         "created_at": int(time.time()),
-        "model": model,
+        "model": found.model,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "metadata": asked.metadata or {},
@@ -67,6 +66,7 @@ def _head(
         "truncation": "disabled",
         "error": None,
     }
+    return with_warnings(head, found.warnings)
 
 
 def _format(asked: ResponsesRequest) -> dict[str, object]:

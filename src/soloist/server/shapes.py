@@ -99,7 +99,8 @@ class ToolUse:
 
     Attributes:
         tools: that the model is told of, as OpenAI describes them.
-        strict: those of them, by number, whose schemas calls must keep to.
+        numbers: of each of them in the request.
+        strict: those of these numbers whose schemas calls must keep to.
         choice: whether the answer has to be calls.
         several: whether an answer may have more than one call.
         schema_field: of tool number {}, where its schema stands in the request.
@@ -107,6 +108,7 @@ class ToolUse:
     """
 
     tools: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
     strict: frozenset[int]
     choice: ToolChoice
     several: bool
@@ -116,7 +118,7 @@ class ToolUse:
     def __post_init__(self) -> None:
         name, names = self.choice.name, [tool["function"]["name"] for tool in self.tools]
         if self.is_forced and not self.tools:
-            raise invalid("tool_choice", "a call is required, but tools is empty")
+            raise invalid("tool_choice", "a call is required, but tools has none to call")
         if name is not None and name not in names:
             raise invalid("tool_choice", f"no tool {name!r} (available: {', '.join(names)})")
 
@@ -259,7 +261,7 @@ def _blamed(
     for function in calls.functions:
         one = replace(calls, functions=(function,), is_forced=True, several=False)
         if (told := _trouble(processor, None, one)) is not None:
-            return invalid(use.schema_field.format(names.index(function.name)), told)
+            return invalid(use.schema_field.format(use.numbers[names.index(function.name)]), told)
     return invalid("tools", error.message)
 
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta
 
 from soloist.errors import RequestError, TokenizerError
 from soloist.text.bounded import is_bounded
@@ -28,6 +28,7 @@ class ChatTemplate:
     Attributes:
         source: of all templates, as it was given.
         is_bounded: whether rendering takes no more than what is rendered allows, whatever that is.
+        variables: that the templates read, such as `messages` and `enable_thinking`.
         names: the templates there are; `default` is taken unless tools are given and there is a
             `tool_use`.
     """
@@ -53,6 +54,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         made = environment(now)
         self.is_bounded = all(is_bounded(made, source) for source in sources.values())
+        self.variables = frozenset[str]().union(*(_variables(made, x) for x in sources.values()))
         self._templates = {
             name: _compile(made, source, f"{file}: chat template '{name}'")
             for name, source in sources.items()
@@ -154,6 +156,14 @@ class ChatTemplate:
                 "the template may need fields or variables that are not given; see the model's "
                 "documentation",
             ) from error
+
+
+def _variables(made: Environment, source: str) -> set[str]:
+    """What a template reads and does not set itself."""
+    try:
+        return meta.find_undeclared_variables(made.parse(source))
+    except TemplateError:  # compiling it says what is wrong
+        return set()
 
 
 def _compile(made: Environment, source: str, label: str) -> Template:

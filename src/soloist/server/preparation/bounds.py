@@ -61,6 +61,8 @@ BOUNDS: dict[str, Bound] = {
     "user": _UNREAD, "metadata": _UNREAD, "store": _UNREAD, "service_tier": _UNREAD,
     "safety_identifier": _UNREAD, "prompt_cache_key": _UNREAD, "cache_control": _UNREAD,
     "prompt_cache_retention": _UNREAD, "cache_prompt": _UNREAD, "client_metadata": _UNREAD,
+    # what is off, and refused by name where it is not
+    "bad_words": _UNREAD, "documents": _UNREAD, "chat_template": _UNREAD, "mcp_servers": _UNREAD,
     # words, and objects of a few
     "model": _WORD, "tool_choice": _WORD, "stream_options": _WORD, "include": _WORD,
     "reasoning": _WORD, "thinking": _WORD, "context_management": _WORD, "truncation": _WORD,

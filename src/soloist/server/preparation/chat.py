@@ -1,10 +1,12 @@
 """How a chat becomes a prompt."""
 
 from soloist.server.fields import ChatRequest
-from soloist.server.part_formats import PROMPT_END, checked_tools, part_format, shown_ids
+from soloist.server.hosted import without_hosted
+from soloist.server.part_formats import PROMPT_END, check_tools, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, fitted
+from soloist.server.reasoning import effort_warnings, reasoning_variables
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, shape_of
 from soloist.text.processor import Processor
 
@@ -15,10 +17,10 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     Raises:
         Problem, UserError: the request cannot be answered.
     """
-    asked.check_stream_options()
+    asked.check_together()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
-    shape, use = shape_of(asked), _tool_use(asked)
+    shape, (use, warnings) = shape_of(asked), _tool_use(asked)
     wanted = asked.max_completion_tokens
     if wanted is None:
         wanted = asked.max_tokens
@@ -27,8 +29,11 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     # Checked before the prompt: a bad value is a bad value, however long the prompt is.
     params = asked.params(max(1, processor.context_tokens) if wanted is None else wanted)
     params.check_vocabulary(processor.vocab_size)
-    style = part_format(processor, asked.offered_tools or ())
-    text = chat_prompt(processor, asked, asked.offered_tools)
+    style = part_format(processor, use.tools)
+    variables = reasoning_variables(
+        processor, "reasoning_effort", asked.reasoning_effort, asked.chat_template_kwargs or {}
+    )
+    text = chat_prompt(processor, asked, use.tools or None, variables)
     prompt_ids = processor.encode(text, add_special_tokens=False)
     params = fitted(processor, prompt_ids, params, wanted)
     top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -37,7 +42,8 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     one = PreparedPrompt(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
     fields = asked.model_copy(update=without)
-    return Prepared(fields, model, (one,), grammar, style, end)
+    warnings += effort_warnings(processor, "reasoning_effort", asked.reasoning_effort)
+    return Prepared(fields, model, (one,), grammar, style, end, warnings)
 
 
 # Of no use to the reply, and long.
@@ -48,9 +54,14 @@ _MAKES_THE_PROMPT = (
 )  # fmt: skip
 
 
-def _tool_use(asked: ChatRequest) -> ToolUse:
-    checked_tools(asked.tools or ())
-    choice, tools = openai_choice(asked.tool_choice), asked.offered_tools or ()
-    strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
+def _tool_use(asked: ChatRequest) -> tuple[ToolUse, tuple[str, ...]]:
+    """With warnings about tools that are left out."""
+    tools, warnings = without_hosted(asked.tools or ())
+    check_tools(tools)
+    choice = openai_choice(asked.tool_choice)
+    if choice.kind == "none":
+        tools, warnings = {}, ()
+    strict = frozenset(n for n, tool in tools.items() if tool["function"].get("strict"))
     several = asked.parallel_tool_calls is not False
-    return ToolUse(tools, strict, choice, several, "tools[{}].function.parameters")
+    place = "tools[{}].function.parameters"
+    return ToolUse([*tools.values()], [*tools], strict, choice, several, place), warnings

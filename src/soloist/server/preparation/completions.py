@@ -19,7 +19,7 @@ def prepare_completions(
     Raises:
         Problem, UserError: the request cannot be answered.
     """
-    asked.check_stream_options()
+    asked.check_together()
     if asked.scores_prompt and asked.suffix is not None:
         raise unsupported("suffix beside echo and logprobs", "a prompt without one")
     shape = shape_of(asked)

@@ -1,5 +1,6 @@
 """The kinds of requests that are read here, and how: JSON, bounds, checks, prompt."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -7,7 +8,7 @@ from typing import Any, Generic
 import orjson
 from pydantic import ValidationError
 
-from soloist.errors import SoloistError
+from soloist.errors import PromptTooLong, SoloistError
 from soloist.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from soloist.server.preparation.bounds import check_body, check_fields
 from soloist.server.preparation.chat import prepare_chat
@@ -35,7 +36,12 @@ from soloist.server.preparation.ollama import (
 from soloist.server.preparation.prepared import Prepared, Wanted
 from soloist.server.preparation.responses import ResponsesRequest, prepare_response
 from soloist.server.preparation.tokens import detokenize, tokenize
-from soloist.server.problems import Problem, problem_of, problem_of_fields
+from soloist.server.problems import (
+    Problem,
+    problem_of,
+    problem_of_fields,
+    too_long_for_anthropic,
+)
 from soloist.text.processor import Processor
 
 
@@ -49,6 +55,7 @@ class Job(Generic[Wanted]):
         prepare: what comes of them: a request for the engine, or a whole reply.
         prompt_field: where its prompt stands, for errors.
         has_template: whether a chat template has a part in it.
+        is_anthropics: whether errors have the words that Anthropic's clients look for.
     """
 
     name: str
@@ -56,13 +63,14 @@ class Job(Generic[Wanted]):
     prepare: Callable[[Processor, Any, str], Prepared[Wanted] | bytes]
     prompt_field: str = "prompt"
     has_template: bool = True
+    is_anthropics: bool = False
 
 
 CHATS = Job("chat", ChatRequest, prepare_chat, "messages")
 COMPLETIONS = Job("completion", CompletionRequest, prepare_completions, has_template=False)
 RESPONSES = Job("response", ResponsesRequest, prepare_response, "input")
-MESSAGES = Job("message", MessagesRequest, prepare_message, "messages")
-COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages")
+MESSAGES = Job("message", MessagesRequest, prepare_message, "messages", is_anthropics=True)
+COUNT_TOKENS = Job("count_tokens", CountRequest, count_tokens, "messages", is_anthropics=True)
 OLLAMA_CHATS = Job("ollama_chat", OllamaChatRequest, prepare_ollama_chat, "messages")
 OLLAMA_TEXTS = Job("ollama_text", OllamaGenerateRequest, prepare_ollama_text)
 OLLAMA_SHOWS = Job("ollama_show", ShowRequest, prepare_show, has_template=False)
@@ -98,7 +106,10 @@ def run(
         asked = _checked(job, body)
         return job.prepare(processor, asked, served_name(names, asked.model))  # type: ignore[attr-defined]
     except SoloistError as error:
-        problem = problem_of(error)
+        if job.is_anthropics and isinstance(error, PromptTooLong):
+            problem = too_long_for_anthropic(error)
+        else:
+            problem = problem_of(error)
         if problem.param == "prompt":
             problem.param = job.prompt_field
         raise problem from error
@@ -129,7 +140,7 @@ def served_name(names: Sequence[str], asked: str | None) -> str:
 def _checked(job: Job[Wanted], body: bytes | bytearray) -> Wanted:
     check_body(body)
     try:
-        given = orjson.loads(body)
+        given = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):

@@ -1,6 +1,6 @@
 """How the conversations of Anthropic's clients become prompts."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
@@ -13,19 +13,35 @@ from soloist.server.fields import (
     Number,
     OutputFields,
     SamplingFields,
+    bounded,
     only,
     optional,
 )
+from soloist.server.hosted import Tools, without_hosted
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
-from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import unsupported
+from soloist.server.preparation.prepared import Prepared, PreparedPrompt, with_warnings
 from soloist.server.prompts import for_template
+from soloist.server.reasoning import is_switchable, reasoning_variables
 from soloist.server.shapes import ToolUse, anthropic_choice, grammar_of, output_shape
 from soloist.text.processor import Processor
 
-_DISABLED, _ADAPTIVE = {"type": "disabled"}, {"type": "adaptive"}
 # What Anthropic does where the field is left out, and what is done here: clients send it.
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+class ThinkingFields(Fields):
+    """`thinking`: whether the model reasons. Adaptive leaves it to the model."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = optional("Has no effect, which a warning says.", ge=1)
+    display: only("summarized") = None  # type: ignore[valid-type]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reply says about a budget."""
+        if self.budget_tokens is None:
+            return ()
+        return ("thinking.budget_tokens has no effect; max_tokens bounds reasoning and text",)
 
 
 class ConversationFields(Fields):
@@ -36,15 +52,19 @@ class ConversationFields(Fields):
     system: str | Items[dict[str, Any]] | None = None
     tools: Items[dict[str, Any]] | None = optional("For models whose calls can be read.")
     tool_choice: dict[str, Any] | None = optional("Type auto, none, any, or tool with a name.")
-    thinking: only(_DISABLED, _ADAPTIVE) = None  # type: ignore[valid-type]
+    thinking: ThinkingFields | None = None
     context_management: only({"edits": []}, _KEEP_ALL) = None  # type: ignore[valid-type]
     output_config: OutputFields | None = None
     cache_control: Harmless = None
+    mcp_servers: only([]) = None  # type: ignore[valid-type]
+    container: only() = None  # type: ignore[valid-type]
+    speed: only("standard") = None  # type: ignore[valid-type]
 
-    @property
-    def offers_tools(self) -> bool:
-        """Whether the model is told of tools."""
-        return bool(self.tools) and anthropic_choice(self.tool_choice)[0].kind != "none"
+    def offered_tools(self) -> tuple[Tools, tuple[str, ...]]:
+        """Tools that the model is told of, and warnings about others."""
+        if anthropic_choice(self.tool_choice)[0].kind == "none":
+            return {}, ()
+        return without_hosted(self.tools or ())
 
 
 class CountRequest(ConversationFields):
@@ -54,10 +74,14 @@ class CountRequest(ConversationFields):
 class MessagesRequest(ConversationFields):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(description="Most tokens to generate.")
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_p: Number | None = None
-    top_k: int | None = None
+    max_tokens: int = Field(
+        description="Most tokens to generate.", json_schema_extra={"minimum": 1}
+    )
+    temperature: Number | None = bounded("0 is greedy; default 1.", minimum=0, maximum=100)
+    top_p: Number | None = bounded(
+        "Above 0, at most 1, the default.", exclusiveMinimum=0, maximum=1
+    )
+    top_k: int | None = bounded("0 or -1 keeps all tokens.", minimum=-1)
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, max_length=64
     )
@@ -73,7 +97,8 @@ def count_tokens(processor: Processor, asked: CountRequest, _: str) -> bytes:
         Problem, UserError: there is no such prompt.
     """
     text = _prompt(processor, asked)
-    return orjson.dumps({"input_tokens": len(processor.encode(text, add_special_tokens=False))})
+    count = len(processor.encode(text, add_special_tokens=False))
+    return orjson.dumps(with_warnings({"input_tokens": count}, asked.offered_tools()[1]))
 
 
 def prepare_message(
@@ -100,7 +125,10 @@ def prepare_message(
     grammar = grammar_of(processor, shape, use, style, end)
     one = PreparedPrompt(tuple(prompt_ids), params, shown_ids=shown_ids(processor, style))
     without = dict.fromkeys(_MAKES_THE_PROMPT)
-    return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
+    _, warnings = asked.offered_tools()
+    warnings += asked.thinking.warnings if asked.thinking else ()
+    asked = asked.model_copy(update=without)
+    return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
 
 # Of no use to the reply, and long.
@@ -111,10 +139,10 @@ _MAKES_THE_PROMPT = (
 
 def _tool_use(asked: MessagesRequest) -> ToolUse:
     choice, several = anthropic_choice(asked.tool_choice)
-    tools = _tools(asked)
-    strict = frozenset(n for n, _ in enumerate(tools) if (asked.tools or ())[n].get("strict"))
+    tools, _ = asked.offered_tools()
+    strict = frozenset(n for n, tool in tools.items() if tool.get("strict"))
     return ToolUse(
-        tools, strict, choice, several, "tools[{}].input_schema",
+        plain_tools(tools), [*tools], strict, choice, several, "tools[{}].input_schema",
         "tool_choice.disable_parallel_tool_use",
     )  # fmt: skip
 
@@ -123,19 +151,17 @@ def _prompt(processor: Processor, asked: ConversationFields) -> str:
     system, chat = system_text(asked.system), plain_conversation(asked.messages)
     if system:
         chat.insert(0, {"role": "system", "content": system})
-    variables: dict[str, Any] = {}
-    if asked.thinking == _DISABLED and part_format(processor, ()).thinks:
-        if "enable_thinking" not in processor.chat_template.source:
-            raise unsupported("thinking", "leave it out; this model always reasons")
-        variables["enable_thinking"] = False
     return processor.chat_template.render(
         for_template(processor, chat),
-        tools=_tools(asked) or None,
+        tools=plain_tools(asked.offered_tools()[0]) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
-        variables=variables,
+        variables=reasoning_variables(processor, "thinking", _effort(processor, asked.thinking)),
     )
 
 
-def _tools(asked: ConversationFields) -> list[dict[str, Any]]:
-    return plain_tools(asked.tools or ()) if asked.offers_tools else []
+def _effort(processor: Processor, asked: ThinkingFields | None) -> str | None:
+    """What `thinking` is in the words of a template."""
+    if asked is None or (asked.type == "adaptive" and not is_switchable(processor)):
+        return None
+    return "none" if asked.type == "disabled" else "high"

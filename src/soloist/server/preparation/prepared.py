@@ -1,5 +1,6 @@
 """What comes of a request's body: what to ask of the engine, and what the reply needs to know."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -33,6 +34,7 @@ class Prepared(Generic[Wanted]):
         style: how answers are taken apart.
         prompt_end: the end of the prompt's text, which tells whether an answer begins within
             reasoning.
+        warnings: sentences for the reply about what was left out.
     """
 
     fields: Wanted
@@ -41,3 +43,9 @@ class Prepared(Generic[Wanted]):
     grammar: str | None = None
     style: PartFormat = field(default_factory=lambda: PartFormat(None, thinks=False))
     prompt_end: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def with_warnings(body: Mapping[str, object], warnings: Sequence[str]) -> dict[str, object]:
+    """A reply that says what was left out of its request, if anything was."""
+    return {**body, "warnings": list(warnings)} if warnings else dict(body)

@@ -5,24 +5,38 @@ from typing import Any
 from pydantic import Field
 
 from soloist.server.fields import (
+    EFFORT_TOLD,
     MOST_TOP_LOGPROBS,
+    Effort,
+    Fields,
     Harmless,
     Items,
     SamplingFields,
     TextFields,
+    bounded,
     only,
     optional,
 )
+from soloist.server.hosted import Tools, without_hosted
 from soloist.server.items import plain_conversation, plain_tools
 from soloist.server.part_formats import PROMPT_END, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import fitted, for_template
+from soloist.server.reasoning import effort_warnings, reasoning_variables
 from soloist.server.shapes import ToolUse, grammar_of, openai_choice, text_shape
 from soloist.text.processor import Processor
 
 SEALED = "reasoning.encrypted_content"
 _LIKELY = "message.output_text.logprobs"
+
+
+class ReasoningFields(Fields):
+    """`reasoning`: comes whole, as items of its own."""
+
+    effort: Effort | None = optional(EFFORT_TOLD)
+    summary: only("auto") = None  # type: ignore[valid-type]
+    generate_summary: only("auto") = None  # type: ignore[valid-type]
 
 
 class ResponsesRequest(SamplingFields):
@@ -31,7 +45,7 @@ class ResponsesRequest(SamplingFields):
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(description="Text, or a list of messages.")
     instructions: str | None = optional("System message before the input.")
-    max_output_tokens: int | None = optional("Default: as many as fit the context.")
+    max_output_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
@@ -42,7 +56,8 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
     parallel_tool_calls: bool | None = None
-    truncation: only("disabled") = None  # type: ignore[valid-type]
+    # A prompt that is too long is refused in both cases: there is nothing to cut.
+    truncation: only("disabled", "auto") = None  # type: ignore[valid-type]
     text: TextFields | None = None
     tools: Items[dict[str, Any]] | None = optional("Functions, for models whose calls can be read.")
     tool_choice: str | dict[str, Any] | None = optional(
@@ -53,7 +68,9 @@ class ResponsesRequest(SamplingFields):
     ) = None
     background: only(False) = None  # type: ignore[valid-type]
     stream_options: only({}, {"include_obfuscation": False}) = None  # type: ignore[valid-type]
-    reasoning: only({}, {"summary": "auto"}) = None  # type: ignore[valid-type]
+    reasoning: ReasoningFields | None = None
+    max_tool_calls: Harmless = None  # of tools that OpenAI runs
+    context_management: only([]) = None  # type: ignore[valid-type]
     previous_response_id: only() = None  # type: ignore[valid-type]
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
@@ -68,11 +85,6 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"only with include: ['{_LIKELY}']")
         return None
 
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
 
 def prepare_response(
     processor: Processor, asked: ResponsesRequest, model: str
@@ -83,17 +95,22 @@ def prepare_response(
         Problem, UserError: the request cannot be answered.
     """
     shape = text_shape(asked.text.format if asked.text else None)
-    use = _tool_use(asked)
+    offered, warnings = without_hosted(asked.tools or ())
+    use = _tool_use(asked, offered)
     wanted, tools = asked.max_output_tokens, use.tools
     params = asked.params(processor.context_tokens if wanted is None else wanted)
     params.check_vocabulary(processor.vocab_size)
     style, shown = part_format(processor, tools), asked.shown_logprobs
     if shown is not None and (style.thinks or style.calls is not None):
-        told = "not supported with reasoning or tools; use /v1/chat/completions"
-        raise invalid("include", f"'{_LIKELY}' is {told}")
+        use_chats = "not supported with reasoning or tools; use /v1/chat/completions"
+        raise invalid("include", f"'{_LIKELY}' is {use_chats}")
     chat = plain_conversation(asked.input, asked.instructions)
+    effort = asked.reasoning.effort if asked.reasoning else None
     text = processor.chat_template.render(
-        for_template(processor, chat), tools=tools or None, add_generation_prompt=True
+        for_template(processor, chat),
+        tools=tools or None,
+        add_generation_prompt=True,
+        variables=reasoning_variables(processor, "reasoning.effort", effort),
     )
     prompt_ids = processor.encode(text, add_special_tokens=False)
     params = fitted(processor, prompt_ids, params, wanted)
@@ -101,12 +118,15 @@ def prepare_response(
     grammar = grammar_of(processor, shape, use, style, end)
     one = PreparedPrompt(tuple(prompt_ids), params, shown, shown_ids(processor, style))
     # The reply repeats instructions and tools.
-    without = {"input": "", "logit_bias": None, "stop": None}
-    return Prepared(asked.model_copy(update=without), model, (one,), grammar, style, end)
+    changed = {"input": "", "logit_bias": None, "stop": None, "tools": [*offered.values()]}
+    asked = asked.model_copy(update=changed)
+    warnings += effort_warnings(processor, "reasoning.effort", effort)
+    return Prepared(asked, model, (one,), grammar, style, end, warnings)
 
 
-def _tool_use(asked: ResponsesRequest) -> ToolUse:
-    tools, choice = plain_tools(asked.offered_tools), openai_choice(asked.tool_choice)
-    strict = frozenset(n for n, tool in enumerate(asked.offered_tools) if tool.get("strict"))
-    several = asked.parallel_tool_calls is not False
-    return ToolUse(tools, strict, choice, several, "tools[{}].parameters")
+def _tool_use(asked: ResponsesRequest, offered: Tools) -> ToolUse:
+    choice = openai_choice(asked.tool_choice)
+    tools: Tools = {} if choice.kind == "none" else offered
+    strict = frozenset(n for n, tool in tools.items() if tool.get("strict"))
+    several, place = asked.parallel_tool_calls is not False, "tools[{}].parameters"
+    return ToolUse(plain_tools(tools), [*tools], strict, choice, several, place)

@@ -4,6 +4,8 @@ import orjson
 
 from soloist.errors import BadTokenId
 from soloist.server.fields import ChatFields, DetokenizeRequest, TokenizeRequest
+from soloist.server.hosted import without_hosted
+from soloist.server.preparation.prepared import with_warnings
 from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt
 from soloist.text.processor import Processor
@@ -26,14 +28,15 @@ def tokenize(processor: Processor, asked: TokenizeRequest, _: str) -> bytes:
         if asked.prompt is not None and getattr(asked, name) is not None:
             raise invalid(name, "only with messages")
     specials = asked.add_special_tokens
+    tools, warnings = without_hosted(asked.tools or ())
     if asked.messages is None:
         text, specials = asked.prompt or "", True if specials is None else specials
     else:
-        text = chat_prompt(processor, asked, asked.tools or None)
+        variables = asked.chat_template_kwargs or {}
+        text = chat_prompt(processor, asked, [*tools.values()] or None, variables)
     ids = processor.encode(text, add_special_tokens=bool(specials))
-    return orjson.dumps(
-        {"tokens": ids, "count": len(ids), "max_model_len": processor.context_tokens}
-    )
+    told = {"tokens": ids, "count": len(ids), "max_model_len": processor.context_tokens}
+    return orjson.dumps(with_warnings(told, warnings))
 
 
 def _of_content(processor: Processor, asked: TokenizeRequest, content: str) -> bytes:
