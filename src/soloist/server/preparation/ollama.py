@@ -15,10 +15,11 @@ from soloist.server.fields import (
     optional,
 )
 from soloist.server.ollama_conversation import plain_conversation
-from soloist.server.part_formats import PROMPT_END, checked_tools, part_format, shown_ids
+from soloist.server.part_formats import PROMPT_END, check_tools, part_format, shown_ids
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import fitted, for_template
+from soloist.server.reasoning import reasoning_variables
 from soloist.server.shapes import Shape, ToolChoice, ToolUse, grammar_of, plain_grammar
 from soloist.text.answers import json_form, object_form
 from soloist.text.processor import Processor
@@ -121,7 +122,7 @@ def prepare_ollama_chat(
     if not asked.messages:
         return _nothing(asked, model)
     tools = asked.tools or []
-    checked_tools(tools)
+    check_tools(dict(enumerate(tools)))
     chat = plain_conversation(asked.messages, processor.chat_template.source)
     return _answering(processor, asked, model, chat, tools)
 
@@ -182,13 +183,15 @@ def _answering(
         tools=tools or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=last["role"] == "assistant" and "tool_calls" not in last,
-        variables=_thinking(processor, asked, thinks=style.thinks),
+        variables=_thinking(processor, asked),
     )
     ids = processor.encode(text, add_special_tokens=False)
     params, end = fitted(processor, ids, params, wanted), text[-PROMPT_END:]
     strict = frozenset(n for n, tool in enumerate(tools) if tool["function"].get("strict"))
     field = "tools[{}].function.parameters"
-    use = ToolUse(tools, strict, ToolChoice("auto"), several=True, schema_field=field)
+    use = ToolUse(
+        tools, range(len(tools)), strict, ToolChoice("auto"), several=True, schema_field=field
+    )
     grammar = grammar_of(processor, _shape(asked), use, style, end)
     one = PreparedPrompt(tuple(ids), params, shown_ids=shown_ids(processor, style))
     return Prepared(_short(asked), model, (one,), grammar, style, end)
@@ -235,18 +238,13 @@ def _shape(asked: OllamaFields) -> Shape | None:
     raise unsupported("format", "'json', or a JSON schema")
 
 
-def _thinking(processor: Processor, asked: OllamaFields, *, thinks: bool) -> dict[str, Any]:
+def _thinking(processor: Processor, asked: OllamaFields) -> dict[str, Any]:
     """The template's switch for reasoning."""
-    has_switch = "enable_thinking" in processor.chat_template.source
-    match wanted := asked.think:
+    match asked.think:
         case None:
             return {}
-        case True if not thinks:
-            raise unsupported("think", "false; this model does not reason")
-        case False if thinks and not has_switch:
-            raise unsupported("think", "true; this model always reasons")
         case bool():
-            return {"enable_thinking": wanted} if has_switch else {}
+            return reasoning_variables(processor, "think", "medium" if asked.think else "none")
     raise unsupported("think", "true, false")
 
 
