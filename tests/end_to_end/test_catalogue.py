@@ -159,6 +159,17 @@ def test_other_bytes_than_promised_are_refused(cache, hub):
     assert not missing[0].blob.exists()
 
 
+def test_a_part_that_is_too_long_does_not_stay(cache, hub):
+    snapshot = keep(cache, without=["model.safetensors"])
+    (missing,) = find_missing("some/model", snapshot, ["model.safetensors"])
+    missing.part.write_bytes(WEIGHTS + b"?")
+    with pytest.raises(DownloadFailed, match="bytes arrived; they were deleted"):
+        fetch("some/model", snapshot, [missing], lambda _: None)
+    fetch("some/model", snapshot, [missing], lambda _: None)
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.ranges == ["bytes=0-"]
+
+
 def test_weights_of_an_unknown_family_are_not_fetched(soloist, cache, hub):
     keep(cache, without=["model.safetensors"], model_type="mystery")
     outcome = soloist("pull", "some/model")

@@ -177,6 +177,9 @@ def _check(hub_id: str, file: Missing) -> None:
     wrong = ""
     if file.arrived_bytes != file.size_bytes:
         wrong = f"{file.arrived_bytes:,} of {file.size_bytes:,} bytes arrived"
+        if file.arrived_bytes > file.size_bytes:  # nothing to go on with
+            wrong += "; they were deleted"
+            file.part.unlink()
     elif _SHA256.fullmatch(file.blob.name):
         with file.part.open("rb") as read:
             if hashlib.file_digest(read, "sha256").hexdigest() != file.blob.name:
