@@ -7,6 +7,8 @@ stands in docs/experiments.
 GIVEN: dict[str, set[str]] = {
     # How near expectations are to recorded speeds: tests/unit/planning/test_expectation.py.
     "docs/planning.md": {"6 %", "7 %"},
+    # How long the doctor waits for a probe.
+    "docs/commands.md": {"30 s"},
     # Defaults of options, bounds of health, and the speeds that tests/server/test_speed.py streams.
     "docs/serving.md": {"10 s", "60 s", "120 s", "3,600 s", "10,000 tokens a second"},
     # Bounds of connections, of bodies and of a stream's gap.

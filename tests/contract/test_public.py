@@ -177,3 +177,29 @@ def test_the_reference_is_twice_as_fast_as_transformers_in_the_recorded_run():
     assert ours["decode_tokens_per_s"]["median"] >= 2 * best
     assert ours["ttft_ms"]["median"] <= min(row["ttft_ms"]["median"] for row in rivals)
     assert len({row["output_ids_sha256"] for row in rows}) == 1
+
+
+def test_the_readme_tells_what_an_install_downloads():
+    told = " ".join((ROOT / "README.md").read_text().split())
+    recorded = json.loads((ROOT / "benchmarks" / "install_sizes.json").read_text())
+    for kind in ("cpu", "gpu"):
+        packages, size = recorded[kind]["packages"], recorded[kind]["bytes"] / 1e6
+        assert f"{packages} packages of {size:,.0f} MB" in told, "benchmarks/install_sizes.py"
+
+
+def test_an_install_sizes_report_is_added_up(monkeypatch, tmp_path):
+    sizes = load_script("install_sizes", monkeypatch)
+    wheel = tmp_path / "a+b-1.whl"
+    wheel.write_bytes(b"12345")
+    url = wheel.as_uri()
+    assert "%2B" in url
+    items = [
+        {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": url}},
+        {"metadata": {"name": "here", "version": "2"}, "download_info": {"url": tmp_path.as_uri()}},
+    ]
+    report = tmp_path / "report.json"
+    facts = {"python_full_version": "3", "sys_platform": "linux", "platform_machine": "x86_64"}
+    report.write_text(json.dumps({"install": items, "pip_version": "1", "environment": facts}))
+    made = sizes.measured(report)
+    assert (made["packages"], made["bytes"]) == (1, 5)  # a checkout is no download
+    assert made["largest"]["a 1"] == 5

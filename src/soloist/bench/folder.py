@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from soloist.bench.caches import free
 from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
-from soloist.model.checkpoint import INDEX_FILE, Checkpoint
+from soloist.model.checkpoint import Checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.quantization.scheme import HEAD
 from soloist.model.reading import read_json
+from soloist.model.shards import INDEX_FILE
 from soloist.model.tensors import TensorSpec
 from soloist.weights.choice import Chosen
 from soloist.weights.random import random_weights

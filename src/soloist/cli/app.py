@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from soloist import __version__
-from soloist.cli.commands import analyse, bench, generate, probe, quantize, results, serve
+from soloist.cli.commands import (
+    analyse,
+    bench,
+    doctor,
+    generate,
+    models,
+    probe,
+    quantize,
+    results,
+    serve,
+)
 
 app = typer.Typer(
     name="soloist",
@@ -49,6 +59,8 @@ _add(
     app, generate.run, generate.chat, serve.serve, analyse.info, analyse.plan, analyse.trace,
     quantize.quantize,
 )  # fmt: skip
+_add(app, models.pull, models.rm, doctor.doctor)
+app.command("list")(models.list_)
 _add(
     bench_app, bench.decode, bench.startup, bench.accuracy, bench.prefill, probe.serve, probe.agent,
     probe.neighbours, bench.bandwidth, results.compare, results.report,

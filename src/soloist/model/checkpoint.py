@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 
 from soloist.errors import (
     CheckpointError,
-    ConfigError,
     MissingFile,
     MissingTensor,
     TruncatedFile,
@@ -27,11 +26,9 @@ from soloist.model.folder import CONFIG_FILE
 from soloist.model.quantization import read_quantization
 from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
+from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_names
 from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import TensorSpec
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
@@ -165,7 +162,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}",
             "remove the one that does not belong to this checkpoint",
         )
-    files = _shards(folder, index) if index.exists() else [_single(folder)]
+    files = _shards(folder) if index.exists() else [_single(folder)]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for stored in _header(file):
@@ -251,17 +248,8 @@ def _single(folder: Path) -> Path:
     raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint)
 
 
-def _are_file_names(values: Iterable[object]) -> bool:
-    """At least one value, and each the plain name of a file beside the index."""
-    values = list(values)
-    return bool(values) and all(isinstance(v, str) and v == Path(v).name != "" for v in values)
-
-
-def _shards(folder: Path, index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not _are_file_names(weight_map.values()):
-        raise ConfigError(f"{index} has no usable 'weight_map'", "download the file again")
-    names = sorted(set(weight_map.values()))
+def _shards(folder: Path) -> list[Path]:
+    names = weight_names(folder)
     for name in names:
         if not (folder / name).is_file():
             found = sorted(p.name for p in folder.iterdir())

@@ -1,19 +1,24 @@
 """From what a user types to a folder of files: a path, a shipped model or a hub id."""
 
+import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.model.shards import INDEX_FILE, weight_names
 
 SHIPPED = ("etude", "etude-draft")
 CONFIG_FILE = "config.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# What a model needs; conversions to other formats in the same repository stay where they are.
-_WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model")
-_UNWANTED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
+# What Soloist reads beside the weights. tokenizer.model only tells that a conversion is needed.
+DESCRIPTION = (
+    CONFIG_FILE, "generation_config.json", "hf_quant_config.json", INDEX_FILE, "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 
 
 def find_model(
@@ -21,7 +26,7 @@ def find_model(
     *,
     revision: str | None = None,
     offline: bool = False,
-    wanted: Sequence[str] = _WANTED,
+    wanted: Sequence[str] | None = None,
 ) -> Path:
     """The folder of a model, fetched from the hub if `given` is a hub id.
 
@@ -29,7 +34,7 @@ def find_model(
         given: a folder, the name of a shipped model, or 'owner/name' on the hub.
         revision: branch, tag or commit on the hub.
         offline: use only what the local hub cache holds.
-        wanted: patterns of the files to fetch from the hub.
+        wanted: patterns of the files to fetch from the hub; None fetches what Soloist reads.
 
     Raises:
         CheckpointError: nothing of that name, an empty folder, or a failed download.
@@ -48,9 +53,19 @@ def find_model(
         )
     if given in SHIPPED:
         return _checked(shipped_folder(given))
-    if _HUB_ID.fullmatch(given):
+    if not is_hub_id(given):
+        raise ModelNotFound(given, SHIPPED)
+    if wanted is not None:
         return _checked(_download(given, revision, wanted, offline=offline))
-    raise ModelNotFound(given, SHIPPED)
+    # The index says which weights belong to the model; others stay where they are.
+    folder = _checked(_download(given, revision, DESCRIPTION, offline=offline))
+    files = [*DESCRIPTION, *map(glob.escape, weight_names(folder))]
+    return _download(given, folder.name, files, offline=offline)
+
+
+def is_hub_id(given: str) -> bool:
+    """Whether it has the form 'owner/name'; a folder of that name goes first."""
+    return _HUB_ID.fullmatch(given) is not None
 
 
 def shipped_folder(name: str) -> Path:
@@ -80,7 +95,6 @@ def _download(hub_id: str, revision: str | None, wanted: Sequence[str], *, offli
                 hub_id,
                 revision=revision,
                 allow_patterns=list(wanted),
-                ignore_patterns=list(_UNWANTED),
                 local_files_only=offline,
             )
         )

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from soloist.errors import DiskFull, NotFinite, SettingError, UserError
-from soloist.model.checkpoint import INDEX_FILE
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.quantized import SCALES
+from soloist.model.shards import INDEX_FILE
 from soloist.weights.compressed_tensors import stored
 from soloist.weights.export_plan import ExportPlan, Piece
 from soloist.weights.quantizing import quantize

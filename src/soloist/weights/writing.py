@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from soloist.model.checkpoint import INDEX_FILE, SINGLE_FILE
+from soloist.model.shards import INDEX_FILE, SINGLE_FILE
 
 _SIZES = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 

@@ -1,5 +1,6 @@
 """From what a user types to a folder."""
 
+import json
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,22 +104,28 @@ def test_a_hub_id_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.M
         find_model("owner/name", offline=True)
 
 
-def test_a_hub_id_is_fetched_without_other_formats(
+def test_of_a_hub_model_only_what_soloist_reads_is_fetched(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = {}
+    asked = []
 
     def fetch(hub_id: str, **options: object) -> str:
-        seen[hub_id] = options
+        asked.append((hub_id, options))
         return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    index = {"weight_map": {"a": "weights-2.safetensors", "b": "weights-1.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert find_model("owner/na.me", revision="abc") == model
-    options = seen["owner/na.me"]
-    assert options["revision"] == "abc"
-    assert options["local_files_only"] is False
-    assert "*.safetensors" in options["allow_patterns"]
-    assert "original/*" in options["ignore_patterns"]
+    (first, description), (second, everything) = asked
+    assert first == second == "owner/na.me"
+    assert description["revision"] == "abc"
+    assert everything["revision"] == model.name  # the commit that the index is of
+    assert everything["local_files_only"] is False
+    assert "config.json" in description["allow_patterns"]
+    assert not any("*.json" in p or "safetensors" in p[-11:] for p in description["allow_patterns"])
+    added = everything["allow_patterns"][len(description["allow_patterns"]) :]
+    assert added == ["weights-1.safetensors", "weights-2.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -155,4 +162,4 @@ def test_only_the_wanted_files_of_a_hub_model_are_fetched(monkeypatch, tmp_path)
     assert find_model("some/model", wanted=("config.json",)) == tmp_path
     assert asked["some/model"] == ["config.json"]
     find_model("some/model")
-    assert "*.safetensors" in asked["some/model"]
+    assert "model.safetensors" in asked["some/model"]
