@@ -1,6 +1,8 @@
 """Everything a user can get wrong ends in one paragraph, a hint and a non-zero status."""
 
 import json
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,40 @@ def test_config_with_an_unsupported_field(soloist, etude, field, value):
     if field == "rope_scaling":
         change_config(etude, rope_parameters=None, rope_theta=1e5)
     assert_refused(ask(soloist, etude), field.removesuffix("_scaling"))
+
+
+def test_an_eos_id_outside_the_vocabulary(soloist, etude):
+    (etude / "generation_config.json").write_text('{"eos_token_id": 10000000}')
+    assert_refused(ask(soloist, etude), "generation_config.json", "eos_token_id", "10000000")
+    assert_refused(soloist("info", etude), "eos_token_id", "10000000")
+
+
+def test_names_out_of_files_cannot_steer_the_terminal(soloist, etude):
+    change_config(etude, **{"\x1b[2Jfield": "\x1b]0;title\x07"})
+    outcome = ask(soloist, etude)
+    assert_refused(outcome, "'\\x1b[2Jfield' is '\\x1b]0;title\\x07'")
+    assert "\x1b" not in outcome.err
+
+
+def test_a_folders_name_cannot_steer_the_terminal(soloist, etude):
+    renamed = etude.rename(etude.parent / "\x1b[31mred")
+    for outcome in (soloist("info", renamed), soloist("plan", renamed, "--hardware", "H200")):
+        assert outcome.status == 0
+        assert "\x1b" not in outcome.out
+        assert "\\x1b[31mred" in outcome.out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk(soloist, etude, monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = soloist("info", etude)
+        monkeypatch.undo()
+        assert_refused(outcome, "the output cannot be written: No space left", status=3)
+        with suppress(OSError):
+            full.close()
+    outcome = soloist("bench", "bandwidth", "--device", "cpu", "-o", "/dev/full")
+    assert_refused(outcome, "the output cannot be written: No space left", status=3)
 
 
 def test_config_that_is_not_json(soloist, etude):

@@ -16,6 +16,7 @@ from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
+from soloist.text.files import read_eos_ids
 from soloist.weights.choice import Rounding, choose
 from soloist.weights.formats import formats_of
 from soloist.weights.memory import row_bytes, streamed_bytes
@@ -69,6 +70,7 @@ def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
     """Read configuration and headers; no weights."""
     folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
     config = read_config(folder / CONFIG_FILE)
+    read_eos_ids(folder, config.vocab_size)
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)

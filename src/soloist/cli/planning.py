@@ -6,7 +6,7 @@ from pathlib import Path
 
 from soloist.cli.remarks import basis, remarks
 from soloist.cli.tables import show_table
-from soloist.cli.terminal import millions, print_json
+from soloist.cli.terminal import millions, print_json, say
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
 from soloist.jit.bindings import driver
 from soloist.model.folder import CONFIG_FILE, find_model
@@ -138,7 +138,7 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
     active = ""
     if subject.model.mixture is not None:
         active = f" ({millions(active_parameters(subject.model))} for a token)"
-    print(
+    say(
         f"{name} · {subject.model.family} · {millions(parameters(subject.model.specs))} parameters"
         f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
     )

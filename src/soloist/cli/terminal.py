@@ -4,7 +4,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from soloist.errors import gigabytes
+from soloist.errors import gigabytes, visible
 
 if TYPE_CHECKING:  # `soloist info` prints too, and needs no torch
     from soloist.engine import Completion, Engine
@@ -12,7 +12,12 @@ if TYPE_CHECKING:  # `soloist info` prints too, and needs no torch
 
 def status(line: str) -> None:
     """One line beside the data."""
-    print(line, file=sys.stderr, flush=True)
+    print(visible(line), file=sys.stderr, flush=True)
+
+
+def say(line: str) -> None:
+    """One line of the data, for people; names out of files cannot steer the terminal."""
+    print(visible(line))
 
 
 def print_json(value: object) -> None:

@@ -40,6 +40,7 @@ from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
+from soloist.text.files import read_eos_ids
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.choice import Chosen, Rounding, choose
@@ -339,6 +340,7 @@ def _place_name(resolved: Resolved) -> str:
 def _opened(folder: Path, to: Rounding) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
     config = read_config(folder / CONFIG_FILE)
+    read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)

@@ -4,6 +4,7 @@ Headers are read through the safetensors library, which maps the files into memo
 every byte a header promises is there.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from safetensors import SafetensorError, safe_open
 from soloist.errors import (
     CheckpointError,
     ConfigError,
+    IndexMismatch,
     MissingFile,
     MissingTensor,
     TruncatedFile,
     UnexpectedTensor,
     WrongShape,
+    quoted,
 )
+from soloist.files import is_there, require_file
 from soloist.model.dtype import Dtype
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.quantization import read_quantization
@@ -32,6 +36,9 @@ from soloist.model.tensors import TensorSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+# The longest name of a file, in bytes, that common file systems have.
+_LONGEST_NAME = 255
 
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
@@ -160,22 +167,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         ConfigError: config.json says that they are quantised in a way that is not read.
     """
     index = folder / INDEX_FILE
-    if index.exists() and (folder / SINGLE_FILE).exists():
+    if is_there(index) and is_there(folder / SINGLE_FILE):
         raise CheckpointError(
             f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}",
             "remove the one that does not belong to this checkpoint",
         )
-    files = _shards(folder, index) if index.exists() else [_single(folder)]
+    places = _places(index) if is_there(index) else {}
+    files = _shards(folder, places.values()) if places else [_single(folder)]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for stored in _header(file):
             if stored.name in tensors:
                 raise CheckpointError(
-                    f"tensor '{stored.name}' is both in {tensors[stored.name].file.name} and in "
-                    f"{file.name}",
+                    f"tensor {quoted(stored.name)} is both in "
+                    f"{tensors[stored.name].file.name} and in {file.name}",
                     "remove the copy that does not belong to this checkpoint",
                 )
             tensors[stored.name] = stored
+    _check_places(index, places, tensors)
     if not tensors:
         raise TruncatedFile(str(files[0]), "it holds no tensors")
     config = _config(folder)
@@ -193,9 +202,11 @@ def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library'
     """Map one safetensors file; `framework` is 'np' for headers and 'pt' for tensors.
 
     Raises:
+        NotAFile: it is a folder, a pipe or a device.
         TruncatedFile: its header or length is wrong.
     """
     try:
+        require_file(file)
         return safe_open(file, framework=framework)
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
@@ -239,7 +250,7 @@ def _header(file: Path) -> list[StoredTensor]:
 
 def _single(folder: Path) -> Path:
     file = folder / SINGLE_FILE
-    if file.exists():
+    if is_there(file):
         return file
     found = sorted(p.name for p in folder.iterdir())
     others = [name for name in found if name.endswith((".bin", ".pth", ".gguf", ".pt"))]
@@ -254,21 +265,52 @@ def _single(folder: Path) -> Path:
 def _are_file_names(values: Iterable[object]) -> bool:
     """At least one value, and each the plain name of a file beside the index."""
     values = list(values)
-    return bool(values) and all(isinstance(v, str) and v == Path(v).name != "" for v in values)
+    return bool(values) and all(isinstance(v, str) and _is_file_name(v) for v in values)
 
 
-def _shards(folder: Path, index: Path) -> list[Path]:
+def _is_file_name(name: str) -> bool:
+    if name != Path(name).name or not name or "\0" in name:
+        return False
+    try:
+        return len(os.fsencode(name)) <= _LONGEST_NAME
+    except UnicodeEncodeError:  # half a character
+        return False
+
+
+def _places(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, as the index says."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not _are_file_names(weight_map.values()):
-        raise ConfigError(f"{index} has no usable 'weight_map'", "download the file again")
-    names = sorted(set(weight_map.values()))
+        raise ConfigError(
+            f"{index} has no usable 'weight_map' (allowed: for each tensor the name of a file "
+            f"beside it, of at most {_LONGEST_NAME} bytes)",
+            "download the file again",
+        )
+    return weight_map
+
+
+def _shards(folder: Path, listed: Iterable[str]) -> list[Path]:
+    names = sorted(set(listed))
     for name in names:
-        if not (folder / name).is_file():
+        if not is_there(folder / name):
             found = sorted(p.name for p in folder.iterdir())
             raise MissingFile(
                 str(folder),
-                f"shard {name}, one of {len(names)} that {INDEX_FILE} lists",
+                f"shard {quoted(name)}, one of {len(names)} that {INDEX_FILE} lists",
                 found,
                 "download the missing shard",
             )
     return [folder / name for name in names]
+
+
+def _check_places(
+    index: Path, places: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Every tensor is where the index says. One that it leaves out is held against config.json."""
+    wrong = [
+        name for name, at in places.items() if name not in tensors or tensors[name].file.name != at
+    ]
+    if wrong:
+        told, held = places[wrong[0]], tensors.get(wrong[0])
+        seen = "no shard holds it" if held is None else f"it is in {held.file.name}"
+        raise IndexMismatch(str(index), wrong, told, seen)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.files import is_there
 
 SHIPPED = ("etude", "etude-draft")
 CONFIG_FILE = "config.json"
@@ -59,7 +60,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    if not (folder / CONFIG_FILE).is_file():
+    if not is_there(folder / CONFIG_FILE):
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
         raise MissingFile(str(folder), CONFIG_FILE, found)
     return folder

@@ -3,18 +3,20 @@
 A family asks for its fields one by one; `refuse_rest` then names whatever nobody asked for.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from soloist.errors import ConfigError, MissingField, UnsupportedField, WrongType
+from soloist.files import parsed_object
 
 REQUIRED: Final = object()
 
 # No model is that large; beyond it arithmetic on sizes and frequencies overflows.
 LARGEST_INTEGER: Final = 2**31 - 1
 LARGEST_NUMBER: Final = 1e15
+# Published models have up to 200 layers. More than these would take seconds to describe.
+MOST_LAYERS: Final = 10_000
 
 # Fields that say who made a file or steer training, generation defaults or a framework. None of
 # them changes the function that maps tokens to logits.
@@ -42,20 +44,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
+        NotAFile: there is a folder, a pipe or a device in its place.
         ConfigError: not readable, not JSON, or not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
+        return parsed_object(path)
+    except ValueError as error:
         raise ConfigError(
-            f"{path} cannot be read as JSON: {error}", "download the file again"
+            f"{path} cannot be read as a JSON object: {error}", "download the file again"
         ) from error
-    if not isinstance(value, dict):
+    except OSError as error:
         raise ConfigError(
-            f"{path} holds a JSON {type(value).__name__}, expected an object",
-            "download the file again",
-        )
-    return value
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path, and that you may read the file",
+        ) from error
 
 
 class Fields:
@@ -101,6 +103,16 @@ class Fields:
         if value > LARGEST_INTEGER:
             raise self._wrong(name, value, f"{expected} and at most {LARGEST_INTEGER}")
         return value
+
+    def num_layers(self) -> int:
+        """How many layers the model has: 1 … `MOST_LAYERS`."""
+        name = "num_hidden_layers"
+        value = self.integer(name)
+        if value > MOST_LAYERS:
+            raise self._wrong(
+                name, value, f"a whole number of at least 1 and at most {MOST_LAYERS}"
+            )
+        return int(value)
 
     def number(self, name: str, default: Any = REQUIRED, *, above: float = 0.0) -> Any:  # noqa: ANN401
         """A finite number greater than `above`."""

@@ -1,5 +1,7 @@
 """Checkpoint files: what is damaged, absent or too much is named before anything is computed."""
 
+import json
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +14,10 @@ from torch import Tensor
 from soloist.errors import (
     CheckpointError,
     ConfigError,
+    IndexMismatch,
     MissingFile,
     MissingTensor,
+    NotAFile,
     NotFinite,
     TruncatedFile,
     UnexpectedTensor,
@@ -221,6 +225,9 @@ def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
         b'{"weight_map": {"a": "../model.safetensors"}}',
         b'{"weight_map": {"a": "/model.safetensors"}}',
         b'{"weight_map": {"a": ""}}',
+        b'{"weight_map": {"a": "a\\u0000b"}}',
+        b'{"weight_map": {"a": "\\ud800"}}',
+        b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}',
     ],
 )
 def test_a_damaged_index_is_refused(index: bytes, tmp_path: Path) -> None:
@@ -242,6 +249,40 @@ def test_a_tensor_in_two_shards_is_refused(stored: dict[str, Tensor], tmp_path: 
     files = write_shards(tmp_path, stored)
     save_file(stored, files[2])
     with pytest.raises(CheckpointError, match=r"is both in .* and in"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["another shard", "a shard without it"])
+def test_an_index_that_contradicts_its_shards_is_refused(
+    place: str, stored: dict[str, Tensor], tmp_path: Path
+) -> None:
+    write_shards(tmp_path, stored)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    names = sorted(index["weight_map"])
+    if place == "another shard":
+        index["weight_map"][names[0]] = index["weight_map"][names[1]]
+        told = f"'{names[0]}' is in model-00002-of-00003.safetensors, but it is in model-00001"
+    else:
+        index["weight_map"]["more"] = index["weight_map"][names[0]]
+        told = "'more' is in model-00001-of-00003.safetensors, but no shard holds it"
+    file.write_text(json.dumps(index))
+    with pytest.raises(IndexMismatch, match=told):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_files_place_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NotAFile, match="is a pipe"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_pipe_in_a_shards_place_is_refused(stored: dict[str, Tensor], tmp_path: Path) -> None:
+    shard = write_shards(tmp_path, stored)[1]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(NotAFile, match=r"00002-of-00003\.safetensors is a pipe"):
         open_checkpoint(tmp_path)
 
 

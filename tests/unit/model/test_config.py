@@ -123,6 +123,15 @@ def test_streamed_values_leave_out_an_untied_embedding(tmp_path: Path) -> None:
         assert seen == parameters(specs) - embedding
 
 
+@pytest.mark.parametrize("count", [10_001, 200_000, 2**31 - 1])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_more_layers_than_any_model_has_are_refused_at_once(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    with pytest.raises(WrongType, match=r"num_hidden_layers.*at most 10000"):
+        read(tmp_path, PUBLISHED[name], num_hidden_layers=count)
+
+
 # --- windows and rope layers ---------------------------------------------------------------------
 
 

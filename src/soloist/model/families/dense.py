@@ -56,7 +56,7 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
         fields.only(name, wanted)
     hidden = fields.integer("hidden_size")
     query_heads, kv_heads, head_dim = read_heads(fields, hidden)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     context = fields.integer("max_position_embeddings")
     rope = read_rope(fields, special.default_theta)
     mlp = Mlp(fields.integer("intermediate_size"), special.mlp_bias)

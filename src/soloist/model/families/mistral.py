@@ -14,7 +14,7 @@ def read(fields: Fields) -> ModelConfig:
     if not fields.names("sliding_window"):
         raise MissingField(fields.file, "sliding_window", "a whole number, or null for none")
     window = fields.integer("sliding_window", None)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     return read_dense(
         fields,
         Special(default_theta=10_000.0, windows=(window,) * num_layers),
