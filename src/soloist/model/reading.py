@@ -23,21 +23,41 @@ MOST_LAYERS: Final = 10_000
 HARMLESS: Final = frozenset(
     """
     architectures attention_dropout _attn_implementation attn_implementation
-    _attn_implementation_autoset auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward _commit_hash decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    _attn_implementation_autoset _attn_implementation_internal auto_map bad_words_ids
+    begin_suppress_tokens bos_token bos_token_id cache_implementation chunk_size_feed_forward
+    cls_token_id _commit_hash decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token eos_token_id
     exponential_decay_length_penalty finetuning_task _flash_attn_2_enabled forced_bos_token_id
-    forced_eos_token_id id2label initializer_range is_decoder is_llama_config label2id
-    length_penalty max_length max_window_layers min_length model_type _name_or_path
+    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder
+    is_llama_config keys_to_ignore_at_inference label2id length_penalty mask_token_id max_length
+    max_sequence_length max_window_layers min_length model_max_length model_type _name_or_path
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    output_attentions output_hidden_states output_scores padding_side pad_token pad_token_id
+    prefix pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class tokenizer_model_max_length
+    tokenizer_padding_side top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version trl_version typical_p unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16 use_cache use_flash_attention use_flash_attention_2 use_flash_attn
     """.split()  # noqa: SIM905 - one name a line would be four times as long
 )
+
+# Fields that change nothing as long as they have this value; with any other they are refused.
+NEUTRAL: Final[Mapping[str, bool | float]] = {
+    **dict.fromkeys(
+        """
+        activation_dropout attn_dropout attn_pdrop classifier_dropout dropout embd_pdrop
+        embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_dropout resid_pdrop
+        residual_dropout
+        """.split(),  # noqa: SIM905
+        0.0,
+    ),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling"), 1.0),
+    "residual_multiplier": 1.0,
+    "num_nextn_predict_layers": 0,
+    "is_causal": True,
+    **dict.fromkeys(("alibi", "lm_head_bias", "mlp_bias", "use_parallel_residual"), False),
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -186,15 +206,28 @@ class Fields:
         """Fields of this family that do not change its function."""
         self._asked.update(names)
 
-    def refuse_rest(self, harmless: frozenset[str] = HARMLESS) -> None:
+    def refuse_rest(
+        self,
+        harmless: frozenset[str] = HARMLESS,
+        neutral: Mapping[str, bool | float] = NEUTRAL,
+    ) -> None:
         """Refuse, by name, a field with a value that nobody asked for.
+
+        Args:
+            harmless: fields that change nothing.
+            neutral: fields that change nothing with this value.
 
         Raises:
             UnsupportedField: naming the first such field.
         """
         for name, value in self._values.items():
-            if name not in self._asked and name not in harmless and value is not None:
+            if name in self._asked or name in harmless or value is None:
+                continue
+            if name not in neutral:
                 raise self.unsupported(name, value, "absent")
+            wanted = neutral[name]
+            if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
+                raise self.unsupported(name, value, f"absent or {wanted!r}")
 
     def unsupported(self, name: str, value: object, allowed: str) -> UnsupportedField:
         """The error for a value that would change the model's function."""

@@ -142,8 +142,14 @@ def windows(config: ModelConfig) -> list[int | None]:
 def test_mistral_slides_everywhere_or_nowhere(tmp_path: Path) -> None:
     assert windows(read(tmp_path, MISTRAL_7B)) == [4096] * 32
     assert windows(read(tmp_path, MISTRAL_7B, sliding_window=None)) == [None] * 32
-    with pytest.raises(MissingField, match="sliding_window"):
-        read(tmp_path, MISTRAL_7B, sliding_window=ABSENT)
+    assert windows(read(tmp_path, MISTRAL_7B, sliding_window=ABSENT)) == [4096] * 32
+    assert (
+        windows(read(tmp_path, MISTRAL_7B, sliding_window=None, use_sliding_window=False))
+        == [None] * 32
+    )
+    for contradiction in ({"use_sliding_window": False}, {"sliding_window": None}):
+        with pytest.raises(UnsupportedField, match="use_sliding_window"):
+            read(tmp_path, MISTRAL_7B, **{"use_sliding_window": True, **contradiction})
 
 
 @pytest.mark.parametrize("base", [QWEN25_05B, QWEN3_17B], ids=["qwen2", "qwen3"])
@@ -383,6 +389,56 @@ def test_what_would_change_the_output_is_refused(
         read(tmp_path, PUBLISHED[name], **{field: value})
     assert caught.value.field == field
     assert PUBLISHED[name]["model_type"] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_changes_nothing_is_accepted(name: str, tmp_path: Path) -> None:
+    wanted = read(tmp_path, PUBLISHED[name])
+    for field, value in (
+        ("max_sequence_length", 2048), ("trl_version", "0.19"), ("model_max_length", 8192),
+        ("use_flash_attn", True), ("is_causal", True), ("embd_pdrop", 0.0), ("resid_pdrop", 0),
+        ("hidden_dropout", 0.0), ("logit_scale", 1), ("num_nextn_predict_layers", 0),
+        ("lm_head_bias", False),
+    ):  # fmt: skip
+        assert read(tmp_path, PUBLISHED[name], **{field: value}) == wanted
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_causal", False),
+        ("is_causal", 1),
+        ("embd_pdrop", 0.1),
+        ("embd_pdrop", False),
+        ("hidden_dropout", "0.0"),
+        ("logit_scale", 0.0625),
+        ("num_nextn_predict_layers", 1),
+        ("lm_head_bias", True),
+    ],
+)
+def test_other_values_of_the_same_fields_are_refused(
+    name: str, field: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedField, match=f"'{field}'.*allowed: absent or"):
+        read(tmp_path, PUBLISHED[name], **{field: value})
+
+
+def test_llama_has_no_sliding_window_to_switch_on(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA_32_1B, use_sliding_window=False) == read(tmp_path, LLAMA_32_1B)
+    with pytest.raises(UnsupportedField, match="use_sliding_window"):
+        read(tmp_path, LLAMA_32_1B, use_sliding_window=True)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+@pytest.mark.parametrize("field", ["mscale", "mscale_all_dim"])
+def test_yarn_without_an_mscale_has_the_usual_temperature(
+    field: str, zero: float, tmp_path: Path
+) -> None:
+    rules = {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.5}
+    bare = read(tmp_path, BARE, rope_scaling={"rope_type": "yarn", **YARN})
+    assert read(tmp_path, BARE, rope_scaling=rules) != bare
+    assert read(tmp_path, BARE, rope_scaling={**rules, field: zero}) == bare
 
 
 def test_fields_of_other_families_are_refused(tmp_path: Path) -> None:

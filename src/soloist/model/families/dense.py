@@ -137,7 +137,7 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
         raise rules.unsupported("type", legacy, f"{kind}, as rope_type says")
     rules.only("partial_rotary_factor", 1.0)
     scaling = _SCALINGS[kind](rules)
-    rules.refuse_rest(frozenset())
+    rules.refuse_rest(frozenset(), {})
     return Rope(inner, scaling)
 
 
@@ -252,8 +252,7 @@ def _llama3(rules: Fields) -> Llama3Scaling:
 
 def _yarn(rules: Fields) -> YarnScaling:
     factor = rules.number("factor")
-    mscale = rules.number("mscale", None)
-    mscale_all = rules.number("mscale_all_dim", None)
+    mscale, mscale_all = _mscale(rules, "mscale"), _mscale(rules, "mscale_all_dim")
     if mscale and mscale_all:
         recommended = yarn_attention_factor(factor, mscale) / yarn_attention_factor(
             factor, mscale_all
@@ -268,6 +267,13 @@ def _yarn(rules: Fields) -> YarnScaling:
         attention_factor=rules.number("attention_factor", recommended),
         truncate=rules.flag("truncate", default=True),
     )
+
+
+def _mscale(rules: Fields, name: str) -> float | None:
+    """A factor of YaRN's temperature; 0 is how files say that they have none."""
+    value = rules.value(name)
+    is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+    return None if is_zero else rules.number(name, None)
 
 
 _SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
