@@ -3,6 +3,7 @@
     SoloistError
     ├── UserError             something given to Soloist cannot be used
     │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
+    │   │                     UnknownField · NotAcceptable
     │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
     │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
@@ -26,6 +27,7 @@
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -106,8 +108,37 @@ class UnsupportedField(ConfigError):
         super().__init__(
             f"{file}: field {quoted(field)} is {shortened(value)}, which the family "
             f"{quoted(family)} does not implement (allowed: {allowed})",
-            "ignoring the field would change the model's output; use a checkpoint without it, or "
-            "implement it in the family (docs/adding-a-model.md)",
+            "ignoring the field would change the model's output, so --accept-field does not accept "
+            "it; use a checkpoint without it, or implement it in the family "
+            "(docs/adding-a-model.md)",
+        )
+        self.field = field
+
+
+class UnknownField(UnsupportedField):
+    """A field that the reader of a family does not know, and that nobody accepted."""
+
+    def __init__(self, file: str, field: str, value: object, family: str) -> None:
+        option = _cut(shlex.quote(visible(field)), 160)
+        ConfigError.__init__(
+            self,
+            f"{file}: field {quoted(field)} is {shortened(value)}, and the reader of the family "
+            f"{quoted(family)} does not know it (allowed: absent)",
+            "it may change the model's output; if you know that it does not, add "
+            f"--accept-field {option}",
+        )
+        self.field = field
+
+
+class NotAcceptable(ConfigError):
+    """A field is to be accepted that was not refused as unknown."""
+
+    def __init__(self, file: str, field: str) -> None:
+        super().__init__(
+            f"--accept-field {quoted(field)}: {file} has no such field, or Soloist knows it "
+            "(allowed: a field that is refused because Soloist does not know it)",
+            "leave the option out; a field inside another is named as in the refusal, such as "
+            "rope_scaling.NAME",
         )
         self.field = field
 

@@ -108,6 +108,33 @@ def test_config_with_an_unsupported_field(soloist, etude, field, value):
     assert_refused(ask(soloist, etude), field.removesuffix("_scaling"))
 
 
+def test_an_unknown_field_passes_once_it_is_accepted(soloist, etude, tmp_path):
+    change_config(etude, made_by="me")
+    assert_refused(ask(soloist, etude), "--accept-field made_by")
+    accepted = ask(soloist, etude, "--accept-field", "made_by")
+    assert accepted.status == 0
+    assert "accepted fields: made_by" in accepted.err
+    told = soloist("info", etude, "--accept-field", "made_by")
+    assert "accepted fields" in told.out
+    planned = soloist("plan", etude, "--hardware", "H200", "--accept-field", "made_by")
+    assert planned.status == 0
+    assert "accepted fields of config.json: made_by" in planned.err
+    more = ("--weights", "int8", "-o", tmp_path / "copy", "--accept-field", "made_by")
+    assert soloist("quantize", etude, *more).status == 0
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["made_by"] == "me"
+    more = ("--prompt-tokens", 4, "--runs", 1, "--prefix", "cold", "--device", "cpu")
+    measured = soloist("bench", "prefill", etude, *more, "--accept-field", "made_by")
+    assert measured.status == 0
+
+
+def test_a_known_field_does_not_pass(soloist, etude):
+    assert_refused(ask(soloist, etude, "--accept-field", "hidden_size"), "'hidden_size'")
+    change_config(etude, hidden_act="gelu")
+    assert_refused(ask(soloist, etude, "--accept-field", "hidden_act"), "does not accept it")
+    shape = ("bench", "decode", "--shape", etude / "config.json", "--accept-field", "x")
+    assert_refused(soloist(*shape), "--accept-field", "only without --shape")
+
+
 def test_an_eos_id_outside_the_vocabulary(soloist, etude):
     (etude / "generation_config.json").write_text('{"eos_token_id": 10000000}')
     assert_refused(ask(soloist, etude), "generation_config.json", "eos_token_id", "10000000")

@@ -3,11 +3,18 @@
 A family asks for its fields one by one; `refuse_rest` then names whatever nobody asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from soloist.errors import ConfigError, MissingField, UnsupportedField, WrongType
+from soloist.errors import (
+    ConfigError,
+    MissingField,
+    NotAcceptable,
+    UnknownField,
+    UnsupportedField,
+    WrongType,
+)
 from soloist.files import parsed_object
 
 REQUIRED: Final = object()
@@ -88,9 +95,19 @@ class Fields:
         file: its path, for messages.
         family: who reads, for messages.
         prefix: path of an enclosing field, for messages ('rope_scaling.').
+        accepted: paths of fields that may be there although nobody knows them.
     """
 
-    def __init__(self, values: Mapping[str, Any], file: str, family: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        family: str,
+        prefix: str = "",
+        accepted: Collection[str] = (),
+    ) -> None:
+        self._accepted = accepted
+        self._passed: set[str] = set()
         self._values = values
         self._asked: set[str] = set()
         self.file = file
@@ -194,7 +211,9 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
-        return Fields(value, self.file, self.family, f"{self._prefix}{name}.")
+        inner = Fields(value, self.file, self.family, f"{self._prefix}{name}.", self._accepted)
+        inner._passed = self._passed
+        return inner
 
     def only(self, name: str, wanted: object) -> None:
         """The field must be absent, null or equal to `wanted`: nothing else is implemented."""
@@ -218,16 +237,34 @@ class Fields:
             neutral: fields that change nothing with this value.
 
         Raises:
-            UnsupportedField: naming the first such field.
+            UnknownField: naming the first such field, if it is not accepted.
+            UnsupportedField: naming one that is known and has another value than the neutral one.
         """
         for name, value in self._values.items():
             if name in self._asked or name in harmless or value is None:
                 continue
             if name not in neutral:
-                raise self.unsupported(name, value, "absent")
+                if self.path(name) not in self._accepted:
+                    raise self.unknown(name, value)
+                self._passed.add(self.path(name))
+                continue
             wanted = neutral[name]
             if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
                 raise self.unsupported(name, value, f"absent or {wanted!r}")
+
+    def require_passed(self) -> None:
+        """After everything was read: each accepted field was there and unknown.
+
+        Raises:
+            NotAcceptable: naming the first that was not.
+        """
+        for name in self._accepted:
+            if name not in self._passed:
+                raise NotAcceptable(self.file, name)
+
+    def unknown(self, name: str, value: object) -> UnsupportedField:
+        """The error for a field that nobody knows."""
+        return UnknownField(self.file, self.path(name), value, self.family)
 
     def unsupported(self, name: str, value: object, allowed: str) -> UnsupportedField:
         """The error for a value that would change the model's function."""

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from soloist.errors import (
     ConfigError,
     MissingField,
+    NotAcceptable,
     UnknownFamily,
+    UnknownField,
     UnsupportedField,
     WrongType,
 )
@@ -439,6 +441,42 @@ def test_yarn_without_an_mscale_has_the_usual_temperature(
     bare = read(tmp_path, BARE, rope_scaling={"rope_type": "yarn", **YARN})
     assert read(tmp_path, BARE, rope_scaling=rules) != bare
     assert read(tmp_path, BARE, rope_scaling={**rules, field: zero}) == bare
+
+
+def test_an_unknown_field_is_accepted_by_name(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, changed(LLAMA_32_1B, made_by="me", rope_scaling={**LLAMA3_RULES, "x": 1})
+    )
+    with pytest.raises(UnknownField, match=r"'rope_scaling\.x' is 1") as caught:
+        read_config(file, ["made_by"])
+    assert caught.value.field == "rope_scaling.x"
+    assert caught.value.hint.endswith("--accept-field rope_scaling.x")
+    with pytest.raises(UnknownField, match="made_by"):
+        read_config(file, ["rope_scaling.x"])
+    accepted = read_config(file, ["made_by", "rope_scaling.x"])
+    assert accepted == read(tmp_path, LLAMA_32_1B)
+
+
+@pytest.mark.parametrize("value", ["gelu", "silu", None])
+def test_a_known_field_is_never_accepted(value: object, tmp_path: Path) -> None:
+    file = written(tmp_path, changed(LLAMA_32_1B, hidden_act=value))
+    with pytest.raises(ConfigError, match="hidden_act") as caught:
+        read_config(file, ["hidden_act"])
+    assert "--accept-field" in str(caught.value)
+    assert isinstance(caught.value, UnsupportedField if value == "gelu" else NotAcceptable)
+
+
+@pytest.mark.parametrize("field", ["is_causal", "nothing", "torch_dtype"])
+def test_a_field_that_is_not_refused_as_unknown_is_not_acceptable(
+    field: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotAcceptable, match=f"'{field}'.* has no such field, or Soloist knows it"):
+        read_config(written(tmp_path, changed(LLAMA_32_1B, is_causal=True)), [field])
+
+
+def test_another_value_of_a_neutral_field_is_never_accepted(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedField, match="is_causal"):
+        read_config(written(tmp_path, changed(LLAMA_32_1B, is_causal=False)), ["is_causal"])
 
 
 def test_fields_of_other_families_are_refused(tmp_path: Path) -> None:

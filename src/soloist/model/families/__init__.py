@@ -7,7 +7,7 @@ A family file has two functions and one tuple:
     IGNORED          patterns of checkpoint tensors that carry no weights
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,18 @@ FAMILIES = {
 }
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
     """The model that a `config.json` describes.
+
+    Args:
+        path: the file.
+        accepted: fields that may be there although the family does not know them; a field inside
+            another as 'outer.inner'.
 
     Raises:
         ConfigError: the file is damaged, its family unknown, or a field is missing, mistyped or
-            asks for something that the family does not implement.
+            asks for something that the family does not implement; or an accepted field is none
+            that is unknown.
     """
     values = read_json(path)
     model_type = values.get("model_type")
@@ -54,10 +60,11 @@ def read_config(path: Path) -> ModelConfig:
         raise WrongType(str(path), "model_type", model_type, f"one of {', '.join(FAMILIES)}")
     if model_type not in FAMILIES:
         raise UnknownFamily(str(path), model_type, FAMILIES)
-    fields = Fields(values, str(path), model_type)
+    fields = Fields(values, str(path), model_type, accepted=accepted)
     config = FAMILIES[model_type].read(fields)
     fields.ignore(*QUANTIZATION_FIELDS)  # read with the checkpoint, which they describe
     fields.refuse_rest()
+    fields.require_passed()
     return config
 
 

@@ -52,6 +52,10 @@ class QuantizationFields(Fields):
         """The error for a value that would change what weights mean."""
         return UnsupportedQuantization(self.file, self.path(name), value, allowed)
 
+    def unknown(self, name: str, value: object) -> UnsupportedQuantization:
+        """The error for a field that nobody knows; none is accepted."""
+        return self.unsupported(name, value, "absent")
+
     def strings(self, name: str) -> list[str]:
         """A list of texts; empty where it is absent or null."""
         value = self.value(name)
