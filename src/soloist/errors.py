@@ -5,7 +5,7 @@
     │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
     │   │                     UnknownField · NotAcceptable
     │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
-    │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
+    │   ├── CheckpointError   model files: ModelNotFound · MissingFile · NotAModel · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
     │   │                     NotAFile · IndexMismatch · QuantizationMismatch · NoGroupFits
     │   │                     AlreadyQuantized · DownloadFailed
@@ -211,6 +211,10 @@ class MissingFile(CheckpointError):
             else f"{folder} is empty; a model folder holds {wanted}",
             hint or "download the model again, or point to the folder that holds its files",
         )
+
+
+class NotAModel(CheckpointError):
+    """A folder holds a part of a model, or a model in a form that is not read."""
 
 
 class NotAFile(CheckpointError):

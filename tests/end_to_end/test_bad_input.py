@@ -135,6 +135,13 @@ def test_a_known_field_does_not_pass(soloist, etude):
     assert_refused(soloist(*shape), "--accept-field", "only without --shape")
 
 
+def test_a_plan_of_a_file_that_is_not_there(soloist, etude):
+    refused = soloist("plan", "--config", etude / "missing.json", "--hardware", "H200")
+    assert_refused(refused, "--config", "missing.json", "that exists")
+    refused = soloist("plan", "--config", etude, "--hardware", "H200")
+    assert_refused(refused, str(etude / "config.json"))
+
+
 def test_an_eos_id_outside_the_vocabulary(soloist, etude):
     (etude / "generation_config.json").write_text('{"eos_token_id": 10000000}')
     assert_refused(ask(soloist, etude), "generation_config.json", "eos_token_id", "10000000")

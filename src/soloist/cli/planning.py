@@ -127,11 +127,25 @@ def _read(
 ) -> tuple[str, Model]:
     """The model's name and sizes; of a hub model only its configuration is fetched."""
     if file is not None:
+        _require_configuration(file)
         name = file.resolve().parent.name if file.name == CONFIG_FILE else file.stem
         return name, read_model(file, accepted)
     offline = read_settings().hub_offline
     folder = find_model(model, revision=revision, offline=offline, wanted=(CONFIG_FILE,))
     return folder.name, read_model(folder / CONFIG_FILE, accepted)
+
+
+def _require_configuration(file: Path) -> None:
+    if file.is_dir():
+        raise SettingError(
+            "--config", str(file), "a config.json",
+            f"give {file / CONFIG_FILE}, or the folder without --config",
+        )  # fmt: skip
+    if not file.exists():
+        raise SettingError(
+            "--config", str(file), "a config.json that exists",
+            "check the path; a model on the hub needs no file: soloist plan OWNER/NAME",
+        )  # fmt: skip
 
 
 def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None) -> None:

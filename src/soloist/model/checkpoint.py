@@ -28,6 +28,7 @@ from soloist.errors import (
 from soloist.files import is_there, require_file
 from soloist.model.dtype import Dtype
 from soloist.model.folder import CONFIG_FILE
+from soloist.model.foreign import hint_for, require_no_adapter
 from soloist.model.quantization import read_quantization
 from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
@@ -253,13 +254,8 @@ def _single(folder: Path) -> Path:
     if is_there(file):
         return file
     found = sorted(p.name for p in folder.iterdir())
-    others = [name for name in found if name.endswith((".bin", ".pth", ".gguf", ".pt"))]
-    hint = (
-        f"{others[0]} is in a format that Soloist does not load; get the safetensors version"
-        if others
-        else ""
-    )
-    raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint)
+    require_no_adapter(folder, found)
+    raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint_for(found))
 
 
 def _are_file_names(values: Iterable[object]) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
 from soloist.files import is_there
+from soloist.model.foreign import hint_for, require_no_adapter
 
 SHIPPED = ("etude", "etude-draft")
 CONFIG_FILE = "config.json"
@@ -15,6 +16,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What a model needs; conversions to other formats in the same repository stay where they are.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model")
 _UNWANTED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
+_OTHER_REPOSITORY = (
+    "the repository may hold the model in another format, such as GGUF or ONNX: look at its files "
+    "on the hub, and take the one with safetensors that it names as base model"
+)
 
 
 def find_model(
@@ -50,7 +55,7 @@ def find_model(
     if given in SHIPPED:
         return _checked(shipped_folder(given))
     if _HUB_ID.fullmatch(given):
-        return _checked(_download(given, revision, wanted, offline=offline))
+        return _checked(_download(given, revision, wanted, offline=offline), _OTHER_REPOSITORY)
     raise ModelNotFound(given, SHIPPED)
 
 
@@ -59,10 +64,11 @@ def shipped_folder(name: str) -> Path:
     return Path(__file__).parent.parent / "models" / name
 
 
-def _checked(folder: Path) -> Path:
+def _checked(folder: Path, hint: str = "") -> Path:
     if not is_there(folder / CONFIG_FILE):
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-        raise MissingFile(str(folder), CONFIG_FILE, found)
+        require_no_adapter(folder, found)
+        raise MissingFile(str(folder), CONFIG_FILE, found, hint_for(found) or hint)
     return folder
 
 

@@ -18,6 +18,7 @@ from soloist.errors import (
     MissingFile,
     MissingTensor,
     NotAFile,
+    NotAModel,
     NotFinite,
     TruncatedFile,
     UnexpectedTensor,
@@ -200,12 +201,37 @@ def test_a_missing_shard_is_named(stored: dict[str, Tensor], tmp_path: Path) -> 
     assert files[0].name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf"])
-def test_other_formats_are_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("pytorch_model.bin", "save_pretrained"),
+        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        ("consolidated.00.pth", "convert_llama_weights_to_hf"),
+        ("consolidated.safetensors", "convert_mistral_weights_to_hf"),
+        ("model-q4.gguf", "llama.cpp"),
+        ("decoder_model.onnx", "ONNX"),
+        ("weights.00.npz", "MLX"),
+        ("flax_model.msgpack", "is in a format that Soloist does not load"),
+    ],
+)
+def test_other_formats_are_named_with_what_to_do(name: str, advice: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "a.txt").touch()
     with pytest.raises(MissingFile, match=r"model\.safetensors") as caught:
         open_checkpoint(tmp_path)
-    assert f"{name} is in a format" in caught.value.hint
+    assert caught.value.hint.startswith(f"{name} is ")
+    assert advice in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b'{"base_model_name_or_path": "owner/base\\u001b"}', b"{"])
+def test_an_adapter_is_named_with_its_model(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotAModel, match=r"holds an adapter.*not a whole model") as caught:
+        open_checkpoint(tmp_path)
+    assert "merge_and_unload" in caught.value.hint
+    assert ("of 'owner/base\\x1b'" in caught.value.message) is (content != b"{")
 
 
 def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:

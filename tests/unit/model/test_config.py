@@ -13,6 +13,7 @@ from soloist.errors import (
     ConfigError,
     MissingField,
     NotAcceptable,
+    NotAModel,
     UnknownFamily,
     UnknownField,
     UnsupportedField,
@@ -441,6 +442,12 @@ def test_yarn_without_an_mscale_has_the_usual_temperature(
     bare = read(tmp_path, BARE, rope_scaling={"rope_type": "yarn", **YARN})
     assert read(tmp_path, BARE, rope_scaling=rules) != bare
     assert read(tmp_path, BARE, rope_scaling={**rules, field: zero}) == bare
+
+
+def test_weights_for_mlx_are_named(tmp_path: Path) -> None:
+    how = {"group_size": 64, "bits": 4}
+    with pytest.raises(NotAModel, match="format of MLX"):
+        read(tmp_path, LLAMA_32_1B, quantization=how, quantization_config=how)
 
 
 def test_an_unknown_field_is_accepted_by_name(tmp_path: Path) -> None:

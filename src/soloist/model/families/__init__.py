@@ -14,6 +14,7 @@ from pathlib import Path
 from soloist.errors import MissingField, UnknownFamily, WrongType
 from soloist.model.config import ModelConfig
 from soloist.model.families import laneformer, llama, mistral, qwen2, qwen3, smollm3
+from soloist.model.foreign import require_not_mlx
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
 from soloist.model.tensors import TensorSpec
@@ -48,6 +49,7 @@ def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
             another as 'outer.inner'.
 
     Raises:
+        NotAModel: the weights are in the format of MLX.
         ConfigError: the file is damaged, its family unknown, or a field is missing, mistyped or
             asks for something that the family does not implement; or an accepted field is none
             that is unknown.
@@ -60,6 +62,7 @@ def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
         raise WrongType(str(path), "model_type", model_type, f"one of {', '.join(FAMILIES)}")
     if model_type not in FAMILIES:
         raise UnknownFamily(str(path), model_type, FAMILIES)
+    require_not_mlx(str(path), values)
     fields = Fields(values, str(path), model_type, accepted=accepted)
     config = FAMILIES[model_type].read(fields)
     fields.ignore(*QUANTIZATION_FIELDS)  # read with the checkpoint, which they describe
