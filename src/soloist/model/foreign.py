@@ -28,9 +28,8 @@ _FORMATS = (
     ),
     (
         r"(consolidated.*\.(pth|safetensors)|params\.json)",
-        "is in the format of the model's maker; get the version for transformers, or convert it "
-        "with the script that transformers has for the family (convert_llama_weights_to_hf.py, "
-        "convert_mistral_weights_to_hf.py)",
+        "is in the format of the model's maker; get the version for transformers, which has "
+        "config.json and model*.safetensors",
     ),
     (r".*\.onnx", "is a graph for ONNX Runtime; get the safetensors checkpoint of its base model"),
     (

@@ -206,8 +206,8 @@ def test_a_missing_shard_is_named(stored: dict[str, Tensor], tmp_path: Path) -> 
     [
         ("pytorch_model.bin", "save_pretrained"),
         ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
-        ("consolidated.00.pth", "convert_llama_weights_to_hf"),
-        ("consolidated.safetensors", "convert_mistral_weights_to_hf"),
+        ("consolidated.00.pth", "the version for transformers"),
+        ("consolidated.safetensors", "the version for transformers"),
         ("model-q4.gguf", "llama.cpp"),
         ("decoder_model.onnx", "ONNX"),
         ("weights.00.npz", "MLX"),

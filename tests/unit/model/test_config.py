@@ -255,6 +255,13 @@ def test_rope_without_a_rule_takes_the_base(tmp_path: Path) -> None:
     assert read(tmp_path, changed(SMOLLM3_3B, rope_theta=ABSENT)).rope == Rope(2_000_000.0)
 
 
+def test_a_dynamic_rule_is_plain_up_to_the_models_context(tmp_path: Path) -> None:
+    rules = {"type": "dynamic", "factor": 4.0}
+    assert read(tmp_path, BARE, rope_scaling=rules) == read(tmp_path, BARE)
+    with pytest.raises(MissingField, match=r"rope_scaling\.factor"):
+        read(tmp_path, BARE, rope_scaling={"type": "dynamic"})
+
+
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
     rules = {"type": "yarn", **YARN}
     assert read(tmp_path, QWEN3_17B, rope_scaling=rules).context_tokens == 131072
@@ -264,7 +271,10 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
+        (
+            {"rope_scaling": {**YARN, "type": "dynamic"}},
+            "rope_scaling.original_max_position_embeddings",
+        ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_scaling.type"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", **YARN}}, "rope_scaling.type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling.x"),

@@ -115,7 +115,7 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
 
     Raises:
         ConfigError: no base is given and the family has none, or the rule is not one of
-            default, linear, llama3 and yarn.
+            default, linear, dynamic, llama3 and yarn.
     """
     theta = fields.number("rope_theta", None, above=1.0)
     if "rope_parameters" in fields and "rope_scaling" in fields:
@@ -130,7 +130,7 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
         raise MissingField(fields.file, "rope_theta", "a number greater than 1")
     if theta is not None and inner != theta:
         raise rules.unsupported("rope_theta", inner, f"{theta:g}, the value outside this object")
-    kinds = ("default", "linear", "llama3", "yarn")
+    kinds = tuple(_SCALINGS)
     legacy = rules.choice("type", kinds, None)
     kind = rules.choice("rope_type", kinds, legacy or "default")
     if legacy is not None and kind != legacy:
@@ -240,6 +240,12 @@ def _linear(rules: Fields) -> LinearScaling:
     return LinearScaling(rules.number("factor"))
 
 
+def _dynamic(rules: Fields) -> None:
+    # A larger base for texts beyond max_position_embeddings, and the plain one up to there, where
+    # every context ends.
+    rules.number("factor")
+
+
 def _llama3(rules: Fields) -> Llama3Scaling:
     low = rules.number("low_freq_factor")
     return Llama3Scaling(
@@ -276,4 +282,6 @@ def _mscale(rules: Fields, name: str) -> float | None:
     return None if is_zero else rules.number(name, None)
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALINGS = {
+    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
+}  # fmt: skip
