@@ -765,7 +765,7 @@ class NotWritten(DeviceError):
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(
             f"{target} cannot be written: {reason}",
-            "free some space, or write to another disk",
+            "write to a file or folder that you may write to, on a disk with room",
         )
 
 

@@ -1,4 +1,4 @@
-"""Opening the small files of a model folder: nothing but files is read, and nothing is trusted.
+"""Small files, read and written: nothing but files is read, and nothing in them is trusted.
 
 Knows no model. Who calls it says in errors of its own what is wrong with the file's contents.
 """
@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from soloist.errors import NotAFile
+from soloist.errors import NotAFile, NotWritten
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -68,6 +68,19 @@ def parsed_object(path: Path) -> dict[str, Any]:
         kind = type(value).__name__
         raise ValueError(f"it holds a JSON {kind}, expected an object")  # noqa: TRY004 - of a file
     return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, replacing it, in a folder that is made where it is missing.
+
+    Raises:
+        NotWritten: there is no room, or no such place to write to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NotWritten(str(path), error.strerror or str(error)) from error
 
 
 def _is_too_deep(value: object) -> bool:

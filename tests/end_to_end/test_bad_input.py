@@ -173,7 +173,12 @@ def test_a_full_disk(soloist, etude, monkeypatch):
         with suppress(OSError):
             full.close()
     outcome = soloist("bench", "bandwidth", "--device", "cpu", "-o", "/dev/full")
-    assert_refused(outcome, "the output cannot be written: No space left", status=3)
+    assert_refused(outcome, "/dev/full cannot be written: No space left", status=3)
+
+
+def test_an_output_that_is_a_folder(soloist, tmp_path):
+    outcome = soloist("bench", "bandwidth", "--device", "cpu", "-o", tmp_path)
+    assert_refused(outcome, f"{tmp_path} cannot be written: Is a directory", status=3)
 
 
 def test_config_that_is_not_json(soloist, etude):
