@@ -3,11 +3,12 @@
     SoloistError
     ├── UserError             something given to Soloist cannot be used
     │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
+    │   │                     UnknownField · NotAcceptable
     │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
-    │   ├── CheckpointError   model files: ModelNotFound · MissingFile · TruncatedFile
+    │   ├── CheckpointError   model files: ModelNotFound · MissingFile · NotAModel · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
-    │   │                     QuantizationMismatch · NoGroupFits · AlreadyQuantized
-    │   │                     DownloadFailed
+    │   │                     NotAFile · IndexMismatch · QuantizationMismatch · NoGroupFits
+    │   │                     AlreadyQuantized · DownloadFailed
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -21,11 +22,12 @@
                               BadInclude · LaunchError · GpuUnsupported · GpusMissing
                               RanksUnsupported · NoPeerAccess · ShapeUnsupported · KernelStuck
                               MemoryNotFreed · Stalled · EndForced · RunFailed · ServerFailed
-                              BitsDiffer · DiskFull
+                              BitsDiffer · DiskFull · NotWritten
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -38,16 +40,16 @@ class SoloistError(Exception):
         exit_status: of a process that ends with the error.
 
     Args:
-        message: what was given and what is allowed, one paragraph.
+        message: what was given and what is allowed, one paragraph. Characters that would steer a
+            terminal are made visible.
         hint: what to do about it, one sentence; empty only where nothing can be done.
     """
 
     exit_status: ClassVar[int] = 2
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = visible(message), visible(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
@@ -81,7 +83,7 @@ class MissingField(ConfigError):
 
     def __init__(self, file: str, field: str, expected: str) -> None:
         super().__init__(
-            f"{file} has no field '{field}' (expected {expected})",
+            f"{file} has no field {quoted(field)} (expected {expected})",
             "the checkpoint is incomplete or in an older format; download the file again, or use a "
             "newer checkpoint",
         )
@@ -93,7 +95,7 @@ class WrongType(ConfigError):
 
     def __init__(self, file: str, field: str, value: object, expected: str) -> None:
         super().__init__(
-            f"{file}: field '{field}' is {_short(value)}, expected {expected}",
+            f"{file}: field {quoted(field)} is {shortened(value)}, expected {expected}",
             "correct the file, or download it again",
         )
         self.field = field
@@ -104,10 +106,39 @@ class UnsupportedField(ConfigError):
 
     def __init__(self, file: str, field: str, value: object, allowed: str, family: str) -> None:
         super().__init__(
-            f"{file}: field '{field}' is {_short(value)}, which the family '{family}' does not "
-            f"implement (allowed: {allowed})",
-            "ignoring the field would change the model's output; use a checkpoint without it, or "
-            "implement it in the family (docs/adding-a-model.md)",
+            f"{file}: field {quoted(field)} is {shortened(value)}, which the family "
+            f"{quoted(family)} does not implement (allowed: {allowed})",
+            "ignoring the field would change the model's output, so --accept-field does not accept "
+            "it; use a checkpoint without it, or implement it in the family "
+            "(docs/adding-a-model.md)",
+        )
+        self.field = field
+
+
+class UnknownField(UnsupportedField):
+    """A field that the reader of a family does not know, and that nobody accepted."""
+
+    def __init__(self, file: str, field: str, value: object, family: str) -> None:
+        option = _cut(shlex.quote(visible(field)), 160)
+        ConfigError.__init__(
+            self,
+            f"{file}: field {quoted(field)} is {shortened(value)}, and the reader of the family "
+            f"{quoted(family)} does not know it (allowed: absent)",
+            "it may change the model's output; if you know that it does not, add "
+            f"--accept-field {option}",
+        )
+        self.field = field
+
+
+class NotAcceptable(ConfigError):
+    """A field is to be accepted that was not refused as unknown."""
+
+    def __init__(self, file: str, field: str) -> None:
+        super().__init__(
+            f"--accept-field {quoted(field)}: {file} has no such field, or Soloist knows it "
+            "(allowed: a field that is refused because Soloist does not know it)",
+            "leave the option out; a field inside another is named as in the refusal, such as "
+            "rope_scaling.NAME",
         )
         self.field = field
 
@@ -117,7 +148,7 @@ class UnknownFamily(ConfigError):
 
     def __init__(self, file: str, model_type: str, supported: Iterable[str]) -> None:
         super().__init__(
-            f"{file}: model_type '{model_type}' is not supported "
+            f"{file}: model_type {quoted(model_type)} is not supported "
             f"(supported: {', '.join(sorted(supported))})",
             "use a model of a supported family, or add the family (docs/adding-a-model.md)",
         )
@@ -130,8 +161,8 @@ class UnsupportedQuantization(UnsupportedField):
     def __init__(self, file: str, field: str, value: object, allowed: str) -> None:
         ConfigError.__init__(
             self,
-            f"{file}: field '{field}' is {_short(value)}, a quantisation that Soloist does not "
-            f"read (allowed: {allowed})",
+            f"{file}: field {quoted(field)} is {shortened(value)}, a quantisation that Soloist "
+            f"does not read (allowed: {allowed})",
             "use the model's 16-bit checkpoint or one quantised in a format that docs/formats.md "
             "lists, such as FP8, AWQ, GPTQ or compressed-tensors",
         )
@@ -143,7 +174,7 @@ class GroupMismatch(ConfigError):
 
     def __init__(self, module: str, scheme: str, group: int, what: str, count: int) -> None:
         super().__init__(
-            f"'{module}' has {count:,} {what}, which {scheme} stores in groups of {group} "
+            f"{quoted(module)} has {count:,} {what}, which {scheme} stores in groups of {group} "
             f"(allowed: a multiple of {group})",
             "config.json and the weights are from different models, or group_size was changed; "
             "take both from one checkpoint",
@@ -172,12 +203,40 @@ class MissingFile(CheckpointError):
     """A file that the model needs is not in its folder."""
 
     def __init__(self, folder: str, wanted: str, found: Sequence[str], hint: str = "") -> None:
-        shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
+        names = [_cut(visible(name, kept=""), 80) for name in found[:8]]
+        shown = ", ".join(names) + (", …" if len(found) > 8 else "")
         super().__init__(
             f"{folder} holds no {wanted} (it holds: {shown})"
             if found
             else f"{folder} is empty; a model folder holds {wanted}",
             hint or "download the model again, or point to the folder that holds its files",
+        )
+
+
+class NotAModel(CheckpointError):
+    """A folder holds a part of a model, or a model in a form that is not read."""
+
+
+class NotAFile(CheckpointError):
+    """A file's name belongs to a folder, a pipe, a socket or a device."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__(
+            f"{path} is {kind} (allowed: a file)",
+            "put the file in its place; of a pipe, save what it delivers to a file first",
+        )
+
+
+class IndexMismatch(CheckpointError):
+    """The index of a checkpoint says that tensors are where they are not."""
+
+    def __init__(self, index: str, names: Sequence[str], told: str, seen: str) -> None:
+        more = len(names) - 1
+        others = f", and likewise {more:,} more" if more else ""
+        super().__init__(
+            f"{index} says that tensor {quoted(names[0])} is in {told}, but {seen}{others}",
+            "index and weights are of different checkpoints; download the model again into an "
+            "empty folder",
         )
 
 
@@ -220,7 +279,7 @@ class WrongShape(CheckpointError):
 
     def __init__(self, tensor: str, seen: Sequence[int], wanted: Sequence[int]) -> None:
         super().__init__(
-            f"tensor '{tensor}' has shape {list(seen)}, config.json calls for {list(wanted)}",
+            f"tensor {quoted(tensor)} has shape {list(seen)}, config.json calls for {list(wanted)}",
             "config.json and the weights are from different models; take both from one checkpoint",
         )
 
@@ -230,7 +289,7 @@ class QuantizationMismatch(CheckpointError):
 
     def __init__(self, tensor: str, seen: str, wanted: str) -> None:
         super().__init__(
-            f"'{tensor}' is stored with {seen}, but quantization_config calls for {wanted}",
+            f"{quoted(tensor)} is stored with {seen}, but quantization_config calls for {wanted}",
             "config.json and the weights are from different checkpoints, or one of them was edited;"
             " download the model again",
         )
@@ -241,7 +300,7 @@ class NotFinite(CheckpointError):
 
     def __init__(self, tensor: str, count: int, total: int) -> None:
         super().__init__(
-            f"tensor '{tensor}' holds {count:,} NaN or infinite values among {total:,}",
+            f"tensor {quoted(tensor)} holds {count:,} NaN or infinite values among {total:,}",
             "the file is damaged or its conversion overflowed; download or convert the file again",
         )
 
@@ -252,8 +311,8 @@ class NoGroupFits(CheckpointError):
     def __init__(self, tensor: str, columns: int, groups: Sequence[int]) -> None:
         listed = " or ".join(", ".join(map(str, groups)).rsplit(", ", 1))
         super().__init__(
-            f"tensor '{tensor}' has rows of {columns:,} numbers, which do not divide into groups "
-            f"of {listed} for int4 (allowed: a multiple of {min(groups)})",
+            f"tensor {quoted(tensor)} has rows of {columns:,} numbers, which do not divide into "
+            f"groups of {listed} for int4 (allowed: a multiple of {min(groups)})",
             "choose int8 or fp8, which have one scale a row",
         )
 
@@ -701,6 +760,16 @@ class DiskFull(DeviceError):
         )
 
 
+class NotWritten(DeviceError):
+    """The machine did not take what a command writes."""
+
+    def __init__(self, target: str, reason: str) -> None:
+        super().__init__(
+            f"{target} cannot be written: {reason}",
+            "write to a file or folder that you may write to, on a disk with room",
+        )
+
+
 def gigabytes(num_bytes: int) -> str:
     """`num_bytes` for people, in decimal units: '1.34 TB', '12.8 GB', '640 MB', '3.1 kB'."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -711,11 +780,29 @@ def gigabytes(num_bytes: int) -> str:
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(_cut(name, 160) for name in names[:most]) + more
+    return ", ".join(_cut(visible(name, kept=""), 160) for name in names[:most]) + more
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value of a file as Python writes it, in 80 characters at most."""
     return _cut(repr(value), 80)
+
+
+def quoted(name: str) -> str:
+    """A name out of a file, in quotes, on one line and in 160 characters at most."""
+    return _cut(f"'{visible(name, kept='')}'", 160)
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """The text with characters that would steer a terminal written as Python writes them.
+
+    Args:
+        text: of any origin.
+        kept: characters that stay as they are, printable or not.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def _cut(text: str, most: int) -> str:

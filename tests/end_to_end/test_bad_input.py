@@ -1,6 +1,8 @@
 """Everything a user can get wrong ends in one paragraph, a hint and a non-zero status."""
 
 import json
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,79 @@ def test_config_with_an_unsupported_field(soloist, etude, field, value):
     if field == "rope_scaling":
         change_config(etude, rope_parameters=None, rope_theta=1e5)
     assert_refused(ask(soloist, etude), field.removesuffix("_scaling"))
+
+
+def test_an_unknown_field_passes_once_it_is_accepted(soloist, etude, tmp_path):
+    change_config(etude, made_by="me")
+    assert_refused(ask(soloist, etude), "--accept-field made_by")
+    accepted = ask(soloist, etude, "--accept-field", "made_by")
+    assert accepted.status == 0
+    assert "accepted fields: made_by" in accepted.err
+    told = soloist("info", etude, "--accept-field", "made_by")
+    assert "accepted fields" in told.out
+    planned = soloist("plan", etude, "--hardware", "H200", "--accept-field", "made_by")
+    assert planned.status == 0
+    assert "accepted fields of config.json: made_by" in planned.err
+    more = ("--weights", "int8", "-o", tmp_path / "copy", "--accept-field", "made_by")
+    assert soloist("quantize", etude, *more).status == 0
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["made_by"] == "me"
+    more = ("--prompt-tokens", 4, "--runs", 1, "--prefix", "cold", "--device", "cpu")
+    measured = soloist("bench", "prefill", etude, *more, "--accept-field", "made_by")
+    assert measured.status == 0
+
+
+def test_a_known_field_does_not_pass(soloist, etude):
+    assert_refused(ask(soloist, etude, "--accept-field", "hidden_size"), "'hidden_size'")
+    change_config(etude, hidden_act="gelu")
+    assert_refused(ask(soloist, etude, "--accept-field", "hidden_act"), "does not accept it")
+    shape = ("bench", "decode", "--shape", etude / "config.json", "--accept-field", "x")
+    assert_refused(soloist(*shape), "--accept-field", "only without --shape")
+
+
+def test_a_plan_of_a_file_that_is_not_there(soloist, etude):
+    refused = soloist("plan", "--config", etude / "missing.json", "--hardware", "H200")
+    assert_refused(refused, "--config", "missing.json", "that exists")
+    refused = soloist("plan", "--config", etude, "--hardware", "H200")
+    assert_refused(refused, str(etude / "config.json"))
+
+
+def test_an_eos_id_outside_the_vocabulary(soloist, etude):
+    (etude / "generation_config.json").write_text('{"eos_token_id": 10000000}')
+    assert_refused(ask(soloist, etude), "generation_config.json", "eos_token_id", "10000000")
+    assert_refused(soloist("info", etude), "eos_token_id", "10000000")
+
+
+def test_names_out_of_files_cannot_steer_the_terminal(soloist, etude):
+    change_config(etude, **{"\x1b[2Jfield": "\x1b]0;title\x07"})
+    outcome = ask(soloist, etude)
+    assert_refused(outcome, "'\\x1b[2Jfield' is '\\x1b]0;title\\x07'")
+    assert "\x1b" not in outcome.err
+
+
+def test_a_folders_name_cannot_steer_the_terminal(soloist, etude):
+    renamed = etude.rename(etude.parent / "\x1b[31mred")
+    for outcome in (soloist("info", renamed), soloist("plan", renamed, "--hardware", "H200")):
+        assert outcome.status == 0
+        assert "\x1b" not in outcome.out
+        assert "\\x1b[31mred" in outcome.out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk(soloist, etude, monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = soloist("info", etude)
+        monkeypatch.undo()
+        assert_refused(outcome, "the output cannot be written: No space left", status=3)
+        with suppress(OSError):
+            full.close()
+    outcome = soloist("bench", "bandwidth", "--device", "cpu", "-o", "/dev/full")
+    assert_refused(outcome, "/dev/full cannot be written: No space left", status=3)
+
+
+def test_an_output_that_is_a_folder(soloist, tmp_path):
+    outcome = soloist("bench", "bandwidth", "--device", "cpu", "-o", tmp_path)
+    assert_refused(outcome, f"{tmp_path} cannot be written: Is a directory", status=3)
 
 
 def test_config_that_is_not_json(soloist, etude):

@@ -19,6 +19,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
 YARN = {
     "rope_type": "yarn",
@@ -45,6 +46,8 @@ CASES = [
     Case("mqa-biases-linear", "llama", {
         **MQA, "attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR,
     }, sharded=True),
+    Case("dynamic", "llama", {**GQA, "rope_parameters": DYNAMIC}),
+    Case("old-dynamic", "llama", {**GQA, "rope_parameters": DYNAMIC}, old_rope=True),
     Case("old-llama3", "llama", {**GQA, "rope_parameters": LLAMA3, "head_dim": 16}, old_rope=True),
     Case("old-linear", "llama", {**MHA, "rope_parameters": LINEAR}, old_rope=True, sharded=True),
     Case("old-default", "llama", {**MHA, "head_dim": 10}, old_rope=True),

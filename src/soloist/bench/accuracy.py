@@ -61,6 +61,7 @@ class Plan:
         gpus: how many run the model together, or 'auto'.
         rounding: what matrices are rounded to first; both sides read the rounded ones, but for
             'unquantised'.
+        accepted_fields: of the model's config.json, that nobody knows.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Plan:
     precision: Precision
     gpus: GpuCount = 1
     rounding: Rounding = NOT_ROUNDED
+    accepted_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class _Files:
     chosen: Chosen
     checkpoint: Checkpoint
     dtype: Dtype
+    accepted_fields: tuple[str, ...]
 
     @property
     def config(self) -> ModelConfig:
@@ -93,7 +96,7 @@ class _Files:
     @property
     def plain(self) -> Chosen:
         """The same with nothing rounded."""
-        config = read_config(self.folder / CONFIG_FILE)
+        config = read_config(self.folder / CONFIG_FILE, self.accepted_fields)
         return choose(self.checkpoint, config, tensors(config), NOT_ROUNDED)
 
 
@@ -173,9 +176,9 @@ def _opened(plan: Plan, folder: Path) -> _Files:
     checkpoint = open_checkpoint(folder)
     stored = Dtype.BF16 if checkpoint.dtype is Dtype.FP32 else checkpoint.dtype
     dtype = stored if plan.precision == "auto" else Dtype(plan.precision)
-    config = read_config(folder / CONFIG_FILE)
+    config = read_config(folder / CONFIG_FILE, plan.accepted_fields)
     chosen = choose(checkpoint, config, tensors(config), plan.rounding)
-    return _Files(folder.name, folder, chosen, checkpoint, dtype)
+    return _Files(folder.name, folder, chosen, checkpoint, dtype, plan.accepted_fields)
 
 
 def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _Read]:
@@ -190,6 +193,7 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
             gpus=plan.gpus,
             weights=plan.rounding.layers,
             head_weights=plan.rounding.head,
+            accepted_fields=plan.accepted_fields,
         )
     )
     weights = engine.report.weights

@@ -104,7 +104,8 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
     )
-    config = read_config(plan.shape or _folder(plan.asked) / CONFIG_FILE)
+    file = plan.shape or _folder(plan.asked) / CONFIG_FILE
+    config = read_config(file, plan.asked.accepted_fields)
     if max(plan.prompt_tokens) >= config.context_tokens:
         raise SettingError(
             "--prompt-tokens", max(plan.prompt_tokens), f"at most {config.context_tokens - 1:,}"

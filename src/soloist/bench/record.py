@@ -14,13 +14,17 @@ from typing import Any, TypedDict
 
 from soloist.bench.rows import AnyRow
 from soloist.errors import UserError
+from soloist.files import write_text
 
 
 def write(file: Path, rows: Sequence[AnyRow]) -> None:
-    """Write rows to `file`, replacing it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Write rows to `file`, replacing it.
+
+    Raises:
+        NotWritten: it cannot be written.
+    """
     text = json.dumps([asdict(row) for row in rows], indent=2)
-    file.write_text(text + "\n", encoding="utf-8")
+    write_text(file, text + "\n")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

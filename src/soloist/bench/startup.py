@@ -43,6 +43,7 @@ class Plan:
         precision: of weights and KV cache.
         runs: timed, of each kind.
         kinds: of starts: with all kernels compiled before, or with none.
+        accepted_fields: of the model's config.json, that nobody knows.
         gpus: that run the model together, as `soloist run` takes them.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     runs: int
     gpus: GpuCount = 1
     kinds: tuple[rows.KernelCache, ...] = ("warm", "cold")
+    accepted_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def _command(plan: Plan, model: str, device: str) -> list[str]:
     return [
         sys.executable, "-m", "soloist", "run", model, "--prompt", _PROMPT, "--max-tokens", "1",
         "--ignore-eos", "--device", first, "--gpus", str(plan.gpus), "--precision", plan.precision,
-        "--json",
+        "--json", *(word for name in plan.accepted_fields for word in ("--accept-field", name)),
     ]  # fmt: skip
 
 

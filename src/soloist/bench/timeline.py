@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from soloist.errors import UserError
+from soloist.files import write_text
 from soloist.megakernel.trace import Activity, BlockTimes, Span
 
 _ACTIVITIES = get_args(Activity)
@@ -132,12 +133,15 @@ def times_by_phase(slices: Iterable[Slice], num_blocks: int) -> list[PhaseTime]:
 
 
 def write(file: Path, made: Timeline) -> None:
-    """Write a trace file, replacing it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Write a trace file, replacing it.
+
+    Raises:
+        NotWritten: it cannot be written.
+    """
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(made))
     about = json.dumps({**asdict(made.about), "sms": made.sms})
     text = f'{{"displayTimeUnit":"ns","soloist":{about},\n"traceEvents":[\n{events}\n]}}\n'
-    file.write_text(text, encoding="utf-8")
+    write_text(file, text)
 
 
 def read(file: Path) -> Timeline:

@@ -52,6 +52,7 @@ class Plan:
         precision: of weights and KV cache.
         gpus: how many run it together, or 'auto'; a trace shows the first one.
         rounding: what matrices are rounded to or, with a shape, random codes of.
+        accepted_fields: of the model's config.json, that nobody knows.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Plan:
     precision: Precision
     gpus: GpuCount = 1
     rounding: Rounding = NOT_ROUNDED
+    accepted_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ def _subject(plan: Plan) -> tuple[Subject, Bandwidth]:
         asked = EngineConfig(
             plan.model, plan.device, plan.precision, gpus=plan.gpus,
             weights=plan.rounding.layers, head_weights=plan.rounding.head,
+            accepted_fields=plan.accepted_fields,
         )  # fmt: skip
         return model_subject(asked, plan.prompt, plan.prompt_tokens, rounds), bandwidth
     placed = shape_placement(plan.shape, plan.precision, device, plan.device, plan.gpus)

@@ -4,16 +4,20 @@ Data goes to stdout, everything else to stderr. Nothing heavy is imported before
 so that `--help` is quick.
 """
 
+import errno
 import gc
 import sys
 from typing import NoReturn
 
-from soloist.errors import SoloistError
+from soloist.errors import NotWritten, SoloistError
 from soloist.settings import read_settings
 
 # Imports make a third of a million objects, all of which stay: looking for garbage among them takes
 # a tenth of a second.
 _OBJECTS_WHILE_STARTING = 1_000_000
+
+# What an operating system says of a place that takes no more bytes.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _EXIT_INTERNAL, _EXIT_INTERRUPTED = 1, 130
 
@@ -32,14 +36,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     gc.set_threshold(_OBJECTS_WHILE_STARTING, 20, 20)
     try:
         debug = read_settings().debug or debug
-        from soloist.cli.app import app
-
-        app(args=given, prog_name="soloist")
+        _run(given)
     except SoloistError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        _tell(error)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _tell(NotWritten(error.filename or "the output", error.strerror or str(error)))
         print(
             f"internal error: {type(error).__name__}: {error}\n\n"
             "hint: this is a bug in Soloist; run the command with --debug and report the output",
@@ -56,3 +59,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         )
         sys.exit(_EXIT_INTERNAL)
     sys.exit(0)
+
+
+def _run(given: list[str]) -> None:
+    """One command, with all of its output written."""
+    from soloist.cli.app import app
+
+    try:
+        app(args=given, prog_name="soloist")
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write what stdout still holds; where that fails, drop it, so that Python does not retry."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None
+        raise
+
+
+def _tell(error: SoloistError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_status)

@@ -16,6 +16,7 @@ from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
+from soloist.text.files import read_eos_ids
 from soloist.weights.choice import Rounding, choose
 from soloist.weights.formats import formats_of
 from soloist.weights.memory import row_bytes, streamed_bytes
@@ -49,26 +50,37 @@ class ModelFacts:
     kernel_bytes_per_token: int | None
     checkpoint_bytes: int
     available_memory_bytes: int
+    accepted_fields: tuple[str, ...]
     by_precision: dict[str, PrecisionFacts]
 
 
-def show(model: str, context: int | None, revision: str | None, *, as_json: bool) -> None:
+def show(
+    model: str,
+    context: int | None,
+    revision: str | None,
+    accepted: tuple[str, ...] = (),
+    *,
+    as_json: bool,
+) -> None:
     """Print the facts of a model.
 
     Raises:
         UserError: the model, its files or the context cannot be used.
     """
-    facts = gather(model, context, revision)
+    facts = gather(model, context, revision, accepted)
     if as_json:
         print_json(asdict(facts))
     else:
         show_facts(facts.model, _rows(facts))
 
 
-def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
+def gather(
+    model: str, context: int | None, revision: str | None, accepted: tuple[str, ...] = ()
+) -> ModelFacts:
     """Read configuration and headers; no weights."""
     folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
-    config = read_config(folder / CONFIG_FILE)
+    config = read_config(folder / CONFIG_FILE, accepted)
+    read_eos_ids(folder, config.vocab_size)
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)
@@ -92,6 +104,7 @@ def gather(model: str, context: int | None, revision: str | None) -> ModelFacts:
         kernel_bytes_per_token=_kernel_bytes(checkpoint, config, specs),
         checkpoint_bytes=checkpoint.num_bytes,
         available_memory_bytes=available,
+        accepted_fields=accepted,
         by_precision={
             dtype.value: _precision_facts(config, specs, dtype, tokens, available)
             for dtype in Dtype
@@ -156,6 +169,8 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
         ("context", f"{f.context_tokens:,} tokens"),
         ("checkpoint", f"{gigabytes(f.checkpoint_bytes)} stored as {f.stored_as}"),
     ]
+    if f.accepted_fields:
+        rows.insert(1, ("accepted fields", ", ".join(f.accepted_fields)))
     if f.quantised_as is not None:
         rows[-1] = ("checkpoint", gigabytes(f.checkpoint_bytes))
         rows.append(("weights", f"{f.quantised_as}; others {f.stored_as}"))

@@ -1,12 +1,13 @@
 """The options that several commands share, each written once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from soloist.cli.terminal import status
 from soloist.errors import SettingError
 from soloist.model.quantized import AT_LOAD, Codes
 
@@ -46,6 +47,14 @@ Context = Annotated[
     _model(help="Context length in tokens; default: the model's own, or as much as fits."),
 ]
 Revision = Annotated[str | None, _model(help="Branch, tag or commit of a hub model.")]
+AcceptField = Annotated[
+    list[str] | None,
+    _model(
+        metavar="NAME",
+        help="Let a field of config.json pass that Soloist does not know, if you know that it "
+        "changes nothing; may be repeated.",
+    ),
+]
 Shape = Annotated[
     Path | None, _model(help="A config.json, with random weights, instead of a model.")
 ]
@@ -144,6 +153,30 @@ def checked_weights(given: str | None) -> Codes | None:
 def checked_head_weights(given: str | None) -> Codes | None:
     """What --head-weights names, or an error that names the allowed ones."""
     return None if given is None else chosen("--head-weights", given, AT_LOAD)
+
+
+def accepted_fields(
+    given: Sequence[str] | None, shape: Path | None = None, *, told: bool = True
+) -> tuple[str, ...]:
+    """The fields that --accept-field names, each once.
+
+    Args:
+        given: the option's values.
+        shape: a configuration that stands for a model.
+        told: say on stderr that they are accepted; not where a start line does.
+
+    Raises:
+        SettingError: there are some, and no model whose they are.
+    """
+    names = tuple(dict.fromkeys(given or ()))
+    if names and shape is not None:
+        raise SettingError(
+            "--accept-field", names[0], "only without --shape",
+            "remove the field from a copy of the file",
+        )  # fmt: skip
+    if names and told:
+        status(f"accepted fields of config.json: {', '.join(names)}")
+    return names
 
 
 def parsed_gpus(given: str) -> int | Literal["auto"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from soloist.cli.remarks import basis, remarks
 from soloist.cli.tables import show_table
-from soloist.cli.terminal import millions, print_json
+from soloist.cli.terminal import millions, print_json, say
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
 from soloist.jit.bindings import driver
 from soloist.model.folder import CONFIG_FILE, find_model
@@ -43,6 +43,7 @@ class Asked:
         utilisation: share of the paid hours.
         step: PROMPT/NEW, tokens.
         api_price: PROMPT/NEW, or None.
+        accepted_fields: of the configuration, that nobody knows.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Asked:
     utilisation: float
     step: str
     api_price: str | None
+    accepted_fields: tuple[str, ...] = ()
 
 
 def show(asked: Asked, *, as_json: bool) -> None:
@@ -71,7 +73,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
     if asked.gpus is not None and asked.gpus not in GPU_COUNTS:
         raise SettingError("--gpus", asked.gpus, ", ".join(str(n) for n in GPU_COUNTS))
     precisions = PRECISIONS if asked.precision is None else (find_precision(asked.precision),)
-    name, model = _read(asked.model, asked.file, asked.revision)
+    name, model = _read(asked.model, asked.file, asked.revision, asked.accepted_fields)
     most = model.context_tokens
     tokens = min(DEFAULT_CONTEXT_TOKENS, most) if asked.context is None else asked.context
     if not 1 <= tokens <= most:
@@ -120,14 +122,30 @@ def detect() -> Hardware:
     return from_driver_name(given.split(b"\0")[0].decode())
 
 
-def _read(model: str, file: Path | None, revision: str | None) -> tuple[str, Model]:
+def _read(
+    model: str, file: Path | None, revision: str | None, accepted: tuple[str, ...] = ()
+) -> tuple[str, Model]:
     """The model's name and sizes; of a hub model only its configuration is fetched."""
     if file is not None:
+        _require_configuration(file)
         name = file.resolve().parent.name if file.name == CONFIG_FILE else file.stem
-        return name, read_model(file)
+        return name, read_model(file, accepted)
     offline = read_settings().hub_offline
     folder = find_model(model, revision=revision, offline=offline, wanted=(CONFIG_FILE,))
-    return folder.name, read_model(folder / CONFIG_FILE)
+    return folder.name, read_model(folder / CONFIG_FILE, accepted)
+
+
+def _require_configuration(file: Path) -> None:
+    if file.is_dir():
+        raise SettingError(
+            "--config", str(file), "a config.json",
+            f"give {file / CONFIG_FILE}, or the folder without --config",
+        )  # fmt: skip
+    if not file.exists():
+        raise SettingError(
+            "--config", str(file), "a config.json that exists",
+            "check the path; a model on the hub needs no file: soloist plan OWNER/NAME",
+        )  # fmt: skip
 
 
 def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs | None) -> None:
@@ -138,7 +156,7 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
     active = ""
     if subject.model.mixture is not None:
         active = f" ({millions(active_parameters(subject.model))} for a token)"
-    print(
+    say(
         f"{name} · {subject.model.family} · {millions(parameters(subject.model.specs))} parameters"
         f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
     )

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from soloist.errors import gigabytes
+from soloist.errors import gigabytes, visible
 
 if TYPE_CHECKING:
     from soloist.bench.rows import (
@@ -26,6 +26,8 @@ _Row = TypeVar("_Row")
 
 def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Two columns, names and values."""
+    title = visible(title)
+    rows = [(visible(name), visible(value)) for name, value in rows]
     if not sys.stdout.isatty():
         width = max(len(name) for name, _ in rows)
         print(title)
@@ -34,17 +36,19 @@ def show_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # no markup
     Console().print(table)
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Several columns; the first is text, the others are figures."""
+    rows = [[visible(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         table = [headings, *rows]
         widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
@@ -57,12 +61,13 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     rich_table = Table()
     for i, heading in enumerate(headings):
         rich_table.add_column(heading, justify="left" if i == 0 else "right")
     for row in rows:
-        rich_table.add_row(*row)
+        rich_table.add_row(*map(Text, row))  # no markup
     Console().print(rich_table)
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from soloist.errors import gigabytes
+from soloist.errors import gigabytes, visible
 
 if TYPE_CHECKING:  # `soloist info` prints too, and needs no torch
     from soloist.engine import Completion, Engine
@@ -12,7 +12,12 @@ if TYPE_CHECKING:  # `soloist info` prints too, and needs no torch
 
 def status(line: str) -> None:
     """One line beside the data."""
-    print(line, file=sys.stderr, flush=True)
+    print(visible(line), file=sys.stderr, flush=True)
+
+
+def say(line: str) -> None:
+    """One line of the data, for people; names out of files cannot steer the terminal."""
+    print(visible(line))
 
 
 def print_json(value: object) -> None:
@@ -30,10 +35,11 @@ def status_line(engine: "Engine") -> str:
     rounded = f" · weights {r.weights_in_words}"
     weights = rounded if r.weights_in_words != chosen.dtype.value else ""
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
+    accepted = f" · accepted fields: {', '.join(r.accepted_fields)}" if r.accepted_fields else ""
     return (
         f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
         f"{chosen.dtype.value}{weights} on {r.place} · {runs}{context} · "
-        f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s"
+        f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s{accepted}"
     )
 
 

@@ -11,6 +11,7 @@ from soloist.bench.timeline import PhaseTime, Timeline, read, times_by_phase, wr
 from soloist.cli.tables import show_columns, show_table, stored_words
 from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, gigabytes
+from soloist.files import write_text
 
 if TYPE_CHECKING:
     from soloist.bench.trace import Ablations, Plan
@@ -57,8 +58,7 @@ def _show(made: Timeline, drawing: Path | None, layer: int | None, *, as_json: b
     phases = times_by_phase(made.slices, len(made.sms))
     if drawing is not None:
         chosen = made.about.num_layers // 2 if layer is None else layer
-        drawing.parent.mkdir(parents=True, exist_ok=True)
-        drawing.write_text(picture(made, chosen), encoding="utf-8")
+        write_text(drawing, picture(made, chosen))
         status(f"{drawing}: layer {chosen} of {made.about.num_layers}")
     if as_json:
         print_json(

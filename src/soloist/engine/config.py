@@ -51,6 +51,8 @@ class EngineConfig:
         weights: what the matrices of the layers of a 16-bit checkpoint are rounded to; also by its
             name, 'int4', 'int8' or 'fp8'.
         head_weights: likewise of the LM head.
+        accepted_fields: of config.json, that Soloist does not know and that do not change the
+            model's output, as the caller knows; a field inside another as 'outer.inner'.
     """
 
     model: str = "etude"
@@ -67,6 +69,7 @@ class EngineConfig:
     rank_devices: tuple[int, ...] = ()
     weights: Codes | None = None
     head_weights: Codes | None = None
+    accepted_fields: tuple[str, ...] = ()
 
     @property
     def rounding(self) -> Rounding:

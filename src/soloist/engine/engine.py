@@ -40,9 +40,10 @@ from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
+from soloist.text.files import read_eos_ids
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
-from soloist.weights.choice import Chosen, Rounding, choose
+from soloist.weights.choice import Chosen, choose
 from soloist.weights.loading import Destination, Source, load_ranks
 from soloist.weights.memory import streamed_bytes
 from soloist.weights.reading import LoadProgress
@@ -71,6 +72,7 @@ class LoadReport:
         weights: how the kernel stores the layers' matrices, and the head where it is quantised; on
             the reference, what their numbers were rounded to. Such as 'int4+int8 head'.
         weights_in_words: the same for people.
+        accepted_fields: of config.json, that Soloist does not know.
         free_gpu_bytes: that the GPU had free before; of several the least; None on a CPU.
     """
 
@@ -88,6 +90,7 @@ class LoadReport:
     weights: str = ""
     weights_in_words: str = ""
     free_gpu_bytes: int | None = None
+    accepted_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class Engine:
     def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
-        checkpoint, chosen = _opened(folder, asked.rounding)
+        checkpoint, chosen = _opened(folder, asked)
         config, specs = chosen.config, chosen.specs
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
@@ -228,6 +231,7 @@ class Engine:
             weights=label,
             weights_in_words=words,
             free_gpu_bytes=free_bytes if is_on_gpu else None,
+            accepted_fields=asked.accepted_fields,
         )
         return cls(config, model, resolved, folder, report)
 
@@ -336,13 +340,14 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _opened(folder: Path, to: Rounding) -> tuple[Checkpoint, Chosen]:
+def _opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
-    config = read_config(folder / CONFIG_FILE)
+    config = read_config(folder / CONFIG_FILE, asked.accepted_fields)
+    read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)
-    return checkpoint, choose(checkpoint, config, specs, to)
+    return checkpoint, choose(checkpoint, config, specs, asked.rounding)
 
 
 def _reference(

@@ -15,18 +15,22 @@ from safetensors import SafetensorError, safe_open
 
 from soloist.errors import (
     CheckpointError,
+    IndexMismatch,
     MissingFile,
     MissingTensor,
     TruncatedFile,
     UnexpectedTensor,
     WrongShape,
+    quoted,
 )
+from soloist.files import is_there, require_file
 from soloist.model.dtype import Dtype
 from soloist.model.folder import CONFIG_FILE
+from soloist.model.foreign import hint_for, require_no_adapter
 from soloist.model.quantization import read_quantization
 from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
-from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_names
+from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_places
 from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import TensorSpec
 
@@ -157,22 +161,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         ConfigError: config.json says that they are quantised in a way that is not read.
     """
     index = folder / INDEX_FILE
-    if index.exists() and (folder / SINGLE_FILE).exists():
+    if is_there(index) and is_there(folder / SINGLE_FILE):
         raise CheckpointError(
             f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}",
             "remove the one that does not belong to this checkpoint",
         )
-    files = _shards(folder) if index.exists() else [_single(folder)]
+    places = weight_places(folder)
+    files = _shards(folder, places.values()) if places else [_single(folder)]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for stored in _header(file):
             if stored.name in tensors:
                 raise CheckpointError(
-                    f"tensor '{stored.name}' is both in {tensors[stored.name].file.name} and in "
-                    f"{file.name}",
+                    f"tensor {quoted(stored.name)} is both in "
+                    f"{tensors[stored.name].file.name} and in {file.name}",
                     "remove the copy that does not belong to this checkpoint",
                 )
             tensors[stored.name] = stored
+    _check_places(index, places, tensors)
     if not tensors:
         raise TruncatedFile(str(files[0]), "it holds no tensors")
     config = _config(folder)
@@ -190,9 +196,11 @@ def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library'
     """Map one safetensors file; `framework` is 'np' for headers and 'pt' for tensors.
 
     Raises:
+        NotAFile: it is a folder, a pipe or a device.
         TruncatedFile: its header or length is wrong.
     """
     try:
+        require_file(file)
         return safe_open(file, framework=framework)
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size if file.exists() else 0
@@ -236,27 +244,35 @@ def _header(file: Path) -> list[StoredTensor]:
 
 def _single(folder: Path) -> Path:
     file = folder / SINGLE_FILE
-    if file.exists():
+    if is_there(file):
         return file
     found = sorted(p.name for p in folder.iterdir())
-    others = [name for name in found if name.endswith((".bin", ".pth", ".gguf", ".pt"))]
-    hint = (
-        f"{others[0]} is in a format that Soloist does not load; get the safetensors version"
-        if others
-        else ""
-    )
-    raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint)
+    require_no_adapter(folder, found)
+    raise MissingFile(str(folder), f"{SINGLE_FILE} or {INDEX_FILE}", found, hint_for(found))
 
 
-def _shards(folder: Path) -> list[Path]:
-    names = weight_names(folder)
+def _shards(folder: Path, listed: Iterable[str]) -> list[Path]:
+    names = sorted(set(listed))
     for name in names:
-        if not (folder / name).is_file():
+        if not is_there(folder / name):
             found = sorted(p.name for p in folder.iterdir())
             raise MissingFile(
                 str(folder),
-                f"shard {name}, one of {len(names)} that {INDEX_FILE} lists",
+                f"shard {quoted(name)}, one of {len(names)} that {INDEX_FILE} lists",
                 found,
                 "download the missing shard",
             )
     return [folder / name for name in names]
+
+
+def _check_places(
+    index: Path, places: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Every tensor is where the index says. One that it leaves out is held against config.json."""
+    wrong = [
+        name for name, at in places.items() if name not in tensors or tensors[name].file.name != at
+    ]
+    if wrong:
+        told, held = places[wrong[0]], tensors.get(wrong[0])
+        seen = "no shard holds it" if held is None else f"it is in {held.file.name}"
+        raise IndexMismatch(str(index), wrong, told, seen)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.files import is_there
+from soloist.model.foreign import hint_for, require_no_adapter
 from soloist.model.shards import INDEX_FILE, weight_names
 
 SHIPPED = ("etude", "etude-draft")
@@ -19,6 +21,10 @@ DESCRIPTION = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+_OTHER_REPOSITORY = (
+    "the repository may hold the model in another format, such as GGUF or ONNX: look at its files "
+    "on the hub, and take the one with safetensors that it names as base model"
+)
 
 
 def find_model(
@@ -56,9 +62,10 @@ def find_model(
     if not is_hub_id(given):
         raise ModelNotFound(given, SHIPPED)
     if wanted is not None:
-        return _checked(_download(given, revision, wanted, offline=offline))
+        return _checked(_download(given, revision, wanted, offline=offline), _OTHER_REPOSITORY)
     # The index says which weights belong to the model; others stay where they are.
-    folder = _checked(_download(given, revision, DESCRIPTION, offline=offline))
+    described = _download(given, revision, DESCRIPTION, offline=offline)
+    folder = _checked(described, _OTHER_REPOSITORY)
     files = [*DESCRIPTION, *map(glob.escape, weight_names(folder))]
     return _download(given, folder.name, files, offline=offline)
 
@@ -73,10 +80,11 @@ def shipped_folder(name: str) -> Path:
     return Path(__file__).parent.parent / "models" / name
 
 
-def _checked(folder: Path) -> Path:
-    if not (folder / CONFIG_FILE).is_file():
+def _checked(folder: Path, hint: str = "") -> Path:
+    if not is_there(folder / CONFIG_FILE):
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-        raise MissingFile(str(folder), CONFIG_FILE, found)
+        require_no_adapter(folder, found)
+        raise MissingFile(str(folder), CONFIG_FILE, found, hint_for(found) or hint)
     return folder
 
 

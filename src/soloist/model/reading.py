@@ -3,59 +3,88 @@
 A family asks for its fields one by one; `refuse_rest` then names whatever nobody asked for.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from soloist.errors import ConfigError, MissingField, UnsupportedField, WrongType
+from soloist.errors import (
+    ConfigError,
+    MissingField,
+    NotAcceptable,
+    UnknownField,
+    UnsupportedField,
+    WrongType,
+)
+from soloist.files import parsed_object
 
 REQUIRED: Final = object()
 
 # No model is that large; beyond it arithmetic on sizes and frequencies overflows.
 LARGEST_INTEGER: Final = 2**31 - 1
 LARGEST_NUMBER: Final = 1e15
+# Published models have up to 200 layers. More than these would take seconds to describe.
+MOST_LAYERS: Final = 10_000
 
 # Fields that say who made a file or steer training, generation defaults or a framework. None of
 # them changes the function that maps tokens to logits.
 HARMLESS: Final = frozenset(
     """
     architectures attention_dropout _attn_implementation attn_implementation
-    _attn_implementation_autoset auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward _commit_hash decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    _attn_implementation_autoset _attn_implementation_internal auto_map bad_words_ids
+    begin_suppress_tokens bos_token bos_token_id cache_implementation chunk_size_feed_forward
+    cls_token_id _commit_hash decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token eos_token_id
     exponential_decay_length_penalty finetuning_task _flash_attn_2_enabled forced_bos_token_id
-    forced_eos_token_id id2label initializer_range is_decoder is_llama_config label2id
-    length_penalty max_length max_window_layers min_length model_type _name_or_path
+    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder
+    is_llama_config keys_to_ignore_at_inference label2id length_penalty mask_token_id max_length
+    max_sequence_length max_window_layers min_length model_max_length model_type _name_or_path
     neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    output_attentions output_hidden_states output_scores padding_side pad_token pad_token_id
+    prefix pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class tokenizer_model_max_length
+    tokenizer_padding_side top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version trl_version typical_p unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16 use_cache use_flash_attention use_flash_attention_2 use_flash_attn
     """.split()  # noqa: SIM905 - one name a line would be four times as long
 )
+
+# Fields that change nothing as long as they have this value; with any other they are refused.
+NEUTRAL: Final[Mapping[str, bool | float]] = {
+    **dict.fromkeys(
+        """
+        activation_dropout attn_dropout attn_pdrop classifier_dropout dropout embd_pdrop
+        embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_dropout resid_pdrop
+        residual_dropout
+        """.split(),  # noqa: SIM905
+        0.0,
+    ),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling"), 1.0),
+    "residual_multiplier": 1.0,
+    "num_nextn_predict_layers": 0,
+    "is_causal": True,
+    **dict.fromkeys(("alibi", "lm_head_bias", "mlp_bias", "use_parallel_residual"), False),
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
+        NotAFile: there is a folder, a pipe or a device in its place.
         ConfigError: not readable, not JSON, or not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
+        return parsed_object(path)
+    except ValueError as error:
         raise ConfigError(
-            f"{path} cannot be read as JSON: {error}", "download the file again"
+            f"{path} cannot be read as a JSON object: {error}", "download the file again"
         ) from error
-    if not isinstance(value, dict):
+    except OSError as error:
         raise ConfigError(
-            f"{path} holds a JSON {type(value).__name__}, expected an object",
-            "download the file again",
-        )
-    return value
+            f"{path} cannot be read: {error.strerror or error}",
+            "check the path, and that you may read the file",
+        ) from error
 
 
 class Fields:
@@ -66,9 +95,19 @@ class Fields:
         file: its path, for messages.
         family: who reads, for messages.
         prefix: path of an enclosing field, for messages ('rope_scaling.').
+        accepted: paths of fields that may be there although nobody knows them.
     """
 
-    def __init__(self, values: Mapping[str, Any], file: str, family: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        family: str,
+        prefix: str = "",
+        accepted: Collection[str] = (),
+    ) -> None:
+        self._accepted = accepted
+        self._passed: set[str] = set()
         self._values = values
         self._asked: set[str] = set()
         self.file = file
@@ -101,6 +140,16 @@ class Fields:
         if value > LARGEST_INTEGER:
             raise self._wrong(name, value, f"{expected} and at most {LARGEST_INTEGER}")
         return value
+
+    def num_layers(self) -> int:
+        """How many layers the model has: 1 … `MOST_LAYERS`."""
+        name = "num_hidden_layers"
+        value = self.integer(name)
+        if value > MOST_LAYERS:
+            raise self._wrong(
+                name, value, f"a whole number of at least 1 and at most {MOST_LAYERS}"
+            )
+        return int(value)
 
     def number(self, name: str, default: Any = REQUIRED, *, above: float = 0.0) -> Any:  # noqa: ANN401
         """A finite number greater than `above`."""
@@ -162,7 +211,9 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
-        return Fields(value, self.file, self.family, f"{self._prefix}{name}.")
+        inner = Fields(value, self.file, self.family, f"{self._prefix}{name}.", self._accepted)
+        inner._passed = self._passed
+        return inner
 
     def only(self, name: str, wanted: object) -> None:
         """The field must be absent, null or equal to `wanted`: nothing else is implemented."""
@@ -174,15 +225,46 @@ class Fields:
         """Fields of this family that do not change its function."""
         self._asked.update(names)
 
-    def refuse_rest(self, harmless: frozenset[str] = HARMLESS) -> None:
+    def refuse_rest(
+        self,
+        harmless: frozenset[str] = HARMLESS,
+        neutral: Mapping[str, bool | float] = NEUTRAL,
+    ) -> None:
         """Refuse, by name, a field with a value that nobody asked for.
 
+        Args:
+            harmless: fields that change nothing.
+            neutral: fields that change nothing with this value.
+
         Raises:
-            UnsupportedField: naming the first such field.
+            UnknownField: naming the first such field, if it is not accepted.
+            UnsupportedField: naming one that is known and has another value than the neutral one.
         """
         for name, value in self._values.items():
-            if name not in self._asked and name not in harmless and value is not None:
-                raise self.unsupported(name, value, "absent")
+            if name in self._asked or name in harmless or value is None:
+                continue
+            if name not in neutral:
+                if self.path(name) not in self._accepted:
+                    raise self.unknown(name, value)
+                self._passed.add(self.path(name))
+                continue
+            wanted = neutral[name]
+            if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
+                raise self.unsupported(name, value, f"absent or {wanted!r}")
+
+    def require_passed(self) -> None:
+        """After everything was read: each accepted field was there and unknown.
+
+        Raises:
+            NotAcceptable: naming the first that was not.
+        """
+        for name in self._accepted:
+            if name not in self._passed:
+                raise NotAcceptable(self.file, name)
+
+    def unknown(self, name: str, value: object) -> UnsupportedField:
+        """The error for a field that nobody knows."""
+        return UnknownField(self.file, self.path(name), value, self.family)
 
     def unsupported(self, name: str, value: object, allowed: str) -> UnsupportedField:
         """The error for a value that would change the model's function."""

@@ -153,7 +153,7 @@ READERS: Mapping[str, Callable[[Fields], Model]] = {
 
 
 def _num_layers(fields: Fields) -> int:
-    return int(fields.integer("num_hidden_layers"))
+    return fields.num_layers()
 
 
 def _mixture(fields: Fields, usual: str) -> Mixture:

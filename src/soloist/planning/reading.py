@@ -1,5 +1,6 @@
 """A config.json as a model to plan for: any that is served, and mixtures of experts. Pure."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from soloist.errors import (
     ConfigError,
     MissingField,
     UnknownFamily,
-    UnsupportedField,
+    UnknownField,
     WrongType,
+    quoted,
 )
 from soloist.model.families import FAMILIES, read_config
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
@@ -35,9 +37,10 @@ _SIZELESS = frozenset(
 )
 
 
-def read_model(file: Path) -> Model:
+def read_model(file: Path, accepted: Collection[str] = ()) -> Model:
     """A configuration of any family that is served, or of a mixture in `READERS`.
 
+    `accepted` names fields that may be there although nobody knows them.
     Of a model that also sees or hears (`text_config`) the part that makes text is read.
 
     Raises:
@@ -47,22 +50,22 @@ def read_model(file: Path) -> Model:
     """
     values = read_json(file)
     if _TEXT in values and values.get("model_type") not in FAMILIES:
-        return _read_text_part(file, values[_TEXT])
+        return _read_text_part(file, values[_TEXT], accepted)
     family = values.get("model_type")
     if isinstance(family, str) and family in READERS:
-        return _read_mixture(Fields(values, str(file), family))
+        return _read_mixture(Fields(values, str(file), family, accepted=accepted))
     if isinstance(family, str) and family not in FAMILIES:
         raise UnknownFamily(str(file), family, _families())
-    return served(read_config(file))
+    return served(read_config(file, accepted))
 
 
-def _read_text_part(file: Path, values: Any) -> Model:  # noqa: ANN401
+def _read_text_part(file: Path, values: Any, accepted: Collection[str]) -> Model:  # noqa: ANN401
     if not isinstance(values, dict):
         raise WrongType(str(file), _TEXT, values, "an object")
     family = values.get("model_type")
     if not isinstance(family, str):
         raise MissingField(str(file), f"{_TEXT}.model_type", f"one of {', '.join(_families())}")
-    fields = Fields(values, str(file), family, f"{_TEXT}.")
+    fields = Fields(values, str(file), family, f"{_TEXT}.", accepted)
     if family in READERS:
         return replace(_read_mixture(fields), is_part=True)
     if family not in FAMILIES:
@@ -70,6 +73,7 @@ def _read_text_part(file: Path, values: Any) -> Model:  # noqa: ANN401
     config = FAMILIES[family].read(fields)
     fields.ignore(*QUANTIZATION_FIELDS)  # sizes are planned for every precision
     fields.refuse_rest()
+    fields.require_passed()
     return replace(served(config), is_part=True, config=None)
 
 
@@ -77,11 +81,12 @@ def _read_mixture(fields: Fields) -> Model:
     model = READERS[fields.family](fields)
     try:
         fields.refuse_rest(HARMLESS | _SIZELESS)
-    except UnsupportedField as error:
+        fields.require_passed()
+    except UnknownField as error:
         raise ConfigError(
-            f"{fields.file}: Soloist does not know whether field '{error.field}' changes the size "
-            f"of a '{fields.family}'",
-            "if it does not, remove it from a copy of the file: soloist plan --config COPY",
+            f"{fields.file}: Soloist does not know whether field {quoted(error.field)} changes the "
+            f"size of a '{fields.family}'",
+            f"if you know that it does not, add --accept-field {error.field}",
         ) from error
     return model
 

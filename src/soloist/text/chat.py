@@ -12,6 +12,7 @@ from types import MappingProxyType
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta
 
 from soloist.errors import RequestError, TokenizerError
+from soloist.files import is_there
 from soloist.text.bounded import is_bounded
 from soloist.text.files import read_json, read_special_tokens, read_text
 from soloist.text.jinja import Refusal, environment
@@ -179,7 +180,7 @@ def _compile(made: Environment, source: str, label: str) -> Template:
 def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
     """The templates by name, and the file or folder they are from."""
     file = folder / "chat_template.jinja"
-    sources = {"default": read_text(file)} if file.is_file() else {}
+    sources = {"default": read_text(file)} if is_there(file) else {}
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[extra.stem] = read_text(extra)
     if sources:

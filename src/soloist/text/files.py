@@ -4,7 +4,6 @@ Special tokens are written in up to four places that overrule each other; this f
 It knows nothing of how text becomes tokens.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from soloist.errors import TokenizerError, WrongType
+from soloist.errors import TokenizerError, WrongType, quoted, shortened
+from soloist.files import is_there, parsed_object, require_file
 
 _STANDARD_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -41,8 +41,19 @@ class SpecialTokens:
         return {name: token.content for name, token in self.named.items()}
 
 
+def require_readable(path: Path) -> None:
+    """Refuse what is no file, or one that cannot be opened."""
+    try:
+        require_file(path)
+        with path.open("rb"):
+            return
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def read_text(path: Path) -> str:
-    """The text of a file that exists; refuses one that is not UTF-8."""
+    """The text of a file that exists; refuses one that is not UTF-8, and what is no file."""
+    require_readable(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -51,16 +62,14 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no such file; refuses anything else."""
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        detail = f"{error.msg} (line {error.lineno}, column {error.colno})"
-        raise _damaged(path, f"not valid JSON: {detail}") from error
-    if not isinstance(content, dict):
-        raise _damaged(path, f"holds a {type(content).__name__} where an object is expected")
-    return content
+        return parsed_object(path)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
@@ -85,17 +94,31 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     return SpecialTokens(special.named, special.extra, added)
 
 
-def read_eos_ids(folder: Path) -> frozenset[int]:
-    """Ids that end generation: generation_config.json, else config.json, else none."""
+def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
+    """Ids that end generation: generation_config.json, else config.json, else none.
+
+    Args:
+        folder: of the model.
+        vocab_size: V; None where it is not known.
+
+    Raises:
+        WrongType: they are no token ids, or none of this vocabulary.
+    """
+    expected = "a token id or a list of them"
+    if vocab_size is not None:
+        expected += f", each below the vocabulary's size of {vocab_size}"
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise WrongType(
-                str(folder / name), "eos_token_id", value, "a token id or a list of them"
-            )
+        if not all(
+            type(token_id) is int
+            and token_id >= 0
+            and (vocab_size is None or token_id < vocab_size)
+            for token_id in ids
+        ):
+            raise WrongType(str(folder / name), "eos_token_id", value, expected)
         return frozenset(ids)
     return frozenset()
 
@@ -119,7 +142,9 @@ def _special_tokens(
         elif isinstance(value, list | tuple):
             extra += [_special_token(token, key, path) for token in value]
         else:
-            raise _damaged(path, f"field '{key}' is {value!r}, expected a list of tokens")
+            raise _damaged(
+                path, f"field {quoted(key)} is {shortened(value)}, expected a list of tokens"
+            )
     return SpecialTokens(named, tuple(extra), added)
 
 
@@ -138,8 +163,17 @@ def _added_token(rules: Mapping[str, Any]) -> AddedToken:
 def _special_token(token: object, key: str, path: Path) -> AddedToken:
     rules = token if isinstance(token, dict) else {"content": token}
     if not isinstance(rules.get("content"), str):
-        raise _damaged(path, f"field '{key}' is {token!r}, expected a token's text or its rules")
+        raise _damaged(
+            path,
+            f"field {quoted(key)} is {shortened(token)}, expected a token's text or its rules",
+        )
     return _added_token(rules | {"special": True})
+
+
+def _unreadable(path: Path, error: OSError) -> TokenizerError:
+    return TokenizerError(
+        f"{path} cannot be read: {error.strerror or error}", "check that you may read the file"
+    )
 
 
 def _damaged(path: Path, detail: str) -> TokenizerError:

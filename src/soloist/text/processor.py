@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong
+from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong, TokenizerError
 from soloist.text.chat import ChatTemplate
 from soloist.text.grammar import Grammars
 from soloist.text.tokenizer import Tokenizer
@@ -43,10 +43,16 @@ class Processor:
     """
 
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer | None = None) -> None:
-        """Read `files`, but for a tokenizer that was read before."""
+        """Read `files`, but for a tokenizer that was read before.
+
+        Raises:
+            TokenizerError: the files are damaged, or a token that ends answers is none of the
+                model's.
+        """
         self.files = files
         self.tokenizer = tokenizer or Tokenizer.from_folder(files.folder)
         self.vocab_size, self.context_tokens = files.vocab_size, files.context_tokens
+        _check_eos(self.tokenizer, files.vocab_size)
         self.most_tokens = max(_COUNTED_TOKENS, 2 * files.context_tokens)
 
     @cached_property
@@ -117,3 +123,13 @@ class Processor:
         for token_id in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise BadTokenId("prompt", token_id, self.vocab_size)
+
+
+def _check_eos(tokenizer: Tokenizer, vocab_size: int) -> None:
+    for token_id in sorted(tokenizer.eos_ids):
+        if token_id >= vocab_size:
+            raise TokenizerError(
+                f"the token that ends answers has id {token_id}, outside the model's vocabulary "
+                f"(0 … {vocab_size - 1})",
+                "tokenizer and weights are of different models; take both from one checkpoint",
+            )

@@ -11,10 +11,17 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models
 
-from soloist.errors import MissingFile, RequestError, TokenizerError
+from soloist.errors import MissingFile, RequestError, TokenizerError, quoted
+from soloist.files import is_there
 from soloist.text.decoder import Decoder
 from soloist.text.detokenizer import Detokenizer
-from soloist.text.files import SpecialTokens, read_eos_ids, read_json, read_special_tokens
+from soloist.text.files import (
+    SpecialTokens,
+    read_eos_ids,
+    read_json,
+    read_special_tokens,
+    require_readable,
+)
 from soloist.text.metaspace import SPACE_MARK, follow_llama_class
 from soloist.text.pieces import Pieces, longest_token
 
@@ -81,7 +88,7 @@ class Tokenizer:
         `eos_ids` come from generation_config.json, else config.json, else `eos_token`.
         """
         file = path / "tokenizer.json"
-        if not file.is_file():
+        if not is_there(file):
             raise _no_tokenizer(path)
         backend = _read_backend(file)
         follow_llama_class(backend, path)
@@ -239,6 +246,7 @@ def _check_characters(text: str) -> None:
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    require_readable(file)
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
@@ -261,8 +269,8 @@ def _add_missing(backend: tokenizers.Tokenizer, special: SpecialTokens, file: Pa
     for token_id, token in special.added.items():
         if (given := backend.token_to_id(token.content)) != token_id:
             raise TokenizerError(
-                f"{file.parent}: token '{token.content}' has id {token_id} beside tokenizer.json "
-                f"but {given} with it",
+                f"{file.parent}: token {quoted(token.content)} has id {token_id} beside "
+                f"tokenizer.json but {given} with it",
                 "the files are from different tokenizers; take them from one source",
             )
 

@@ -35,11 +35,13 @@ class Asked:
         layers: codes of the layers' matrices.
         head: codes of the LM head; None leaves it as it is.
         group: columns that share a scale of INT4, at most.
+        accepted_fields: of config.json, that nobody knows; they are copied.
     """
 
     layers: Codes
     head: Codes | None = None
     group: int = GROUPS[0]
+    accepted_fields: tuple[str, ...] = ()
 
 
 class Part(Enum):
@@ -148,7 +150,7 @@ def plan_export(source: Path, asked: Asked) -> ExportPlan:
     """
     fields = read_json(source / CONFIG_FILE)
     _require_plain(source, fields)
-    config = read_config(source / CONFIG_FILE)
+    config = read_config(source / CONFIG_FILE, asked.accepted_fields)
     specs = tensors(config)
     _require_matrices(config, specs)
     checkpoint = open_checkpoint(source)

@@ -1,5 +1,7 @@
 """Checkpoint files: what is damaged, absent or too much is named before anything is computed."""
 
+import json
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +14,11 @@ from torch import Tensor
 from soloist.errors import (
     CheckpointError,
     ConfigError,
+    IndexMismatch,
     MissingFile,
     MissingTensor,
+    NotAFile,
+    NotAModel,
     NotFinite,
     TruncatedFile,
     UnexpectedTensor,
@@ -196,12 +201,37 @@ def test_a_missing_shard_is_named(stored: dict[str, Tensor], tmp_path: Path) -> 
     assert files[0].name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf"])
-def test_other_formats_are_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("pytorch_model.bin", "save_pretrained"),
+        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        ("consolidated.00.pth", "the version for transformers"),
+        ("consolidated.safetensors", "the version for transformers"),
+        ("model-q4.gguf", "llama.cpp"),
+        ("decoder_model.onnx", "ONNX"),
+        ("weights.00.npz", "MLX"),
+        ("flax_model.msgpack", "is in a format that Soloist does not load"),
+    ],
+)
+def test_other_formats_are_named_with_what_to_do(name: str, advice: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "a.txt").touch()
     with pytest.raises(MissingFile, match=r"model\.safetensors") as caught:
         open_checkpoint(tmp_path)
-    assert f"{name} is in a format" in caught.value.hint
+    assert caught.value.hint.startswith(f"{name} is ")
+    assert advice in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b'{"base_model_name_or_path": "owner/base\\u001b"}', b"{"])
+def test_an_adapter_is_named_with_its_model(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotAModel, match=r"holds an adapter.*not a whole model") as caught:
+        open_checkpoint(tmp_path)
+    assert "merge_and_unload" in caught.value.hint
+    assert ("of 'owner/base\\x1b'" in caught.value.message) is (content != b"{")
 
 
 def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
@@ -221,6 +251,9 @@ def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
         b'{"weight_map": {"a": "../model.safetensors"}}',
         b'{"weight_map": {"a": "/model.safetensors"}}',
         b'{"weight_map": {"a": ""}}',
+        b'{"weight_map": {"a": "a\\u0000b"}}',
+        b'{"weight_map": {"a": "\\ud800"}}',
+        b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}',
     ],
 )
 def test_a_damaged_index_is_refused(index: bytes, tmp_path: Path) -> None:
@@ -242,6 +275,40 @@ def test_a_tensor_in_two_shards_is_refused(stored: dict[str, Tensor], tmp_path: 
     files = write_shards(tmp_path, stored)
     save_file(stored, files[2])
     with pytest.raises(CheckpointError, match=r"is both in .* and in"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["another shard", "a shard without it"])
+def test_an_index_that_contradicts_its_shards_is_refused(
+    place: str, stored: dict[str, Tensor], tmp_path: Path
+) -> None:
+    write_shards(tmp_path, stored)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    names = sorted(index["weight_map"])
+    if place == "another shard":
+        index["weight_map"][names[0]] = index["weight_map"][names[1]]
+        told = f"'{names[0]}' is in model-00002-of-00003.safetensors, but it is in model-00001"
+    else:
+        index["weight_map"]["more"] = index["weight_map"][names[0]]
+        told = "'more' is in model-00001-of-00003.safetensors, but no shard holds it"
+    file.write_text(json.dumps(index))
+    with pytest.raises(IndexMismatch, match=told):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_files_place_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NotAFile, match="is a pipe"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_pipe_in_a_shards_place_is_refused(stored: dict[str, Tensor], tmp_path: Path) -> None:
+    shard = write_shards(tmp_path, stored)[1]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(NotAFile, match=r"00002-of-00003\.safetensors is a pipe"):
         open_checkpoint(tmp_path)
 
 

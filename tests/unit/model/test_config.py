@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from soloist.errors import (
     ConfigError,
     MissingField,
+    NotAcceptable,
+    NotAModel,
     UnknownFamily,
+    UnknownField,
     UnsupportedField,
     WrongType,
 )
@@ -123,6 +126,15 @@ def test_streamed_values_leave_out_an_untied_embedding(tmp_path: Path) -> None:
         assert seen == parameters(specs) - embedding
 
 
+@pytest.mark.parametrize("count", [10_001, 200_000, 2**31 - 1])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_more_layers_than_any_model_has_are_refused_at_once(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    with pytest.raises(WrongType, match=r"num_hidden_layers.*at most 10000"):
+        read(tmp_path, PUBLISHED[name], num_hidden_layers=count)
+
+
 # --- windows and rope layers ---------------------------------------------------------------------
 
 
@@ -133,8 +145,14 @@ def windows(config: ModelConfig) -> list[int | None]:
 def test_mistral_slides_everywhere_or_nowhere(tmp_path: Path) -> None:
     assert windows(read(tmp_path, MISTRAL_7B)) == [4096] * 32
     assert windows(read(tmp_path, MISTRAL_7B, sliding_window=None)) == [None] * 32
-    with pytest.raises(MissingField, match="sliding_window"):
-        read(tmp_path, MISTRAL_7B, sliding_window=ABSENT)
+    assert windows(read(tmp_path, MISTRAL_7B, sliding_window=ABSENT)) == [4096] * 32
+    assert (
+        windows(read(tmp_path, MISTRAL_7B, sliding_window=None, use_sliding_window=False))
+        == [None] * 32
+    )
+    for contradiction in ({"use_sliding_window": False}, {"sliding_window": None}):
+        with pytest.raises(UnsupportedField, match="use_sliding_window"):
+            read(tmp_path, MISTRAL_7B, **{"use_sliding_window": True, **contradiction})
 
 
 @pytest.mark.parametrize("base", [QWEN25_05B, QWEN3_17B], ids=["qwen2", "qwen3"])
@@ -237,6 +255,13 @@ def test_rope_without_a_rule_takes_the_base(tmp_path: Path) -> None:
     assert read(tmp_path, changed(SMOLLM3_3B, rope_theta=ABSENT)).rope == Rope(2_000_000.0)
 
 
+def test_a_dynamic_rule_is_plain_up_to_the_models_context(tmp_path: Path) -> None:
+    rules = {"type": "dynamic", "factor": 4.0}
+    assert read(tmp_path, BARE, rope_scaling=rules) == read(tmp_path, BARE)
+    with pytest.raises(MissingField, match=r"rope_scaling\.factor"):
+        read(tmp_path, BARE, rope_scaling={"type": "dynamic"})
+
+
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
     rules = {"type": "yarn", **YARN}
     assert read(tmp_path, QWEN3_17B, rope_scaling=rules).context_tokens == 131072
@@ -246,7 +271,10 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
+        (
+            {"rope_scaling": {**YARN, "type": "dynamic"}},
+            "rope_scaling.original_max_position_embeddings",
+        ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_scaling.type"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", **YARN}}, "rope_scaling.type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling.x"),
@@ -374,6 +402,98 @@ def test_what_would_change_the_output_is_refused(
         read(tmp_path, PUBLISHED[name], **{field: value})
     assert caught.value.field == field
     assert PUBLISHED[name]["model_type"] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_changes_nothing_is_accepted(name: str, tmp_path: Path) -> None:
+    wanted = read(tmp_path, PUBLISHED[name])
+    for field, value in (
+        ("max_sequence_length", 2048), ("trl_version", "0.19"), ("model_max_length", 8192),
+        ("use_flash_attn", True), ("is_causal", True), ("embd_pdrop", 0.0), ("resid_pdrop", 0),
+        ("hidden_dropout", 0.0), ("logit_scale", 1), ("num_nextn_predict_layers", 0),
+        ("lm_head_bias", False),
+    ):  # fmt: skip
+        assert read(tmp_path, PUBLISHED[name], **{field: value}) == wanted
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_causal", False),
+        ("is_causal", 1),
+        ("embd_pdrop", 0.1),
+        ("embd_pdrop", False),
+        ("hidden_dropout", "0.0"),
+        ("logit_scale", 0.0625),
+        ("num_nextn_predict_layers", 1),
+        ("lm_head_bias", True),
+    ],
+)
+def test_other_values_of_the_same_fields_are_refused(
+    name: str, field: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedField, match=f"'{field}'.*allowed: absent or"):
+        read(tmp_path, PUBLISHED[name], **{field: value})
+
+
+def test_llama_has_no_sliding_window_to_switch_on(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA_32_1B, use_sliding_window=False) == read(tmp_path, LLAMA_32_1B)
+    with pytest.raises(UnsupportedField, match="use_sliding_window"):
+        read(tmp_path, LLAMA_32_1B, use_sliding_window=True)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+@pytest.mark.parametrize("field", ["mscale", "mscale_all_dim"])
+def test_yarn_without_an_mscale_has_the_usual_temperature(
+    field: str, zero: float, tmp_path: Path
+) -> None:
+    rules = {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.5}
+    bare = read(tmp_path, BARE, rope_scaling={"rope_type": "yarn", **YARN})
+    assert read(tmp_path, BARE, rope_scaling=rules) != bare
+    assert read(tmp_path, BARE, rope_scaling={**rules, field: zero}) == bare
+
+
+def test_weights_for_mlx_are_named(tmp_path: Path) -> None:
+    how = {"group_size": 64, "bits": 4}
+    with pytest.raises(NotAModel, match="format of MLX"):
+        read(tmp_path, LLAMA_32_1B, quantization=how, quantization_config=how)
+
+
+def test_an_unknown_field_is_accepted_by_name(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, changed(LLAMA_32_1B, made_by="me", rope_scaling={**LLAMA3_RULES, "x": 1})
+    )
+    with pytest.raises(UnknownField, match=r"'rope_scaling\.x' is 1") as caught:
+        read_config(file, ["made_by"])
+    assert caught.value.field == "rope_scaling.x"
+    assert caught.value.hint.endswith("--accept-field rope_scaling.x")
+    with pytest.raises(UnknownField, match="made_by"):
+        read_config(file, ["rope_scaling.x"])
+    accepted = read_config(file, ["made_by", "rope_scaling.x"])
+    assert accepted == read(tmp_path, LLAMA_32_1B)
+
+
+@pytest.mark.parametrize("value", ["gelu", "silu", None])
+def test_a_known_field_is_never_accepted(value: object, tmp_path: Path) -> None:
+    file = written(tmp_path, changed(LLAMA_32_1B, hidden_act=value))
+    with pytest.raises(ConfigError, match="hidden_act") as caught:
+        read_config(file, ["hidden_act"])
+    assert "--accept-field" in str(caught.value)
+    assert isinstance(caught.value, UnsupportedField if value == "gelu" else NotAcceptable)
+
+
+@pytest.mark.parametrize("field", ["is_causal", "nothing", "torch_dtype"])
+def test_a_field_that_is_not_refused_as_unknown_is_not_acceptable(
+    field: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotAcceptable, match=f"'{field}'.* has no such field, or Soloist knows it"):
+        read_config(written(tmp_path, changed(LLAMA_32_1B, is_causal=True)), [field])
+
+
+def test_another_value_of_a_neutral_field_is_never_accepted(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedField, match="is_causal"):
+        read_config(written(tmp_path, changed(LLAMA_32_1B, is_causal=False)), ["is_causal"])
 
 
 def test_fields_of_other_families_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound, NotAModel
 from soloist.model.folder import SHIPPED, find_model, shipped_folder
 
 
@@ -63,6 +63,28 @@ def test_a_file_is_answered_with_its_folder(model: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file") as caught:
         find_model(str(model / "config.json"))
     assert str(model) in caught.value.hint
+
+
+def test_a_folder_with_only_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(NotAModel, match="an adapter of 'owner/base'"):
+        find_model(str(tmp_path))
+
+
+def test_a_folder_with_only_another_format_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "x.Q4_K_M.gguf").touch()
+    with pytest.raises(MissingFile, match=r"config\.json") as caught:
+        find_model(str(tmp_path))
+    assert caught.value.hint.startswith("x.Q4_K_M.gguf is a file for llama.cpp")
+
+
+def test_a_hub_repository_without_config_may_hold_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(MissingFile) as caught:
+        find_model("owner/name-GGUF")
+    assert "such as GGUF" in caught.value.hint
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:

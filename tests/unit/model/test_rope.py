@@ -22,6 +22,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 RULES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "linear, odd factor": {"rope_type": "linear", "factor": 2.7},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama 3.2": LLAMA3_RULES,
     "llama 3.1": {**LLAMA3_RULES, "factor": 8.0},
     "llama3, wide blend": {**LLAMA3_RULES, "low_freq_factor": 0.5, "high_freq_factor": 31.0},

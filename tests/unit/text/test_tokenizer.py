@@ -1,14 +1,17 @@
 """Token ids against transformers' AutoTokenizer on the same folder, and refusals."""
 
 import json
+import os
 
 import pytest
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from soloist.errors import ConfigError, MissingFile, RequestError, TokenizerError
+from soloist.errors import ConfigError, MissingFile, NotAFile, RequestError, TokenizerError
 from soloist.text import Tokenizer
+from soloist.text.files import read_eos_ids
+from soloist.text.processor import Processor, ProcessorFiles
 
 TEXTS = [
     "",
@@ -222,7 +225,7 @@ def test_missing_tokenizer_tells_what_to_do(folder, tmp_path):
     ("content", "sentence"),
     [
         (b'{"model": ', "not valid JSON: .*line 1"),
-        (b"[]", "holds a list"),
+        (b"[]", "holds a JSON list"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         (b'{"version": "1.0", "model": {"type": "Alien"}}', "cannot read"),
     ],
@@ -324,3 +327,36 @@ def test_a_post_processor_that_ends_texts_is_followed(byte_level, folder):
     ids = Tokenizer.from_folder(path).encode("x")
     assert ids == AutoTokenizer.from_pretrained(path).encode("x")
     assert ids[-1] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_a_pipe_in_a_files_place_is_refused(byte_level, folder, name):
+    path = folder(byte_level)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(NotAFile, match=f"{name} is a pipe"):
+        Tokenizer.from_folder(path)
+
+
+def test_json_that_is_nested_too_deeply_is_refused(byte_level, folder):
+    path = folder(byte_level)
+    (path / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is damaged: .* deeply"):
+        Tokenizer.from_folder(path)
+
+
+def test_an_eos_id_outside_the_vocabulary_is_refused_by_file(byte_level, folder):
+    path = folder(byte_level, generation_config={"eos_token_id": [3, 31]})
+    assert read_eos_ids(path, 32) == {3, 31}
+    with pytest.raises(ConfigError, match=r"generation_config.*eos_token_id.*size of 31"):
+        read_eos_ids(path, 31)
+
+
+def test_an_eos_token_outside_the_vocabulary_is_refused_with_the_tokenizer(byte_level, folder):
+    path = folder(byte_level, tokenizer_config=BARE | {"eos_token": "<|endoftext|>"})
+    (eos_id,) = Tokenizer.from_folder(path).eos_ids
+    Processor(ProcessorFiles(path, eos_id + 1, 64))
+    with pytest.raises(TokenizerError, match=f"id {eos_id}, outside the model's vocabulary"):
+        Processor(ProcessorFiles(path, eos_id, 64))

@@ -16,12 +16,14 @@ def info(
     model: o.Model = "etude",
     context: o.Context = None,
     revision: o.Revision = None,
+    accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
     """Show what a model is and what it needs, without loading it."""
     from soloist.cli import information
 
-    information.show(model, context, revision, as_json=json)
+    accepted = o.accepted_fields(accept_field, told=False)
+    information.show(model, context, revision, accepted, as_json=json)
 
 
 def plan(
@@ -73,6 +75,7 @@ def plan(
         ),
     ] = None,
     revision: o.Revision = None,
+    accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
     """Estimate memory and speed of a model on a machine, and what limits the speed.
@@ -104,6 +107,7 @@ def plan(
             utilisation=utilisation,
             step=step,
             api_price=api_price,
+            accepted_fields=o.accepted_fields(accept_field),
         ),
         as_json=json,
     )
@@ -144,6 +148,7 @@ def trace(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    accept_field: o.AcceptField = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -167,6 +172,7 @@ def trace(
             "--prompt-tokens": _unless(128, prompt_tokens), "--round": _unless(32, at_round),
             "--device": _unless("auto", device), "--precision": _unless("auto", precision),
             "--gpus": _unless("1", gpus), "--weights": weights, "--head-weights": head_weights,
+            "--accept-field": accept_field,
         },
     )  # fmt: skip
     if source is not None:
@@ -187,6 +193,7 @@ def trace(
         precision=checked,
         gpus=o.parsed_gpus(gpus),
         rounding=Rounding(o.checked_weights(weights), o.checked_head_weights(head_weights)),
+        accepted_fields=o.accepted_fields(accept_field, shape),
     )
     if ablations:
         tracing.ablate_now(plan, as_json=json)

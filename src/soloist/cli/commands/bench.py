@@ -40,6 +40,7 @@ def decode(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -55,6 +56,7 @@ def decode(
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_shape(shape, model, against, sequences, context)
+    accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
         rows = shapes.measure(
@@ -76,7 +78,7 @@ def decode(
     else:
         asked = EngineConfig(
             model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
-            weights=layers, head_weights=head,
+            weights=layers, head_weights=head, accepted_fields=accepted,
         )  # fmt: skip
         plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy, columns)
         rows = bench_decode.measure(plan)
@@ -101,6 +103,7 @@ def prefill(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -118,10 +121,11 @@ def prefill(
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_only_one(shape, model)
     prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
+    accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     asked = EngineConfig(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
-        weights=layers, head_weights=head,
+        weights=layers, head_weights=head, accepted_fields=accepted,
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,
@@ -146,6 +150,7 @@ def startup(
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
+    accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
     threshold: o.Threshold = o.THRESHOLD,
@@ -161,6 +166,7 @@ def startup(
     plan = bench_startup.Plan(
         model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus),
         o.chosen("--kernel-cache", kernel_cache, _KERNEL_CACHES),
+        o.accepted_fields(accept_field, shape),
     )  # fmt: skip
     rows = bench_startup.measure(plan)
     results.show(rows, tables.show_startup, output, as_json=json)
@@ -191,6 +197,7 @@ def accuracy(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    accept_field: o.AcceptField = None,
     output: o.Output = None,
     json: o.Json = False,
 ) -> None:
@@ -216,6 +223,7 @@ def accuracy(
         precision=checked,
         gpus=o.parsed_gpus(gpus),
         rounding=Rounding(layers, head),
+        accepted_fields=o.accepted_fields(accept_field, shape),
     )
     rows = bench_accuracy.measure(plan)
     results.show(rows, tables.show_accuracy, output, as_json=json)

@@ -39,6 +39,7 @@ def run(
     head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
+    accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
     """Generate text from a prompt and show the speed.
@@ -74,6 +75,7 @@ def run(
     asked = EngineConfig(
         model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+        accepted_fields=o.accepted_fields(accept_field, told=False),
     )  # fmt: skip
     generation.run(asked, text, suffix, params, upload, as_json=json)
 
@@ -95,6 +97,7 @@ def chat(
     head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
+    accept_field: o.AcceptField = None,
 ) -> None:
     """Chat with a model, using its own chat template.
 
@@ -121,6 +124,7 @@ def chat(
         model, device, o.checked_precision(precision), context, revision,
         keeps_prefixes=True, host_cache_bytes=0, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+        accepted_fields=o.accepted_fields(accept_field, told=False),
     )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 

@@ -27,6 +27,7 @@ def quantize(
         ),
     ] = None,
     revision: o.Revision = None,
+    accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
     """Write a copy of a 16-bit model with quantised weights, in the format compressed-tensors.
@@ -48,5 +49,5 @@ def quantize(
         raise SettingError("--output", "missing", "a new or empty folder")
     if group is not None and Codes.INT4 not in (layers, head):
         raise SettingError("--group", group, "only with int4: in int8 and fp8 a row has one scale")
-    asked = Asked(layers, head, columns)
+    asked = Asked(layers, head, columns, o.accepted_fields(accept_field))
     quantizing.write(model, revision, asked, output, as_json=json)

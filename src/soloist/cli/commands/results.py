@@ -11,6 +11,7 @@ import typer
 from soloist.cli import options as o
 from soloist.cli.terminal import print_json, status
 from soloist.errors import SettingError, UserError
+from soloist.files import write_text
 
 if TYPE_CHECKING:
     from soloist.bench.compare import Comparison
@@ -56,8 +57,7 @@ def report(
     paths = [file.resolve() for file in files]
     shared = commonpath([path.parent for path in paths])
     rows = {path.relative_to(shared).as_posix(): record.read(path) for path in paths}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page.report(rows), encoding="utf-8")
+    write_text(output, page.report(rows))
     status(f"{output}: {sum(map(len, rows.values()))} rows")
 
 

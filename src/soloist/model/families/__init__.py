@@ -7,13 +7,14 @@ A family file has two functions and one tuple:
     IGNORED          patterns of checkpoint tensors that carry no weights
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from soloist.errors import MissingField, UnknownFamily, WrongType
 from soloist.model.config import ModelConfig
 from soloist.model.families import laneformer, llama, mistral, qwen2, qwen3, smollm3
+from soloist.model.foreign import require_not_mlx
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
 from soloist.model.tensors import TensorSpec
@@ -39,12 +40,19 @@ FAMILIES = {
 }
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
     """The model that a `config.json` describes.
 
+    Args:
+        path: the file.
+        accepted: fields that may be there although the family does not know them; a field inside
+            another as 'outer.inner'.
+
     Raises:
+        NotAModel: the weights are in the format of MLX.
         ConfigError: the file is damaged, its family unknown, or a field is missing, mistyped or
-            asks for something that the family does not implement.
+            asks for something that the family does not implement; or an accepted field is none
+            that is unknown.
     """
     values = read_json(path)
     model_type = values.get("model_type")
@@ -54,10 +62,12 @@ def read_config(path: Path) -> ModelConfig:
         raise WrongType(str(path), "model_type", model_type, f"one of {', '.join(FAMILIES)}")
     if model_type not in FAMILIES:
         raise UnknownFamily(str(path), model_type, FAMILIES)
-    fields = Fields(values, str(path), model_type)
+    require_not_mlx(str(path), values)
+    fields = Fields(values, str(path), model_type, accepted=accepted)
     config = FAMILIES[model_type].read(fields)
     fields.ignore(*QUANTIZATION_FIELDS)  # read with the checkpoint, which they describe
     fields.refuse_rest()
+    fields.require_passed()
     return config
 
 

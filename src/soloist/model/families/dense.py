@@ -56,7 +56,7 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
         fields.only(name, wanted)
     hidden = fields.integer("hidden_size")
     query_heads, kv_heads, head_dim = read_heads(fields, hidden)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     context = fields.integer("max_position_embeddings")
     rope = read_rope(fields, special.default_theta)
     mlp = Mlp(fields.integer("intermediate_size"), special.mlp_bias)
@@ -115,7 +115,7 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
 
     Raises:
         ConfigError: no base is given and the family has none, or the rule is not one of
-            default, linear, llama3 and yarn.
+            default, linear, dynamic, llama3 and yarn.
     """
     theta = fields.number("rope_theta", None, above=1.0)
     if "rope_parameters" in fields and "rope_scaling" in fields:
@@ -130,14 +130,14 @@ def read_rope(fields: Fields, default_theta: float | None) -> Rope:
         raise MissingField(fields.file, "rope_theta", "a number greater than 1")
     if theta is not None and inner != theta:
         raise rules.unsupported("rope_theta", inner, f"{theta:g}, the value outside this object")
-    kinds = ("default", "linear", "llama3", "yarn")
+    kinds = tuple(_SCALINGS)
     legacy = rules.choice("type", kinds, None)
     kind = rules.choice("rope_type", kinds, legacy or "default")
     if legacy is not None and kind != legacy:
         raise rules.unsupported("type", legacy, f"{kind}, as rope_type says")
     rules.only("partial_rotary_factor", 1.0)
     scaling = _SCALINGS[kind](rules)
-    rules.refuse_rest(frozenset())
+    rules.refuse_rest(frozenset(), {})
     return Rope(inner, scaling)
 
 
@@ -240,6 +240,12 @@ def _linear(rules: Fields) -> LinearScaling:
     return LinearScaling(rules.number("factor"))
 
 
+def _dynamic(rules: Fields) -> None:
+    # A larger base for texts beyond max_position_embeddings, and the plain one up to there, where
+    # every context ends.
+    rules.number("factor")
+
+
 def _llama3(rules: Fields) -> Llama3Scaling:
     low = rules.number("low_freq_factor")
     return Llama3Scaling(
@@ -252,8 +258,7 @@ def _llama3(rules: Fields) -> Llama3Scaling:
 
 def _yarn(rules: Fields) -> YarnScaling:
     factor = rules.number("factor")
-    mscale = rules.number("mscale", None)
-    mscale_all = rules.number("mscale_all_dim", None)
+    mscale, mscale_all = _mscale(rules, "mscale"), _mscale(rules, "mscale_all_dim")
     if mscale and mscale_all:
         recommended = yarn_attention_factor(factor, mscale) / yarn_attention_factor(
             factor, mscale_all
@@ -270,4 +275,13 @@ def _yarn(rules: Fields) -> YarnScaling:
     )
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _mscale(rules: Fields, name: str) -> float | None:
+    """A factor of YaRN's temperature; 0 is how files say that they have none."""
+    value = rules.value(name)
+    is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+    return None if is_zero else rules.number(name, None)
+
+
+_SCALINGS = {
+    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
+}  # fmt: skip

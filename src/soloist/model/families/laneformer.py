@@ -150,7 +150,7 @@ def _read_windows(fields: Fields) -> list[int | None]:
     `unclamped_layers` lists.
     """
     field = "swa_layers"
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     window = fields.integer("sliding_window", None)
     listed = fields.integers("swa_layers", None)
     if listed is None and window is not None and "sliding_window_n_layers" not in fields:

@@ -12,6 +12,7 @@ IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 def read(fields: Fields) -> ModelConfig:
     """Plain GQA; `attention_bias` puts biases on q, k, v and o, `mlp_bias` on all MLP matrices."""
+    fields.only("use_sliding_window", wanted=False)
     attention_bias = fields.flag("attention_bias", default=False)
     return read_dense(
         fields,

@@ -20,7 +20,7 @@ def read(fields: Fields) -> ModelConfig:
 
 def upper_layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Windows of Qwen's kind: the lower `max_window_layers` layers see everything."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     full = num_layers
     if fields.flag("use_sliding_window", default=False) and "layer_types" not in fields:
         full = fields.integer("max_window_layers", minimum=0)

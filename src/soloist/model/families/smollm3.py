@@ -11,7 +11,7 @@ tensors = decoder_tensors
 def read(fields: Fields) -> ModelConfig:
     """`no_rope_layers` has a 1 where a layer rotates, a 0 where it does not, despite its name."""
     attention_bias = fields.flag("attention_bias", default=False)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     rotates = fields.integers("no_rope_layers", None)
     interval = fields.integer("no_rope_layer_interval", None if rotates else 4)
     if rotates is None:

@@ -1,5 +1,7 @@
 """Typed reading of `quantization_config`, with refusals that say what loads instead."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from soloist.errors import UnsupportedQuantization, WrongType
@@ -34,17 +36,25 @@ CACHE: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
 class QuantizationFields(Fields):
     """The fields of a quantisation; `family` is its method."""
 
-    def refuse_rest(self, harmless: frozenset[str] = MADE) -> None:
+    def refuse_rest(
+        self,
+        harmless: frozenset[str] = MADE,
+        neutral: Mapping[str, bool | float] = MappingProxyType({}),
+    ) -> None:
         """Refuse, by name, what nobody asked for.
 
         Raises:
             UnsupportedQuantization: naming the first such field.
         """
-        super().refuse_rest(harmless)
+        super().refuse_rest(harmless, neutral)
 
     def unsupported(self, name: str, value: object, allowed: str) -> UnsupportedQuantization:
         """The error for a value that would change what weights mean."""
         return UnsupportedQuantization(self.file, self.path(name), value, allowed)
+
+    def unknown(self, name: str, value: object) -> UnsupportedQuantization:
+        """The error for a field that nobody knows; none is accepted."""
+        return self.unsupported(name, value, "absent")
 
     def strings(self, name: str) -> list[str]:
         """A list of texts; empty where it is absent or null."""
