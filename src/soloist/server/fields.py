@@ -271,7 +271,9 @@ class ChatRequest(GenerationFields, ChatFields):
     messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
-    max_completion_tokens: int | None = optional("Default: as many as fit the context.")
+    max_completion_tokens: int | None = optional(
+        "Default: default_max_tokens of /v1/models, or what fits."
+    )
     max_tokens: int | None = optional("Older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
