@@ -34,11 +34,12 @@ def main() -> None:
         "eos_token_id": config["eos_token_id"],
         "pad_token_id": config["pad_token_id"],
         "do_sample": False,
+        "max_new_tokens": 1024,
     }
     (arguments.out / "generation_config.json").write_text(
         json.dumps(generation, indent=2) + "\n", encoding="utf-8"
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(arguments.tokenizer / name, arguments.out / name)
     parameters = sum(weight.numel() for weight in tensors.values())
     print(f"{parameters} parameters, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")

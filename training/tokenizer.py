@@ -1,12 +1,14 @@
 """Train the 8192-entry byte-level BPE tokenizer and write it the way transformers loads it.
 
-Writes tokenizer.json and tokenizer_config.json. No normalizer, so every text round-trips.
+Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. No normalizer, so every text
+round-trips.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,13 +32,8 @@ SPECIALS = [
 # indentation meets the pieces seen in training; words with one leading mark; digits by three;
 # marks with the line end after them; the rest. English contractions would split 'data' in code.
 PIECES = r"\s*[\r\n]+|[ \t]{2,}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
-# A conversation becomes commented Python: what the assistant said is code, all else is comments.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}{{- message['content'] + '\\n' -}}"
-    "{%- else -%}{{- '# ' + message['content'] | replace('\\n', '\\n# ') + '\\n' -}}{%- endif -%}"
-    "{%- endfor -%}"
-)
+# Copied as it is: a conversation as commented Python.
+CHAT_TEMPLATE = Path(__file__).parent / "templates" / "chat_template.jinja"
 
 
 def train(texts: Iterator[str]) -> Tokenizer:
@@ -64,7 +61,7 @@ def settings() -> dict[str, object]:
     """Give the content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 8192,
+        "model_max_length": 65536,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "bos_token": None,
@@ -72,7 +69,6 @@ def settings() -> dict[str, object]:
         "pad_token": "<|endoftext|>",
         "unk_token": None,
         "additional_special_tokens": SPECIALS[1:],
-        "chat_template": CHAT_TEMPLATE,
     }
 
 
@@ -99,6 +95,7 @@ def main() -> None:
     (arguments.out / "tokenizer_config.json").write_text(
         json.dumps(settings(), indent=2) + "\n", encoding="utf-8"
     )
+    shutil.copy(CHAT_TEMPLATE, arguments.out)
 
     size = tokens = 0
     for document in read_documents(arguments.documents, "validation"):

@@ -279,15 +279,15 @@ def test_model_larger_than_memory(soloist, monkeypatch):
 
 def test_context_larger_than_memory_names_the_one_that_fits(soloist, monkeypatch):
     monkeypatch.setattr(engine_module, "available_memory_bytes", lambda: 400 * 10**6)
-    outcome = ask(soloist, "etude", "--context", 8192)
+    outcome = ask(soloist, "etude", "--context", 65_536)
     assert_refused(outcome, "--context", status=3)
     fitting = outcome.err.rsplit("--context ", 1)[1].strip()
     assert ask(soloist, "etude", "--context", fitting).status == 0
 
 
-@pytest.mark.parametrize("context", [0, 8193])
+@pytest.mark.parametrize("context", [0, 65_537])
 def test_context_outside_the_model(soloist, context):
-    assert_refused(ask(soloist, "etude-draft", "--context", context), "context", "8,192")
+    assert_refused(ask(soloist, "etude-draft", "--context", context), "context", "65,536")
 
 
 def test_device_that_is_not_there(soloist):
@@ -312,7 +312,7 @@ SHAPE = Path(__file__).parents[2] / "src/soloist/models/etude/config.json"
         (("--shape", SHAPE, "--columns", 3, "--sequences", 3), ("--columns", "9", "8")),
         (("--shape", SHAPE, "--columns", 0), ("--columns", "0")),
         (("--shape", SHAPE, "--context", 0), ("--context", "0")),
-        (("--shape", SHAPE, "--context", 8000), ("--context", "8,192")),
+        (("--shape", SHAPE, "--context", 65_500), ("--context", "65,536")),
         (("--shape", SHAPE, "--new-tokens", 5000), ("--new-tokens", "4096")),
         (("--shape", SHAPE, "--device", "cpu", "--columns", 2), ("--columns", "on a GPU only")),
         (("--shape", SHAPE, "--device", "cpu", "--sequences", 2), ("--sequences", "GPU only")),

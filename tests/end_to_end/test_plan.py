@@ -141,7 +141,7 @@ def test_a_mixture_of_experts(soloist, tmp_path):
         (("--hardware", "abacus"), "RTX 3090, RTX 4090"),
         (("--hardware", "H200", "--gpus", 3), "1, 2, 4, 8"),
         (("--hardware", "H200", "--precision", "fp2"), "fp16, bf16, fp8, int4, fp4"),
-        (("--hardware", "H200", "--context", 9000), "1 … 8,192"),
+        (("--hardware", "H200", "--context", 70_000), "1 … 65,536"),
         (("--hardware", "H200", "--config", SHAPES / "qwen3-8b.json"), "--config"),
     ],
 )

@@ -104,7 +104,6 @@ def test_counts(claude) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "no tool calls that Soloist can read"),
         ({"tools": [{"type": "web_search_1", "name": "f"}]}, r"tools\[0\].type is not supported"),
         ({"tool_choice": {"type": "any"}}, "a call is required, but tools has none to call"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),

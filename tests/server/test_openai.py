@@ -35,6 +35,7 @@ def test_models(client) -> None:
     found = list(client.models.list())
     assert [m.id for m in found] == ["etude-draft", "gpt"]
     assert found[0].max_model_len == 2048
+    assert found[0].default_max_tokens == 1024
     assert client.models.retrieve("gpt").owned_by == "soloist"
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         client.models.retrieve("other")

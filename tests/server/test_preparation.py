@@ -387,6 +387,14 @@ def test_a_request_is_forgotten_after_its_time_even_where_the_machine_is_busy(
         assert time.monotonic() - start < 2
 
 
+def test_tools_for_a_template_without_calls_are_refused(files) -> None:
+    without = ProcessorFiles(files.folder, files.vocab_size, 2048, {"default": "{{ messages }}"})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    problem = told(Processor(without), CHATS, CHAT | {"tools": tools})
+    assert (problem.status, problem.param) == (400, "tools")
+    assert "no tool calls that Soloist can read" in problem.message
+
+
 def test_bodies_on_their_way_take_no_more_than_told() -> None:
     size = 2**20
     head = (

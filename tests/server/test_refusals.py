@@ -32,7 +32,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = [
     # path, body, status, param, words of the message
     ("chat/completions", {**CHAT, "colour": 3}, 400, "colour", "colour is not supported"),
-    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "no tool calls"),
     ("chat/completions", {**CHAT, "tools": [{"type": "x"}]}, 400, "tools[0].type", "'function'"),
     ("chat/completions", {**CHAT, "tools": [{"a": 1}]}, 400, "tools[0]", "expected"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none to call"),
@@ -70,7 +69,7 @@ REFUSED = [
     ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, None, "no role"),
     (
         "chat/completions",
-        {**CHAT, "messages": [*MESSAGES, {"role": "function", "name": "f", "content": "x"}]},
+        {**CHAT, "messages": [*MESSAGES, {"role": "critic", "name": "f", "content": "x"}]},
         400, f"messages[{len(MESSAGES)}].role", "'system', 'user', 'assistant', 'tool'",
     ),
     (

@@ -29,7 +29,7 @@ from soloist.weights.random import random_weights
 from soloist.weights.reading import Forms, read_tensors
 
 _NAMES = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SHARD_BYTES = 10**9
 # Files that are written at once, while the next tensors are drawn.
 _WRITERS = 4

@@ -8,6 +8,7 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
+from soloist.model.folder import SHIPPED
 from soloist.server.config import ServerConfig
 from soloist.server.ending import leave
 from soloist.server.origin import is_local, takes_any_name
@@ -108,14 +109,20 @@ def serve(
         status("ready")
 
     def listening(url: str) -> None:
-        status(f"{config.names[0]} at {url}/v1 · {url}/docs · loading …")
-        for warning in warnings_of(config):
-            status(f"warning: {warning}")
+        _tell_address(asked.model, config, url)
 
     has_ended = serve_http(load, config, listening, ready)
     status("stopped")
     if not has_ended:
         leave(0)
+
+
+def _tell_address(model: str, config: ServerConfig, url: str) -> None:
+    status(f"{config.names[0]} at {url}/v1 · {url}/docs · loading …")
+    if model in SHIPPED:
+        status(f"{model} ships with Soloist, to try clients; it is no assistant")
+    for warning in warnings_of(config):
+        status(f"warning: {warning}")
 
 
 def _log_requests(level: int) -> None:

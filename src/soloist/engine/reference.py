@@ -71,8 +71,8 @@ class ReferenceModel(Executor):
         keeps_prefixes: bool = False,
     ) -> None:
         self.reference = build_reference(config, weights)
-        # Now, and not when a long sequence is opened beside others.
-        self.reference.reach(min(kv_tokens, config.context_tokens))
+        if max_running > 1:  # now, and not when a long sequence is opened beside others
+            self.reference.reach(min(kv_tokens, config.context_tokens))
         self.max_running = max_running
         self._num_free, self._chunk_tokens = kv_tokens, chunk_tokens
         self._kv_tokens = kv_tokens

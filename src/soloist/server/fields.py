@@ -335,7 +335,9 @@ class ChatRequest(GenerationFields, ChatFields):
     messages: Items[dict[str, Any]] = Field(
         description="Roles system (or developer), user, assistant, tool; content is text."
     )
-    max_completion_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
+    max_completion_tokens: int | None = bounded(
+        "Default: default_max_tokens of /v1/models, or what fits.", minimum=1
+    )
     max_tokens: int | None = bounded("Older name of max_completion_tokens.", minimum=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)

@@ -172,7 +172,7 @@ def text_of(part: object, place: str) -> str:
 def fitted(
     processor: Processor, prompt_ids: Sequence[int], params: SamplingParams, wanted: int | None
 ) -> SamplingParams:
-    """The same, for what the context holds beside the prompt where no number was asked for.
+    """The same; where no number was asked for, with the model's default or what the context holds.
 
     Args:
         processor: whose context it is.
@@ -186,7 +186,8 @@ def fitted(
     processor.check_prompt(prompt_ids, 1 if wanted is None else wanted)
     if wanted is not None:
         return params
-    return replace(params, max_tokens=processor.context_tokens - len(prompt_ids))
+    room = processor.context_tokens - len(prompt_ids)
+    return replace(params, max_tokens=min(room, processor.default_tokens or room))
 
 
 def completion_prompts(processor: Processor, asked: CompletionRequest) -> list[list[int]]:

@@ -108,6 +108,7 @@ def _model(name: str, ready: Ready) -> dict[str, object]:
         "created": ready.created,
         "owned_by": "soloist",
         "max_model_len": engine.resolved.context_tokens,
+        "default_max_tokens": engine.processor.default_tokens,
         "fills_in": engine.tokenizer.fills_in,
         "family": engine.config.family,
         "num_parameters": engine.report.num_parameters,

@@ -123,6 +123,21 @@ def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
     return frozenset()
 
 
+def read_default_tokens(folder: Path) -> int | None:
+    """Most new tokens where nobody asks for a number, by generation_config.json; None without.
+
+    Raises:
+        WrongType: the file has something else than a positive whole number.
+    """
+    file = folder / "generation_config.json"
+    value = read_json(file).get("max_new_tokens")
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise WrongType(str(file), "max_new_tokens", value, "a whole number from 1 on")
+    return value
+
+
 def _special_tokens(
     fields: Mapping[str, Any], added: Mapping[int, AddedToken], path: Path
 ) -> SpecialTokens:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong, TokenizerError
 from soloist.text.chat import ChatTemplate
+from soloist.text.files import read_default_tokens
 from soloist.text.grammar import Grammars
 from soloist.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class Processor:
         vocab_size: V.
         context_tokens: room for prompt and answer.
         most_tokens: where encoding a prompt may end: it cannot fit any more.
+        default_tokens: most tokens of an answer that nobody limits, if the model's files say so.
     """
 
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer | None = None) -> None:
@@ -53,6 +55,7 @@ class Processor:
         self.tokenizer = tokenizer or Tokenizer.from_folder(files.folder)
         self.vocab_size, self.context_tokens = files.vocab_size, files.context_tokens
         _check_eos(self.tokenizer, files.vocab_size)
+        self.default_tokens = read_default_tokens(files.folder)
         self.most_tokens = max(_COUNTED_TOKENS, 2 * files.context_tokens)
 
     @cached_property

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from soloist.model.folder import shipped_folder
+from soloist.text import ChatTemplate
 from soloist.text.bounded import is_bounded
 from soloist.text.jinja import environment
 
@@ -12,9 +14,13 @@ MADE = environment(datetime.now)
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-@pytest.mark.parametrize("family", ["etude", "llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
 def test_templates_of_families_are(family) -> None:
     assert is_bounded(MADE, (TEMPLATES / f"{family}.jinja").read_text("utf-8"))
+
+
+def test_the_template_of_shipped_models_is() -> None:
+    assert ChatTemplate.from_folder(shipped_folder("etude")).is_bounded
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import transformers.utils.chat_template_utils as theirs_module
 from transformers import PreTrainedTokenizerFast
 
 from soloist.errors import RequestError, TokenizerError
+from soloist.model.folder import SHIPPED, shipped_folder
 from soloist.text import ChatTemplate, Tokenizer
 
 FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm3", "laneformer", "etude"]
@@ -89,6 +90,8 @@ def frozen_clock(monkeypatch):
 
 def template_of(family: str) -> str:
     file = Path(__file__).parent / "templates" / f"{family}.jinja"
+    if family in SHIPPED:
+        file = shipped_folder(family) / "chat_template.jinja"
     return file.read_text(encoding="utf-8")
 
 
@@ -127,6 +130,32 @@ def test_prompts_equal_transformers(family, name, byte_level):
         )  # fmt: skip
         ours_now = outcome(chat.render, CONVERSATIONS[name], **options, variables=variables)
         assert ours_now == wanted
+
+
+def test_shipped_models_write_calls_as_comments_and_code():
+    chat = ours(template_of("etude"))
+    tool = {"type": "function", "function": {"name": "weather", "description": "Two\nlines"}}
+    asked = chat.render([HELLO | {"content": "Warm?\nThere."}, CALL, RESULT], tools=[tool])
+    assert asked == (
+        "# The functions that may be called:\n# <tools>\n"
+        '# {"type": "function", "function": {"name": "weather", "description": "Two\\nlines"}}\n'
+        "# </tools>\n# A call gives a name and arguments:\n# <tool_call>\n"
+        '# {"name": "function", "arguments": {"parameter": "value"}}\n# </tool_call>\n'
+        "# Warm?\n# There.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, 2.5, true]}}\n'
+        "</tool_call>\n"
+        '# <tool_response>\n# {"sky": "<clear>"}\n# </tool_response>\n'
+    )
+    assert chat.render([HELLO | {"content": "a\nb"}, ANSWER | {"content": "x = 1"}]) == (
+        "# a\n# b\nx = 1\n"
+    )
+
+
+def test_shipped_models_share_one_template():
+    root = Path(__file__).parents[3]
+    source = (root / "training" / "templates" / "chat_template.jinja").read_bytes()
+    for name in SHIPPED:
+        assert (shipped_folder(name) / "chat_template.jinja").read_bytes() == source
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from soloist.errors import ConfigError, MissingFile, NotAFile, RequestError, TokenizerError
 from soloist.text import Tokenizer
-from soloist.text.files import read_eos_ids
+from soloist.text.files import read_default_tokens, read_eos_ids
 from soloist.text.processor import Processor, ProcessorFiles
 
 TEXTS = [
@@ -192,6 +192,19 @@ def test_truncation_and_padding_of_the_file_are_ignored(byte_level, folder):
 )
 def test_eos_ids_come_from_the_first_file_that_names_them(byte_level, folder, files, expected):
     assert Tokenizer.from_folder(folder(byte_level, **files)).eos_ids == expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1024, 1024), (1, 1), (None, None)])
+def test_default_tokens_come_from_the_file(byte_level, folder, value, expected):
+    path = folder(byte_level, generation_config={"max_new_tokens": value})
+    assert read_default_tokens(path) == expected
+
+
+@pytest.mark.parametrize("value", ["2", [1], 0, -1, True, 1.5])
+def test_unusable_default_tokens_are_refused(byte_level, folder, value):
+    path = folder(byte_level, generation_config={"max_new_tokens": value})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: field 'max_new_tokens'"):
+        read_default_tokens(path)
 
 
 @pytest.mark.parametrize("value", ["2", [1, None], -1, True, 1.5])

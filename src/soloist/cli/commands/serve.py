@@ -88,6 +88,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs.
 
+    Without MODEL it serves étude, the small model that ships with Soloist, to try clients.
     The port opens at once; requests get a 503 until the model is loaded. After SIGTERM or Ctrl-C,
     running requests have --shutdown-timeout seconds to finish.
     """

@@ -45,7 +45,9 @@ class ResponsesRequest(SamplingFields):
     model: str | None = None
     input: str | Items[dict[str, Any]] = Field(description="Text, or a list of messages.")
     instructions: str | None = optional("System message before the input.")
-    max_output_tokens: int | None = bounded("Default: as many as fit the context.", minimum=1)
+    max_output_tokens: int | None = bounded(
+        "Default: default_max_tokens of /v1/models, or what fits.", minimum=1
+    )
     stream: bool | None = None
     store: Harmless = None
     user: Harmless = None
