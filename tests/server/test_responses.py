@@ -116,7 +116,6 @@ def test_messages_of_the_system_side_by_side_are_one(client) -> None:
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
