@@ -149,6 +149,7 @@ def test_pieces_of_other_files_stand_between_marks() -> None:
 
     named = {number: word for word, number in words.items()}
     processor = SimpleNamespace(
+        default_tokens=None,
         encode=encode, context_tokens=500, check_prompt=lambda *_: None, grammars=None,
         tokenizer=SimpleNamespace(bos_id=9, token=named.get),
         fim_prompt=lambda prefix, suffix: [9, 3, *encode(prefix), 4, *encode(suffix), 5],

@@ -131,7 +131,6 @@ def test_options_choose_tokens(http) -> None:
         ({"messages": [MESSAGES[0] | {"colour": 1}]}, "messages[0].colour"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"a": 1}]}]}, "tool_calls[0]"),
         ({"messages": [], "keep_alive": 0}, "stays loaded"),
-        ({"tools": TOOLS}, "no tool calls"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(http, changed, words) -> None:
@@ -162,7 +161,7 @@ def test_what_the_server_has(http) -> None:
     shown = http.post("/api/show", json={"model": first["name"]}).json()
     family = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{family}.context_length"] == etude().resolved.context_tokens
-    assert shown["capabilities"] == ["completion", "insert"]
+    assert shown["capabilities"] == ["completion", "tools", "insert"]
     assert http.get("/api/version").json()["version"].count(".") == 2
     assert http.head("/").status_code == 200
     missing = http.post("/api/show", json={"model": "other"})
@@ -262,7 +261,7 @@ def test_the_official_client(server, calling) -> None:
         assert reply.response == answer("def add(a, b):", max_tokens=20).text
         assert reply.eval_duration > 0
         assert client.list().models[0].model == "etude-draft:latest"
-        assert client.show("gpt").capabilities == ["completion", "insert"]
+        assert client.show("gpt").capabilities == ["completion", "tools", "insert"]
         assert client.ps().models[0].context_length == etude().resolved.context_tokens
         with pytest.raises(ollama.ResponseError, match="does not exist here") as refused:
             client.chat("other", MESSAGES)

@@ -1,4 +1,4 @@
-"""The first requests of agents and chat clients, recorded and shortened, against the shipped model.
+"""The first requests of agents and chat clients, as they send them but shortened, to the shipped model.
 
 The model makes little of them. What matters is that a turn ends, with the events that each client
 waits for.
