@@ -1,4 +1,4 @@
-"""The first requests of agents and chat clients, as they send them but shortened, to the shipped model.
+"""First requests of agents and chat clients, shortened, as they send them to the shipped model.
 
 The model makes little of them. What matters is that a turn ends, with the events that each client
 waits for.
