@@ -90,7 +90,7 @@ def test_a_folder_must_be_named_and_empty(soloist, etude) -> None:
     assert "--output is 'missing' (allowed: a new or empty folder)" in outcome.err
     outcome = soloist("quantize", "etude", "--weights", "int4", "-o", etude)
     assert outcome.status == 2
-    assert "this one holds NOTICE.md, README.md, config.json, …" in outcome.err
+    assert "this one holds NOTICE.md, README.md, chat_template.jinja, …" in outcome.err
 
 
 def test_a_copy_is_not_quantised_again(soloist, tmp_path) -> None:
