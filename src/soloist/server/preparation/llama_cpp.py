@@ -15,8 +15,9 @@ from soloist.server.fields import (
     only,
     optional,
 )
+from soloist.server.preparation.llama_sampling import LlamaSampling, require_penalties_of_all
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import invalid, unsupported
+from soloist.server.problems import invalid
 from soloist.server.prompts import fitted
 from soloist.server.shapes import Shape, plain_grammar
 from soloist.text.answers import json_form
@@ -35,7 +36,7 @@ _BY_DEFAULT = [name for name in _SAMPLERS.values() if name != "infill"]
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 
 
-class LlamaCppFields(Fields):
+class LlamaCppFields(LlamaSampling):
     """What both ways to generate share."""
 
     model: str | None = None
@@ -46,16 +47,6 @@ class LlamaCppFields(Fields):
     samplers: str | Items[str] | None = optional(
         "Those that are used; infill takes the best token. Their order is Soloist's."
     )
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_k: int | None = optional("0 or -1 keeps all tokens, as by default.")
-    top_p: Number | None = optional("Above 0, at most 1, the default.")
-    min_p: Number | None = optional("0 … 1; default 0.")
-    repeat_penalty: Number | None = Field(
-        default=None, gt=0, le=100, description="Of prompt and answer; default 1."
-    )
-    repeat_last_n: int | None = optional("Beside a penalty only -1, which stands for all tokens.")
-    presence_penalty: Number | None = optional("-2 … 2; default 0.")
-    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
     seed: int | None = optional("-1: another one each time. The same seed gives the same text.")
     stop: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = optional("Do not stop at the model's end-of-sequence token.")
@@ -69,7 +60,6 @@ class LlamaCppFields(Fields):
         "Only these fields of the reply, such as timings/prompt_n."
     )
     grammar: only("") = None  # type: ignore[valid-type]
-    typical_p: only(1, 1.0) = None  # type: ignore[valid-type]
     top_n_sigma: only(-1, -1.0) = None  # type: ignore[valid-type]
     dynatemp_range: only(0, 0.0) = None  # type: ignore[valid-type]
     dynatemp_exponent: Harmless = None
@@ -79,9 +69,6 @@ class LlamaCppFields(Fields):
     dry_penalty_last_n: Harmless = None
     xtc_probability: only(0, 0.0) = None  # type: ignore[valid-type]
     xtc_threshold: Harmless = None
-    mirostat: only(0) = None  # type: ignore[valid-type]
-    mirostat_tau: Harmless = None
-    mirostat_eta: Harmless = None
     min_keep: only(0) = None  # type: ignore[valid-type]
     n_probs: only(0) = None  # type: ignore[valid-type]
     lora: only([]) = None  # type: ignore[valid-type]
@@ -214,11 +201,8 @@ def _params(
     processor: Processor, asked: LlamaCppFields, wanted: int | None, end_ids: Sequence[int]
 ) -> SamplingParams:
     names = samplers_of(asked)
-    has_penalties = asked.repeat_penalty not in (None, 1) or bool(
-        asked.presence_penalty or asked.frequency_penalty
-    )
-    if has_penalties and "penalties" in names and asked.repeat_last_n not in (None, -1):
-        raise unsupported("repeat_last_n", "-1, since penalties count all tokens")
+    if "penalties" in names:
+        require_penalties_of_all(asked, "repeat_last_n")
 
     def used(name: str, value: Any) -> Any:  # noqa: ANN401 - numbers of two kinds
         return value if name in names else None

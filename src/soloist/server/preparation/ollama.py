@@ -9,13 +9,13 @@ from soloist.server.fields import (
     Fields,
     Harmless,
     Items,
-    Number,
     SamplingFields,
     only,
     optional,
 )
 from soloist.server.ollama_conversation import plain_conversation
 from soloist.server.part_formats import PROMPT_END, check_tools, part_format, shown_ids
+from soloist.server.preparation.llama_sampling import LlamaSampling, require_penalties_of_all
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import fitted, for_template
@@ -27,33 +27,16 @@ from soloist.text.processor import Processor
 _NO_END = (None, -1, -2)  # of `num_predict`: as many tokens as fit the context
 
 
-class Options(Fields):
+class Options(LlamaSampling):
     """`options`: how tokens are chosen, and how Ollama would place the model."""
 
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_k: int | None = optional("0 or -1 keeps all tokens, as by default.")
-    top_p: Number | None = optional("Above 0, at most 1, the default.")
-    min_p: Number | None = optional("0 … 1; default 0.")
     seed: int | None = optional("The same seed gives the same text.")
     num_predict: int | None = optional(
         "Most tokens to generate; -1, the default: what fits.", ge=-2
     )
     num_ctx: int | None = optional("Room that is needed, at most the context's.", ge=1)
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    repeat_penalty: Number | None = Field(
-        default=None,
-        gt=0,
-        le=100,
-        description="Of the prompt's and the answer's tokens; default 1.",
-    )
-    repeat_last_n: int | None = optional("Beside a penalty only -1, which stands for all tokens.")
-    presence_penalty: Number | None = optional("-2 … 2; default 0.")
-    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
-    typical_p: only(1, 1.0) = None  # type: ignore[valid-type]
     tfs_z: only(1, 1.0) = None  # type: ignore[valid-type]
-    mirostat: only(0) = None  # type: ignore[valid-type]
-    mirostat_tau: Harmless = None
-    mirostat_eta: Harmless = None
     penalize_newline: only(True) = None  # type: ignore[valid-type]
     logits_all: only(False) = None  # type: ignore[valid-type]
     vocab_only: only(False) = None  # type: ignore[valid-type]
@@ -208,11 +191,7 @@ def _params(processor: Processor, asked: OllamaFields) -> tuple[SamplingParams, 
     wanted = None if options.num_predict in _NO_END else options.num_predict
     if wanted == 0:
         raise invalid("options.num_predict", "0 (allowed: at least 1, or -1 for what fits)")
-    has_penalties = options.repeat_penalty not in (None, 1) or bool(
-        options.presence_penalty or options.frequency_penalty
-    )
-    if has_penalties and options.repeat_last_n not in (None, -1):
-        raise unsupported("options.repeat_last_n", "-1, since penalties count all tokens")
+    require_penalties_of_all(options, "options.repeat_last_n")
     fields = SamplingFields(
         temperature=options.temperature,
         top_k=options.top_k,
