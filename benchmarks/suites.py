@@ -268,4 +268,7 @@ _IN_TURN = (
     _decode("qwen3-1.7b", "--prompt-tokens 2048 --new-tokens 64 --precision bf16 --runs 3"),
     "bench startup etude --runs 5 --kernel-cache warm",
 )
-IN_TURN: Mapping[str, tuple[str, ...]] = {"h200-in-turn.json": _IN_TURN}
+IN_TURN: Mapping[str, tuple[str, ...]] = {
+    "h200-in-turn.json": _IN_TURN,
+    "2-h100-in-turn.json": tuple(_decode(shape, f"{_RUN} --runs 3 --gpus 2") for shape in _SHAPES),
+}

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from end_to_end.test_quantised import quantise
+from plan.shapes import SHAPES
 from soloist.bench.agreement import forced_logits
+from soloist.bench.subject import rounded_shape, shape_on_gpu, shape_placement
 from soloist.engine import Engine, EngineConfig
 from soloist.engine import engine as engine_module
 from soloist.engine.kernel import KernelModel
 from soloist.engine.memory import Staging
 from soloist.engine.reference import ReferenceModel
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 from soloist.model.folder import shipped_folder
 from soloist.model.quantized import Codes
+from soloist.weights.choice import Rounding
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
 from unit.weights.formats import FORMATS
@@ -191,3 +196,20 @@ def test_run_and_the_bench(soloist) -> None:
     assert row["weights"] == "int4+int8 head"
     in_16_bits = 2 * 12.8e6
     assert 0.2 < row["streamed_bytes_per_token"] / in_16_bits < 0.5
+
+
+@pytest.mark.parametrize("codes", [Codes.INT4, Codes.FP8])
+@pytest.mark.parametrize("shape", ["qwen3-1.7b", "laneformer-2b-as-llama"])
+def test_bits_in_every_launch_and_for_all_columns(shape: str, codes: Codes) -> None:
+    """Many layers and launches: a slot that is copied to too early shows in one of hundreds."""
+    file = SHAPES[shape]
+    stored = rounded_shape(read_config(file), Dtype.BF16, Rounding(codes))
+    placed = shape_placement(file, "bf16", torch.device("cuda:0"), "cuda", 1)
+    model = shape_on_gpu(stored, 256, placed)
+    ids, vocab = ids_of(stored.config.vocab_size)[:64], stored.config.vocab_size
+    alone = forced_logits(model.decoder, vocab, ids, 1, 64).clone()
+    assert torch.isfinite(alone).all()
+    for launch in range(20):
+        columns = (8, 8, 5, 1)[launch % 4]
+        seen = forced_logits(model.decoder, vocab, ids, columns, (64, 1)[launch % 2])
+        assert torch.equal(seen, alone), f"launch {launch} of {columns} columns"

@@ -110,7 +110,10 @@ def test_operations_are_the_plans(plan: Plan) -> None:
         assert (seen["kUnits"], seen["kMaxUnits"]) == (m.units, m.max_units)
         assert (seen["kSteps"], seen["kTiles"]) == (m.steps, op.group_tiles)
         assert seen["kBlocks"] == plan.blocks
-        assert (seen["kDepth"], seen["kOffset"]) == (op.depth, plan.image.matrix_offset(0, m.name))
+        assert (seen["kDepth"], seen["kOffset"]) == (
+            op.depth_for(8),
+            plan.image.matrix_offset(0, m.name),
+        )
         assert seen["kUnitHalves"] * 8 == m.unit_rows
         counts = {m.num_units(b) for b in range(plan.blocks)}
         assert seen["kEven"] == (len(counts) == 1)

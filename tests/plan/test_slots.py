@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -34,10 +35,10 @@ def turn(halves: int, depth: int) -> Iterator[tuple[int, bool]]:
             yield first, True
 
 
-def taken(op: Operation, units: int) -> Iterator[tuple[int, int, int]]:
+def taken(op: Operation, units: int, queries: int) -> Iterator[tuple[int, int, int]]:
     """(slot, tile in the slot, half tiles that are there) in the order of the consumers."""
     halves, most, slot = units * op.matrix.unit_half_tiles, 2 * op.group_tiles, -1
-    steps, depth, slot_tiles = op.matrix.steps, op.depth, op.slot_tiles
+    steps, depth, slot_tiles = op.matrix.steps, op.depth_for(queries), op.slot_tiles
     for start in range(0, halves, most):
         group = min(most, halves - start)
         for first in range(0, steps, depth):
@@ -54,9 +55,9 @@ def taken(op: Operation, units: int) -> Iterator[tuple[int, int, int]]:
 def require_same_slots(op: Operation) -> None:
     """Every tile lies where the stream of all half tiles, one after the other, has it."""
     fewest, slot_half_tiles = op.matrix.units // op.matrix.blocks, 2 * op.slot_tiles
-    for units in {fewest, op.matrix.max_units} - {0}:
+    for units, queries in product({fewest, op.matrix.max_units} - {0}, (1, 8)):
         at = 0
-        for slot, tile, half_tiles in taken(op, units):
+        for slot, tile, half_tiles in taken(op, units, queries):
             assert divmod(at, slot_half_tiles) == (slot, 2 * tile), op
             at += half_tiles
         assert at == units * op.matrix.unit_half_tiles * op.matrix.steps
@@ -64,10 +65,11 @@ def require_same_slots(op: Operation) -> None:
 
 def require_depth(op: Operation) -> None:
     assert 1 <= op.slot_tiles <= op.matrix.format.tiles
-    if op.depth < op.matrix.steps:
-        assert op.depth % 2 == 0 or not op.matrix.shares_slots
-        whole = op.depth % CONVERTED_STEPS == 0 or CONVERTED_STEPS % op.depth == 0
-        assert whole or not op.matrix.format.is_integer
+    for depth in (op.depth, op.depth_for(8)):
+        if depth < op.matrix.steps:
+            assert depth % 2 == 0 or not op.matrix.shares_slots
+            whole = depth % CONVERTED_STEPS == 0 or CONVERTED_STEPS % depth == 0
+            assert whole or not op.matrix.format.is_integer
 
 
 @settings(max_examples=150, deadline=None)
@@ -146,6 +148,46 @@ def test_slots_have_as_many_tiles_as_there_is_room_for() -> None:
         half = plan.head.matrix.format.half_tile_bytes
         assert plan.shared.slot_bytes == -(-max(tiles[kind]) * 2 * half // 128) * 128
         assert SLOT_BYTES < plan.shared.slot_bytes < 1.05 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("name", list(dict.fromkeys([*PUBLIC, *SHAPES])))
+def test_one_query_shares_the_room_for_its_activations(name: str, kind: str, samples: bool) -> None:
+    """Attention lies in it, at other times, and reductions at either end of their buffer."""
+    plan = planned(name, kind, "sm_90a").with_room_for(1, samples=samples)
+    shared, buffers = plan.shared, plan.shared.buffers
+    converted, of_attention = buffers["converted"], (buffers["q_rows"], buffers["stats"])
+    assert of_attention[0].offset == converted.offset
+    assert of_attention[0].offset + of_attention[0].num_bytes <= of_attention[1].offset
+    assert of_attention[1].offset + of_attention[1].num_bytes <= (
+        converted.offset + converted.num_bytes
+    )
+    rest = [b for n, b in buffers.items() if n not in ("q_rows", "stats")]
+    ends = [(b.offset, b.offset + b.num_bytes) for b in sorted(rest, key=lambda b: b.offset)]
+    assert all(end == start for (_, end), (start, _) in pairwise(ends))
+    assert shared.reduce_bytes + converted.num_bytes >= 16 * 1024, "room for choosing a token"
+    order = [op for kind in plan.image.kinds for op in kind.operations.values()]
+    for one, other in [*pairwise([*order, order[0], plan.head, plan.head, order[0]])]:
+        assert sum(8 * 4 * (-(-op.group_tiles // 2) * 32) for op in (one, other)) <= (
+            shared.reduce_bytes
+        ), (one.matrix.name, other.matrix.name)
+
+
+def test_models_of_the_readme_have_a_slot_more_with_one_query() -> None:
+    for name in ("llama-3.1-8b", "llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama"):
+        for kind in ("int4", "fp8"):
+            plan = planned(name, kind, "sm_90a")
+            slots = {plan.with_room_for(1, samples=s).shared.ring_slots for s in (False, True)}
+            assert slots == {12}, (name, kind)
+
+
+def test_several_queries_have_shorter_turns() -> None:
+    """Their activations wait in registers; with one query there are few of them."""
+    for kind in ("int4", "fp8"):
+        ops = {op.matrix.name: op for op in planned("qwen3-1.7b", kind, "sm_90a").operations}
+        assert (ops["down"].depth_for(1), ops["down"].depth_for(8)) == (8, 4)
+        assert ops["head"].depth_for(8) == ops["head"].depth
 
 
 def test_16_bits_keep_their_slots() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise, product
 
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
@@ -139,6 +140,19 @@ class Exchanges:
         return _padded(self.shape.model.vocab_size)
 
 
+# Which buffers come after which.
+_ORDER = ("reduce", "q_rows", "new_kv", "residual", "stats", "rope", "sampling", "control")
+_CONVERTING_ORDER = (
+    "reduce", "converted", "new_kv", "residual", "rope", "sampling", "control"
+)  # fmt: skip
+
+
+def _reduction_bytes(op: Operation) -> int:
+    """Sums of all warps for the rows of a group of tiles, in fp32, of one query."""
+    rows = -(-op.group_tiles * TILE_ROWS // 32) * 32
+    return CONSUMER_WARPS * rows * 4
+
+
 def _padded(rows: int) -> int:
     return -(-rows // HALF_TILE_ROWS) * HALF_TILE_ROWS
 
@@ -170,20 +184,28 @@ class SharedMemory:
         """What lies behind the ring, in bytes from its end."""
         queries, head_dim = self.queries, self.shape.head_dim
         rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.row_tiles
-        return stack(
-            {
-                "reduce": (self.reduce_bytes,),
-                "q_rows": (rows, head_dim, 2),
-                "new_kv": (queries, 2, head_dim, 2),
-                "residual": (queries, self.hidden_rows, 4),
-                "stats": (self.attention.softmax_lanes, rows, 2, 4),
-                "rope": (queries, head_dim // 2, 2, 4),
-                "sampling": (768,),
-                "control": (384,),
-                **({"converted": (self.converted_bytes,)} if self.converted_bytes else {}),
-            },
-            value_bytes=1,
-        )
+        of_attention = {
+            "q_rows": (rows, head_dim, 2),
+            "stats": (self.attention.softmax_lanes, rows, 2, 4),
+        }
+        found = {
+            "reduce": (self.reduce_bytes,),
+            **({"converted": (self.converted_bytes,)} if self.converts else of_attention),
+            "new_kv": (queries, 2, head_dim, 2),
+            "residual": (queries, self.hidden_rows, 4),
+            "rope": (queries, head_dim // 2, 2, 4),
+            "sampling": (768,),
+            "control": (384,),
+        }
+        order = _CONVERTING_ORDER if self.converts else _ORDER
+        buffers = stack({name: found[name] for name in order}, value_bytes=1)
+        if not self.converts:
+            return buffers
+        # No block attends and converts at the same time: what others wait for, it has read.
+        start = buffers["converted"].offset
+        shared = stack(of_attention, value_bytes=1)
+        assert end_of(shared) <= self.converted_bytes, "room for attention"
+        return buffers | {n: replace(b, offset=start + b.offset) for n, b in shared.items()}
 
     @property
     def slot_bytes(self) -> int:
@@ -195,9 +217,14 @@ class SharedMemory:
         return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property
+    def converts(self) -> bool:
+        """Activations are converted in shared memory: those of one query, for quantised weights."""
+        return self.queries == 1 and any(not op.matrix.format.is_plain for op in self.operations)
+
+    @property
     def converted_bytes(self) -> int:
         """Room for what one query's activations become, and a power of two for each step."""
-        if self.queries > 1 or not any(not op.matrix.format.is_plain for op in self.operations):
+        if not self.converts:
             return 0
         return CONVERTED_STEPS * (STEP_COLUMNS * _CONVERTED_BYTES + CONSUMER_WARPS * _POWER_BYTES)
 
@@ -206,14 +233,28 @@ class SharedMemory:
         """Room in which warps add up their sums, and softmax lanes their results.
 
         One query needs room for the rows of the largest multiply, twice, so that a reduction may
-        start while the last one is still read. What samples has its scratch there, too.
+        start while the last one is still read. What samples has its scratch there, too. Where
+        activations are converted, reductions lie at either end in turn, each with room for its own
+        rows, and the scratch goes on into the room for activations.
         """
+        attended = self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
+        if self.converts:
+            return max(self._reductions_bytes, attended, _REDUCE_BYTES - self.converted_bytes)
         if self.queries > 1 or self.samples:
             return _REDUCE_BYTES
-        tiles = max(op.group_tiles for op in self.operations)
-        rows = -(-tiles * TILE_ROWS // 32) * 32
-        attended = self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
-        return max(2 * CONSUMER_WARPS * rows * 4, attended)
+        return max(2 * max(map(_reduction_bytes, self.operations)), attended)
+
+    @property
+    def _reductions_bytes(self) -> int:
+        """Of two reductions that follow each other, at most."""
+        *layers, head = self.operations
+        of_kind = len(PRODUCTS)
+        kinds = [layers[i : i + of_kind] for i in range(0, len(layers), of_kind)]
+        pairs = [pair for kind in kinds for pair in pairwise(kind)]
+        pairs += [(op, op) for op in self.operations if op.matrix.max_tiles > op.group_tiles]
+        firsts, lasts = [kind[0] for kind in kinds], [kind[-1] for kind in kinds]
+        pairs += product([*lasts, head], [*firsts, head])
+        return max(sum(map(_reduction_bytes, pair)) for pair in pairs)
 
     @property
     def wide_reduce_bytes(self) -> int:

@@ -220,7 +220,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     }
     constants |= _lanes(plan)
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
-    constants["kShConverted"] = 0
+    constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in exchanges.workspace.items():
@@ -247,7 +247,8 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"struct {name} {{"
     yield from _indented(_constants(_of_model(plan, build), "static "))
     yield from _indented(plan.kv_layout.members("static "))
-    yield f"  {_operation(plan.head, plan.image.head_offset, plan.image.head_table_offset)}"
+    head_at = plan.image.head_offset, plan.image.head_table_offset
+    yield f"  {_operation(plan.head, *head_at, build.queries)}"
     yield "  // Rows of the residual: attention_output and down of every layer have the same."
     yield f"  {_residual(plan.image)}"
     # By layer. References, since functions around the loads would make longer code of them.
@@ -255,7 +256,7 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"  static constexpr const bool (&kRotated)[{len(layers)}] = k{name}Rotated;"
     for segment in loops:
         for first in segment.firsts:
-            yield from _indented(_layer(name, plan, segment, first))
+            yield from _indented(_layer(name, plan, segment, first, build.queries))
     yield "  // Calls `use` with the kind of a layer."
     yield "  template <class Use>"
     yield f"  {inline} void of_layer(unsigned layer, const Use& use) {{"
@@ -278,7 +279,7 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield "};"
 
 
-def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[str]:
+def _layer(model: str, plan: Plan, segment: "Segment", first: int, queries: int) -> Iterator[str]:
     """A struct of the layers that have one place in the body of a loop.
 
     Args:
@@ -286,6 +287,7 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[s
         plan: of the model.
         segment: the loop.
         first: the first of the layers, which gives the struct its number.
+        queries: that the build is for.
     """
     image, exchanges = plan.image, plan.exchanges
     kind = image.layer(first)
@@ -310,7 +312,7 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int) -> Iterator[s
     yield from _indented(_constants(constants, "static "))
     for name, op in kind.operations.items():
         table = kind.table_offset(name) if op.matrix.format.is_permuted else 0
-        yield f"  {_operation(op, kind.matrix_offset(name), table)}"
+        yield f"  {_operation(op, kind.matrix_offset(name), table, queries)}"
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
@@ -439,7 +441,7 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def _operation(op: Operation, offset: int, table: int) -> str:
+def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
     """A struct of a multiply.
 
     Args:
@@ -447,6 +449,7 @@ def _operation(op: Operation, offset: int, table: int) -> str:
         offset: bytes from the start of a block's layer, or its weights, to the matrix.
         table: values of 32 bits from the start of a layer's vectors, or of all, to the table of a
             permuted matrix.
+        queries: that the build is for.
     """
     matrix = op.matrix
     values: dict[str, Value] = {
@@ -457,7 +460,7 @@ def _operation(op: Operation, offset: int, table: int) -> str:
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_half_tiles,
-        "kDepth": op.depth,
+        "kDepth": op.depth_for(queries),
         "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kSlotTiles": op.slot_tiles,
         "kOffset": offset,

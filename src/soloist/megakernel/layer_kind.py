@@ -53,6 +53,18 @@ class Operation:
         enough = self.gpu.architecture.tuning.unrolled_tile_steps // 2
         return next((d for d in fit if d * self.group_tiles >= enough), fit[-1])
 
+    def depth_for(self, queries: int) -> int:
+        """The same in a build for so many queries.
+
+        Activations of several queries for quantised weights wait in registers. Fewer steps leave
+        room, as long as a turn has whole slots.
+        """
+        depth, fewer = self.depth, self.gpu.architecture.tuning.several_quantized_depth
+        if queries == 1 or self.matrix.format.is_plain or depth <= fewer:
+            return depth
+        fits = self._can_unroll(fewer) and self._slot_tiles(fewer) % self.slot_tiles == 0
+        return fewer if fits else depth
+
     def _can_unroll(self, depth: int) -> bool:
         """Whether a turn of the loop may have so many steps."""
         if depth == self.matrix.steps:

@@ -324,6 +324,7 @@ struct Model {
   static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
   static constexpr unsigned kShConverted = 0u;
+  static constexpr unsigned kShConvertedBytes = 0u;
   static constexpr unsigned kWsSumsMid = 0u;
   static constexpr unsigned kWsSumsMidBytes = 0u;
   static constexpr unsigned kWsSumsIn = 0u;

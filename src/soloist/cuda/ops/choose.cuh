@@ -78,7 +78,7 @@ __device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cas
 // By all threads of a block, before the first round of a sampled launch.
 template <class M>
 __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
-  static_assert(sizeof(SampleState) <= M::kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= M::kShReduceBytes),
+  static_assert(sizeof(SampleState) <= M::kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= M::kShReduceBytes + M::kShConvertedBytes),
                 "shared memory of the plan");
   static_assert(kMostOwnIds<M> / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
   SampleState& state = sample_state<M>();

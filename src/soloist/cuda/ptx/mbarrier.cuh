@@ -9,6 +9,13 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same once `loaded` is there: the address depends on it, since none is as small as 3, which the compiler does not know.
+__device__ __forceinline__ void mbarrier_arrive_after(u32 loaded, u32 barrier) {
+  asm volatile(
+      "{ .reg .b32 at; and.b32 at, %0, 3; max.u32 at, at, %1; mbarrier.arrive.shared.b64 _, [at]; }"
+      ::"r"(loaded), "r"(barrier) : "memory");
+}
+
 // Whether the phase of this parity has passed, at once.
 __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;

@@ -142,6 +142,8 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
       Base::load_half_scales(tile + Base::kHalfBytes, place, true);
     }
   }
+  // Of the loads something: they are neighbours in the queue to shared memory.
+  __device__ __forceinline__ u32 loaded() const { return values.x; }
   // The operand of 32 columns of a tile.
   __device__ __forceinline__ uint4 operand(u32 part) const {
     const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
@@ -179,6 +181,7 @@ struct Int8 : Integers<kScale, kGroup, kHasZeros, 8> {
       Base::load_half_scales(tile + Base::kHalfBytes, place, true);
     }
   }
+  __device__ __forceinline__ u32 loaded() const { return low.x; }
   __device__ __forceinline__ uint4 operand(u32 part) const { return part ? high : low; }
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
     const uint4& v = second_step ? high : low;
@@ -217,6 +220,7 @@ struct Fp8 {
       if (both) scales[n].load_one(tile + kHalfBytes + place.half_scales + n * kRows * 4, true);
     }
   }
+  __device__ __forceinline__ u32 loaded() const { return low.x; }
   // Two registers of an operand, whose values are 2^-kBits as large.
 #if __CUDA_ARCH__ >= 890
   static constexpr u32 kBits = 0;

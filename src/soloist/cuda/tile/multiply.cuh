@@ -119,13 +119,15 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   // A warp takes kBatch slots together, or the tiles of one or more, so that their loads and multiplies overlap.
   constexpr u32 kSlots = kMostQueries == 1 ? M::kQuantizedBatch : 1;
   constexpr u32 kTogether = kBatch > kSlotTiles * kSlots ? kBatch : kSlotTiles * kSlots;
-  // Registers are shared with sums, scales and digits.
+  // Registers are shared with sums, scales and digits; those of several queries take the rest.
   constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // What becomes of FP8 in registers leaves no room for the next weights where threads have few.
   constexpr bool kPipelined = kMostQueries == 1 && (kMovesRegisters || kArithmetic<Op> != Arithmetic::kScaled);
+  // Several queries that are gathered leave no register to wait for loads with: slots are free after the multiply.
+  constexpr bool kLate = kMostQueries > 1 && Op::kPermuted && kEarly == 0;
   // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
   constexpr u32 kLast = (kTiles - 1) / kTogether * kTogether;
   constexpr bool kMoves = kLast == 0 || (kEarly == 0 && kLast / kTogether % 2 == 0);
@@ -139,18 +141,19 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   const auto fragments = [&](u32 i, u32 j) -> Fragments& {
     return is_early(i) ? early[i + j] : later[kPipelined ? i / kTogether % 2 : 0][j];
   };
-  // Tiles from `i` on of a turn of so many steps come to registers; the slots are free then.
+  // Tiles from `i` on of a turn of so many steps come to registers; the slots are free then, if not later.
   const auto take = [&](Fragments* w, u32 i, u32 most, auto steps_of_turn) {
     using Order = TileOrder<kHalves, decltype(steps_of_turn)::kValue>;
-    const u32 taken = ring.slot;
-    u32 slot = 0, count = 0;
+    [[maybe_unused]] const u32 taken = ring.slot;
+    u32 slot = 0, count = 0, loaded = 0;
 #pragma unroll
     for (u32 j = 0; j < most; ++j) {
       if (i + j >= Order::kCount) continue;
       if ((i + j) % kSlotTiles == 0) slot = ring.take(), ++count;
       w[j].load(slot + (i + j) % kSlotTiles * kTileBytes, place, Order::is_full(i + j), Order::is_left_over(i + j));
+      loaded |= w[j].loaded();
     }
-    ring.release(lane, taken, count);
+    if constexpr (!kLate) ring.release(lane, taken, count, loaded);
   };
   // `is_first`: its first batch is in registers, or all that are early. `again`: a whole turn follows.
   const auto turn = [&](u32 first, bool is_taken, bool again, auto steps_of_turn) {
@@ -171,6 +174,10 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
 #pragma unroll
       for (u32 j = 0; j < kTogether; ++j)
         if (i + j < Order::kCount) multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
+      if constexpr (kLate) {
+        const u32 tiles = i + kTogether < Order::kCount ? kTogether : Order::kCount - i, count = (tiles + kSlotTiles - 1) / kSlotTiles;
+        ring.release(lane, ring.before(count), count);
+      }
     }
     if (kPipelined && again && kMoves)
 #pragma unroll

@@ -12,9 +12,17 @@ struct Reduction {
   u32 stride;
   bool alone;
 
-  // `wide`: outside of attention, so that its rows of q, keys and values may be overwritten.
+  // Where one query's activations are converted there is little room: reductions that follow each other lie at either end of it,
+  // and each takes as much as its rows do. `wide`: outside of attention, so that its rows of q, keys and values may be overwritten.
   template <class M>
   __device__ __forceinline__ Reduction(Context<M>& cx, u32 all_rows, bool wide = false) {
+    if constexpr (kMostQueries == 1 && M::kShConvertedBytes > 0) {
+      alone = false, queries = 1, rows = all_rows;
+      stride = (rows + 31) & ~31u;
+      const u32 behind = M::kReduceBytes - kConsumerWarps * stride * 4;
+      buffer = reinterpret_cast<float*>(cx.shared.reduce() + (++cx.reductions % 2 ? behind : 0));
+      return;
+    }
     alone = cx.queries > 2;
     queries = alone ? (cx.queries <= 4 ? 4 : 8) : cx.queries;
     const u32 bytes = !alone ? M::kReduceBytes / 2 : wide ? M::kWideReduceBytes : M::kReduceBytes;

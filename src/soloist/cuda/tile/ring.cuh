@@ -30,12 +30,23 @@ struct Ring {
     slot -= M::kRingSlots;
     parity ^= 1;
   }
+  // The slot that is `count` places behind the current one.
+  __device__ __forceinline__ u32 before(u32 count) const { return slot - count + (slot < count ? M::kRingSlots : 0); }
   // Wait for the current slot and go on to the next.
   __device__ __forceinline__ u32 take() {
     const u32 address = base + slot * M::kSlotBytes;
     if (kAblation < kNoStream) mbarrier_wait(full + slot * 8, parity);
     advance(1);
     return address;
+  }
+  // The same as below, but once `loaded` is there. An arrival does not wait for loads from shared memory that came before it: where
+  // requests of other warps delay them, the next copy would land before they are done.
+  __device__ __forceinline__ void release(u32 lane, u32 first, u32 count, u32 loaded) const {
+    if constexpr (kRacecheck) return release(lane, first, count);
+    if (kAblation >= kNoStream) return;
+    __syncwarp();
+    const u32 mine = first + lane;
+    if (lane < count) mbarrier_arrive_after(loaded, empty + (mine < M::kRingSlots ? mine : mine - M::kRingSlots) * 8);
   }
   // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. It has waited
   // for all of them.

@@ -96,6 +96,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const GroupWork<M>& work = kMovesRegisters ? known : parked(cx).work;
   const u32 q_rows = shared_address(cx.shared.q_rows()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = M::kWindow[layer];
+  QueryRows<M> query;
+  if constexpr (kKeepsQuery<M>) query.load(q_rows);
   Softmax<M> softmax;
   softmax.clear();
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
@@ -125,7 +127,9 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       }
       const u32 values = keys + M::kHalfPageBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
       const bool partly = window || behind > g.first_position;
-      if (kKnowsFewRows<M> && rows.few)
+      if constexpr (kKeepsQuery<M>)
+        softmax.add(query, keys, values, start, rows.last, window, partly, cx.lane);
+      else if (kKnowsFewRows<M> && rows.few)
         softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
       else
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, start, rows.last,

@@ -44,6 +44,19 @@ struct LaneMerge {
   // after it.
   __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
                                          u32 head, bool empty, bool last) {
+    if constexpr (kMostQueries == 1) {
+      if (empty) return;
+      gather_one(cx, softmax, first_row);
+      count = 1, newest = Gathered::of(0, g);
+      merge(cx, head);
+    } else {
+      gather_several(cx, softmax, g, first_row, head, empty, last);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void gather_several(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
+                                                 u32 head, bool empty, bool last) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
     const u32 dims = value_set(cx) * kSetDim<M>, mine = softmax_lane(cx), q = cx.lane % 4;
     float* values = reinterpret_cast<float*>(cx.shared.reduce());
@@ -83,6 +96,20 @@ struct LaneMerge {
     }
   }
 
+  // The rows of one query, which are at most 8.
+  __device__ __forceinline__ void gather_one(const Context<M>& cx, const Softmax<M>& softmax, u32 first_row) {
+    float total = softmax.total[0][0];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const u32 row = first_row + cx.lane / 4, q = cx.lane % 4, at = softmax_lane(cx) * M::kGroup + row, swap = row & kRowSwap<M>;
+    if (row >= M::kGroup) return;
+    const u32 dims = value_set(cx) * kSetDim<M>;
+    if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][0], total);
+    float2* to = reinterpret_cast<float2*>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim + 2 * q);
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[0][n][0], softmax.out[0][n][1]);
+  }
+
   // What was gathered is merged, lane after lane, and published.
   __device__ __forceinline__ void merge(const Context<M>& cx, u32 head) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
@@ -91,7 +118,7 @@ struct LaneMerge {
     u8* attended = attended_operand(cx, cx.layers_done);
     cx.sync();
 #pragma unroll 1
-    for (u32 i = cx.thread; i < count * M::kGroup * (M::kHeadDim / 2); i += kConsumerThreads) {
+    for (u32 i = cx.thread; i < (kMostQueries == 1 ? 1 : count) * M::kGroup * (M::kHeadDim / 2); i += kConsumerThreads) {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
       const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       float2 part[M::kSoftmaxLanes];
@@ -115,11 +142,11 @@ struct LaneMerge {
       const u32 query_head = head * M::kGroup + row % M::kGroup;
       if (of.is_unsplit()) {
         const float scale = __fdividef(1.0f, total);
-        store_exchanged(operand_value(attended, of.query(), query_head * M::kHeadDim + d),
+        store_exchanged(operand_value(attended, kMostQueries == 1 ? 0 : of.query(), query_head * M::kHeadDim + d),
                         present(pack_pair(x * scale, y * scale)));
         continue;
       }
-      float* to = partial_values(cx, cx.layers_done, of.query(), query_head) + of.split() * M::kHeadDim;
+      float* to = partial_values(cx, cx.layers_done, kMostQueries == 1 ? 0 : of.query(), query_head) + of.split() * M::kHeadDim;
       store_exchanged(to + d, present(x), present(y));
       if (d == 0)
         store_exchanged(partial_stats(cx, cx.layers_done, of.query(), query_head) + of.split(), present(top), present(total));

@@ -37,6 +37,20 @@ __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
   return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
 }
 
+// One query's rows of a KV head in registers, where there are enough: the first tile's. Values come eight times 8 dimensions at once.
+inline constexpr u32 kValuesAtOnce = 8;
+template <class M>
+inline constexpr bool kKeepsQuery = kMostQueries == 1 && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0;
+template <class M>
+struct QueryRows {
+  uint4 low[M::kHeadDim / 32], high[M::kHeadDim / 32];
+
+  __device__ __forceinline__ void load(u32 q_rows) {
+#pragma unroll
+    for (u32 k = 0; k < M::kHeadDim / 32; ++k) low[k] = load_shared(q_rows + k * 1024), high[k] = load_shared(q_rows + k * 1024 + 512);
+  }
+};
+
 // Running softmaxes over kWarpTiles · 16 rows (query, query head): sums of values, maxima, sums of weights.
 template <class M>
 struct Softmax {
@@ -88,6 +102,77 @@ struct Softmax {
       }
     }
     u32 weight[kTiles][4][2];
+    weigh<kTiles, kHalves>(score, weight, tiles, start, last, window, partly, q);
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
+      uint4 v[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i)
+        v[i] = load_shared(values + (8 * (n + i) + g) * M::kValueRowBytes + q * 16);
+#pragma unroll
+      for (u32 m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+          mma(out[m][n + i], weight[m][2][0], weight[m][2][1], weight[m][3][0], weight[m][3][1], v[i].z, v[i].w);
+      }
+    }
+  }
+
+  // The same for one query, whose rows are in registers. Keys and values are asked for before anything waits for them.
+  __device__ __forceinline__ void add(const QueryRows<M>& query, u32 keys, u32 values, i32 start, const i32 (&last)[1][1], i32 window,
+                                      bool partly, u32 lane) {
+    constexpr u32 kParts = M::kHeadDim / 32;
+    const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * M::kSwappedKeyBytes;
+    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * M::kKeyRowBytes + q * 16;
+    const u32 even = row + swapped, odd = row - swapped;
+    uint4 x[kParts][4], v[kValuesAtOnce];
+    const auto load_values = [&](u32 first) {
+#pragma unroll
+      for (u32 n = 0; n < kValuesAtOnce; ++n) v[n] = load_shared(values + (8 * (first + n) + g) * M::kValueRowBytes + q * 16);
+    };
+#pragma unroll
+    for (u32 k = 0; k < kParts; ++k)
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) x[k][t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
+    float score[1][4][4];
+#pragma unroll
+    for (u32 t = 0; t < 4; ++t) score[0][t][0] = score[0][t][1] = score[0][t][2] = score[0][t][3] = 0.0f;
+#pragma unroll
+    for (u32 k = 0; k < kParts; ++k) {
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t)
+        mma(score[0][t], query.low[k].x, query.low[k].y, query.low[k].z, query.low[k].w, x[k][t].x, x[k][t].y);
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t)
+        mma(score[0][t], query.high[k].x, query.high[k].y, query.high[k].z, query.high[k].w, x[k][t].z, x[k][t].w);
+    }
+    load_values(0);
+    u32 weight[1][4][2];
+    weigh<1, 1>(score, weight, 1, start, last, window, partly, q);
+    // Rows 8 … 15 are nobody's. Were they zeros, the compiler would make some for every multiply.
+    u32 rest[4];
+#pragma unroll
+    for (u32 t = 0; t < 4; ++t) rest[t] = pack_pair(score[0][t][2], score[0][t][3]);
+#pragma unroll
+    for (u32 first = 0; first < kSetDim<M> / 8; first += kValuesAtOnce) {
+      if (first > 0) load_values(first);
+#pragma unroll
+      for (u32 n = 0; n < kValuesAtOnce; ++n)
+        mma(out[0][first + n], weight[0][0][0], rest[0], weight[0][1][0], rest[1], v[n].x, v[n].y);
+#pragma unroll
+      for (u32 n = 0; n < kValuesAtOnce; ++n)
+        mma(out[0][first + n], weight[0][2][0], rest[2], weight[0][3][0], rest[3], v[n].z, v[n].w);
+    }
+  }
+
+ private:
+  // What scores make of the running softmaxes, and the weights of values.
+  template <u32 kTiles, u32 kHalves = kRowHalves<M>>
+  __device__ __forceinline__ void weigh(float (&score)[kTiles][4][4], u32 (&weight)[kTiles][4][2], u32 tiles, i32 start,
+                                        const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 q) {
 #pragma unroll
     for (u32 m = 0; m < kTiles; ++m) {
       if (kTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
@@ -139,22 +224,6 @@ struct Softmax {
       for (u32 t = 0; t < 4; ++t) {
         weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
         weight[m][t][1] = kHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
-      }
-    }
-#pragma unroll
-    for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
-      uint4 v[4];
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i)
-        v[i] = load_shared(values + (8 * (n + i) + g) * M::kValueRowBytes + q * 16);
-#pragma unroll
-      for (u32 m = 0; m < kTiles; ++m) {
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-          mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-          mma(out[m][n + i], weight[m][2][0], weight[m][2][1], weight[m][3][0], weight[m][3][1], v[i].z, v[i].w);
       }
     }
   }
