@@ -37,6 +37,8 @@ struct Plain16 {
       high[1] = load_shared(at + kHalfBytes + 512);
     }
   }
+  // Of the loads something: they are neighbours in the queue to shared memory.
+  __device__ __forceinline__ u32 loaded() const { return low[1].x; }
 };
 
 template <ScaleType kScale>
@@ -142,7 +144,6 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
       Base::load_half_scales(tile + Base::kHalfBytes, place, true);
     }
   }
-  // Of the loads something: they are neighbours in the queue to shared memory.
   __device__ __forceinline__ u32 loaded() const { return values.x; }
   // The operand of 32 columns of a tile.
   __device__ __forceinline__ uint4 operand(u32 part) const {

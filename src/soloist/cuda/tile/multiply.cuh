@@ -81,11 +81,11 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
     }
     return count;
   };
-  if (kEarly) {
+  if constexpr (kEarly > 0) {
     const u32 taken = ring.slot;
 #pragma unroll
     for (i32 i = 0; i < kEarly; ++i) load(early[i], i);
-    ring.release(lane, taken, kEarly);
+    ring.release(lane, taken, kEarly, early[kEarly - 1].loaded());
   }
   arrived();
 #pragma unroll 1
