@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   // A warp takes kBatch slots together, or the tiles of one or more, so that their loads and multiplies overlap.
   constexpr u32 kSlots = kMostQueries == 1 ? M::kQuantizedBatch : 1;
   constexpr u32 kTogether = kBatch > kSlotTiles * kSlots ? kBatch : kSlotTiles * kSlots;
-  // Registers are shared with sums, scales and digits; those of several queries take the rest.
+  // Registers are shared with sums, scales and digits.
   constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
