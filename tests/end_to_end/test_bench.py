@@ -175,6 +175,7 @@ def test_startup(soloist, tmp_path, subject):
 
 
 @pytest.mark.gpu
+@pytest.mark.timed  # beside others a start with a cache can take longer than one without
 @SUBJECTS
 def test_startup_with_and_without_compiled_kernels(soloist, tmp_path, subject):
     file = tmp_path / "rows.json"
