@@ -1,14 +1,14 @@
 """Measure two commits in turn on one machine: `python benchmarks/in_turn.py A=TREE B=TREE -o FILE`.
 
 Each round runs every command of a file of `suites.IN_TURN` with one tree and then with the other,
-in processes of their own; the next round begins with the other tree. All rows are written, in the
+in processes of their own; the next round begins with the other tree. Where processes start slowly,
+`--one-process` gives a tree one process for all commands of a round. All rows are written, in the
 order in which they were measured. A table then says how far the medians over the rounds differ.
 """
 
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -30,18 +30,25 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--file", choices=sorted(IN_TURN), default="h200-in-turn.json")
     parser.add_argument("--only", default="", metavar="TEXT", help="commands that contain it")
+    parser.add_argument(
+        "--one-process", action="store_true", help="for all commands of a tree in a round"
+    )
+    parser.add_argument("--runs", type=int, help="of each command, instead of its own --runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="then no round is begun")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args(given)
     commands = [c for c in IN_TURN[asked.file] if asked.only in c]
+    if asked.runs:
+        commands = [f"{command} --runs {asked.runs}" for command in commands]  # the last one holds
+    together = [commands] if asked.one_process else [[command] for command in commands]
     rows: list[dict[str, Any]] = []
     failed, end = 0, time.monotonic() + asked.seconds
-    for place, command in product(range(asked.rounds), commands):
+    for place, of_process in product(range(asked.rounds), together):
         if time.monotonic() > end:
             print(f"stopped in round {place + 1} of {asked.rounds}")
             break
         for commit, tree in asked.trees if place % 2 == 0 else asked.trees[::-1]:
-            measured = _measure(commit, tree, command)
+            measured = _measure(commit, tree, of_process)
             failed += not measured
             rows += measured
             asked.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -56,20 +63,39 @@ def _tree(given: str) -> tuple[str, Path]:
     return commit, Path(tree).resolve()
 
 
-def _measure(commit: str, tree: Path, command: str) -> list[dict[str, Any]]:
-    """The rows of a command, none if it failed. A folder outside of git has no commit to tell."""
+# Runs commands in one process: prints the rows of each as a line of JSON, and ends at a failure.
+_COMMANDS = """
+import gc, io, json, runpy, shlex, sys
+from contextlib import redirect_stdout
+for command in sys.argv[1:]:
+    out, sys.argv = io.StringIO(), ["soloist", *shlex.split(command), "--json"]
+    try:
+        with redirect_stdout(out):
+            runpy.run_module("soloist", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(json.dumps(json.loads(out.getvalue())), flush=True)
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+"""
+
+
+def _measure(commit: str, tree: Path, commands: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of commands, none if one failed. A folder outside of git has no commit to tell."""
     start = time.monotonic()
     path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "soloist", *shlex.split(command), "--json"],
+        [sys.executable, "-c", _COMMANDS, *commands],
         cwd=tree, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    print(f"{time.monotonic() - start:6.1f} s  {commit}  {command}", flush=True)
+    print(f"{time.monotonic() - start:6.1f} s  {commit}  {'; '.join(commands)}", flush=True)
     if done.returncode:
         print(done.stderr.rstrip(), flush=True)
         return []
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    rows = [row for line in done.stdout.splitlines() for row in json.loads(line)]
     return [{**row, "commit": commit} for row in rows]
 
 

@@ -271,5 +271,4 @@ _IN_TURN = (
 IN_TURN: Mapping[str, tuple[str, ...]] = {
     "h200-in-turn.json": _IN_TURN,
     "2-h100-in-turn.json": tuple(_decode(shape, f"{_RUN} --runs 3 --gpus 2") for shape in _SHAPES),
-    "2-h200-in-turn.json": tuple(_decode(shape, f"{_RUN} --runs 9 --gpus 2") for shape in _SHAPES),
 }
