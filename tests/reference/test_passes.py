@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,23 @@ def test_threads_that_others_leave() -> None:
     # Two threads for each physical core: one core of others leaves enough.
     assert [free(4, 8, others) for others in (1, 4, 5)] == [4, 4, 3]
     assert free(1, 8, 8) == 1
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_a_library_whose_bits_depend_on_threads_gets_a_fixed_number(
+    monkeypatch: pytest.MonkeyPatch, same_bits: bool
+) -> None:
+    monkeypatch.setattr("soloist.reference.threads._same_bits", lambda _: same_bits)
+    threads, used = Threads(4, Busy(0, 4)), {}  # type: ignore[arg-type]
+    try:
+        for num_tokens, num_threads in product((1, 16, 128), (1, 2, 4)):
+            threads.use(num_tokens, num_threads)
+            used[num_tokens, num_threads] = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(1)
+    of_one, of_many = ([used[n, t] for t in (1, 2, 4)] for n in (1, 128))
+    assert (of_one, of_many) == (([1, 2, 4],) * 2 if same_bits else ([4] * 3, [1] * 3))
+    assert used[16, 4] == (2 if same_bits else 1)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.BF16], ids=lambda d: d.value)

@@ -167,8 +167,9 @@ class Readers:
         # Of more cores, one that is lost is missed less: the threads that are left read together.
         # Many passes are quicker side by side in any case, since no thread waits within a block.
         is_long = reading.num_passes >= _PASSES_PER_READER * most
-        if 1 < most <= MOST_READERS and (is_long or free < most):
-            self._read_side_by_side(reading, until, most)
+        is_quicker = most <= MOST_READERS and (is_long or free < most)
+        if most > 1 and (is_quicker or not self._threads.may_vary):
+            self._read_side_by_side(reading, until, min(most, MOST_READERS))
         else:
             self._read(reading, self._scratch[0], 1, free, until)
         if reading.is_over:
