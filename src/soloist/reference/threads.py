@@ -21,8 +21,8 @@ _LEAST_ROWS = 8
 class Threads:
     """Chooses the number of threads before every pass; no bit depends on it.
 
-    Where a library's bits do (MKL's and oneDNN's on Xeons with AMX), the number is fixed: all
-    threads for one row, one thread for several. Several passes can still be read side by side.
+    Where a library's bits do (MKL's and oneDNN's on Xeons with AMX), there is one. Several
+    passes can still be read side by side.
 
     Args:
         most: on a machine that does nothing else.
@@ -47,7 +47,7 @@ class Threads:
         if self.most == 1:
             return
         if not self.may_vary:
-            num_threads = self.most if num_tokens == 1 else 1
+            num_threads = 1
         most = num_threads if num_tokens == 1 else max(1, num_tokens // _LEAST_ROWS)
         wanted = min(num_threads, most)
         if torch.get_num_threads() != wanted:
