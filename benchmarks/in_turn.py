@@ -9,6 +9,7 @@ order in which they were measured. A table then says how far the medians over th
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ def main(given: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(given)
     commands = [c for c in IN_TURN[asked.file] if asked.only in c]
     if asked.runs:
-        commands = [f"{command} --runs {asked.runs}" for command in commands]  # the last one holds
+        commands = [re.sub(r"--runs \d+", f"--runs {asked.runs}", c) for c in commands]
     together = [commands] if asked.one_process else [[command] for command in commands]
     rows: list[dict[str, Any]] = []
     failed, end = 0, time.monotonic() + asked.seconds
