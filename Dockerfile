@@ -5,6 +5,8 @@
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -v soloist:/data soloist serve MODEL --host 0.0.0.0
 #
 # `docker stop --time 15` leaves requests the time that they have to finish (--shutdown-timeout, 10 s).
+# The first start compiles a model's kernels, unless the image has them: --build-arg COMPILE="etude --arch sm_90a"
+# names what `soloist compile` is given. A new volume at /data begins with what the image has there.
 # Without --gpus it runs on the CPU. A smaller image for CPUs alone takes torch from the index of its
 # CPU builds: --build-arg TORCH_INDEX=URL.
 ARG PYTHON=3.11
@@ -27,6 +29,8 @@ ENV HF_HOME=/data/hub \
     SOLOIST_CACHE=/data/kernels \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ARG COMPILE=
+RUN if [ -n "${COMPILE}" ]; then soloist compile ${COMPILE}; fi
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --start-period=15m --interval=10s CMD ["python", "-c", \

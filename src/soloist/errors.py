@@ -20,6 +20,7 @@
     └── DeviceError           the machine cannot do it: OutOfMemory · DoesNotFit
                               HardwareNotDetected · DeviceMissing · CudaMissing · CompileError
                               BadInclude · LaunchError · GpuUnsupported · GpusMissing
+                              NothingToCompile
                               RanksUnsupported · NoPeerAccess · ShapeUnsupported · KernelStuck
                               MemoryNotFreed · Stalled · EndForced · RunFailed · ServerFailed
                               BitsDiffer · DiskFull · NotWritten
@@ -670,6 +671,17 @@ class ShapeUnsupported(DeviceError):
         super().__init__(
             f"the decode kernel does not support {given} (allowed: {allowed})",
             "use --device cpu, or another model",
+        )
+
+
+class NothingToCompile(DeviceError):
+    """Kernels were asked for of a model that the decode kernel does not run."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"nothing to compile: {reason}",
+            "models that the decode kernel does not run are run by the reference implementation, "
+            "which has no kernels; for a model in fp32 give --precision bf16 or fp16",
         )
 
 

@@ -47,12 +47,22 @@ def test_it_starts_the_server_as_the_command_line_has_it() -> None:
 
 
 def test_packages_are_those_that_are_pinned() -> None:
-    (run,) = told("RUN")
+    run, _ = told("RUN")
     assert "--constraint requirements.txt ." in run
     pins = (ROOT / "requirements.txt").read_text("utf-8")
     pinned = {_plain(name) for name in re.findall(r"^([\w.-]+)==", pins, re.MULTILINE)}
     needed = {_plain(re.match(r"[\w.-]+", one)[0]) for one in PROJECT["dependencies"]}
     assert needed <= pinned
+
+
+def test_kernels_are_compiled_where_the_server_looks_for_them() -> None:
+    _, run = told("RUN")
+    assert "COMPILE=" in told("ARG")
+    assert "soloist compile ${COMPILE}" in run
+    place = {line.partition(" ")[0]: at for at, line in enumerate(LINES)}
+    assert place["ENV"] < LINES.index(f"RUN {run}") < place["VOLUME"]  # what is later is not kept
+    context = get_command(app).commands["compile"].make_context("compile", ["etude", "--arch", "x"])
+    assert context.params["arch"] == "x"
 
 
 def test_settings_are_ones_that_are_read() -> None:

@@ -16,7 +16,7 @@ CHOOSING = {
 # What lanes publish; what they take of memory; which kernels they run; what people are told.
 OTHERS = {
     "megakernel/interpreter/published.py", "reference/memory.py", "engine/kernel.py",
-    "cli/information.py",
+    "prefill/sources.py", "cli/information.py",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from soloist.cli.commands import (
     bench,
     doctor,
     generate,
+    kernels,
     models,
     probe,
     quantize,
@@ -61,6 +62,7 @@ _add(
 )  # fmt: skip
 _add(app, models.pull, models.rm, doctor.doctor)
 app.command("list")(models.list_)
+app.command("compile")(kernels.compile_)
 _add(
     bench_app, bench.decode, bench.startup, bench.accuracy, bench.prefill, probe.serve, probe.agent,
     probe.neighbours, bench.bandwidth, results.compare, results.report,

@@ -119,7 +119,7 @@ def _staging_reader(
 ) -> tuple[Callable[[], object], str]:
     """A launch of `cuda/kernels/read.cu` over the buffer, and its description."""
     arch = arch_from_capability(*capability)
-    cubin = load_or_build(Source("kernels/read.cu", header()), arch, read_settings().cache)
+    cubin = load_or_build(bandwidth_source(), arch, read_settings().cache)
     module = Module(cubin, "read")
     slots = buffer.nbytes // _SLOT_BYTES // module.num_sms
     arguments = (ctypes.c_void_p(buffer.data_ptr()), ctypes.c_uint32(slots))
@@ -132,12 +132,11 @@ def _staging_reader(
     return read, f"{copies} of {buffer.nbytes / 1e9:.1f} GB of random bits to shared memory"
 
 
-def header() -> str:
-    """The text of spec.cuh for `cuda/kernels/read.cu`."""
-    return (
-        "#pragma once\n"
-        f"constexpr unsigned kSlotBytes = {_SLOT_BYTES}u;\nconstexpr unsigned kSlots = {_SLOTS}u;\n"
-    )
+def bandwidth_source() -> Source:
+    """The kernel that reads memory, which is the same for all models."""
+    counts = {"kSlotBytes": _SLOT_BYTES, "kSlots": _SLOTS}
+    lines = (f"constexpr unsigned {name} = {n}u;\n" for name, n in counts.items())
+    return Source("kernels/read.cu", "#pragma once\n" + "".join(lines))
 
 
 def _method(buffer: Tensor) -> str:

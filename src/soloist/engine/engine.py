@@ -161,7 +161,7 @@ class Engine:
     def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
-        checkpoint, chosen = _opened(folder, asked)
+        checkpoint, chosen = opened(folder, asked)
         config, specs = chosen.config, chosen.specs
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
@@ -340,7 +340,7 @@ def _place_name(resolved: Resolved) -> str:
     return f"{several} as {ranks} ranks" if ranks > gpus else several
 
 
-def _opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
+def opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
     config = read_config(folder / CONFIG_FILE, asked.accepted_fields)
     read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read

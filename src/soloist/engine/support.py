@@ -8,7 +8,7 @@ import torch
 
 from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
-from soloist.megakernel.gpu import gpu_from_capability
+from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import ModelConfig
@@ -79,15 +79,29 @@ def support_on(
     ranks: int = 1,
     stored: Mapping[str, Quantized] | None = None,
 ) -> Support:
-    """The same for a GPU in figures.
+    """The same for a GPU in figures."""
+    try:
+        gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
+    except GpuUnsupported as error:
+        return Support(None, f"{error.message}; running the reference implementation")
+    return support_of(gpu, config, dtype, ranks, stored)
+
+
+def support_of(
+    gpu: Gpu,
+    config: ModelConfig,
+    dtype: Dtype,
+    ranks: int = 1,
+    stored: Mapping[str, Quantized] | None = None,
+) -> Support:
+    """The same for a GPU.
 
     Quantised matrices that the kernel does not read, or not beside the rest, are in 16 bits.
     """
     try:
-        gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
         if stored and (formats := formats_of(stored, config, ranks)):
             with suppress(ShapeUnsupported):
                 return Support(make_plan(config, dtype, gpu, ranks, formats))
         return Support(make_plan(config, dtype, gpu, ranks))
-    except (GpuUnsupported, ShapeUnsupported) as error:
+    except ShapeUnsupported as error:
         return Support(None, f"{error.message}; running the reference implementation")

@@ -44,8 +44,7 @@ def load_or_build(source: Source, arch: str, cache_root: Path | None) -> Cubin:
     """
     if cache_root is None:
         return _built_here(source, arch)
-    digest = source.digest(arch, OPTIONS, nvrtc_version())
-    place = cache_root / "kernels" / digest
+    place = _place(source, arch, cache_root)
     if (kept := _read(place)) is not None:
         return kept
     start = time.perf_counter()
@@ -55,6 +54,15 @@ def load_or_build(source: Source, arch: str, cache_root: Path | None) -> Cubin:
     except OSError as error:
         _say_not_kept(cache_root, error.strerror or str(error))
         return built
+
+
+def is_kept(source: Source, arch: str, cache_root: Path) -> bool:
+    """Whether `load_or_build` finds the machine code of `source` in the cache."""
+    return _read(_place(source, arch, cache_root)) is not None
+
+
+def _place(source: Source, arch: str, cache_root: Path) -> Path:
+    return cache_root / "kernels" / source.digest(arch, OPTIONS, nvrtc_version())
 
 
 @lru_cache(maxsize=32)  # all ranks of a model ask for the same

@@ -14,6 +14,12 @@ from soloist.megakernel.header import BUILT_FOR, Build, header
 from soloist.megakernel.plan import Plan
 
 
+def decode_sources(plan: Plan, build: Build) -> tuple[Source, ...]:
+    """What is compiled for a build: a source for launches of one query, and one for more."""
+    builds = (replace(build, queries=queries) for queries in BUILT_FOR)
+    return tuple(Source("kernels/decode.cu", header(plan, b)) for b in builds)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeKernel:
     """A build of the kernel, loaded twice: for launches of one query, and of more.
@@ -34,12 +40,11 @@ class DecodeKernel:
     ) -> "DecodeKernel":
         """Compile what the cache lacks, both at the same time; `build` is for any queries."""
 
-        def built(queries: int) -> Cubin:
-            source = Source("kernels/decode.cu", header(plan, replace(build, queries=queries)))
+        def built(source: Source) -> Cubin:
             return load_or_build(source, plan.gpu.arch, cache)
 
         with ThreadPoolExecutor(len(BUILT_FOR), "soloist-compile") as pool:
-            cubins = list(pool.map(built, BUILT_FOR))
+            cubins = list(pool.map(built, decode_sources(plan, build)))
         with torch.cuda.device(device):  # a module belongs to the context it is loaded in
             single, several = (Module(cubin, "decode") for cubin in cubins)
         shared_bytes = max(

@@ -31,8 +31,8 @@ def shared_bytes(head_dim: int) -> int:
     return (2 + _SLOTS[head_dim]) * _TILE * head_dim * _VALUE_BYTES
 
 
-def first_attention_spec(head_dim: int, dtype: Dtype) -> str:
-    """The kernel's spec.cuh, which knows nothing else of a model."""
+def first_attention_source(head_dim: int, dtype: Dtype) -> Source:
+    """What is compiled, which knows nothing else of a model."""
     counts = {
         "kHeadDim": head_dim,
         "kAttendTile": _TILE,
@@ -40,7 +40,7 @@ def first_attention_spec(head_dim: int, dtype: Dtype) -> str:
         "kAttendSlots": _SLOTS[head_dim],
         "kAttendShared": shared_bytes(head_dim),
     }
-    return "\n".join(
+    spec = "\n".join(
         [
             "// Generated; see prefill/first_attention.py.",
             "#pragma once",
@@ -50,6 +50,7 @@ def first_attention_spec(head_dim: int, dtype: Dtype) -> str:
             "",
         ]
     )
+    return Source(KERNEL, spec)
 
 
 class FirstAttention:
@@ -57,15 +58,14 @@ class FirstAttention:
 
     Args:
         head_dim: as `has_first_attention` wants it.
-        dtype: of queries, keys, values and results.
+        source: of `first_attention_source`.
         cache_root: where compiled kernels are kept; None keeps none on disk.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.
     """
 
-    def __init__(self, head_dim: int, dtype: Dtype, cache_root: Path | None) -> None:
-        source = Source(KERNEL, first_attention_spec(head_dim, dtype))
+    def __init__(self, head_dim: int, source: Source, cache_root: Path | None) -> None:
         self._shared_bytes = shared_bytes(head_dim)
         self._module = hopper.load(source, ENTRY, self._shared_bytes, cache_root)
 

@@ -26,12 +26,11 @@ from soloist.prefill.elementwise import (
     Reach,
     Vectors,
 )
-from soloist.prefill.first_attention import FirstAttention, has_first_attention
-from soloist.prefill.gate_up import GateUp, has_gate_up
-from soloist.prefill.header import AWAIT_NS, THREADS, header
-from soloist.prefill.residual_streams import residual_streams_of
+from soloist.prefill.first_attention import FirstAttention
+from soloist.prefill.gate_up import GateUp
+from soloist.prefill.header import AWAIT_NS, THREADS
+from soloist.prefill.sources import prefill_sources
 
-_KERNEL = "kernels/prefill.cu"
 _ACCESS_VALUES = 8
 _STATIC_SMEM_BYTES = 48 * 1024
 # Enough to fill a GPU; each takes one half page of a head after the other.
@@ -109,6 +108,7 @@ class FusedElementwise(Elementwise):
 
     Attributes:
         stream: handle of that in which a pass runs.
+        sources: of its kernels.
 
     Raises:
         ShapeUnsupported: a size that 16-byte accesses do not divide.
@@ -128,32 +128,29 @@ class FusedElementwise(Elementwise):
         ranks: int = 1,
     ) -> None:
         super().__init__(config, vectors, pool, rope)
-        attention, streams = config.layers[0].attention, residual_streams_of(config)
+        attention = config.layers[0].attention
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
-        mlps = {layer.mlp.intermediate_size: None for layer in config.layers}  # in order
-        sizes = [("hidden", config.hidden_size), *(("FFN", n // streams.count) for n in mlps)]
+        assert pool.dtype in DTYPES, "a 16-bit pool"
+        self.ranks, self.sources = ranks, prefill_sources(config, DTYPES[pool.dtype], arch, ranks)
+        sizes = [("hidden", config.hidden_size), *(("FFN", n) for n in self.sources.swiglu)]
         for name, size in sizes:
             if size % _ACCESS_VALUES:
                 raise ShapeUnsupported(f"{name} size {size}", f"multiples of {_ACCESS_VALUES}")
-        assert pool.dtype in DTYPES, "a 16-bit pool"
-        self.ranks, self._spec = ranks, header(config, DTYPES[pool.dtype], ranks)
         self._arch, self._cache_root = arch, cache_root
         entries = (*_ENTRIES, *(_OF_RANKS if ranks > 1 else ()))
-        self._kernels = self.load(_KERNEL, entries)
+        first = self.sources.elementwise
+        self._kernels = self.load(first, entries)
         # By neurons of an MLP: kernels are compiled for each size.
-        self._swiglu: dict[int, Kernels] = {}
-        self._gate_up: dict[int, GateUp] = {}
-        for place, neurons in enumerate(mlps):
-            own = neurons // streams.count
-            spec = header(config, DTYPES[pool.dtype], ranks, neurons)
-            self._swiglu[own] = self.load(_KERNEL, ("silu_mul",), spec) if place else self._kernels
-            if streams.fuses_gate_up and has_gate_up(arch, config.hidden_size, own):
-                with torch.cuda.device(pool.device):
-                    self._gate_up[own] = GateUp(spec, cache_root)
-        self._attention = None
-        if has_first_attention(arch, attention.head_dim):
-            with torch.cuda.device(pool.device):
-                self._attention = FirstAttention(attention.head_dim, DTYPES[pool.dtype], cache_root)
+        self._swiglu = {
+            n: self._kernels if source == first else self.load(source, ("silu_mul",))
+            for n, source in self.sources.swiglu.items()
+        }
+        with torch.cuda.device(pool.device):
+            self._gate_up = {n: GateUp(s, cache_root) for n, s in self.sources.gate_up.items()}
+            own = self.sources.first_attention
+            self._attention = (
+                None if own is None else FirstAttention(attention.head_dim, own, cache_root)
+            )
         self.stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -162,9 +159,8 @@ class FusedElementwise(Elementwise):
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
 
-    def load(self, kernel: str, entries: Sequence[str], spec: str | None = None) -> Kernels:
-        """More kernels of the same model: `entries` of a file. Raises DeviceError."""
-        source = Source(kernel, self._spec if spec is None else spec)
+    def load(self, source: Source, entries: Sequence[str]) -> Kernels:
+        """More kernels of the same model. Raises DeviceError."""
         return Kernels(source, entries, self._arch, self._cache_root, self.pool.device)
 
     def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:

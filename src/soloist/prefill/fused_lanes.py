@@ -8,7 +8,6 @@ from soloist.prefill.elementwise import Chunk, Elementwise, Reach
 from soloist.prefill.fused import FusedElementwise, KernelArgs, pointer
 from soloist.prefill.lane_elementwise import Due, LaneOperations, News
 
-_KERNEL = "kernels/lane_prefill.cu"
 _ENTRIES = ("embed_lanes", "hear", "meet_at_head")
 _OF_RANKS = ("sum_lanes", "hear_and_sum")
 _FOUR = 4
@@ -71,7 +70,8 @@ class FusedLanes(LaneOperations):
         assert isinstance(base, FusedElementwise), "these share its stream and its peers"
         self._base = base
         entries = (*_ENTRIES, *(_OF_RANKS if base.ranks > 1 else ()))
-        self._kernels = base.load(_KERNEL, entries)
+        assert base.sources.lanes is not None, "of a model with lanes"
+        self._kernels = base.load(base.sources.lanes, entries)
 
     def embed_lanes(self, table: Tensor, chunk: Chunk, streams: Tensor) -> None:
         """See the base class."""

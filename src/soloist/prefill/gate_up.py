@@ -31,8 +31,8 @@ def has_gate_up(arch: str, hidden: int, ffn: int) -> bool:
     return arch == hopper.ARCH and is_whole and hidden >= _SLOTS * step
 
 
-def gate_up_spec(spec: str) -> str:
-    """The kernel's spec.cuh.
+def gate_up_source(spec: str) -> Source:
+    """What is compiled.
 
     Args:
         spec: as of `header`.
@@ -43,22 +43,22 @@ def gate_up_spec(spec: str) -> str:
         "kGateUpSlots": _SLOTS,
         "kGateUpShared": SHARED_BYTES,
     }
-    return spec + "".join(f"constexpr unsigned {name} = {n}u;\n" for name, n in counts.items())
+    own = "".join(f"constexpr unsigned {name} = {n}u;\n" for name, n in counts.items())
+    return Source(KERNEL, spec + own)
 
 
 class GateUp:
     """The kernel, compiled and loaded.
 
     Args:
-        spec: as of `header`; sizes as `has_gate_up` wants them.
+        source: of `gate_up_source`; sizes as `has_gate_up` wants them.
         cache_root: where compiled kernels are kept; None keeps none on disk.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.
     """
 
-    def __init__(self, spec: str, cache_root: Path | None) -> None:
-        source = Source(KERNEL, gate_up_spec(spec))
+    def __init__(self, source: Source, cache_root: Path | None) -> None:
         self._module = hopper.load(source, ENTRY, SHARED_BYTES, cache_root)
 
     @staticmethod

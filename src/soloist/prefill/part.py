@@ -27,6 +27,12 @@ from soloist.prefill.upload import TokenIds, Upload
 from soloist.prefill.widths import MOST_PASS_TOKENS, Widths, width_of
 
 
+def config_of(share: Share | LaneShare) -> ModelConfig:
+    """What each rank has, as a model: what prefill's kernels are compiled for."""
+    of_ranks = lanes_of_ranks if isinstance(share, LaneShare) else share_of
+    return of_ranks(share.whole, share.ranks)
+
+
 class Part:
     """What one rank, or the only one, has and does; `Prefill` runs all of them.
 
@@ -59,20 +65,21 @@ class Part:
         most_tokens: int = MOST_PASS_TOKENS,
         lane_operations: MakeLanes = TorchLanes,
     ) -> None:
-        def workspace(config: ModelConfig) -> Workspace:
+        config = config_of(share)
+
+        def workspace() -> Workspace:
             made = operations(config, vectors, pool)
             return Workspace(config, pool, made, Products(matrices), most_tokens)
 
         self.share, self.pool, self.most_tokens = share, pool, most_tokens
         self.communicator: Communicator
         if isinstance(share, LaneShare):
-            self.work = workspace(lanes_of_ranks(share.whole, share.ranks))
+            self.work = workspace()
             of_lanes = lane_operations(self.work.operations)
             self.communicator = LaneCommunicator(share, self.work, of_lanes)
         else:
-            config = share_of(share.whole, share.ranks)
             require_prefill(config)
-            self.work = workspace(config)
+            self.work = workspace()
             alone = share.ranks == 1
             self.communicator = Nobody(self.work) if alone else RankCommunicator(share, self.work)
         self._upload = Upload(pool.num_pages, most_tokens, pool.device)

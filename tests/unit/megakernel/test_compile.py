@@ -24,7 +24,7 @@ from interpreter import lane_models
 from interpreter.models import CASES
 from interpreter.quantised import alike, formats_of
 from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude, operation, shaped
-from soloist.engine.bandwidth import header as read_header
+from soloist.engine.bandwidth import bandwidth_source
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
@@ -355,7 +355,7 @@ def test_a_kernel_may_hold_two_models(arch: str, queries: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("arch", TYPICAL)
 def test_the_bandwidth_kernel_compiles_cleanly(arch: str) -> None:
-    cubin = compile_source(Source("kernels/read.cu", read_header()), arch)
+    cubin = compile_source(bandwidth_source(), arch)
     require_clean(cubin, "read", 96 * 1024, TYPICAL[arch].shared_bytes)
 
 

@@ -9,16 +9,14 @@ from torch import Tensor
 from soloist.errors import CudaMissing
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import compile_source, require_clean
-from soloist.jit.source import Source
 from soloist.megakernel.gpu import TYPICAL
 from soloist.model.dtype import Dtype
 from soloist.prefill.attention import visible
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.first_attention import (
     ENTRY,
-    KERNEL,
     FirstAttention,
-    first_attention_spec,
+    first_attention_source,
     has_first_attention,
     shared_bytes,
 )
@@ -36,7 +34,7 @@ def test_it_compiles_without_spills(head_dim: int, dtype: Dtype) -> None:
         nvrtc()
     except CudaMissing as error:
         pytest.skip(f"no NVRTC: {error.message}")
-    cubin = compile_source(Source(KERNEL, first_attention_spec(head_dim, dtype)), "sm_90a")
+    cubin = compile_source(first_attention_source(head_dim, dtype), "sm_90a")
     limit = TYPICAL["sm_90a"].shared_bytes
     # What each thread has before groups of warps trade registers.
     assert require_clean(cubin, ENTRY, shared_bytes(head_dim), limit).registers <= 168
@@ -62,7 +60,8 @@ def test_it_does_what_torch_does(
         torch.randn(TOKENS, count, head_dim, device="cuda").to(dtype)
         for count in (QUERY_HEADS, kv_heads, kv_heads)
     )
-    kernel = FirstAttention(head_dim, DTYPES[dtype], tmp_path)
+    source = first_attention_source(head_dim, DTYPES[dtype])
+    kernel = FirstAttention(head_dim, source, tmp_path)
 
     def attended(rows: int, window: int | None) -> Tensor:
         out = torch.full((rows + 1, QUERY_HEADS, head_dim), float("nan"), device="cuda").to(dtype)

@@ -26,9 +26,8 @@ from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.gate_up import (
     ENTRY,
     FEWEST_TOKENS,
-    KERNEL,
     SHARED_BYTES,
-    gate_up_spec,
+    gate_up_source,
     has_gate_up,
 )
 from soloist.prefill.header import header
@@ -81,7 +80,7 @@ def test_gate_up_compiles_without_spills(hidden: int, ffn: int, dtype: Dtype) ->
     except CudaMissing as error:
         pytest.skip(f"no NVRTC: {error.message}")
     spec = header(model(GQA, hidden_size=hidden, ffn=ffn), dtype)
-    cubin = compile_source(Source(KERNEL, gate_up_spec(spec)), "sm_90a")
+    cubin = compile_source(gate_up_source(spec), "sm_90a")
     require_clean(cubin, ENTRY, SHARED_BYTES, TYPICAL["sm_90a"].shared_bytes)
 
 
