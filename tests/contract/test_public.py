@@ -124,7 +124,7 @@ def test_every_recorded_file_has_its_commands(monkeypatch):
 
 
 def as_asked(command):
-    """Its words in any order, but for where rows go, a machine's own device, and how often it ran."""
+    """Its words in any order, but for where rows go, the machine's device, and how often it ran."""
     words = shlex.split(command.removeprefix("soloist ").replace(" --json", ""))
     for option in {"-o", "--device", "--runs"} & set(words):
         at = words.index(option)
