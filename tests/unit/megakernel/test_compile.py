@@ -167,7 +167,9 @@ def test_one_query_takes_less_code() -> None:
     "build",
     [
         Build(trace_round=3),
-        Build(trace_round=3, ablation=ABLATIONS["stream"]),
+        pytest.param(
+            Build(trace_round=3, ablation=ABLATIONS["stream"]), marks=pytest.mark.slow
+        ),  # both are compiled apart
         Build(silent_block=3, stuck_ns=10**8),
         Build(racecheck=True),
         *(Build(ablation=ablation) for ablation in ABLATIONS.values() if ablation),
@@ -205,7 +207,7 @@ QUANTISED = [
     ("small", "fp8-block", "sm_90a", MAX_QUERIES),
     ("small", "int8-permuted", "sm_90a", MAX_QUERIES),
     ("llama-3.1-8b", "int4-permuted", "sm_90a", 1),
-    ("llama-3.1-8b", "int4-permuted", "sm_90a", MAX_QUERIES),
+    pytest.param("llama-3.1-8b", "int4-permuted", "sm_90a", MAX_QUERIES, marks=pytest.mark.slow),
     *(
         pytest.param("llama-3.1-8b", kind, "sm_90a", queries, marks=marks)
         for kind, marks in (
@@ -219,7 +221,7 @@ QUANTISED = [
         (name, kind, arch, MAX_QUERIES)
         for name, kind, arch in (
             ("small", "int4", "sm_80"), ("llama-3.1-8b", "int8", "sm_89"),
-            ("llama-3.1-8b", "fp8", "sm_120a"),
+            ("small", "fp8", "sm_120a"),
         )
     ),
     *(
@@ -230,7 +232,7 @@ QUANTISED = [
         pytest.param("llama-3.1-8b", kind, arch, MAX_QUERIES, marks=pytest.mark.slow)
         for kind, arch in (
             ("int4", "sm_80"), ("int8", "sm_80"), ("fp8", "sm_80"), ("int4", "sm_89"),
-            ("fp8", "sm_89"), ("int4", "sm_120a"), ("int8", "sm_120a"),
+            ("fp8", "sm_89"), ("int4", "sm_120a"), ("int8", "sm_120a"), ("fp8", "sm_120a"),
             ("int4-permuted", "sm_80"),
         )
     ),
