@@ -4,6 +4,8 @@ One thread a process, since pytest-xdist already uses every core; what takes man
 `-m slow` only.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,6 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--chaos-seconds", type=float, default=180, help="how long the long form lets them"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that never names a mark that `-m` demands has no such test: it is not imported."""
+    demanded = [word for word in config.option.markexpr.split(" and ") if word.isidentifier()]
+    if collection_path.suffix != ".py" or not demanded:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if any(f"mark.{word}" not in text for word in demanded) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -163,6 +163,7 @@ def test_startup(soloist, tmp_path, subject):
     assert done.status == 0, done.err
     (row,) = json.loads(file.read_text())
     assert row["bench"] == "startup"
+    assert row["weights"] == row["precision"]
     assert row["kernels_built"] == 0
     assert row["executor"] == "reference"
     values = shipped_folder("etude-draft") / "model.safetensors"

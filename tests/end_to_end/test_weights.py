@@ -67,15 +67,13 @@ def test_weights_are_quantised_once(soloist, etude, tmp_path):
     assert seen == tokens(soloist, all_of_it)
 
 
-@pytest.mark.parametrize("bench", ["decode", "prefill", "accuracy", "startup"])
+@pytest.mark.parametrize("bench", ["decode", "prefill", "accuracy"])
 def test_rows_say_how_weights_are_stored(soloist, etude, bench):
     rounds = {"decode": ("--prompt-tokens", 8, "--new-tokens", 4), "prefill": ("--prefix", "cold")}
     given = ("--positions", 8) if bench == "accuracy" else ("--runs", 1)
     words = (bench, etude, *rounds.get(bench, ()), *given, "--device", "cpu", "--json")
     (row,) = json.loads(soloist("bench", *words).out)
     assert row["weights"] == row["precision"]
-    if bench == "startup":
-        return
     options = ("--weights", "int4", "--head-weights", "int8")
     (row,) = json.loads(soloist("bench", *words, *options).out)
     assert row["weights"] == "int4+int8 head"

@@ -26,7 +26,7 @@ from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.reading import load_weights
 from unit.prefill.models import random_weights
 
-TOKENS = 150  # three pages
+TOKENS = 136  # two pages, and a round of eight in a third one
 ATOL = 1e-4
 
 Model = tuple[ModelConfig, Plan, Weights, list[int], Tensor]
@@ -53,7 +53,7 @@ def require_close(seen: Tensor, wanted: Tensor, atol: float = ATOL) -> None:
 def test_one_query_gives_the_references_logits(model: Model) -> None:
     config, plan, weights, ids, wanted = model
     """Positions one after the other, across a page's end, in one launch."""
-    require_close(Bench(config, plan, weights).feed(ids[:72]), wanted[:72])
+    require_close(Bench(config, plan, weights).feed(ids[:67]), wanted[:67])
 
 
 @pytest.mark.usefixtures("near")

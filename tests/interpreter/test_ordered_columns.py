@@ -1,6 +1,8 @@
 """A folder in GPTQ's act-order, from its files to the logits of the kernel's arithmetic."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,27 +68,35 @@ def loaded(folder: Path, name: str, ranks: int) -> Folder:
     return Folder(chosen, numbers, plan, parts)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Folder]:
+    """Each is written and loaded once."""
+    return cache(lambda name, ranks: loaded(tmp_path_factory.mktemp("model"), name, ranks))
+
+
 @pytest.mark.parametrize(("ranks", "queries"), [(1, 1), (1, 8), (2, 8)])
 @pytest.mark.parametrize("name", ["gptq-ordered", "gptq-ordered-zeros", "gptq-orders"])
 def test_logits_are_those_of_the_numbers(
-    name: str, ranks: int, queries: int, tmp_path: Path
+    name: str, ranks: int, queries: int, folders: Callable[[str, int], Folder]
 ) -> None:
-    folder = loaded(tmp_path, name, ranks)
+    folder = folders(name, ranks)
     one_order = {"qkv", "gate_up"} if name != "gptq-orders" else set()
     split = set() if ranks > 1 else {"attention_output"}
     assert {n.rpartition(".")[2] for n, one in folder.plan.formats.items() if one.is_permuted} == (
         one_order | split | ({"head"} if name == "gptq-ordered-zeros" else set())
     )
-    ids = prompt(folder.plan.model, 24)
+    ids = prompt(folder.plan.model, 24 if queries > 1 else 8)
     seen = Bench(folder.plan.model, folder.plan, folder.parts, torch.bfloat16).feed(ids, queries)
     wanted = reference_logits(folder.plan.model, folder.numbers, ids)
     assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
 
 
 @pytest.mark.parametrize("name", ["gptq-ordered", "gptq-orders"])
-def test_neurons_move_with_the_columns_of_down(name: str, tmp_path: Path) -> None:
+def test_neurons_move_with_the_columns_of_down(
+    name: str, folders: Callable[[str, int], Folder]
+) -> None:
     """Its codes lie by group without a table, and rows of gate and up, and biases, follow them."""
-    folder = loaded(tmp_path, name, 1)
+    folder = folders(name, 1)
     assert folder.chosen.neurons.keys() == {"layers.0.down", "layers.1.down"}
     assert not any(folder.plan.formats[down].is_permuted for down in folder.chosen.neurons)
     rows, orders = dict(folder.parts), folder.chosen.neurons

@@ -358,7 +358,7 @@ def shown(seconds: list[float]) -> str:
 
 def test_a_stream_beside_hostile_clients(cores, tmp_path, request) -> None:
     seed = request.config.getoption("--chaos-seed") or "21"
-    stream_beside_chaos(cores, tmp_path, seed, 20, TRIES)
+    stream_beside_chaos(cores, tmp_path, seed, 10, TRIES)
 
 
 def end_in_chaos(cores: tuple[int, int], folder: Path, seed: str, after_s: float) -> None:

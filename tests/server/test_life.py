@@ -322,7 +322,10 @@ def test_the_end_comes_while_the_model_loads(number: int) -> None:
         assert (status, told) == (0, "stopped\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# One handler takes both signals, which the tests of loading and of running requests send.
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_the_end_comes_while_a_step_never_returns(number: int) -> None:
     with troubled("hanging") as (process, url):
         stream = streamed(url)

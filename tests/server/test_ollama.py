@@ -191,7 +191,7 @@ def test_a_client_that_goes_ends_its_request(server, http) -> None:
 
 @pytest.fixture(scope="module")
 def calling() -> Iterator[str]:
-    with running(lambda _: with_tools(Scripted(TEXT, 100, ends=True))) as server:
+    with running(lambda _: with_tools(Scripted(TEXT, 400, ends=True))) as server:
         yield wait_until_ready(server).url
 
 

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 
 import httpx2
@@ -76,14 +75,6 @@ def test_sampling_fields_are_ones_that_the_server_takes() -> None:
 
 def test_a_model_says_whether_it_fills_in(http) -> None:
     assert http.get("/v1/models").json()["data"][0]["fills_in"] is True
-
-
-def test_the_package_has_the_page(tmp_path) -> None:
-    build = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling")
-    (wheel,) = build.WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
-    with zipfile.ZipFile(wheel) as content:
-        names = set(content.namelist())
-    assert {f"soloist/server/page/{file.name}" for file in PAGE.iterdir()} <= names
 
 
 def test_what_the_page_computes() -> None:

@@ -24,7 +24,7 @@ ASK = {"model": "gpt", "messages": [{"role": "user", "content": "Weather?"}], "t
 
 
 def client_of(text: str) -> Iterator[tuple[openai.OpenAI, Server]]:
-    with running(lambda _: with_tools(Scripted(text, 100, ends=True))) as server:
+    with running(lambda _: with_tools(Scripted(text, 400, ends=True))) as server:
         wait_until_ready(server)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             yield client, server
@@ -92,7 +92,7 @@ def test_mistrals_reasoning_and_calls(forced) -> None:
     text = "[THINK]They want it.[/THINK]" + '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}'
 
     def load(_):
-        return with_tools(Scripted(text, 100, ends=True), template=MAGISTRAL)
+        return with_tools(Scripted(text, 400, ends=True), template=MAGISTRAL)
 
     more = {"tool_choice": "required"} if forced else {}
     with running(load) as server:
