@@ -79,7 +79,8 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
     wanted = reference_logits(config, weights, ids)
     on_gpu = {k: v.cuda() for k, v in weights.items()}
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = load_kernel(plan, [on_gpu], [device], Capacity(CONTEXT), None, keep_rows=False)
+    own = shard_all(plan.part_of(0), on_gpu)
+    kernel = load_kernel(plan, [own], [device], Capacity(CONTEXT), None, keep_rows=False)
     one_by_one = forced_logits(kernel.decoder, ids, 1, config.vocab_size)
     error = (one_by_one.cpu() - wanted).norm() / wanted.norm()
     assert error < MOST_ERROR

@@ -27,18 +27,22 @@ from soloist.model.families import read_config
 from soloist.model.quantized import COLUMNS
 from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
-from soloist.reference.blocks import Rotary
+from soloist.prefill import elementwise
 from soloist.reference.build import build_reference
 from soloist.weights.packing import ordered, pack, place, table_of
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
+    GLM4_9B_CHAT,
     LLAMA_32_1B,
     MISTRAL_7B,
+    MISTRAL_SMALL_31_24B,
+    PHI4_MINI,
     QWEN3_17B,
     QWEN25_05B,
     SMOLLM3_3B,
     changed,
+    changed_text,
     written,
 )
 
@@ -95,7 +99,31 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
             no_rope_layers=[1, 0, 1],
         ), 10,
     ),
+    "phi3-partial-long-64": (
+        changed(
+            PHI4_MINI,
+            **{
+                **TINY,
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0] * 24,
+                    "long_factor": [1 + i / 8 for i in range(24)],
+                },
+            },
+            head_dim=64,
+            original_max_position_embeddings=64,
+        ), 8,
+    ),
+    "mistral3-text-32": (
+        changed_text(MISTRAL_SMALL_31_24B, **TINY, head_dim=32), 7,
+    ),
+    "glm-neighbours-biases-32": (
+        changed(GLM4_9B_CHAT, **TINY, head_dim=32), 9,
+    ),
 }  # fmt: skip
+
+# Families with maths that the kernel and prefill refuse.
+REFUSED = {"granite", "olmo2", "glm4", "gemma3", "gemma3_text"}
 
 
 def gpu(num_sms: int, like: str = "sm_90a") -> Gpu:
@@ -142,8 +170,7 @@ def reference_logits(config: ModelConfig, weights: Weights, ids: list[int]) -> T
 def rope_table(config: ModelConfig, positions: int) -> Tensor:
     """[positions, D / 2, 2], as the decoder takes it."""
     head_dim = config.layers[0].attention.head_dim
-    rotary = Rotary(config.rope, head_dim, positions, torch.device("cpu"))
-    return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], dim=-1)
+    return elementwise.rope_table(config.rope, head_dim, positions, torch.device("cpu"))
 
 
 def load(

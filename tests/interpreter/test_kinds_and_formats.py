@@ -14,7 +14,9 @@ from soloist.megakernel.plan import make_plan
 from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes, Quantized
+from soloist.model.rope import Rope
 from soloist.model.torch_types import TORCH_DTYPES
+from soloist.weights.formats import formats_of as formats_of_stored
 from unit.prefill.models import random_weights
 
 ATOL = 1e-4
@@ -54,6 +56,31 @@ def test_quantised_matrices(kind: str) -> None:
     ids = prompt(config, 24)
     seen = Bench(config, plan, parts).feed(ids, 8)
     torch.testing.assert_close(seen, reference_logits(config, meant, ids), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("stored", "ranks"),
+    [
+        (FORMATS["int4-zeros"], 1), (FORMATS["int4-zeros"], 2), (FORMATS["int8-permuted"], 1),
+        (FORMATS["fp8-block"], 1), (Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=8), 1),
+    ],
+    ids=["int4", "int4 on ranks", "permuted", "blocks of heads", "blocks in heads"],
+)  # fmt: skip
+def test_quantised_rows_that_are_put_in_order(stored: Quantized, ranks: int) -> None:
+    """Rope turns neighbours in half of a head, and the kernel has rows in another order."""
+    rope = Rope(10_000.0, interleaved=True, share=0.5)
+    config = replace(mixed_model(), layers=mixed_model().layers[-2:], rope=rope)
+    forms = {f"layers.{i}.qkv": stored for i in range(config.num_layers)}
+    formats = formats_of_stored(forms, config, ranks)
+    assert formats.keys() == forms.keys()
+    plan = make_plan(config, Dtype.BF16, gpu(9), ranks, formats)
+    half = torch.bfloat16
+    rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
+    parts, meant = quantised(rounded, forms)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts, half).feed(ids, 8)
+    wanted = reference_logits(config, meant, ids)
+    assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
 
 
 PERMUTED = pytest.mark.parametrize("kind", ["int4-permuted", "int8-permuted"])

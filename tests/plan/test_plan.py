@@ -31,6 +31,7 @@ from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
 from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.model.rope import Rope
 
 
 def require_sound(plan: Plan) -> None:
@@ -222,9 +223,33 @@ REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
         replace(SMALL, lanes=replace(LANES, num_lanes=2, head="lane")), Dtype.BF16,
         "an LM head over all lanes side by side", "'replicate'",
     ),
-    "neighbours": (
-        replace(SMALL, rope=replace(SMALL.rope, interleaved=True)), Dtype.BF16,
-        "interleaved rope", "rope that is not interleaved",
+    "embeddings": (
+        replace(SMALL, embedding_scale=2.0), Dtype.BF16, "a scale of embeddings", "as they are",
+    ),
+    "logits": (replace(SMALL, logit_scale=2.0), Dtype.BF16, "a scale of logits", "as the head"),
+    "norms": (replace(SMALL, norm_offset=1.0), Dtype.BF16, "norms that are stored less 1", "as"),
+    "joint norms": (
+        mixed(SMALL, {"qk_norm": True, "qk_norm_joins_heads": True}), Dtype.BF16,
+        "norms over all heads of queries and keys", "norms of each head",
+    ),
+    "scores": (
+        mixed(SMALL, {"own_scale": 0.5}), Dtype.BF16, "attention scores times 0.5", "0.176777",
+    ),
+    "two ropes": (
+        mixed(SMALL, {"own_rope": Rope(500.0)}), Dtype.BF16, "layers with a rope of their own",
+        "one for all layers",
+    ),
+    "outputs": (
+        replace(SMALL, layers=(replace(SMALL.layers[0], norms_outputs=True),)), Dtype.BF16,
+        "norms after attention and MLP", "norms before them",
+    ),
+    "inputs": (
+        replace(SMALL, layers=(replace(SMALL.layers[0], norms_inputs=False),)), Dtype.BF16,
+        "layers without norms before attention and MLP", "such norms",
+    ),
+    "activation": (
+        replace(SMALL, layers=(replace(SMALL.layers[0], mlp=Mlp(96, activation="gelu_tanh")),)),
+        Dtype.BF16, "the activation gelu_tanh", "silu",
     ),
     "fp32": (SMALL, Dtype.FP32, "fp32 weights", "bf16 or fp16"),
     "head_dim": (shaped((64, 96, 1, 4, 2, 48, 99)), Dtype.BF16, "head_dim 48", "32, 64, 96, 128"),

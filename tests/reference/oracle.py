@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
@@ -27,6 +32,20 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 
+# Families whose configuration has the language model in `text_config`: type of that, and of the
+# vision tower's.
+NESTED = {"mistral3": ("mistral", "pixtral"), "gemma3": ("gemma3_text", "siglip_vision_model")}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Families that store the scales of norms less 1.
+OFFSET_NORMS = ("gemma3", "gemma3_text")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -36,7 +55,8 @@ class Case:
         name: for the test id.
         family: model_type.
         fields: configuration, on top of `TINY`.
-        old_rope: config.json spells rope as `rope_theta` and `rope_scaling` with `type`.
+        old_rope: config.json spells rope as `rope_theta` and `rope_scaling` with `type`; of two
+            kinds of layers, that of sliding ones as `rope_local_base_freq`.
         sharded: several files with an index.
     """
 
@@ -55,16 +75,26 @@ class Case:
 def build(case: Case, seed: int = 0) -> PreTrainedModel:
     """The oracle in fp32, every parameter random: biases away from 0, norm scales away from 1."""
     fields = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, **TINY, **case.fields}
+    auto: Any = AutoModelForCausalLM
+    if case.family in NESTED:
+        text, vision = NESTED[case.family]
+        tied = fields.get("tie_word_embeddings", case.family == "gemma3")
+        fields = {
+            "text_config": {**fields, "model_type": text},
+            "vision_config": {**VISION, "model_type": vision},
+            "tie_word_embeddings": tied,
+        }
+        auto = AutoModelForImageTextToText
     config = AutoConfig.for_model(case.family, **fields)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(generator=generator)
             if name.endswith("norm.weight"):
-                parameter.mul_(0.3).add_(1.0)
+                parameter.mul_(0.3).add_(0.0 if case.family in OFFSET_NORMS else 1.0)
             elif name.endswith("bias"):
                 parameter.mul_(0.5)
             elif "embed_tokens" not in name or config.tie_word_embeddings:
@@ -79,12 +109,16 @@ def save(model: PreTrainedModel, case: Case, folder: Path) -> Path:
     assert len(list(folder.glob("*.safetensors"))) > 1 if case.sharded else True
     if case.old_rope:
         path = folder / "config.json"
-        values = json.loads(path.read_text())
+        whole = json.loads(path.read_text())
+        values = whole.get("text_config", whole)
         rules = values.pop("rope_parameters")
+        if "full_attention" in rules:
+            values["rope_local_base_freq"] = rules["sliding_attention"]["rope_theta"]
+            rules = rules["full_attention"]
         values["rope_theta"] = rules.pop("rope_theta")
         kind = rules.pop("rope_type")
         values["rope_scaling"] = None if kind == "default" else {"type": kind, **rules}
-        path.write_text(json.dumps(values))
+        path.write_text(json.dumps(whole))
     return folder
 
 

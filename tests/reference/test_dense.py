@@ -33,6 +33,20 @@ def yarn(**fields: object) -> dict[str, object]:
     return {"rope_parameters": {**YARN, **fields}}
 
 
+def long(pairs: int, original: int, **rules: object) -> dict[str, object]:
+    """LongRoPE: the tests' contexts are not longer than the original one, or all of them are."""
+    return {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + 0.25 * i for i in range(pairs)],
+            "long_factor": [1.5 + 0.75 * i for i in range(pairs)],
+            **rules,
+        },
+        "original_max_position_embeddings": original,
+    }
+
+
 MHA = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
 GQA = {"num_attention_heads": 10, "num_key_value_heads": 2, "hidden_size": 40, "vocab_size": 97}
 MQA = {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 72}
@@ -91,13 +105,71 @@ CASES = [
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         **yarn(),
     }, old_rope=True),
+    Case("plain", "phi3", GQA),
+    Case("partial-window", "phi3", {
+        **MQA, "sliding_window": 16, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+        },
+    }, sharded=True),
+    Case("short-factors", "phi3", {**MHA, "head_dim": 8, **long(4, 512, factor=16.0)}),
+    Case("partial-short-factors", "phi3", {
+        **MHA, **long(3, 512, attention_factor=1.3, partial_rotary_factor=0.75),
+    }, old_rope=True),
+    Case("short-factors", "llama", {**GQA, **long(2, 512, factor=4.0)}),
+    Case("text", "mistral3", {**GQA, "head_dim": 8, "sliding_window": None}, sharded=True),
+    Case("tied-window", "mistral3", {
+        **MHA, "head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True,
+    }),
+    Case("multipliers", "granite", {
+        **GQA, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.4, "logits_scaling": 8.0, "tie_word_embeddings": True,
+    }),
+    Case("biases-linear", "granite", {
+        **MHA, "attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR,
+        "residual_multiplier": 1.7, "logits_scaling": 0.3, "rms_norm_eps": 1e-3,
+    }, sharded=True),
+    Case("mha", "olmo2", MHA),
+    Case("gqa-biases-yarn", "olmo2", {
+        **GQA, "attention_bias": True, "head_dim": 8, **yarn(),
+    }, old_rope=True),
+    Case("biases", "glm", {**GQA, "head_dim": 8}),
+    Case("no-biases", "glm4", {**MQA, "head_dim": 12, "attention_bias": False}),
+    Case("biases-tied", "glm4", {
+        **MHA, "head_dim": 20, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7,
+        },
+    }, sharded=True),
+    Case("local-and-global", "gemma3_text", {
+        **GQA, "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 5,
+        "num_hidden_layers": 7,
+    }),
+    Case("untied-linear-biases", "gemma3_text", {
+        **MHA, "head_dim": 12, "sliding_window": 3, "tie_word_embeddings": False,
+        "attention_bias": True, "query_pre_attn_scalar": 144,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }, sharded=True),
+    Case("text", "gemma3", {
+        **MHA, "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }),
 ]  # fmt: skip
 
 
 def random_case(seed: int) -> Case:
     """Any family, any sizes, any rope."""
     draw = random.Random(seed)
-    family = draw.choice(["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+    family = draw.choice(
+        [
+            *("llama", "mistral", "qwen2", "qwen3", "smollm3"),
+            *("phi3", "mistral3", "granite", "olmo2", "glm", "glm4", "gemma3_text", "gemma3"),
+        ]
+    )
     kv_heads = draw.choice([1, 2, 3])
     heads = kv_heads * draw.choice([1, 2, 3, 5])
     fields = {
@@ -114,10 +186,26 @@ def random_case(seed: int) -> Case:
             [None, {"rope_type": "default", "rope_theta": 777.0}, LLAMA3, LINEAR, YARN]
         ),
     }
-    if family in {"llama", "qwen3", "smollm3"}:
+    if family in {"llama", "qwen3", "smollm3", "granite", "olmo2", "glm", "glm4", "gemma3_text"}:
         fields["attention_bias"] = draw.random() < 0.5
-    if family == "mistral":
+    if family in {"mistral", "mistral3", "phi3"}:
         fields["sliding_window"] = draw.choice([None, 2, 40])
+    if family in {"glm", "glm4"}:
+        fields["head_dim"] = 4 * draw.randint(1, 6)
+    if family == "phi3":
+        del fields["head_dim"], fields["rope_parameters"]
+        pairs = fields["hidden_size"] // heads // 2
+        fields |= draw.choice([{}, long(pairs, 512, factor=4.0)])
+    if family == "granite":
+        for name in ("embedding", "residual", "attention"):
+            fields[f"{name}_multiplier"] = draw.choice([0.22, 0.3, 0.7])
+        fields["logits_scaling"] = draw.choice([3.0, 5.0, 16.0])
+    if family in {"gemma3_text", "gemma3"}:
+        rules = {"full_attention": fields["rope_parameters"] or LINEAR}
+        rules["sliding_attention"] = {"rope_type": "default", "rope_theta": 300.0}
+        kinds = [draw.choice(list(rules)) for _ in range(fields["num_hidden_layers"])]
+        fields |= {"rope_parameters": rules, "layer_types": kinds}
+        fields |= {"sliding_window": draw.choice([2, 40]), "query_pre_attn_scalar": 11}
     return Case(f"random-{seed}", family, fields, draw.random() < 0.5, draw.random() < 0.5)
 
 
@@ -125,7 +213,7 @@ Loaded = tuple[Reference, Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(
-    scope="module", params=CASES + [random_case(i) for i in range(12)], ids=lambda c: c.id
+    scope="module", params=CASES + [random_case(i) for i in range(20)], ids=lambda c: c.id
 )
 def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -134,7 +222,7 @@ def loaded(
     case: Case = request.param
     oracle = build(case)
     model = load(save(oracle, case, tmp_path_factory.mktemp("model")))
-    ids = prompt(300, oracle.config.vocab_size)
+    ids = prompt(300, oracle.config.get_text_config().vocab_size)
     return model, ids, oracle_logits(oracle, ids), oracle_logits(oracle, ids[:1])
 
 

@@ -15,6 +15,7 @@ from soloist.reference.memory import MOST_READERS, rope_table_bytes, scratch_byt
 from soloist.weights.memory import row_bytes
 from soloist.weights.random import random_weights
 from unit.model.configurations import (
+    GEMMA3_1B,
     LANEFORMER_2B,
     LLAMA_31_8B,
     MISTRAL_7B,
@@ -38,6 +39,9 @@ TINY: dict[str, dict[str, Any]] = {
     "norms": changed(QWEN3_17B, **SMALL, num_hidden_layers=2),
     "biases": changed(LLAMA_31_8B, **SMALL, num_hidden_layers=3, attention_bias=True),
     "window": changed(MISTRAL_7B, **SMALL, num_hidden_layers=2, sliding_window=100),
+    "norms all around": changed(
+        GEMMA3_1B, **SMALL, num_hidden_layers=2, sliding_window=100, sliding_window_pattern=2
+    ),
     "lanes": changed(
         LANEFORMER_2B,
         **SMALL,
@@ -74,8 +78,8 @@ def test_the_estimate_holds(
         model._scratch = Scratch(model.device)
         model.forward(torch.ones(tokens, dtype=torch.int64), start, cache)
         kept = max(kept, MOST_READERS * model._scratch.num_bytes)
-    assert model._rotary is not None
-    rope_bytes = held_bytes(model._rotary.cos, model._rotary.sin)
+    assert model._rotaries
+    rope_bytes = held_bytes(*(x for rotary in model._rotaries for x in (rotary.cos, rotary.sin)))
     assert rope_bytes == rope_table_bytes(config, context)
     kept += rope_bytes
     assert kept <= needed, "the estimate is too low"

@@ -15,7 +15,12 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
-CASES = [Case("quantised", "llama", SIZES), Case("quantised", "qwen3", SIZES)]
+FUSED = {name: value for name, value in SIZES.items() if name != "head_dim"}
+CASES = [
+    Case("quantised", "llama", SIZES),
+    Case("quantised", "qwen3", SIZES),
+    Case("quantised", "phi3", FUSED),
+]
 
 
 def write(case: Case, form: Format, folder: Path) -> torch.Tensor:

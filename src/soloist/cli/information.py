@@ -13,6 +13,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
 from soloist.model.quantization.matrices import describe
+from soloist.model.rope import LongScaling
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
@@ -95,7 +96,7 @@ def gather(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        attention=describe_attention(config),
+        attention=describe_attention(config.for_context(tokens)),
         context_tokens=tokens,
         stored_as=checkpoint.dtype.value,
         quantised_as=None
@@ -132,6 +133,11 @@ def describe_attention(config: ModelConfig) -> str:
     if windows:
         parts.append(f"window {windows[0]:,} on {len(windows)} of {config.num_layers} layers")
     bare = sum(not x.attention.rope for x in config.layers)
+    dims = config.rope.rotated_dims(first.head_dim)
+    if dims < first.head_dim:
+        parts.append(f"rope on {dims} values of a head")
+    if isinstance(config.rope.scaling, LongScaling):
+        parts.append(f"{'long' if config.rope.scaling.is_long else 'short'} rope factors")
     if bare:
         parts.append(f"no rope on {bare} layers")
     if config.lanes is not None:

@@ -343,6 +343,9 @@ def _place_name(resolved: Resolved) -> str:
 def opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
     config = read_config(folder / CONFIG_FILE, asked.accepted_fields)
+    if asked.context_tokens is not None:
+        # Not the context that fits: what a model computes must not depend on free memory.
+        config = config.for_context(asked.context_tokens)
     read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)

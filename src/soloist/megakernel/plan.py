@@ -19,6 +19,7 @@ from soloist.megakernel.image import Image
 from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
+from soloist.megakernel.maths import require_maths
 from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.weight_format import WeightFormat, format_of
@@ -325,6 +326,7 @@ def _columns(model: ModelConfig, name: str) -> int:
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
+    require_maths(model)
     attention = model.layers[0].attention
     checks = [
         (dtype is not Dtype.FP32, "fp32 weights", "bf16 or fp16"),

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from soloist.errors import ShapeUnsupported
 from soloist.megakernel.limits import EXCHANGE_COPIES, MAX_QUERIES
 from soloist.model.config import Layer, ModelConfig
 from soloist.parallel.share import share_of
@@ -106,10 +105,8 @@ def shape_of_ranks(model: ModelConfig, ranks: int) -> ModelShape:
     """Of an ordinary model, whose ranks add up what they give.
 
     Raises:
-        ShapeUnsupported: rope turns neighbours, or the model is not spread over so many.
+        ShapeUnsupported: the model is not spread over so many.
     """
-    if model.rope.interleaved:
-        raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
     sums = (EXCHANGE_COPIES, ranks, MAX_QUERIES, model.hidden_size, 4)
     exchanged = {"sums_mid": sums, "sums_in": sums} if ranks > 1 else {}
     return ModelShape(model, ranks, share_of(model, ranks), ranks, exchanged)

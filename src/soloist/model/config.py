@@ -4,12 +4,13 @@ Knows neither files nor torch. Letters used for sizes everywhere: T tokens, H hi
 K KV heads, D head dimension, F FFN neurons, V vocabulary, L lanes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from soloist.model.rope import Rope
 
 HeadKind = Literal["replicate", "vocab_parallel", "lane"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,16 @@ class Attention:
     Attributes:
         num_query_heads: Q.
         num_kv_heads: K; query head q reads KV head q // (Q / K).
-        head_dim: D; scores are scaled by D ** -0.5.
+        head_dim: D.
         window: how many of the latest keys a token sees, itself included; None means all.
         rope: whether queries and keys are rotated by position.
         qkv_bias: biases on the q, k and v projections.
         output_bias: bias on the output projection.
         qk_norm: RMS norm over D of every query and key head, before rope.
+        qk_norm_joins_heads: that norm is one over all query heads and one over all key heads, with
+            scales [Q · D] and [K · D].
+        own_scale: what scores are multiplied by; None: D ** -0.5.
+        own_rope: rotates in place of the model's rope; None: the model's does.
     """
 
     num_query_heads: int
@@ -35,6 +40,14 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    qk_norm_joins_heads: bool = False
+    own_scale: float | None = None
+    own_rope: Rope | None = None
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.own_scale is None else self.own_scale
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -49,23 +62,34 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """One layer's gated MLP: down(silu(gate(x)) * up(x)).
+    """One layer's gated MLP: down(activation(gate(x)) * up(x)).
 
     Attributes:
         intermediate_size: F.
         bias: biases on gate, up and down.
+        activation: of the gate: SiLU, or GELU in its approximation by tanh.
     """
 
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer; the kinds may differ from layer to layer."""
+    """One transformer layer; the kinds may differ from layer to layer.
+
+    Attributes:
+        attention: its attention.
+        mlp: its MLP.
+        norms_inputs: RMS norms on what attention and MLP take.
+        norms_outputs: RMS norms on what they give, before it joins the residual stream.
+    """
 
     attention: Attention
     mlp: Mlp
+    norms_inputs: bool = True
+    norms_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +130,12 @@ class ModelConfig:
         context_tokens: positions the model was made for.
         norm_epsilon: added to the mean square in every RMS norm.
         layers: one entry per layer.
-        rope: rotary embedding, shared by the layers that use it.
+        rope: rotary embedding, shared by the layers that use it and have none of their own.
         tied_head: the LM head is the embedding matrix.
         lanes: delayed tensor parallelism, or None for an ordinary transformer.
+        norm_offset: added to the scales of every RMS norm, which are stored without it.
+        embedding_scale: what embeddings are multiplied by.
+        logit_scale: what logits are multiplied by.
     """
 
     family: str
@@ -120,6 +147,28 @@ class ModelConfig:
     rope: Rope
     tied_head: bool
     lanes: Lanes | None = None
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    def for_context(self, context_tokens: int) -> "ModelConfig":
+        """The model in contexts of so many tokens: rope rules may depend on their length."""
+
+        def adapted(layer: Layer) -> Layer:
+            own = layer.attention.own_rope
+            if own is None:
+                return layer
+            own = own.for_context(context_tokens)
+            return replace(layer, attention=replace(layer.attention, own_rope=own))
+
+        rope, layers = self.rope.for_context(context_tokens), tuple(map(adapted, self.layers))
+        return replace(self, rope=rope, layers=layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Each kind of rope once: the model's, and those that layers have of their own."""
+        own = (layer.attention.own_rope for layer in self.layers)
+        return tuple(dict.fromkeys((self.rope, *(rope for rope in own if rope is not None))))
 
     @property
     def num_layers(self) -> int:

@@ -121,6 +121,10 @@ class Fields:
         """Whether the field is there at all, be it as null."""
         return name in self._values
 
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Take these values of fields that are not there at all."""
+        self._values = {**defaults, **self._values}
+
     def path(self, name: str) -> str:
         """The field with those around it, for messages."""
         return self._prefix + name
@@ -191,6 +195,20 @@ class Fields:
         ):
             raise self._wrong(name, value, "a list of whole numbers of at least 0")
         return value
+
+    def numbers(self, name: str, length: int, meaning: str) -> tuple[float, ...]:
+        """A list of `length` finite numbers greater than 0, which stand for what `meaning` says."""
+        expected = f"a list of {length} numbers greater than 0, {meaning}"
+        values = self._take(name, REQUIRED, expected)
+        if not isinstance(values, list):
+            raise self._wrong(name, values, expected)
+        if len(values) != length:
+            raise self._wrong(name, f"a list of {len(values)}", expected)
+        for i, value in enumerate(values):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value <= LARGEST_NUMBER:  # NaN is neither
+                raise self._wrong(f"{name}[{i}]", value, "a number greater than 0")
+        return tuple(float(value) for value in values)
 
     def texts(self, name: str, length: int, allowed: Sequence[str]) -> list[str] | None:
         """A list of `length` words out of `allowed`, or None where the field is absent."""

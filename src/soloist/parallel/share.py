@@ -98,9 +98,10 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         sharing = _ranks_to_a_head(attention.num_kv_heads, ranks)
         kv_heads = -(-attention.num_kv_heads * sharing // ranks)
         group = -(-attention.queries_per_kv_head // sharing)
-        return Layer(
-            replace(attention, num_query_heads=kv_heads * group, num_kv_heads=kv_heads),
-            replace(mlp, intermediate_size=_share_rows(mlp.intermediate_size, ranks)),
+        return replace(
+            layer,
+            attention=replace(attention, num_query_heads=kv_heads * group, num_kv_heads=kv_heads),
+            mlp=replace(mlp, intermediate_size=_share_rows(mlp.intermediate_size, ranks)),
         )
 
     return replace(

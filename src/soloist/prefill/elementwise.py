@@ -330,9 +330,15 @@ class TorchElementwise(Elementwise):
 
 
 def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """Cosine and sine of every angle as the reference has them: [positions, D / 2, 2] fp32."""
+    """Cosine and sine of every angle as the reference has them: [positions, D / 2, 2] fp32.
+
+    Where a share of a head rotates, the pairs behind it have an angle of 0.
+    """
     rotary = Rotary(rope, head_dim, positions, device)
-    return torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], -1).contiguous()
+    table = torch.stack([rotary.cos[:, 0, 0], rotary.sin[:, 0]], -1)
+    still = torch.tensor([1.0, 0.0], device=device)
+    still = still.expand(positions, head_dim // 2 - table.shape[1], 2)
+    return torch.cat([table, still], 1)
 
 
 def _biased(product: Tensor, bias: Tensor | None) -> Tensor:

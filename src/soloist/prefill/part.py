@@ -9,6 +9,7 @@ from soloist.errors import ShapeUnsupported
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
+from soloist.megakernel.maths import require_maths
 from soloist.model.config import ModelConfig
 from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 from soloist.parallel.share import Share, share_of
@@ -191,12 +192,11 @@ def require_prefill(config: ModelConfig) -> None:
     """Refuse what prefill cannot do, before anything is allocated.
 
     Raises:
-        ShapeUnsupported: the model has lanes, layers with different heads or interleaved rope.
+        ShapeUnsupported: the model has lanes, layers with different heads, or other maths.
     """
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
-    if config.rope.interleaved:
-        raise ShapeUnsupported("interleaved rope", "rope that is not interleaved")
+    require_maths(config)
     heads = {
         (a.num_query_heads, a.num_kv_heads, a.head_dim)
         for a in (layer.attention for layer in config.layers)

@@ -6,7 +6,7 @@ matrices multiply in the model's dtype. Results live in scratch that the next bl
 views of it are made once per number of tokens: at one token a step, making views is half the work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -27,17 +27,18 @@ WIDENED_VALUES = 2**19
 class Pairs(NamedTuple):
     """Heads [T, heads, D] as rotated pairs: element i of `first` and `second` turn together."""
 
-    both: Tensor  # [T, heads, 2, D / 2]
-    first: Tensor  # [T, heads, D / 2]
-    second: Tensor  # [T, heads, D / 2]
+    both: Tensor  # [T, heads, 2, R / 2]
+    first: Tensor  # [T, heads, R / 2]
+    second: Tensor  # [T, heads, R / 2]
+    rest: Tensor | None  # [T, heads, D - R], what does not rotate
 
 
 class Rotary:
     """Cosine and sine of every angle up to some position, fp32.
 
     Attributes:
-        cos: [positions, 1, 1, D / 2].
-        sin: [positions, 1, D / 2].
+        cos: [positions, 1, 1, R / 2].
+        sin: [positions, 1, R / 2].
     """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, device: torch.device) -> None:
@@ -45,16 +46,19 @@ class Rotary:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
         self.cos = (angles.cos() * rope.attention_factor).to(device)[:, None, None]
         self.sin = (angles.sin() * rope.attention_factor).to(device)[:, None]
-        self._interleaved = rope.interleaved
+        self._interleaved, self._dims = rope.interleaved, rope.rotated_dims(head_dim)
 
     def pairs(self, heads: Tensor) -> Pairs:
         """Which elements of heads [T, heads, D] rotate together."""
         tokens, count, dim = heads.shape
+        rest = None
+        if self._dims < dim:
+            heads, rest = heads[..., : self._dims], heads[..., self._dims :]
         if self._interleaved:
-            both = heads.view(tokens, count, dim // 2, 2).transpose(2, 3)
+            both = heads.view(tokens, count, self._dims // 2, 2).transpose(2, 3)
         else:
-            both = heads.view(tokens, count, 2, dim // 2)
-        return Pairs(both, both[:, :, 0], both[:, :, 1])
+            both = heads.view(tokens, count, 2, self._dims // 2)
+        return Pairs(both, both[:, :, 0], both[:, :, 1], rest)
 
 
 @dataclass(slots=True)
@@ -64,24 +68,24 @@ class Step:
     Attributes:
         position: of the first token.
         num_tokens: T.
-        rotary: the rope table.
+        rotaries: a rope table for each of the model's `ropes`.
         cache: keys and values before and, after the blocks ran, of these positions.
         scratch: buffers for intermediate results of the block that runs.
     """
 
     position: int
     num_tokens: int
-    rotary: Rotary
+    rotaries: Sequence[Rotary]
     cache: KVCache
     scratch: Scratch
-    cos: Tensor = field(init=False)  # [T, 1, 1, D / 2]
-    sin: Tensor = field(init=False)  # [T, 1, D / 2]
+    # Of each table cos [T, 1, 1, R / 2] and sin [T, 1, R / 2].
+    _angles: list[tuple[Tensor, Tensor]] = field(init=False)
     _masks: dict[int | None, tuple[int, Tensor]] = field(default_factory=dict)
     _scores: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows = slice(self.position, self.position + self.num_tokens)
-        self.cos, self.sin = self.rotary.cos[rows], self.rotary.sin[rows]
+        self._angles = [(rotary.cos[rows], rotary.sin[rows]) for rotary in self.rotaries]
 
     def use(self, scratch: Scratch) -> None:
         """Keep intermediate results there from now on; those of earlier blocks are not needed."""
@@ -89,11 +93,20 @@ class Step:
             self.scratch = scratch
             self._scores.clear()
 
-    def rotate(self, source: Pairs, target: Pairs) -> None:
-        """Turn every pair by its position's angle: (a, b) → (a cos - b sin, b cos + a sin)."""
-        torch.mul(source.both, self.cos, out=target.both)
-        target.first.addcmul_(source.second, self.sin, value=-1)
-        target.second.addcmul_(source.first, self.sin)
+    def rotate(self, source: Pairs, target: Pairs, rope: int) -> None:
+        """Turn every pair by its position's angle: (a, b) → (a cos - b sin, b cos + a sin).
+
+        Args:
+            source: heads.
+            target: the same rotated.
+            rope: which of the model's.
+        """
+        cos, sin = self._angles[rope]
+        torch.mul(source.both, cos, out=target.both)
+        target.first.addcmul_(source.second, sin, value=-1)
+        target.second.addcmul_(source.first, sin)
+        if source.rest is not None and target.rest is not None:
+            target.rest.copy_(source.rest)
 
     def scores(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], num_query_heads: int
@@ -186,7 +199,7 @@ class AttentionBuffers:
     """Where a block's intermediate results for T tokens live, and the views it works through."""
 
     def __init__(
-        self, a: Attention, hidden: int, tokens: int, dtype: torch.dtype, step: Step
+        self, a: Attention, hidden: int, tokens: int, dtype: torch.dtype, step: Step, rope: int
     ) -> None:
         take, fp32 = step.scratch.take, torch.float32
         groups, group, dim = a.num_kv_heads, a.queries_per_kv_head, a.head_dim
@@ -198,12 +211,19 @@ class AttentionBuffers:
         final = self.raw
         if a.qk_norm or a.rope:
             final = self.exact = take("qk", fp32, tokens, rotating, dim)
+        self.norms: list[tuple[Tensor, Tensor]] = []  # what is normed, and where to
         if a.qk_norm:
-            final = self.normed = take("qk_normed", fp32, tokens, rotating, dim)
+            final = take("qk_normed", fp32, tokens, rotating, dim)
+            counts = [a.num_query_heads, a.num_kv_heads] if a.qk_norm_joins_heads else [rotating]
+            split = zip(*(torch.split(x, counts, 1) for x in (self.exact, final)), strict=True)
+            self.norms = [
+                (x.view(tokens, -1), out.view(tokens, -1)) if a.qk_norm_joins_heads else (x, out)
+                for x, out in split
+            ]
         if a.rope:
-            self.before = step.rotary.pairs(final)
+            self.before = step.rotaries[rope].pairs(final)
             final = take("qk_rotated", fp32, tokens, rotating, dim)
-            self.after = step.rotary.pairs(final)
+            self.after = step.rotaries[rope].pairs(final)
         self.queries = final[:, : a.num_query_heads].view(tokens, groups, group, dim)
         self.keys = final[:, a.num_query_heads :].transpose(0, 1)  # [K, T, D]
         self.mixed = take("mixed_by_token", dtype, tokens, a.num_query_heads * dim)
@@ -220,13 +240,16 @@ class AttentionBlock:
         weights: Mapping[str, Tensor],
         norm_epsilon: Tensor,
         cache_index: int,
+        rope: int = 0,
+        norm_offset: float = 0.0,
     ) -> None:
         self.attention = attention
         self._qkv = by_columns(weights["qkv"])
         self._qkv_bias = weights.get("qkv_bias")
         self._output = by_columns(weights["attention_output"])
         self._output_bias = weights.get("attention_output_bias")
-        self._qk_norm = _stacked_norms(attention, weights) if attention.qk_norm else None
+        self._qk_norms = _qk_norms(attention, weights, norm_offset) if attention.qk_norm else []
+        self._rope = rope
         self._epsilon = norm_epsilon
         self._cache_index = cache_index
         self._buffers_key = repr(attention)
@@ -235,21 +258,23 @@ class AttentionBlock:
         """[T, H] → [T, H]; appends the keys and values of these positions to the cache."""
         b = step.scratch.made(
             (self._buffers_key, step.num_tokens, h.dtype),
-            lambda: AttentionBuffers(self.attention, h.shape[1], step.num_tokens, h.dtype, step),
+            lambda: AttentionBuffers(
+                self.attention, h.shape[1], step.num_tokens, h.dtype, step, self._rope
+            ),
         )
         linear(h, self._qkv, self._qkv_bias, b.fused)
-        if self._qk_norm is not None or self.attention.rope:
+        if self._qk_norms or self.attention.rope:
             b.exact.copy_(b.raw)
-        if self._qk_norm is not None:
-            rms_norm(b.exact, self._qk_norm, self._epsilon, b.normed, step.scratch)
+        for (x, out), weight in zip(b.norms, self._qk_norms, strict=True):
+            rms_norm(x, weight, self._epsilon, out, step.scratch)
         if self.attention.rope:
-            step.rotate(b.before, b.after)
+            step.rotate(b.before, b.after, self._rope)
         step.cache.append(self._cache_index, step.position, b.keys, b.values)
         self._attend(b, step)
         return linear(b.mixed, self._output, self._output_bias, b.out)
 
     def _attend(self, b: AttentionBuffers, step: Step) -> None:
-        """softmax(q kᵀ / √D) v of all tokens, some at a time, into `b.mixed`.
+        """softmax(q kᵀ · scale) v of all tokens, some at a time, into `b.mixed`.
 
         The queries that share a KV head are rows of one matrix product: [K, Q / K · t, D].
         """
@@ -278,7 +303,7 @@ class AttentionBlock:
         keys, values = step.cache.view(self._cache_index, start, stop)
         shape = (rows.shape[0], rows.shape[1], stop - start)
         scores = step.scores("scores", dtype, shape, heads)
-        scale = rows.shape[2] ** -0.5
+        scale = self.attention.scale
         if is_quick(keys):
             torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=scale, out=scores)
         else:
@@ -310,7 +335,7 @@ class MlpBuffers:
 
 
 class MlpBlock:
-    """down(silu(gate(x)) · up(x)). Source: Shazeer, arXiv 2002.05202."""
+    """down(activation(gate(x)) · up(x)). Source: Shazeer, arXiv 2002.05202."""
 
     def __init__(self, mlp: Mlp, weights: Mapping[str, Tensor]) -> None:
         self.mlp = mlp
@@ -327,12 +352,22 @@ class MlpBlock:
             lambda: MlpBuffers(ffn, h.shape[1], tokens, h.dtype, step.scratch),
         )
         linear(h, self._gate_up, self._gate_up_bias, b.gate_up)
-        F.silu(b.gate, inplace=True).mul_(b.up)
+        if self.mlp.activation == "silu":
+            F.silu(b.gate, inplace=True)
+        else:  # Hendrycks and Gimpel, arXiv 1606.08415, section 2
+            b.gate.copy_(F.gelu(b.gate, approximate="tanh"))
+        b.gate.mul_(b.up)
         return linear(b.gate, self._down, self._down_bias, b.out)
 
 
-def _stacked_norms(a: Attention, weights: Mapping[str, Tensor]) -> Tensor:
-    """Scales of all query and key heads as one [Q + K, D] matrix, so that one norm serves both."""
-    queries = weights["q_norm"].float().expand(a.num_query_heads, -1)
-    keys = weights["k_norm"].float().expand(a.num_kv_heads, -1)
-    return torch.cat([queries, keys])
+def norm_scales(weight: Tensor, offset: float) -> Tensor:
+    """What an RMS norm multiplies by: the stored scales and what was taken off them, fp32."""
+    return weight.float() + offset if offset else weight.float()
+
+
+def _qk_norms(a: Attention, weights: Mapping[str, Tensor], offset: float) -> list[Tensor]:
+    """Scales of queries [Q · D] and of keys [K · D]; or of all their heads, as one [Q + K, D]."""
+    queries, keys = (norm_scales(weights[name], offset) for name in ("q_norm", "k_norm"))
+    if a.qk_norm_joins_heads:
+        return [queries, keys]
+    return [torch.cat([queries.expand(a.num_query_heads, -1), keys.expand(a.num_kv_heads, -1)])]

@@ -35,7 +35,7 @@ class Reference(ABC):
         self._embedding = None if config.tied_head else embedding
         self._epsilon = torch.tensor(config.norm_epsilon, device=self.device)
         self._scratch = Scratch(self.device)
-        self._rotary: Rotary | None = None
+        self._rotaries: tuple[Rotary, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -53,10 +53,12 @@ class Reference(ABC):
         return KVCache(self._cache_shapes(), capacity, self.dtype, self.device)
 
     def reach(self, num_positions: int) -> None:
-        """Make the rope table for so many positions, at least; of many it takes a while."""
-        if self._rotary is None or self._rotary.cos.shape[0] < num_positions:
+        """Make the rope tables for so many positions, at least; of many it takes a while."""
+        if not self._rotaries or self._rotaries[0].cos.shape[0] < num_positions:
             head_dim = self.config.layers[0].attention.head_dim
-            self._rotary = Rotary(self.config.rope, head_dim, num_positions, self.device)
+            self._rotaries = tuple(
+                Rotary(rope, head_dim, num_positions, self.device) for rope in self.config.ropes
+            )
 
     @torch.inference_mode()
     def forward(
@@ -89,8 +91,8 @@ class Reference(ABC):
         """
         num_tokens = token_ids.shape[0]
         assert position + num_tokens <= cache.capacity, "the caller checked the context"
-        assert self._rotary is not None, "the cache came from new_cache"
-        step = Step(position, num_tokens, self._rotary, cache, self._scratch)
+        assert self._rotaries, "the cache came from new_cache"
+        step = Step(position, num_tokens, self._rotaries, cache, self._scratch)
         return Pass(step, self._parts(token_ids, step, rows))
 
     def _parts(

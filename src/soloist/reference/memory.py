@@ -39,7 +39,8 @@ def scratch_bytes(
 
 def rope_table_bytes(config: ModelConfig, positions: int) -> int:
     """Cosine and sine of every angle, as `Rotary` has them."""
-    return config.layers[0].attention.head_dim * positions * _FP32
+    head_dim = config.layers[0].attention.head_dim
+    return sum(rope.rotated_dims(head_dim) for rope in config.ropes) * positions * _FP32
 
 
 def _score_bytes(config: ModelConfig, dtype: Dtype, context_tokens: int) -> int:
@@ -72,7 +73,8 @@ def _token_values(config: ModelConfig) -> int:
         queries, keys = a.num_query_heads * a.head_dim, a.num_kv_heads * a.head_dim
         attention = a.qkv_rows + 4 * (queries + keys) + 2 * keys + 3 * queries
         most = max(most, attention + 3 * layer.mlp.intermediate_size)
-    return most + _streams(config.lanes) * config.hidden_size
+    normed_outputs = any(layer.norms_outputs for layer in config.layers)
+    return most + (_streams(config.lanes) + normed_outputs) * config.hidden_size
 
 
 def _streams(lanes: Lanes | None) -> int:

@@ -97,6 +97,8 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
 def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
     """Ids that end generation: generation_config.json, else config.json, else none.
 
+    Where config.json has the language model in `text_config`, they may be there.
+
     Args:
         folder: of the model.
         vocab_size: V; None where it is not known.
@@ -107,8 +109,13 @@ def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
     expected = "a token id or a list of them"
     if vocab_size is not None:
         expected += f", each below the vocabulary's size of {vocab_size}"
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id")
+    fields = {name: read_json(folder / name) for name in ("generation_config.json", "config.json")}
+    text = fields["config.json"].get("text_config")
+    places = [(name, "", values) for name, values in fields.items()]
+    if isinstance(text, dict):
+        places.append(("config.json", "text_config.", text))
+    for name, prefix, values in places:
+        value = values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -118,7 +125,7 @@ def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
             and (vocab_size is None or token_id < vocab_size)
             for token_id in ids
         ):
-            raise WrongType(str(folder / name), "eos_token_id", value, expected)
+            raise WrongType(str(folder / name), f"{prefix}eos_token_id", value, expected)
         return frozenset(ids)
     return frozenset()
 

@@ -151,6 +151,7 @@ def plan_export(source: Path, asked: Asked) -> ExportPlan:
     fields = read_json(source / CONFIG_FILE)
     _require_plain(source, fields)
     config = read_config(source / CONFIG_FILE, asked.accepted_fields)
+    _require_text_alone(config, fields)
     specs = tensors(config)
     _require_matrices(config, specs)
     checkpoint = open_checkpoint(source)
@@ -176,6 +177,15 @@ def _require_plain(source: Path, fields: dict[str, Any]) -> None:
             raise AlreadyQuantized(str(source), f"{CONFIG_FILE} has a {name}{told}")
     if (source / _SIGN_FILE).exists():
         raise AlreadyQuantized(str(source), f"it holds {_SIGN_FILE}")
+
+
+def _require_text_alone(config: ModelConfig, fields: dict[str, Any]) -> None:
+    if "text_config" in fields:
+        raise CheckpointError(
+            f"the family '{config.family}' has a vision tower beside its text, whose modules a "
+            "quantised copy would have to name (allowed: models of text alone)",
+            "give --weights to the command that runs the model: it rounds while it loads",
+        )
 
 
 def _require_matrices(config: ModelConfig, specs: tuple[TensorSpec, ...]) -> None:

@@ -39,6 +39,8 @@ def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> We
     short = name.rpartition(".")[2]
     if short not in _PHASES and (name != "head" or config.tied_head):
         return None
+    if short == "qkv" and _mixes_rows(stored, config):
+        stored = replace(stored, scale_rows=1)
     if ranks > 1:
         if stored.permuted and _is_cut_by_columns(short):
             return None
@@ -51,6 +53,12 @@ def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> We
         return quantized_format(stored)
     except ShapeUnsupported:
         return None
+
+
+def _mixes_rows(stored: Quantized, config: ModelConfig) -> bool:
+    """Rows that share scales leave each other when those of a head are put into another order."""
+    head_dim = config.layers[0].attention.head_dim
+    return stored.scale_rows % head_dim > 0 and not config.rope.is_in_halves(head_dim)
 
 
 def _is_cut_by_columns(short: str) -> bool:

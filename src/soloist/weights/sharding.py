@@ -5,14 +5,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from soloist.model.config import ModelConfig
 from soloist.model.quantized import COLUMNS
 from soloist.parallel.lanes import LaneShare
 from soloist.parallel.share import Share, padded, share_of
 from soloist.weights.lanes import shard_lanes
+from soloist.weights.rope_order import head_in_halves, rope_in_halves
 
 
 def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
     """The part of a tensor, contiguous; the tensor itself where every rank or lane has all of it.
+
+    Rows that rope rotates are brought into the order of prefill and the kernel (`rope_order.py`).
 
     Args:
         share: whose.
@@ -23,8 +27,14 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
     layer, short = _place(name)
     if isinstance(share, LaneShare):
         return shard_lanes(share, short, values)
-    if share.ranks == 1 or name.endswith(COLUMNS):
+    if name.endswith(COLUMNS):
         return values
+    values = _in_halves(share.whole, layer, short, values)
+    return values if share.ranks == 1 else _cut(share, layer, short, values)
+
+
+def _cut(share: Share, layer: int, short: str, values: Tensor) -> Tensor:
+    """The part of a tensor that one of several ranks has."""
     sizes, attention = share.sizes(layer), share.whole.layers[layer].attention
     if short in ("qkv", "qkv_bias"):
         counts = (attention.num_query_heads, attention.num_kv_heads, attention.num_kv_heads)
@@ -43,6 +53,15 @@ def shard(share: Share | LaneShare, name: str, values: Tensor) -> Tensor:
         rows = share_of(share.whole, share.ranks).vocab_size
         return _taken(values, padded(share.vocabulary, rows))
     return values
+
+
+def _in_halves(model: ModelConfig, layer: int, short: str, values: Tensor) -> Tensor:
+    rope, attention = model.rope, model.layers[layer].attention
+    if rope.is_in_halves(attention.head_dim):
+        return values
+    if short in ("qkv", "qkv_bias"):
+        return rope_in_halves(rope, attention, values)
+    return head_in_halves(rope, values) if short in ("q_norm", "k_norm") else values
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -193,10 +193,10 @@ def test_parts_of_prompts_are_shorter_where_rounds_are_slow() -> None:
 def test_opening_a_sequence_makes_no_table_and_fills_no_memory() -> None:
     """Of a long context both take a while, in which nobody else gets a token."""
     one = executor()
-    table = one.reference._rotary
+    (table,) = one.reference._rotaries
     for length in (10, 3000):
         running = opened(one, tokens(length, 7))
-        assert one.reference._rotary is table
+        assert one.reference._rotaries == (table,)
         one.free(running)
 
 

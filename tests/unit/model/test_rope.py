@@ -38,10 +38,9 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(rules: dict[str, Any], theta: float) -> Rope:
-    return read_rope(
-        Fields({"rope_theta": theta, "rope_scaling": rules}, "config.json", "llama"), None
-    )
+def ours(rules: dict[str, Any], theta: float, head_dim: int) -> Rope:
+    values = {"rope_theta": theta, "rope_scaling": rules, "max_position_embeddings": 131072}
+    return read_rope(Fields(values, "config.json", "phi3"), None, head_dim, share=1.0)
 
 
 @pytest.mark.parametrize("theta", [500.0, 10_000.0, 1_000_000.0])
@@ -54,7 +53,7 @@ def test_equals_transformers(rules: dict[str, Any], head_dim: int, theta: float)
         rope_parameters={"rope_theta": theta, **rules},
     )
     wanted, factor = ROPE_INIT_FUNCTIONS[rules["rope_type"]](config, torch.device("cpu"))
-    rope = ours(rules, theta)
+    rope = ours(rules, theta, head_dim)
     seen = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float64)
     wanted = wanted.double()
     difference = ((seen - wanted) / wanted).abs()
@@ -63,6 +62,51 @@ def test_equals_transformers(rules: dict[str, Any], head_dim: int, theta: float)
         f"pair {worst}: {seen[worst]:.9g}, wanted {wanted[worst]:.9g}"
     )
     assert rope.attention_factor == pytest.approx(factor, rel=RELATIVE_BOUND)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"factor": 8.0}, {"attention_factor": 0.9}, {"factor": 0.5}],
+    ids=["context", "factor", "attention factor", "no growth"],
+)
+@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("context", [4096, 4097])
+def test_longrope_equals_transformers(rules: dict[str, Any], share: float, context: int) -> None:
+    pairs = int(64 * share) // 2
+    rules = {
+        "rope_type": "longrope",
+        "short_factor": [1 + i / 64 for i in range(pairs)],
+        "long_factor": [1.5 * 1.1**i for i in range(pairs)],
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": share,
+        **rules,
+    }
+    config = LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": 10_000.0, **rules},
+    )
+    function = ROPE_INIT_FUNCTIONS["longrope"]
+    wanted, factor = function(config, torch.device("cpu"), seq_len=context)
+    rope = ours(rules, 10_000.0, 64).for_context(context)
+    seen = torch.tensor(rope.inverse_frequencies(64), dtype=torch.float64)
+    torch.testing.assert_close(seen, wanted.double(), rtol=RELATIVE_BOUND, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=RELATIVE_BOUND)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [2, 6, 8, 12])
+def test_the_order_in_halves_keeps_pairs(interleaved: bool, dims: int) -> None:
+    rope = Rope(1e4, interleaved=interleaved, share=dims / 12)
+    order = rope.order_in_halves(12)
+    assert sorted(order) == list(range(12))
+    apart = 1 if interleaved else dims // 2
+    for i, (first, second) in enumerate(zip(order[:6], order[6:], strict=True)):
+        if i < dims // 2:  # turned by the i-th frequency
+            assert (first, second) == ((2 * i if interleaved else i), first + apart)
+        else:
+            assert min(first, second) >= dims
+    assert rope.is_in_halves(12) is (dims == 12 and not interleaved)
 
 
 @given(
@@ -94,7 +138,7 @@ def test_yarn_lies_between_plain_and_interpolated(
         assert kept / factor * (1 - 1e-9) <= seen <= kept * (1 + 1e-9)
 
 
-def test_only_yarn_changes_the_temperature() -> None:
+def test_interpolation_keeps_the_temperature() -> None:
     assert Rope(1e4).attention_factor == 1.0
     assert Rope(1e4, LinearScaling(4.0)).attention_factor == 1.0
     assert yarn_attention_factor(0.5) == 1.0

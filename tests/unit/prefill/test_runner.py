@@ -19,6 +19,7 @@ from soloist.prefill.part import Part, require_prefill
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from soloist.reference.build import build_reference
+from soloist.weights.sharding import shard_all
 from unit.prefill.models import GQA, MODELS, matrices, model, random_weights, vectors
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ CUTS = {
 
 
 def prefill(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Prefill:
-    weights = random_weights(config, seed)
+    weights = shard_all(Share(config, 1, 0), random_weights(config, seed))
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 6, dtype, CPU)
     held = matrices(weights, dtype)
@@ -69,6 +70,18 @@ def test_logits_are_the_references(case: tuple[ModelConfig, Tensor], cuts: list[
         logits = run.run(ids[start:stop], start, SCATTERED)
         assert logits is not None
         assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits, wanted[stop - 1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.75, 0.25])
+def test_any_pairs_and_any_share_of_a_head_may_turn(interleaved: bool, share: float) -> None:
+    attention = replace(GQA, qk_norm=True, qkv_bias=True)
+    config = model(attention, attention, rope=Rope(1000.0, None, interleaved, share))
+    ids = prompt(config)
+    run, wanted = prefill(config), reference_logits(config, ids)
+    for start, stop in pairwise(CUTS["uneven"]):
+        logits = run.run(ids[start:stop], start, SCATTERED)
         torch.testing.assert_close(logits, wanted[stop - 1], rtol=0, atol=2e-5)
 
 
@@ -238,7 +251,7 @@ def test_lanes_are_refused() -> None:
     ("config", "named"),
     [
         (model(Attention(4, 2, 8), Attention(4, 4, 8)), "layers with different heads"),
-        (model(GQA, rope=Rope(1000.0, interleaved=True)), "interleaved rope"),
+        (model(GQA, embedding_scale=2.0), "a scale of embeddings"),
     ],
 )
 def test_what_kernels_cannot_do_is_refused(config: ModelConfig, named: str) -> None:

@@ -17,7 +17,10 @@ from soloist.errors import RequestError, TokenizerError
 from soloist.model.folder import SHIPPED, shipped_folder
 from soloist.text import ChatTemplate, Tokenizer
 
-FAMILIES = ["llama3", "mistral", "qwen2", "qwen3", "smollm3", "laneformer", "etude"]
+FAMILIES = [
+    *("llama3", "mistral", "mistral3", "qwen2", "qwen3", "smollm3", "phi3", "phi4"),
+    *("granite", "olmo2", "glm4", "gemma3", "laneformer", "etude"),
+]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None, "image_token": "<image>"}
 TODAY = datetime(2026, 2, 3, 4, 5, 6)
 

@@ -13,7 +13,22 @@ from pathlib import Path
 
 from soloist.errors import MissingField, UnknownFamily, WrongType
 from soloist.model.config import ModelConfig
-from soloist.model.families import laneformer, llama, mistral, qwen2, qwen3, smollm3
+from soloist.model.families import (
+    gemma3,
+    gemma3_text,
+    glm,
+    glm4,
+    granite,
+    laneformer,
+    llama,
+    mistral,
+    mistral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from soloist.model.foreign import require_not_mlx
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
@@ -32,9 +47,17 @@ class Family:
 FAMILIES = {
     "llama": Family(llama.read, llama.tensors, llama.IGNORED),
     "mistral": Family(mistral.read, mistral.tensors),
+    "mistral3": Family(mistral3.read, mistral3.tensors, mistral3.IGNORED),
     "qwen2": Family(qwen2.read, qwen2.tensors),
     "qwen3": Family(qwen3.read, qwen3.tensors),
     "smollm3": Family(smollm3.read, smollm3.tensors),
+    "phi3": Family(phi3.read, phi3.tensors),
+    "granite": Family(granite.read, granite.tensors),
+    "olmo2": Family(olmo2.read, olmo2.tensors),
+    "glm": Family(glm.read, glm.tensors),
+    "glm4": Family(glm4.read, glm4.tensors),
+    "gemma3": Family(gemma3.read, gemma3.tensors, gemma3.IGNORED),
+    "gemma3_text": Family(gemma3_text.read, gemma3_text.tensors),
     "laneformer": Family(laneformer.read, laneformer.tensors),
     "laneformer_tp": Family(laneformer.read, laneformer.tensors),
 }

@@ -8,7 +8,6 @@ from soloist.errors import MissingField, WrongType
 from soloist.model.config import Attention, Lanes, Layer, Mlp, ModelConfig
 from soloist.model.families.dense import extended_context, read_heads, read_rope
 from soloist.model.reading import Fields
-from soloist.model.rope import Rope
 from soloist.model.tensors import Source, TensorSpec
 
 
@@ -29,7 +28,7 @@ def read(fields: Fields) -> ModelConfig:
     ):
         if count % lanes.num_lanes:
             raise WrongType(fields.file, name, count, f"a multiple of {lanes.num_lanes} lanes")
-    rope = read_rope(fields, None)
+    rope = read_rope(fields, None, head_dim, interleaved=True)
     return ModelConfig(
         family=fields.family,
         hidden_size=hidden,
@@ -40,7 +39,7 @@ def read(fields: Fields) -> ModelConfig:
             Layer(Attention(query_heads, kv_heads, head_dim, window=window), Mlp(ffn))
             for window in _read_windows(fields)
         ),
-        rope=Rope(rope.theta, rope.scaling, interleaved=True),
+        rope=rope,
         tied_head=fields.flag("tie_word_embeddings"),
         lanes=lanes,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from soloist.errors import MissingField
 from soloist.model.quantization.fields import QuantizationFields
 from soloist.model.quantization.names import compiled
-from soloist.model.quantization.scheme import HEAD, Layout, Method, Scheme
+from soloist.model.quantization.scheme import Layout, Method, Scheme, is_head
 from soloist.model.quantized import Codes
 from soloist.model.reading import REQUIRED
 
@@ -35,7 +35,7 @@ def read(fields: QuantizationFields) -> Method:
         for matches, scheme in dynamic:
             if matches(module):
                 return (scheme,)
-        if module == HEAD and has_head is not None:
+        if is_head(module) and has_head is not None:
             return (usual,) if has_head else (None,)
         return (usual, None)
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from soloist.errors import GroupMismatch, QuantizationMismatch
 from soloist.model.quantized import Codes
 
-# The module of the LM head.
+# The last part of the name of the LM head's module.
 HEAD = "lm_head"
 
 
@@ -88,6 +88,11 @@ class Scheme:
         return _LAYOUTS[self.layout](self, shape, module)
 
 
+def is_head(module: str) -> bool:
+    """Whether a module is the LM head, of a model that may have others beside its text."""
+    return module.rpartition(".")[2] == HEAD
+
+
 # What a configuration says of a module: how it may be stored, in order of preference, and None
 # for 16 bits. The tensors decide where there are several.
 Method = Callable[[str], tuple[Scheme | None, ...]]
@@ -99,7 +104,7 @@ def all_but(is_listed: Callable[[str], bool], *schemes: Scheme) -> Method:
     def of(module: str) -> tuple[Scheme | None, ...]:
         if is_listed(module):
             return (None,)
-        return (*schemes, None) if module == HEAD else schemes
+        return (*schemes, None) if is_head(module) else schemes
 
     return of
 

@@ -1,0 +1,38 @@
+"""What of a model's maths the decode kernel and prefill do not know, and refuse. Pure."""
+
+from soloist.errors import ShapeUnsupported
+from soloist.model.config import ModelConfig
+
+
+def require_maths(model: ModelConfig) -> None:
+    """Refuse what only the reference computes.
+
+    Raises:
+        ShapeUnsupported: naming it.
+    """
+    checks = [
+        (model.embedding_scale == 1, "a scale of embeddings", "embeddings as they are stored"),
+        (model.logit_scale == 1, "a scale of logits", "logits as the head gives them"),
+        (model.norm_offset == 0, "norms that are stored less 1", "norms as they are stored"),
+    ]
+    for layer in model.layers:
+        attention = layer.attention
+        checks += [
+            (layer.norms_inputs, "layers without norms before attention and MLP", "such norms"),
+            (not layer.norms_outputs, "norms after attention and MLP", "norms before them"),
+            (
+                not attention.qk_norm_joins_heads,
+                "norms over all heads of queries and keys",
+                "norms of each head",
+            ),
+            (
+                attention.scale == attention.head_dim**-0.5,
+                f"attention scores times {attention.scale:g}",
+                f"{attention.head_dim**-0.5:g}, the root of a head's size",
+            ),
+            (attention.own_rope is None, "layers with a rope of their own", "one for all layers"),
+            (layer.mlp.activation == "silu", f"the activation {layer.mlp.activation}", "silu"),
+        ]
+    for fine, given, allowed in checks:
+        if not fine:
+            raise ShapeUnsupported(given, allowed)
