@@ -38,9 +38,9 @@ def merged(etude, adapter, tmp_path) -> Path:
 WEIGHTS = "adapter_model.safetensors"
 
 
-def tokens(soloist, *words: object) -> list[int]:
+def tokens(soloist, *words: object, device: str = "cpu") -> list[int]:
     done = soloist(
-        "run", *words, "-p", "def f(x):", "-n", 12, "--device", "cpu", "--ignore-eos", "--json"
+        "run", *words, "-p", "def f(x):", "-n", 12, "--device", device, "--ignore-eos", "--json"
     )
     assert done.status == 0, done.err
     return json.loads(done.out)["token_ids"]
@@ -55,6 +55,15 @@ def test_the_tokens_of_a_merged_folder(soloist, etude, adapter, merged, options)
     seen = tokens(soloist, etude, "--adapter", adapter, *options)
     assert seen == tokens(soloist, merged, *options)
     assert seen != tokens(soloist, etude, *options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--weights", "int4")], ids=["bf16", "int4"])
+def test_the_decode_kernel_has_the_merged_weights(soloist, etude, adapter, merged, options):
+    """Files are on their way to the GPU before the adapter is merged there."""
+    seen = tokens(soloist, etude, "--adapter", adapter, *options, device="cuda")
+    assert seen == tokens(soloist, merged, *options, device="cuda")
+    assert seen != tokens(soloist, etude, *options, device="cuda")
 
 
 def test_a_quantised_copy_of_both(soloist, etude, adapter, merged, tmp_path):
