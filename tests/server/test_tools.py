@@ -189,6 +189,22 @@ def test_blocks_of_thinking_text_and_tools(claude) -> None:
     assert without_ids == [b.model_dump(exclude={"id"}) for b in reply.content]
 
 
+def test_thoughts_may_be_omitted(claude) -> None:
+    ask = {**CLAUDE_ASK, "tools": CLAUDE_TOOLS}
+    ask["thinking"] = {"type": "adaptive", "display": "omitted"}
+    reply = claude.messages.create(**ask)
+    with claude.messages.stream(**ask) as stream:
+        told = [e.delta.type for e in stream if e.type == "content_block_delta"]
+        final = stream.get_final_message()
+    assert "thinking_delta" not in told
+    for one in (reply, final):
+        assert [b.type for b in one.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert one.content[0].thinking == ""
+        assert one.content[1].text == "Let me see."
+    again = [*ask["messages"], {"role": "assistant", "content": reply.content[:2]}]
+    claude.messages.create(**{**ask, "messages": [*again, {"role": "user", "content": "And?"}]})
+
+
 def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claude) -> None:
     engine = calling[1].host.ready().engine
     messages = [

@@ -119,6 +119,6 @@ def _of_assistant(blocks: Sequence[object], place: str) -> dict[str, Any]:
             case _:
                 texts.append(text_of(block, f"{place}[{number}]"))
     plain: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        plain["reasoning_content"] = "\n".join(thoughts)
+    if any(thoughts):  # a client may have asked that they be omitted
+        plain["reasoning_content"] = "\n".join(filter(None, thoughts))
     return plain | ({"tool_calls": calls} if calls else {})

@@ -34,7 +34,9 @@ class ThinkingFields(Fields):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = optional("Has no effect, which a warning says.", ge=1)
-    display: only("summarized") = None  # type: ignore[valid-type]
+    display: Literal["summarized", "omitted"] | None = optional(
+        "omitted: blocks of reasoning come without their text."
+    )
 
     @property
     def warnings(self) -> tuple[str, ...]:
