@@ -17,7 +17,7 @@ from soloist.server.fields import (
 )
 from soloist.server.preparation.llama_sampling import LlamaSampling, require_penalties_of_all
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import invalid
+from soloist.server.problems import invalid, unsupported
 from soloist.server.prompts import fitted
 from soloist.server.shapes import Shape, plain_grammar
 from soloist.text.answers import json_form
@@ -42,6 +42,11 @@ class LlamaCppFields(LlamaSampling):
     model: str | None = None
     n_predict: int | None = optional(
         "Most tokens to generate; -1, the default: what fits. 0 only reads the prompt.", ge=-2
+    )
+    n_cmpl: int | None = optional(
+        "Answers, 1 by default. More are one, which a warning says, where the best token is taken.",
+        ge=1,
+        le=64,
     )
     stream: bool | None = None
     samplers: str | Items[str] | None = optional(
@@ -194,7 +199,21 @@ def _prepared(
     left_out = ("prompt", "input_prefix", "input_suffix", "input_extra", "json_schema", "stop")
     update = {name: None for name in left_out if name in type(asked).model_fields}
     fields = asked.model_copy(update=update | {"samplers": samplers_of(asked)})
-    return Prepared(fields, model, (PreparedPrompt(tuple(ids), params),), grammar)
+    prompts = (PreparedPrompt(tuple(ids), params),)
+    return Prepared(fields, model, prompts, grammar, warnings=_answer_warnings(asked, params))
+
+
+def _answer_warnings(asked: LlamaCppFields, params: SamplingParams) -> tuple[str, ...]:
+    """What a reply says about several answers, which are the same where the best token is taken.
+
+    Raises:
+        Problem: they would differ.
+    """
+    if asked.n_cmpl in (None, 1):
+        return ()
+    if params.temperature > 0:
+        raise unsupported("n_cmpl", "1, or more with the sampler infill or temperature 0")
+    return (f"n_cmpl is {asked.n_cmpl}, but answers of the best tokens are alike; this is one",)
 
 
 def _params(
