@@ -89,6 +89,26 @@ def test_a_request_of_llama_vscode(http) -> None:
     assert "warnings" not in http.post("/infill", json=VSCODE | {"n_cmpl": 1}).json()
 
 
+def test_an_instruction_of_llama_vim(http) -> None:
+    ask = {
+        "id_slot": 0, "messages": [{"role": "user", "content": "INSTRUCTION: shorten"}],
+        "min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"], "stream": True,
+        "cache_prompt": True, "max_tokens": 4,
+    }  # fmt: skip
+    reply = http.post("/v1/chat/completions", json=ask)
+    assert reply.status_code == 200
+    assert reply.text.endswith("data: [DONE]\n\n")
+    for changed, words in (
+        ({"top_p": 0.5}, "leaves out top_p, whose field is given"),
+        ({"samplers": []}, "leaves out temperature"),
+        ({"samplers": ["min_p", "magic"]}, "no sampler 'magic'"),
+        ({"samplers": ["infill"]}, "samplers is not supported"),
+    ):
+        reply = http.post("/v1/chat/completions", json=ask | changed)
+        assert reply.status_code == 400
+        assert words in reply.json()["error"]["message"]
+
+
 def test_a_warm_up_reads_and_caches_but_says_nothing(http) -> None:
     pieces = [EXTRA | {"text": f"def f{n}(x):\n    return x + {n}\n"} for n in range(20)]
     reply = http.post("/infill", json=WARM_UP | {"input_extra": pieces}).json()

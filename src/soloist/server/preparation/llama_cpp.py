@@ -15,9 +15,14 @@ from soloist.server.fields import (
     only,
     optional,
 )
-from soloist.server.preparation.llama_sampling import LlamaSampling, require_penalties_of_all
+from soloist.server.preparation.llama_sampling import (
+    SAMPLERS,
+    LlamaSampling,
+    require_penalties_of_all,
+    sampler_names,
+)
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import invalid, unsupported
+from soloist.server.problems import unsupported
 from soloist.server.prompts import fitted
 from soloist.server.shapes import Shape, plain_grammar
 from soloist.text.answers import json_form
@@ -26,12 +31,7 @@ from soloist.text.processor import Processor
 # What stands before a repository's name and before each file, in models that were trained on them.
 _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 
-# Samplers by the letters that stand for them.
-_SAMPLERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
-    "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill",
-}  # fmt: skip
-_BY_DEFAULT = [name for name in _SAMPLERS.values() if name != "infill"]
+_BY_DEFAULT = [name for name in SAMPLERS.values() if name != "infill"]
 
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 
@@ -148,12 +148,7 @@ def samplers_of(asked: LlamaCppFields) -> list[str]:
     """
     if asked.samplers is None:
         return _BY_DEFAULT
-    names = [_SAMPLERS.get(one, one) for one in asked.samplers]
-    names = ["typ_p" if name == "typical_p" else name for name in names]
-    if unknown := set(names) - set(_SAMPLERS.values()):
-        allowed = ", ".join(_SAMPLERS.values())
-        raise invalid("samplers", f"no sampler {min(unknown)!r} (available: {allowed})")
-    return names
+    return sampler_names(asked.samplers)
 
 
 def _file_marks(processor: Processor) -> tuple[int, ...]:
