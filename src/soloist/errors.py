@@ -5,10 +5,12 @@
     │   ├── ConfigError       config.json: MissingField · WrongType · UnsupportedField
     │   │                     UnknownField · NotAcceptable
     │   │                     UnknownFamily · UnsupportedQuantization · GroupMismatch
+    │   │                     UnsupportedAdapter
     │   ├── CheckpointError   model files: ModelNotFound · MissingFile · NotAModel · TruncatedFile
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
     │   │                     NotAFile · IndexMismatch · QuantizationMismatch · NoGroupFits
-    │   │                     AlreadyQuantized · DownloadFailed
+    │   │                     AlreadyQuantized · DownloadFailed · AdapterNotFound
+    │   │                     AdapterMismatch · AdapterOnCodes
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -31,7 +33,14 @@ Classes take facts and build the sentence: what was given, what is allowed, then
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
+
+# Of an adapter that Soloist does not merge.
+_MERGE_WITH_PEFT: Final = (
+    "merge the adapter into its model with the package peft: PeftModel.from_pretrained(model, "
+    "adapter).merge_and_unload().save_pretrained(FOLDER); copy the tokenizer's files to FOLDER, "
+    "and give FOLDER as the model"
+)
 
 
 class SoloistError(Exception):
@@ -180,6 +189,19 @@ class GroupMismatch(ConfigError):
             "config.json and the weights are from different models, or group_size was changed; "
             "take both from one checkpoint",
         )
+
+
+class UnsupportedAdapter(UnsupportedField):
+    """An adapter changes a model in a way that Soloist does not merge."""
+
+    def __init__(self, file: str, field: str, value: object, allowed: str) -> None:
+        ConfigError.__init__(
+            self,
+            f"{file}: field {quoted(field)} is {shortened(value)}, which Soloist does not merge "
+            f"(allowed: {allowed})",
+            _MERGE_WITH_PEFT,
+        )
+        self.field = field
 
 
 # --- model files ---------------------------------------------------------------------------------
@@ -337,6 +359,47 @@ class DownloadFailed(CheckpointError):
             f"cannot fetch '{model}' from the hub: {reason}",
             "check the name, the network and, for gated models, `hf auth login`; or give a local "
             "folder",
+        )
+
+
+class AdapterNotFound(CheckpointError):
+    """An adapter was named that is neither a folder nor a hub id."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__(
+            f"no adapter '{given}': it is neither a folder on this machine nor a hub id of the "
+            "form 'owner/name'",
+            "give the folder that holds adapter_config.json and adapter_model.safetensors",
+        )
+
+
+class AdapterMismatch(CheckpointError):
+    """The files of an adapter contradict each other, or belong to another model.
+
+    Args:
+        file: one of them.
+        seen: what it holds, and what is allowed.
+        base: the model that the adapter names as its own; may be empty.
+    """
+
+    def __init__(self, file: str, seen: str, base: str) -> None:
+        trained = f": {quoted(base)}, as its configuration says" if base else ""
+        super().__init__(
+            f"{file}: {seen}",
+            f"give the model that the adapter was trained on{trained}; if this is the model, "
+            "download or save the adapter again",
+        )
+
+
+class AdapterOnCodes(CheckpointError):
+    """An adapter changes a matrix that is quantised."""
+
+    def __init__(self, adapter: str, tensor: str, scheme: str) -> None:
+        super().__init__(
+            f"the adapter {adapter} changes {quoted(tensor)}, which the model stores as {scheme}; "
+            "after a merge it would have to be rounded again (allowed: matrices in 16 or 32 bits)",
+            "give the 16-bit checkpoint that the model was made from; with --weights it is rounded "
+            "after the merge",
         )
 
 

@@ -36,6 +36,7 @@ VIM = {
     "t_max_predict_ms": 3000, "response_fields": FIELDS,
 }  # fmt: skip
 VSCODE = {
+    "id_slot": 0, "n_cmpl": 3,
     "input_prefix": PREFIX, "input_suffix": SUFFIX,
     "input_extra": [{"text": EXTRA["text"], "time": 7, "filename": "sub.py"}], "prompt": "    ret",
     "n_predict": 16, "top_k": 40, "top_p": 0.99, "stream": False,
@@ -80,6 +81,32 @@ def test_a_request_of_llama_vscode(http) -> None:
     assert reply["generation_settings"]["temperature"] == 0, "infill takes the best token"
     assert reply["generation_settings"]["samplers"] == ["top_k", "top_p", "infill"]
     assert reply["stop_type"] in ("limit", "eos")
+    (told,) = reply["warnings"]
+    assert told.startswith("n_cmpl is 3, but ")
+    (only, *_, last) = http.post("/infill", json=VSCODE | {"stream": True}).text.split("\n\n")[:-1]
+    assert "warnings" not in only
+    assert told in last
+    assert "warnings" not in http.post("/infill", json=VSCODE | {"n_cmpl": 1}).json()
+
+
+def test_an_instruction_of_llama_vim(http) -> None:
+    ask = {
+        "id_slot": 0, "messages": [{"role": "user", "content": "INSTRUCTION: shorten"}],
+        "min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"], "stream": True,
+        "cache_prompt": True, "max_tokens": 4,
+    }  # fmt: skip
+    reply = http.post("/v1/chat/completions", json=ask)
+    assert reply.status_code == 200
+    assert reply.text.endswith("data: [DONE]\n\n")
+    for changed, words in (
+        ({"top_p": 0.5}, "leaves out top_p, whose field is given"),
+        ({"samplers": []}, "leaves out temperature"),
+        ({"samplers": ["min_p", "magic"]}, "no sampler 'magic'"),
+        ({"samplers": ["infill"]}, "samplers is not supported"),
+    ):
+        reply = http.post("/v1/chat/completions", json=ask | changed)
+        assert reply.status_code == 400
+        assert words in reply.json()["error"]["message"]
 
 
 def test_a_warm_up_reads_and_caches_but_says_nothing(http) -> None:
@@ -126,6 +153,8 @@ def test_samplers_that_are_not_listed_are_not_used(http) -> None:
     [
         ({"grammar": "root ::= x"}, "grammar is not supported"),
         ({"n_probs": 3}, "n_probs is not supported (allowed: 0)"),
+        ({"n_cmpl": 2}, "n_cmpl is not supported (allowed: 1, or more with"),
+        ({"n_cmpl": 0}, "n_cmpl"),
         ({"samplers": ["top_k", "magic"]}, "no sampler 'magic' (available: penalties"),
         ({"dry_multiplier": 0.8}, "dry_multiplier is not supported"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),

@@ -2,14 +2,25 @@
 
 import re
 import time
+from dataclasses import replace
 
+import httpx2 as httpx
 import openai
 import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from server.running import etude, is_idle, oracle, wait_for
+from server.running import (
+    CONFIG,
+    Scripted,
+    etude,
+    is_idle,
+    oracle,
+    running,
+    wait_for,
+    wait_until_ready,
+)
 from server.values import MESSAGES
 from soloist import engine
 from soloist.kv.memory import kv_bytes_seen
@@ -37,8 +48,25 @@ def test_models(client) -> None:
     assert found[0].max_model_len == 2048
     assert found[0].default_max_tokens == 1024
     assert client.models.retrieve("gpt").owned_by == "soloist"
+    assert (found[0].root, found[0].parent) == ("etude-draft", None)
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         client.models.retrieve("other")
+
+
+def test_an_adapter_is_told_with_its_model() -> None:
+    real = etude()
+    report = replace(real.report, adapter="more")
+    made = engine.Engine(real.config, Scripted(), real.resolved, report.folder, report)
+    with running(lambda _: made) as server:
+        wait_until_ready(server)
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            for found in http.get("/v1/models").json()["data"]:
+                assert found["id"] in CONFIG.names
+                assert (found["root"], found["parent"]) == ("more", "etude-draft")
+            (told, _) = http.get("/api/tags").json()["models"]
+            assert told["details"]["parent_model"] == "etude-draft"
+            asked = {"model": "gpt", "prompt": "a", "max_tokens": 1}
+            assert http.post("/v1/completions", json=asked).json()["model"] == "gpt"
 
 
 def test_a_completion_is_the_engines(client) -> None:

@@ -189,6 +189,22 @@ def test_blocks_of_thinking_text_and_tools(claude) -> None:
     assert without_ids == [b.model_dump(exclude={"id"}) for b in reply.content]
 
 
+def test_thoughts_may_be_omitted(claude) -> None:
+    ask = {**CLAUDE_ASK, "tools": CLAUDE_TOOLS}
+    ask["thinking"] = {"type": "adaptive", "display": "omitted"}
+    reply = claude.messages.create(**ask)
+    with claude.messages.stream(**ask) as stream:
+        told = [e.delta.type for e in stream if e.type == "content_block_delta"]
+        final = stream.get_final_message()
+    assert "thinking_delta" not in told
+    for one in (reply, final):
+        assert [b.type for b in one.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert one.content[0].thinking == ""
+        assert one.content[1].text == "Let me see."
+    again = [*ask["messages"], {"role": "assistant", "content": reply.content[:2]}]
+    claude.messages.create(**{**ask, "messages": [*again, {"role": "user", "content": "And?"}]})
+
+
 def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claude) -> None:
     engine = calling[1].host.ready().engine
     messages = [
@@ -229,6 +245,44 @@ def test_a_conversation_with_tools_is_the_one_that_templates_know(calling, claud
         model="gpt", messages=messages, tools=CLAUDE_TOOLS[1:]
     ).input_tokens
     assert counted == len(engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_tool_that_is_loaded_later_is_told_of_in_a_result(calling, claude) -> None:
+    """The beginning of the prompt stays the one that was cached."""
+    engine = calling[1].host.ready().engine
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    tools = [search, *({**tool, "defer_loading": True} for tool in CLAUDE_TOOLS)]
+    use = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}
+    found = [{"type": "text", "text": "Found:"}, {"type": "tool_reference", "tool_name": "t"}]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": found}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    function = '{"name":"t","description":"time","parameters":{"type":"object"}}'
+    told = f"Found:\n<function>{function}</function>"
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "search", "arguments": {}}}
+    plain = [
+        messages[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": told},
+    ]
+    first = {"name": "search", "description": "", "parameters": {"type": "object"}}
+    text = engine.chat_template.render(plain, tools=[{"type": "function", "function": first}])
+    counted = claude.messages.count_tokens(model="gpt", messages=messages, tools=tools)
+    assert counted.input_tokens == len(engine.tokenizer.encode(text, add_special_tokens=False))
+
+    ask = {"model": "gpt", "max_tokens": 500, "messages": messages, "tools": tools}
+    forced = claude.messages.create(**ask, tool_choice={"type": "tool", "name": "t"})
+    assert [b.name for b in forced.content if b.type == "tool_use"][:1] == ["t"]
+    claude.messages.create(**ask, tool_choice={"type": "none"})
+    with pytest.raises(anthropic.BadRequestError, match="weather"):  # nobody referred to it
+        claude.messages.create(**ask, tool_choice={"type": "tool", "name": "weather"})
+    with pytest.raises(anthropic.BadRequestError, match=r"tool_name.*none of the name 't'"):
+        claude.messages.create(**{**ask, "tools": tools[:2]})
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.defer_loading"):
+        claude.messages.create(**{**ask, "tools": [{**search, "defer_loading": "yes"}, *tools]})
 
 
 def test_thinking_that_cannot_be_switched_off_is_said_so(claude) -> None:

@@ -159,6 +159,10 @@ def _check(plan: Plan) -> None:
             "--against", plan.against, allowed, "quantise a folder, and measure that"
         )
 
+    if plan.against is not None and plan.asked.adapter is not None:
+        allowed = "only without --adapter, which it would not merge"
+        raise SettingError("--against", plan.against, allowed, "measure a merged folder")
+
 
 def _row(
     plan: Plan,
@@ -178,7 +182,7 @@ def _row(
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
     return rows.DecodeRow(
         engine=name,
-        shape=engine.report.folder.name,
+        shape=" + ".join(filter(None, (engine.report.folder.name, engine.report.adapter))),
         device=engine.report.device_name,
         gpus=gpus,
         precision=chosen.dtype.value,

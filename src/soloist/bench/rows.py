@@ -85,7 +85,7 @@ class DecodeRow:
 
     Attributes:
         engine: the engine that was measured, with its version and mode.
-        shape: name of the model.
+        shape: name of the model, and behind ' + ' of the adapter that was merged into it.
         device: name of the processor, with the cores in use.
         gpus: number of GPUs; 0 on a CPU.
         precision: dtype of the activations, the KV cache and the weights that are not quantised.

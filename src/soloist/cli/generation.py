@@ -107,6 +107,7 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "model": status_line(engine),
         "device": engine.report.place,
         "executor": engine.report.executor,
+        "adapter": engine.report.adapter or None,
         "precision": engine.resolved.dtype.value,
         "weights": engine.report.weights,
         "context_tokens": engine.resolved.context_tokens,

@@ -7,11 +7,12 @@ from soloist.cli.terminal import millions, print_json
 from soloist.device import available_memory_bytes
 from soloist.errors import SettingError, gigabytes
 from soloist.kv.memory import kv_bytes_per_token
+from soloist.model.adapter import open_adapter
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import CONFIG_FILE, find_adapter, find_model, name_of
 from soloist.model.quantization.matrices import describe
 from soloist.model.rope import LongScaling
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
@@ -35,6 +36,16 @@ class PrecisionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """An adapter in numbers."""
+
+    name: str
+    ranks: tuple[int, ...]
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """A model in numbers."""
 
@@ -52,6 +63,7 @@ class ModelFacts:
     checkpoint_bytes: int
     available_memory_bytes: int
     accepted_fields: tuple[str, ...]
+    adapter: AdapterFacts | None
     by_precision: dict[str, PrecisionFacts]
 
 
@@ -60,15 +72,16 @@ def show(
     context: int | None,
     revision: str | None,
     accepted: tuple[str, ...] = (),
+    adapter: str | None = None,
     *,
     as_json: bool,
 ) -> None:
-    """Print the facts of a model.
+    """Print the facts of a model, and of an adapter for it.
 
     Raises:
         UserError: the model, its files or the context cannot be used.
     """
-    facts = gather(model, context, revision, accepted)
+    facts = gather(model, context, revision, accepted, adapter)
     if as_json:
         print_json(asdict(facts))
     else:
@@ -76,7 +89,11 @@ def show(
 
 
 def gather(
-    model: str, context: int | None, revision: str | None, accepted: tuple[str, ...] = ()
+    model: str,
+    context: int | None,
+    revision: str | None,
+    accepted: tuple[str, ...] = (),
+    adapter: str | None = None,
 ) -> ModelFacts:
     """Read configuration and headers; no weights."""
     folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
@@ -85,6 +102,7 @@ def gather(
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)
+    found = None if adapter is None else _adapter_facts(adapter, checkpoint, specs)
     tokens = context or config.context_tokens
     if not 1 <= tokens <= config.context_tokens:
         raise SettingError("--context", tokens, f"1 … {config.context_tokens:,}")
@@ -106,11 +124,20 @@ def gather(
         checkpoint_bytes=checkpoint.num_bytes,
         available_memory_bytes=available,
         accepted_fields=accepted,
+        adapter=found,
         by_precision={
             dtype.value: _precision_facts(config, specs, dtype, tokens, available)
             for dtype in Dtype
         },
     )
+
+
+def _adapter_facts(
+    given: str, checkpoint: Checkpoint, specs: tuple[TensorSpec, ...]
+) -> AdapterFacts:
+    folder = find_adapter(given, offline=read_settings().hub_offline)
+    adapter = open_adapter(folder, checkpoint, specs)
+    return AdapterFacts(name_of(given), adapter.ranks, len(adapter.changes), adapter.num_bytes)
 
 
 def _kernel_bytes(
@@ -183,6 +210,11 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
     if f.kernel_bytes_per_token is not None:
         read = gigabytes(f.kernel_bytes_per_token)
         rows.append(("on a GPU", f"{read} of weights read per token, as they are stored"))
+    if f.adapter is not None:
+        ranks = ", ".join(map(str, f.adapter.ranks))
+        of_rank = f" of rank {ranks}" if ranks else ""
+        told = f"{gigabytes(f.adapter.bytes)}{of_rank}, changes {f.adapter.tensors} tensors"
+        rows.append(("adapter", f"{f.adapter.name}: {told}"))
     for name, p in f.by_precision.items():
         verdict = "fits" if p.fits else "does not fit"
         rows.append(

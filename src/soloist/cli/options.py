@@ -47,6 +47,13 @@ Context = Annotated[
     _model(help="Context length in tokens; default: the model's own, or as much as fits."),
 ]
 Revision = Annotated[str | None, _model(help="Branch, tag or commit of a hub model.")]
+Adapter = Annotated[
+    str | None,
+    _model(
+        metavar="FOLDER_OR_ID",
+        help="Merge a LoRA into the model while it is loaded: a folder or hub id in peft's form.",
+    ),
+]
 AcceptField = Annotated[
     list[str] | None,
     _model(

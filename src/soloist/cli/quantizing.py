@@ -7,20 +7,30 @@ from soloist.cli.loading import progress_bar
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import print_json, status
 from soloist.errors import gigabytes
-from soloist.model.folder import find_model
+from soloist.model.folder import find_adapter, find_model
 from soloist.settings import read_settings
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, ExportPlan, plan_export
 
 
-def write(model: str, revision: str | None, asked: Asked, output: Path, *, as_json: bool) -> None:
-    """Quantise a model and print sizes before and after.
+def write(
+    model: str,
+    revision: str | None,
+    asked: Asked,
+    output: Path,
+    adapter: str | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Quantise a model, with an adapter merged into it, and print sizes before and after.
 
     Raises:
         UserError, DiskFull: the model cannot be quantised so, or the folder not be written.
     """
-    source = find_model(model, revision=revision, offline=read_settings().hub_offline)
-    plan = plan_export(source, asked)
+    offline = read_settings().hub_offline
+    source = find_model(model, revision=revision, offline=offline)
+    merged = None if adapter is None else find_adapter(adapter, offline=offline)
+    plan = plan_export(source, asked, merged)
     with progress_bar("quantising") as advance:
         files = write_export(plan, output, advance)
     count = f"{len(files)} file{'s' * (len(files) > 1)} of weights"

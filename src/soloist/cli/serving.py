@@ -8,7 +8,7 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
-from soloist.model.folder import SHIPPED
+from soloist.model.folder import SHIPPED, name_of
 from soloist.server.config import ServerConfig
 from soloist.server.ending import leave
 from soloist.server.origin import is_local, takes_any_name
@@ -44,8 +44,7 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     """What clients may call the model: the names given, else as it was named here."""
     if given:
         return tuple(dict.fromkeys(given))
-    folder = Path(model)
-    return (folder.resolve().name,) if folder.is_dir() else (model,)
+    return (name_of(model),)
 
 
 def warnings_of(config: ServerConfig) -> list[str]:

@@ -36,8 +36,9 @@ def status_line(engine: "Engine") -> str:
     weights = rounded if r.weights_in_words != chosen.dtype.value else ""
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
     accepted = f" · accepted fields: {', '.join(r.accepted_fields)}" if r.accepted_fields else ""
+    name = f"{r.folder.name} + adapter {r.adapter}" if r.adapter else r.folder.name
     return (
-        f"{r.folder.name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
+        f"{name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
         f"{chosen.dtype.value}{weights} on {r.place} · {runs}{context} · "
         f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s{accepted}"
     )

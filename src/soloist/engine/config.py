@@ -51,6 +51,8 @@ class EngineConfig:
         weights: what the matrices of the layers of a 16-bit checkpoint are rounded to; also by its
             name, 'int4', 'int8' or 'fp8'.
         head_weights: likewise of the LM head.
+        adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
+            it is loaded, before anything is rounded.
         accepted_fields: of config.json, that Soloist does not know and that do not change the
             model's output, as the caller knows; a field inside another as 'outer.inner'.
     """
@@ -70,6 +72,7 @@ class EngineConfig:
     weights: Codes | None = None
     head_weights: Codes | None = None
     accepted_fields: tuple[str, ...] = ()
+    adapter: str | None = None
 
     @property
     def rounding(self) -> Rounding:

@@ -21,20 +21,21 @@ from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, KernelModel, load_kernel
-from soloist.engine.memory import require_host_memory, stage
+from soloist.engine.memory import require_host_memory, require_merging_memory, stage
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
 from soloist.engine.support import Support
 from soloist.engine.traffic import Traffic
 from soloist.megakernel.plan import Plan
+from soloist.model.adapter import Adapter, open_adapter
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import CONFIG_FILE, find_adapter, find_model, name_of
 from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
-from soloist.model.tensors import parameters
+from soloist.model.tensors import TensorSpec, parameters
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
@@ -45,7 +46,8 @@ from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.choice import Chosen, choose
 from soloist.weights.loading import Destination, Source, load_ranks
-from soloist.weights.memory import streamed_bytes
+from soloist.weights.memory import merging_bytes, streamed_bytes
+from soloist.weights.merging import require_finite
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -73,6 +75,8 @@ class LoadReport:
             the reference, what their numbers were rounded to. Such as 'int4+int8 head'.
         weights_in_words: the same for people.
         accepted_fields: of config.json, that Soloist does not know.
+        adapter: what was merged, as `name_of` calls it; empty without.
+        model: what it was merged into, likewise.
         free_gpu_bytes: that the GPU had free before; of several the least; None on a CPU.
     """
 
@@ -91,6 +95,8 @@ class LoadReport:
     weights_in_words: str = ""
     free_gpu_bytes: int | None = None
     accepted_fields: tuple[str, ...] = ()
+    adapter: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ class Engine:
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
         checkpoint, chosen = opened(folder, asked)
         config, specs = chosen.config, chosen.specs
+        adapter = _adapter(asked, checkpoint, chosen.in_files, offline=settings.hub_offline)
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
         device = placed.devices[0]
@@ -185,6 +192,7 @@ class Engine:
         )  # fmt: skip
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
+        require_merging_memory(merging_bytes(adapter), resolved.memory, free_bytes)
         # One thread a physical core: single-row products are bound by memory, and hyper-threads or
         # an oversubscribed container only add waiting.
         torch.set_num_threads(settings.threads or usable_cores())
@@ -203,7 +211,14 @@ class Engine:
             for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
         )  # fmt: skip
         source = Source(
-            checkpoint, config, specs, chosen.stored, chosen.rounding, upload, chosen.neurons
+            checkpoint,
+            config,
+            specs,
+            chosen.stored,
+            chosen.rounding,
+            upload,
+            chosen.neurons,
+            adapter,
         )
         weights, load_s = load_ranks(source, to, on_progress)
         if plan is None:
@@ -232,6 +247,8 @@ class Engine:
             weights_in_words=words,
             free_gpu_bytes=free_bytes if is_on_gpu else None,
             accepted_fields=asked.accepted_fields,
+            adapter="" if asked.adapter is None else name_of(asked.adapter),
+            model=name_of(asked.model),
         )
         return cls(config, model, resolved, folder, report)
 
@@ -351,6 +368,18 @@ def opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored)
     return checkpoint, choose(checkpoint, config, specs, asked.rounding)
+
+
+def _adapter(
+    asked: EngineConfig, checkpoint: Checkpoint, specs: tuple[TensorSpec, ...], *, offline: bool
+) -> Adapter | None:
+    """The adapter's files, held against the model's."""
+    if asked.adapter is None:
+        return None
+    folder = find_adapter(asked.adapter, offline=offline)
+    adapter = open_adapter(folder, checkpoint, specs)
+    require_finite(adapter)
+    return adapter
 
 
 def _reference(

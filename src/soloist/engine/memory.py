@@ -146,6 +146,24 @@ def stage(
     return Staging(in_parts, on_host=room_bytes < in_parts, keeps_rows=room_bytes >= needed)
 
 
+def require_merging_memory(
+    merging_bytes: int, estimate: MemoryEstimate, available_bytes: int
+) -> None:
+    """What merging an adapter takes fits beside the weights, while there is no KV cache yet.
+
+    Raises:
+        OutOfMemory: it does not.
+    """
+    needed_bytes = estimate.weights_bytes + merging_bytes + HEADROOM_BYTES
+    if needed_bytes > available_bytes:
+        what = (
+            f"merging the adapter (weights {gigabytes(estimate.weights_bytes)}, beside them "
+            f"{gigabytes(merging_bytes)}, reserve {gigabytes(HEADROOM_BYTES)})"
+        )
+        hint = "free memory, take --precision bf16, or merge the adapter into a folder elsewhere"
+        raise OutOfMemory(what, needed_bytes, available_bytes, hint)
+
+
 def require_host_memory(weights_bytes: int, available_bytes: int) -> None:
     """Weights that pass through the host's memory fit there.
 

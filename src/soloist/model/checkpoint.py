@@ -170,7 +170,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     files = _shards(folder, places.values()) if places else [_single(folder)]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for stored in _header(file):
+        for stored in read_header(file):
             if stored.name in tensors:
                 raise CheckpointError(
                     f"tensor {quoted(stored.name)} is both in "
@@ -232,7 +232,13 @@ def _most(names: list[str]) -> str:
     return max(dict.fromkeys(names), key=names.count)
 
 
-def _header(file: Path) -> list[StoredTensor]:
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        NotAFile: it is a folder, a pipe or a device.
+        TruncatedFile: its header or length is wrong.
+    """
     handle = open_file(file, "np")
     with handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118

@@ -5,13 +5,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
+from soloist.errors import (
+    AdapterNotFound,
+    CheckpointError,
+    DownloadFailed,
+    MissingFile,
+    ModelNotFound,
+)
 from soloist.files import is_there
-from soloist.model.foreign import hint_for, require_no_adapter
+from soloist.model.foreign import ADAPTER_FILE, hint_for, require_no_adapter
 from soloist.model.shards import INDEX_FILE, weight_names
 
 SHIPPED = ("etude", "etude-draft")
 CONFIG_FILE = "config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -70,9 +77,48 @@ def find_model(
     return _download(given, folder.name, files, offline=offline)
 
 
+def find_adapter(given: str, *, offline: bool = False) -> Path:
+    """The folder of an adapter, fetched from the hub if `given` is a hub id.
+
+    Args:
+        given: a folder, or 'owner/name' on the hub.
+        offline: use only what the local hub cache holds.
+
+    Raises:
+        CheckpointError: nothing of that name, a folder without an adapter, or a failed download.
+    """
+    try:
+        path = Path(given).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of nobody
+        raise AdapterNotFound(given) from error
+    if is_file:
+        raise CheckpointError(
+            f"{given} is a file; an adapter is a folder that holds {ADAPTER_FILE} and "
+            f"{ADAPTER_WEIGHTS}",
+            f"give the folder: {path.parent}",
+        )
+    if not (given and is_folder):
+        if not is_hub_id(given):
+            raise AdapterNotFound(given)
+        path = _download(given, None, (ADAPTER_FILE, ADAPTER_WEIGHTS), offline=offline)
+    if not is_there(path / ADAPTER_FILE):
+        found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        what = "holds a whole model: give it as MODEL" if CONFIG_FILE in found else ""
+        hint = f"{given} {what}" if what else "give the folder that peft's save_pretrained wrote"
+        raise MissingFile(str(path), ADAPTER_FILE, found, hint)
+    return path
+
+
 def is_hub_id(given: str) -> bool:
     """Whether it has the form 'owner/name'; a folder of that name goes first."""
     return _HUB_ID.fullmatch(given) is not None
+
+
+def name_of(given: str) -> str:
+    """What a model or an adapter is called: a hub id as it is, a folder by its last name."""
+    folder = Path(given)
+    return folder.resolve().name if folder.is_dir() else given
 
 
 def shipped_folder(name: str) -> Path:

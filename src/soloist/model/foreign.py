@@ -72,9 +72,8 @@ def require_no_adapter(folder: Path, found: Sequence[str]) -> None:
     raise NotAModel(
         f"{folder} holds an adapter{named}, not a whole model ({ADAPTER_FILE} is there, and no "
         "model.safetensors)",
-        "merge it into its model with the package peft: PeftModel.from_pretrained(model, "
-        "adapter).merge_and_unload().save_pretrained(FOLDER), copy the tokenizer's files to "
-        "FOLDER, and give FOLDER",
+        "give the model that it belongs to, and this folder with --adapter, which merges the two "
+        "while they are loaded",
     )
 
 

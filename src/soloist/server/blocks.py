@@ -28,7 +28,7 @@ class Blocks:
             if part.kind == "call" or part.kind not in ("arguments", self._kind):
                 yield from self._stop()
                 yield self._start(part)
-            if part.kind in _DELTAS:
+            if part.kind in _DELTAS and part.text:
                 kind, field = _DELTAS[part.kind]
                 delta = {"type": kind, field: part.text}
                 yield {"type": "content_block_delta", "index": self._index, "delta": delta}

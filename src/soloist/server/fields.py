@@ -341,6 +341,10 @@ class ChatRequest(GenerationFields, ChatFields):
     max_tokens: int | None = bounded("Older name of max_completion_tokens.", minimum=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    samplers: Items[str] | None = optional(
+        "Of llama.cpp's, those that are used: all whose fields are given. The order is Soloist's."
+    )
+    id_slot: Harmless = None
     tool_choice: str | dict[str, Any] | None = optional(
         "auto, none, required, or the name of a function."
     )

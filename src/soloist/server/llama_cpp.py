@@ -18,7 +18,7 @@ from soloist.server.early_end import EarlyEnd
 from soloist.server.generation import Generation, watch
 from soloist.server.host import Host, Ready
 from soloist.server.preparation.jobs import INFILLS, LLAMA_CPP, Job
-from soloist.server.preparation.prepared import Prepared
+from soloist.server.preparation.prepared import Prepared, with_warnings
 from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
@@ -97,6 +97,7 @@ class _Reply:
 
     def __init__(self, ready: Ready, found: Prepared[Any]) -> None:
         self._ready, self._asked, self._model = ready, found.fields, found.model
+        self._warnings = found.warnings
         (self._one,) = found.prompts
         most_ms = self._asked.t_max_predict_ms
         most_s = most_ms / 1e3 if most_ms and most_ms > 0 else None
@@ -161,7 +162,7 @@ class _Reply:
         }
         if self._asked.return_tokens:
             body["tokens"] = [] if self._asked.n_predict == 0 else list(end.token_ids)
-        return _selected(body, self._asked.response_fields)
+        return with_warnings(_selected(body, self._asked.response_fields), self._warnings)
 
     def _stop_type(self, end: Completion) -> str:
         if self._early_end.is_cut or end.finish_reason in ("length", "cancelled"):

@@ -21,7 +21,7 @@ from soloist.server.problems import Problem
 from soloist.server.replies import json_reply
 from soloist.server.sse import Events, event
 from soloist.server.tracing import CHAT, RequestTrace
-from soloist.text.parts import PartReader
+from soloist.text.parts import Part, PartReader
 
 _STOP = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 
@@ -50,11 +50,13 @@ class _Message:
         self._ready, self._reader = ready, reader
         head = {"id": request_id, "type": "message", "role": "assistant", "model": found.model}
         self._head = with_warnings(head, found.warnings)
+        thinking = found.fields.thinking
+        self._omits_thoughts = thinking is not None and thinking.display == "omitted"
 
     def whole(self, end: Completion) -> dict[str, object]:
         """The reply at the end."""
         t = end.timings
-        parts = self._reader.push(end.text) + self._reader.finish()
+        parts = self._parts(end.text, is_last=True)
         return {
             **self._head,
             "content": whole_blocks(parts),
@@ -69,7 +71,7 @@ class _Message:
         blocks, has_begun = Blocks(), False
         async for delta in generation.deltas():
             end = delta.end
-            parts = self._reader.push(delta.text) + (self._reader.finish() if end else [])
+            parts = self._parts(delta.text, is_last=end is not None)
             events = list(blocks.events(parts, is_last=end is not None))
             if events and not has_begun:
                 has_begun = True
@@ -79,6 +81,13 @@ class _Message:
                 events += self._end(end)
             if events:
                 yield b"".join(event(one, one["type"]) for one in events)
+
+    def _parts(self, text: str, *, is_last: bool) -> list[Part]:
+        """More of the answer; where thoughts are omitted, they are parts without text."""
+        parts = self._reader.push(text) + (self._reader.finish() if is_last else [])
+        if not self._omits_thoughts:
+            return parts
+        return [Part(p.kind, "") if p.kind == "reasoning" else p for p in parts]
 
     def _start(self, usage: dict[str, object]) -> dict[str, Any]:
         message: dict[str, Any] = {

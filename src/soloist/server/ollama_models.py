@@ -83,7 +83,7 @@ def _size_bytes(ready: Ready) -> int:
 def _details(ready: Ready) -> dict[str, object]:
     engine = ready.engine
     return {
-        "parent_model": "",
+        "parent_model": engine.report.model if engine.report.adapter else "",
         "format": "safetensors",
         "family": engine.config.family,
         "families": [engine.config.family],

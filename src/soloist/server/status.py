@@ -107,6 +107,8 @@ def _model(name: str, ready: Ready) -> dict[str, object]:
         "object": "model",
         "created": ready.created,
         "owned_by": "soloist",
+        "root": engine.report.adapter or engine.report.model,
+        "parent": engine.report.model if engine.report.adapter else None,
         "max_model_len": engine.resolved.context_tokens,
         "default_max_tokens": engine.processor.default_tokens,
         "fills_in": engine.tokenizer.fills_in,

@@ -20,6 +20,7 @@ from soloist.model.quantized import SCALES
 from soloist.model.shards import INDEX_FILE
 from soloist.weights.compressed_tensors import stored
 from soloist.weights.export_plan import ExportPlan, Piece
+from soloist.weights.merging import merged
 from soloist.weights.quantizing import quantize
 from soloist.weights.reading import LoadProgress, StoredFile, open_stored
 from soloist.weights.writing import SafetensorsFile, file_names, write_index
@@ -112,7 +113,7 @@ def _write_weights(
                     source = piece.source.file
                     if source not in opened:
                         opened[source] = stack.enter_context(open_stored(source))
-                    for made_name, made in _made(piece, opened[source]).items():
+                    for made_name, made in _made(plan, piece, opened[source]).items():
                         file.write(made_name, _bytes(made))
                     done += piece.source_bytes
                     on_progress(LoadProgress(done, total, time.perf_counter() - start))
@@ -134,9 +135,12 @@ def _shards(pieces: tuple[Piece, ...]) -> list[list[Piece]]:
     return shards
 
 
-def _made(piece: Piece, file: StoredFile) -> dict[str, Tensor]:
+def _made(plan: ExportPlan, piece: Piece, file: StoredFile) -> dict[str, Tensor]:
     """What is written of a piece, by name."""
     values = file.get_tensor(piece.source.name)
+    change = None if plan.adapter is None else plan.adapter.changes.get(piece.source.name)
+    if change is not None:
+        values = merged(piece.source.name, values, change, values.device)
     if piece.module is None or piece.quantized is None:
         return {piece.source.name: values}
     parts = quantize(values, piece.quantized)

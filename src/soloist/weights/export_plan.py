@@ -1,6 +1,6 @@
 """What becomes of each tensor of a 16-bit checkpoint that is quantised, and of its config.json.
 
-Nothing is read but headers and configuration, and nothing is written.
+Nothing is read but headers, configuration and an adapter, and nothing is written.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from soloist.errors import AlreadyQuantized, CheckpointError
+from soloist.model.adapter import Adapter, open_adapter
 from soloist.model.checkpoint import Checkpoint, open_checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
 from soloist.model.families import FAMILIES, read_config, tensors
@@ -19,6 +20,7 @@ from soloist.model.stored import StoredTensor
 from soloist.model.tensors import Source, TensorSpec
 from soloist.weights.choice import dtype_of
 from soloist.weights.compressed_tensors import entries, quantization_config
+from soloist.weights.merging import require_finite
 from soloist.weights.writing import Entry
 
 # The module of the LM head in every family whose tensors are matrices of Linear modules.
@@ -105,11 +107,13 @@ class ExportPlan:
         source: the folder of the checkpoint.
         pieces: in the order of the model.
         config: the fields of config.json.
+        adapter: is merged into the pieces first.
     """
 
     source: Path
     pieces: tuple[Piece, ...]
     config: dict[str, Any]
+    adapter: Adapter | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -142,11 +146,12 @@ class ExportPlan:
         ]
 
 
-def plan_export(source: Path, asked: Asked) -> ExportPlan:
-    """What becomes of a checkpoint.
+def plan_export(source: Path, asked: Asked, adapter_folder: Path | None = None) -> ExportPlan:
+    """What becomes of a checkpoint, and of an adapter's folder that is merged into it.
 
     Raises:
         AlreadyQuantized, NoGroupFits, CheckpointError, ConfigError: it cannot be quantised so.
+        SettingError: the model takes no adapter.
     """
     fields = read_json(source / CONFIG_FILE)
     _require_plain(source, fields)
@@ -158,14 +163,17 @@ def plan_export(source: Path, asked: Asked) -> ExportPlan:
     checkpoint.check(specs, FAMILIES[config.family].ignored)
     for tensor in checkpoint.tensors.values():
         stored_dtype(checkpoint, tensor.dtype)  # refuses codes, which only config.json explains
+    adapter = None
+    if adapter_folder is not None:
+        adapter = open_adapter(adapter_folder, checkpoint, specs)
+        require_finite(adapter)
     pieces = _pieces(checkpoint, specs, asked)
     if asked.head is not None:
         pieces = _with_head(checkpoint, pieces, specs, config, asked)
         if config.tied_head:
             fields = {**fields, "tie_word_embeddings": False}
-    return ExportPlan(
-        source, tuple(pieces), {**fields, "quantization_config": _quantization(pieces)}
-    )
+    config_fields = {**fields, "quantization_config": _quantization(pieces)}
+    return ExportPlan(source, tuple(pieces), config_fields, adapter)
 
 
 def _require_plain(source: Path, fields: dict[str, Any]) -> None:

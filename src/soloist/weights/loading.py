@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -34,6 +35,7 @@ class Source:
         rounding: those of them that are in 16 bits in the files.
         neurons: of `down` matrices, as of `Chosen`.
         upload: the same files, if they are on their way to the first rank's GPU.
+        adapter: is merged into them; it was held against them already.
     """
 
     checkpoint: Checkpoint
@@ -43,6 +45,7 @@ class Source:
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
     upload: Upload | None = None
     neurons: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def load_ranks(
     """
     start, upload = time.perf_counter(), source.upload
     keep = {name: source.stored[name] for name in to.formats}
-    forms = Forms(keep, source.rounding, rounded_on=to.devices[0])
+    forms = Forms(keep, source.rounding, source.adapter, made_on=to.devices[0])
     with early_files(upload, to.home) as open_stored:
         read = read_tensors(
             source.checkpoint, source.specs, to.dtype, to.home, on_progress, open_stored, forms

@@ -1,11 +1,13 @@
 """Bytes of weights: in rows, packed, and of a matrix between the two. Pure arithmetic."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES
 from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.adapter import Adapter, Change
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec, parameters
@@ -13,6 +15,11 @@ from soloist.model.tensors import TensorSpec, parameters
 # Of a quantised matrix on its way to the kernel's order or back; each takes up to so many bytes.
 VALUES_AT_ONCE = 1 << 23
 _BYTES_EACH = 20
+
+# Of a matrix that an adapter changes: in fp64 twice, in fp32, and as it is read and written.
+MERGED_AT_ONCE = 1 << 21
+_MERGED_BYTES_EACH = 28
+_FACTOR_BYTES_EACH = 12  # as they are read, and in fp64
 
 
 def row_bytes(specs: Iterable[TensorSpec], dtype: Dtype) -> int:
@@ -66,6 +73,24 @@ def streamed_bytes(
     """
     read = (spec for spec in specs if config.tied_head or spec.name != "embedding")
     return stored_bytes(read, dtype, formats)
+
+
+def merging_bytes(adapter: Adapter | None) -> int:
+    """What merging takes beside the weights: one tensor, its factors, and some rows in fp64."""
+    if adapter is None:
+        return 0
+    return max(map(_merging_bytes, adapter.changes.values()))
+
+
+def _merging_bytes(change: Change) -> int:
+    whole = 0 if change.whole is None else 2 * change.whole.num_bytes
+    if change.low_rank is None:
+        return whole
+    factors = sum(math.prod(tensor.shape) for tensor in change.low_rank.tensors)
+    rows, columns = change.low_rank.b.shape[0], change.low_rank.a.shape[1]
+    at_once = max(MERGED_AT_ONCE, rows, columns)  # at least one row, of the matrix or its transpose
+    made = Dtype.FP32.num_bytes * rows * columns
+    return whole + made + _FACTOR_BYTES_EACH * factors + _MERGED_BYTES_EACH * at_once
 
 
 def unpacking_bytes(plan: Plan, specs: Iterable[TensorSpec]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from soloist.errors import CheckpointError, NotFinite
+from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import StoredMatrix, joined
@@ -20,6 +21,7 @@ from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
 from soloist.weights.decoding.parts import Decoded
+from soloist.weights.merging import merged
 from soloist.weights.numbers import as_numbers, write_numbers
 from soloist.weights.quantizing import quantize
 
@@ -53,12 +55,14 @@ class Forms:
             what `joined` or `rounding` says of them; codes of a permuted matrix lie by group, also
             where it is wanted without its table of columns.
         rounding: 16-bit matrices whose numbers are first rounded to codes, as they are stored.
-        rounded_on: the device that does it; None where tensors are read to.
+        adapter: is merged into tensors of the files before anything else is done with them.
+        made_on: the device that rounds and merges; None where tensors are read to.
     """
 
     keep: Mapping[str, Quantized] = field(default_factory=dict)
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
-    rounded_on: torch.device | None = None
+    adapter: Adapter | None = None
+    made_on: torch.device | None = None
 
     def matrices(self, checkpoint: Checkpoint, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
         """How each source of a tensor is quantised in the files; None where it is not."""
@@ -122,7 +126,7 @@ def read_tensors(
     """
     specs, forms = tuple(specs), forms or Forms()
     with ExitStack() as stack:
-        files = _Files(checkpoint, _Handles(stack, open_with), device)
+        files = _Files(checkpoint, _Handles(stack, open_with), device, forms)
         progress = _Progress(checkpoint, specs, forms, on_progress)
         for spec in specs:
             to = forms.rounding.get(spec.name)
@@ -148,7 +152,7 @@ def read_tensors(
             if to is None:
                 yield spec.name, whole
                 continue
-            parts = quantize(whole.to(forms.rounded_on or device), to)
+            parts = quantize(whole.to(forms.made_on or device), to)
             parts = {part: values.to(device) for part, values in parts.items()}
             if spec.name in forms.keep:
                 yield from ((spec.name + part, values) for part, values in parts.items())
@@ -189,15 +193,20 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 class _Files:
-    """Tensors of a checkpoint, as stored or decoded."""
+    """Tensors of a checkpoint, as stored or decoded, with what an adapter changes."""
 
-    def __init__(self, checkpoint: Checkpoint, handles: "_Handles", device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, handles: "_Handles", device: torch.device, forms: Forms
+    ) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self._handles = handles
+        self._handles, self._made_on = handles, forms.made_on or device
+        self._changes = {} if forms.adapter is None else forms.adapter.changes
 
     def tensor(self, name: str) -> Tensor:
-        """As stored, wherever its file is open."""
-        return self._handles.open(self.checkpoint.tensors[name].file).get_tensor(name)
+        """In the type in which it is stored, wherever its file is open or where it was merged."""
+        values = self._handles.open(self.checkpoint.tensors[name].file).get_tensor(name)
+        change = self._changes.get(name)
+        return values if change is None else merged(name, values, change, self._made_on)
 
     def decoded(self, matrix: StoredMatrix) -> Decoded:
         """A quantised matrix, on the device."""

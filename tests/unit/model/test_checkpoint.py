@@ -230,7 +230,7 @@ def test_an_adapter_is_named_with_its_model(content: bytes, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotAModel, match=r"holds an adapter.*not a whole model") as caught:
         open_checkpoint(tmp_path)
-    assert "merge_and_unload" in caught.value.hint
+    assert "with --adapter" in caught.value.hint
     assert ("of 'owner/base\\x1b'" in caught.value.message) is (content != b"{")
 
 

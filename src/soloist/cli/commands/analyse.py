@@ -16,6 +16,7 @@ def info(
     model: o.Model = "etude",
     context: o.Context = None,
     revision: o.Revision = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
@@ -23,7 +24,7 @@ def info(
     from soloist.cli import information
 
     accepted = o.accepted_fields(accept_field, told=False)
-    information.show(model, context, revision, accepted, as_json=json)
+    information.show(model, context, revision, accepted, adapter, as_json=json)
 
 
 def plan(

@@ -40,6 +40,7 @@ def decode(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -55,7 +56,7 @@ def decode(
 
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
-    _check_shape(shape, model, against, sequences, context)
+    _check_shape(shape, model, against, adapter, sequences, context)
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
@@ -78,7 +79,7 @@ def decode(
     else:
         asked = EngineConfig(
             model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
-            weights=layers, head_weights=head, accepted_fields=accepted,
+            weights=layers, head_weights=head, accepted_fields=accepted, adapter=adapter,
         )  # fmt: skip
         plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy, columns)
         rows = bench_decode.measure(plan)
@@ -250,6 +251,7 @@ def _check_shape(
     shape: Path | None,
     model: str | None,
     against: str | None,
+    adapter: str | None,
     sequences: int,
     context: int | None,
 ) -> None:
@@ -266,7 +268,7 @@ def _check_shape(
             if value != off:
                 raise SettingError(name, value, "only with --shape", "add --shape config.json")
         return
-    for name, unused in (("MODEL", model), ("--against", against)):
+    for name, unused in (("MODEL", model), ("--against", against), ("--adapter", adapter)):
         if unused is not None:
             raise SettingError(name, unused, "only without --shape, which uses random weights")
 

@@ -39,6 +39,7 @@ def run(
     head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
@@ -75,7 +76,7 @@ def run(
     asked = EngineConfig(
         model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
-        accepted_fields=o.accepted_fields(accept_field, told=False),
+        accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
     )  # fmt: skip
     generation.run(asked, text, suffix, params, upload, as_json=json)
 
@@ -97,6 +98,7 @@ def chat(
     head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
 ) -> None:
     """Chat with a model, using its own chat template.
@@ -124,7 +126,7 @@ def chat(
         model, device, o.checked_precision(precision), context, revision,
         keeps_prefixes=True, host_cache_bytes=0, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
-        accepted_fields=o.accepted_fields(accept_field, told=False),
+        accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
     )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 

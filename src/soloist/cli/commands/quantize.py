@@ -27,13 +27,15 @@ def quantize(
         ),
     ] = None,
     revision: o.Revision = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
     """Write a copy of a 16-bit model with quantised weights, in the format compressed-tensors.
 
     vLLM and transformers read it. Numbers are rounded to the nearest code, without calibration.
-    Embedding, norms, biases and, without --head-weights, the LM head keep their bytes.
+    Embedding, norms, biases and, without --head-weights, the LM head keep their bytes. With
+    --adapter, the adapter is merged first.
 
     --head-weights unties a tied head: it becomes a matrix beside the embedding. Not every engine
     reads a quantised head; docs/models.md says more.
@@ -50,4 +52,4 @@ def quantize(
     if group is not None and Codes.INT4 not in (layers, head):
         raise SettingError("--group", group, "only with int4: in int8 and fp8 a row has one scale")
     asked = Asked(layers, head, columns, o.accepted_fields(accept_field))
-    quantizing.write(model, revision, asked, output, as_json=json)
+    quantizing.write(model, revision, asked, output, adapter, as_json=json)

@@ -84,6 +84,7 @@ def serve(
     head_weights: o.HeadWeights = None,
     context: o.Context = None,
     revision: o.Revision = None,
+    adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs.
@@ -120,6 +121,6 @@ def serve(
         host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
         gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
-        accepted_fields=o.accepted_fields(accept_field, told=False),
+        accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)

@@ -31,10 +31,11 @@ def compile_bounded(pattern: str) -> re.Pattern[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what other versions of Python may read otherwise
             found = re.compile(pattern)
-            ways, repeats = _choices(_parser.parse(pattern))
+            tree = _parser.parse(pattern)
+            (ways, repeats), tries = _choices(tree), _tries(tree)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if ways * comb(_LONGEST + repeats, repeats) > _MOST:
+    if ways * tries * comb(_LONGEST + repeats, repeats) > _MOST:
         raise ValueError("it has a repeat within a repeat, or too many choices")
     return found
 
@@ -44,7 +45,9 @@ def _choices(tree: Any) -> tuple[int, int]:  # noqa: ANN401 - a list of Python's
     ways, repeats = 1, 0
     for kind, argument in tree:
         inner = [_choices(part) for part in _parts(kind, argument)]
-        if kind is _constants.BRANCH:
+        if (words := _words(kind, argument)) is not None:
+            ways *= max(sum(word.startswith(other) for other in words) for word in words)
+        elif kind is _constants.BRANCH:
             ways *= sum(own for own, _ in inner)
             repeats += max(own for _, own in inner)
         elif kind not in _REPEATS:
@@ -61,6 +64,25 @@ def _choices(tree: Any) -> tuple[int, int]:  # noqa: ANN401 - a list of Python's
                 repeats += own_repeats * times
         ways, repeats = min(ways, _MOST + 1), min(repeats, _LONGEST)
     return ways, repeats
+
+
+def _tries(tree: Any) -> int:  # noqa: ANN401
+    """The most words that are tried in one place, of which only few can be there."""
+    most = 1
+    for kind, argument in tree:
+        words = _words(kind, argument)
+        inner = max((_tries(part) for part in _parts(kind, argument)), default=1)
+        most = max(most, inner, 1 if words is None else len(words))
+    return most
+
+
+def _words(kind: object, argument: Any) -> list[str] | None:  # noqa: ANN401
+    """Alternatives that are plain text; None of others, and of what has no alternatives."""
+    if kind is not _constants.BRANCH:
+        return None
+    if any(item is not _constants.LITERAL for part in argument[1] for item, _ in part):
+        return None
+    return ["".join(chr(code) for _, code in part) for part in argument[1]]
 
 
 def _parts(kind: object, argument: Any) -> list[Any]:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from soloist.server.fields import ChatRequest
 from soloist.server.hosted import without_hosted
 from soloist.server.part_formats import PROMPT_END, check_tools, part_format, shown_ids
+from soloist.server.preparation.llama_sampling import require_all_listed
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
 from soloist.server.problems import invalid
 from soloist.server.prompts import chat_prompt, fitted
@@ -18,6 +19,7 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
         Problem, UserError: the request cannot be answered.
     """
     asked.check_together()
+    require_all_listed(asked, asked.samplers)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
     shape, (use, warnings) = shape_of(asked), _tool_use(asked)

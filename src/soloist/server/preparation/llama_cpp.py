@@ -15,9 +15,14 @@ from soloist.server.fields import (
     only,
     optional,
 )
-from soloist.server.preparation.llama_sampling import LlamaSampling, require_penalties_of_all
+from soloist.server.preparation.llama_sampling import (
+    SAMPLERS,
+    LlamaSampling,
+    require_penalties_of_all,
+    sampler_names,
+)
 from soloist.server.preparation.prepared import Prepared, PreparedPrompt
-from soloist.server.problems import invalid
+from soloist.server.problems import unsupported
 from soloist.server.prompts import fitted
 from soloist.server.shapes import Shape, plain_grammar
 from soloist.text.answers import json_form
@@ -26,12 +31,7 @@ from soloist.text.processor import Processor
 # What stands before a repository's name and before each file, in models that were trained on them.
 _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 
-# Samplers by the letters that stand for them.
-_SAMPLERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
-    "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill",
-}  # fmt: skip
-_BY_DEFAULT = [name for name in _SAMPLERS.values() if name != "infill"]
+_BY_DEFAULT = [name for name in SAMPLERS.values() if name != "infill"]
 
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 
@@ -42,6 +42,11 @@ class LlamaCppFields(LlamaSampling):
     model: str | None = None
     n_predict: int | None = optional(
         "Most tokens to generate; -1, the default: what fits. 0 only reads the prompt.", ge=-2
+    )
+    n_cmpl: int | None = optional(
+        "Answers, 1 by default. More are one, which a warning says, where the best token is taken.",
+        ge=1,
+        le=64,
     )
     stream: bool | None = None
     samplers: str | Items[str] | None = optional(
@@ -143,12 +148,7 @@ def samplers_of(asked: LlamaCppFields) -> list[str]:
     """
     if asked.samplers is None:
         return _BY_DEFAULT
-    names = [_SAMPLERS.get(one, one) for one in asked.samplers]
-    names = ["typ_p" if name == "typical_p" else name for name in names]
-    if unknown := set(names) - set(_SAMPLERS.values()):
-        allowed = ", ".join(_SAMPLERS.values())
-        raise invalid("samplers", f"no sampler {min(unknown)!r} (available: {allowed})")
-    return names
+    return sampler_names(asked.samplers)
 
 
 def _file_marks(processor: Processor) -> tuple[int, ...]:
@@ -194,7 +194,21 @@ def _prepared(
     left_out = ("prompt", "input_prefix", "input_suffix", "input_extra", "json_schema", "stop")
     update = {name: None for name in left_out if name in type(asked).model_fields}
     fields = asked.model_copy(update=update | {"samplers": samplers_of(asked)})
-    return Prepared(fields, model, (PreparedPrompt(tuple(ids), params),), grammar)
+    prompts = (PreparedPrompt(tuple(ids), params),)
+    return Prepared(fields, model, prompts, grammar, warnings=_answer_warnings(asked, params))
+
+
+def _answer_warnings(asked: LlamaCppFields, params: SamplingParams) -> tuple[str, ...]:
+    """What a reply says about several answers, which are the same where the best token is taken.
+
+    Raises:
+        Problem: they would differ.
+    """
+    if asked.n_cmpl in (None, 1):
+        return ()
+    if params.temperature > 0:
+        raise unsupported("n_cmpl", "1, or more with the sampler infill or temperature 0")
+    return (f"n_cmpl is {asked.n_cmpl}, but answers of the best tokens are alike; this is one",)
 
 
 def _params(

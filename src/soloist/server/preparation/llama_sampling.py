@@ -1,9 +1,17 @@
 """Sampling as llama.cpp names it, and Ollama, which runs it."""
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
-from soloist.server.fields import Fields, Harmless, Number, only, optional
-from soloist.server.problems import unsupported
+from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only, optional
+from soloist.server.problems import invalid, unsupported
+
+# Letters and names of llama.cpp's samplers.
+SAMPLERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+    "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill",
+}  # fmt: skip
 
 
 class LlamaSampling(Fields):
@@ -23,6 +31,44 @@ class LlamaSampling(Fields):
     mirostat: only(0) = None  # type: ignore[valid-type]
     mirostat_tau: Harmless = None
     mirostat_eta: Harmless = None
+
+
+def sampler_names(given: str | Sequence[str]) -> list[str]:
+    """The names of samplers, which may be given as letters.
+
+    Raises:
+        Problem: there is no such sampler.
+    """
+    names = [SAMPLERS.get(one, one) for one in given]
+    names = ["typ_p" if name == "typical_p" else name for name in names]
+    if unknown := set(names) - set(SAMPLERS.values()):
+        allowed = ", ".join(SAMPLERS.values())
+        raise invalid("samplers", f"no sampler {min(unknown)!r} (available: {allowed})")
+    return names
+
+
+def require_all_listed(asked: SamplingFields, given: Sequence[str] | None) -> None:
+    """Refuse a list of samplers that leaves out one whose field has an effect.
+
+    Raises:
+        Problem: it does, or there is no such sampler.
+    """
+    if given is None:
+        return
+    names = sampler_names(given)
+    if "infill" in names:
+        raise unsupported("samplers", "samplers but infill, which takes the best token")
+    used = {
+        "temperature": asked.temperature not in (None, 1),
+        "top_k": asked.top_k not in (None, 0, -1),
+        "top_p": asked.top_p not in (None, 1),
+        "min_p": asked.min_p not in (None, 0),
+        "penalties": bool(asked.presence_penalty or asked.frequency_penalty)
+        or asked.repetition_penalty not in (None, 1),
+    }
+    for name, is_used in used.items():
+        if is_used and name not in names:
+            raise invalid("samplers", f"the list leaves out {name}, whose field is given")
 
 
 def require_penalties_of_all(asked: LlamaSampling, field: str) -> None:

@@ -5,7 +5,12 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from soloist.server.conversation import plain_conversation, plain_tools, system_text
+from soloist.server.conversation import (
+    loaded_tools,
+    plain_conversation,
+    plain_tools,
+    system_text,
+)
 from soloist.server.fields import (
     Fields,
     Harmless,
@@ -34,7 +39,9 @@ class ThinkingFields(Fields):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = optional("Has no effect, which a warning says.", ge=1)
-    display: only("summarized") = None  # type: ignore[valid-type]
+    display: Literal["summarized", "omitted"] | None = optional(
+        "omitted: blocks of reasoning come without their text."
+    )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -139,7 +146,7 @@ _MAKES_THE_PROMPT = (
 
 def _tool_use(asked: MessagesRequest) -> ToolUse:
     choice, several = anthropic_choice(asked.tool_choice)
-    tools, _ = asked.offered_tools()
+    _, tools = loaded_tools(asked.offered_tools()[0], asked.messages)
     strict = frozenset(n for n, tool in tools.items() if tool.get("strict"))
     return ToolUse(
         plain_tools(tools), [*tools], strict, choice, several, "tools[{}].input_schema",
@@ -148,12 +155,15 @@ def _tool_use(asked: MessagesRequest) -> ToolUse:
 
 
 def _prompt(processor: Processor, asked: ConversationFields) -> str:
-    system, chat = system_text(asked.system), plain_conversation(asked.messages)
+    first, _ = loaded_tools(asked.offered_tools()[0], asked.messages)
+    known, _ = without_hosted(asked.tools or ())
+    system = system_text(asked.system)
+    chat = plain_conversation(asked.messages, plain_tools(known))
     if system:
         chat.insert(0, {"role": "system", "content": system})
     return processor.chat_template.render(
         for_template(processor, chat),
-        tools=plain_tools(asked.offered_tools()[0]) or None,
+        tools=plain_tools(first) or None,
         # A message of the assistant at the end is the beginning of its answer.
         continue_final_message=bool(chat) and chat[-1]["role"] == "assistant",
         variables=reasoning_variables(processor, "thinking", _effort(processor, asked.thinking)),
