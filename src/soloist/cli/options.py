@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from soloist.bench.rows import Prefix
 
 _Choice = TypeVar("_Choice")
-_MODEL_HELP = "A folder, a hub id (owner/name), or a shipped model: etude, etude-draft."
+_MODEL_HELP = (
+    "A folder, a GGUF file, a hub id (owner/name, or owner/name:Q4_K_M), or a shipped model: "
+    "etude, etude-draft."
+)
 
 # Options by the panel of `--help` that lists them.
 _model = partial(typer.Option, rich_help_panel="Model")

@@ -8,6 +8,7 @@ from pathlib import Path
 from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
+from soloist.gguf.splits import stem_of
 from soloist.model.folder import SHIPPED
 from soloist.server.config import ServerConfig
 from soloist.server.ending import leave
@@ -44,8 +45,10 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     """What clients may call the model: the names given, else as it was named here."""
     if given:
         return tuple(dict.fromkeys(given))
-    folder = Path(model)
-    return (folder.resolve().name,) if folder.is_dir() else (model,)
+    path = Path(model)
+    if path.is_file():
+        return (stem_of(path.name),)
+    return (path.resolve().name,) if path.is_dir() else (model,)
 
 
 def warnings_of(config: ServerConfig) -> list[str]:

@@ -31,7 +31,7 @@ from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import config_file, find_model
 from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
 from soloist.model.tensors import parameters
@@ -342,7 +342,7 @@ def _place_name(resolved: Resolved) -> str:
 
 def _opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
-    config = read_config(folder / CONFIG_FILE, asked.accepted_fields)
+    config = read_config(config_file(folder), asked.accepted_fields)
     read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)

@@ -46,7 +46,14 @@ class YarnScaling:
     truncate: bool
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class DividedScaling:
+    """Each frequency divided by a number of its own, as GGUF files store the llama3 rule."""
+
+    divisors: tuple[float, ...]
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DividedScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,8 @@ class Rope:
                 return [f / factor for f in plain]
             case Llama3Scaling():
                 return [_llama3(f, self.scaling) for f in plain]
+            case DividedScaling(divisors):
+                return [f / divisor for f, divisor in zip(plain, divisors, strict=True)]
             case YarnScaling():
                 return _yarn(plain, self.theta, head_dim, self.scaling)
 
