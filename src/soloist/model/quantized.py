@@ -47,19 +47,19 @@ class Quantized:
         scale_dtype: of the scales.
         has_zeros: zeros are stored, uint8 beside INT4 and int8 beside INT8. Otherwise INT4's zero
             is 8, and that of others 0.
-        has_offsets: offsets are stored, in the type of the scales; then no code has a zero.
         scale_rows: consecutive rows, counted from the first, that have the same scales, although
             each has its own in the tensor.
         permuted: columns of codes are in another order than those of the matrix.
+        has_offsets: offsets are stored, in the type of the scales; then no code has a zero.
     """
 
     codes: Codes
     group: int
     scale_dtype: Dtype
     has_zeros: bool = False
-    has_offsets: bool = False
     scale_rows: int = 1
     permuted: bool = False
+    has_offsets: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:

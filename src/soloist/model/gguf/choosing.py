@@ -11,8 +11,8 @@ from soloist.gguf.splits import first_of, parts_of, stem_of
 # Beside models lie projectors of images and what quantisers learned of activations.
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)
 _TYPE = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|F32|F16|BF16|FP16|MXFP4\w*|NVFP4\w*)"
-_ENDS_IN_TYPE = re.compile(rf"(?:^|.*[-._])(?P<tag>{_TYPE})", re.IGNORECASE)
-_BORDERS = "-._/"
+_ENDS_IN_TYPE = re.compile(rf"(?:^|.*?[-._])(?P<tag>{_TYPE})", re.IGNORECASE)
+_IS_TYPE = re.compile(_TYPE, re.IGNORECASE)
 
 
 def models_in(names: Iterable[str]) -> list[str]:
@@ -79,8 +79,9 @@ def _means(tag: str, name: str) -> bool:
     stem = str(path.with_name(stem_of(path.name))).lower()
     if wanted in (name.lower(), path.name.lower(), stem):
         return True
-    border = f"[{re.escape(_BORDERS)}]"
-    return re.search(rf"(?:^|{border}){re.escape(wanted)}(?:{border}|$)", stem) is not None
+    # A type may follow a '_', but is not cut at one: Q4_K is not Q4_K_M.
+    before = "[-._/]" if _IS_TYPE.fullmatch(tag) else "[-./]"
+    return re.search(rf"(?:^|{before}){re.escape(wanted)}(?:[-./]|$)", stem) is not None
 
 
 def _path_of(name: str) -> str:
