@@ -148,7 +148,7 @@ def test_tensors_are_held_against_the_metadata(tmp_path: Path) -> None:
     with pytest.raises(UnexpectedTensor, match=r"account for: blk\.0\.ffn_gate_inp\.weight"):
         checked(file_of(tmp_path / "c", more=extra))
     foreign = {"model.norm.weight": np.zeros(12, np.float32)}
-    with pytest.raises(BadGguf, match="which GGUF calls 'output_norm.weight'"):
+    with pytest.raises(BadGguf, match=r"which GGUF calls 'output_norm\.weight'"):
         checked(file_of(tmp_path / "d", more=foreign))
 
 

@@ -1,6 +1,7 @@
 """Tokenizers from metadata: against the tokenizer.json that it was made of, and transformers."""
 
 import unicodedata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from unit.gguf.writing import add, tokenizer_of
 
 TEXTS = [
     "",
-    "def read_lines(path):\n    '''Zeilen — 12345 äöü e\u0301 😀'''\n\n\treturn  path[1:]  # it's\r\n",
-    "<think>Hello</think>  WORLD it'S 1234567 x_1 camelCase HTTPServer <|im_start|>user\nhi<|im_end|>\n  ",
+    "def read(path):\n    '''Zeilen — 12345 äöü e\u0301 😀'''\n\n\treturn  path[1:]  # it's\r\n",
+    "<think>Hello</think>  WORLD it'S 1234567 x_1 camelCase HTTPServer",
+    " <|im_start|>user\nhi<|im_end|>\n  ",
     "   leading and trailing   \n\n\n   \u3000全角 テキスト ١٢٣ 中文",
 ]
 
@@ -82,7 +84,7 @@ def test_ids_are_those_of_transformers(
 def test_each_name_of_a_split_makes_a_tokenizer(byte_level: dict[str, Any], tmp_path: Path) -> None:
     for pre in SPLITTINGS:
         ours = Tokenizer.from_folder(write(tmp_path, byte_level | {"tokenizer.ggml.pre": pre}))
-        assert ours.decode(ours.encode(TEXTS[3]), skip_special_tokens=True) == TEXTS[3]
+        assert ours.decode(ours.encode(TEXTS[4]), skip_special_tokens=True) == TEXTS[4]
     digits = {
         pre: len(Tokenizer.from_folder(
             write(tmp_path, byte_level | {"tokenizer.ggml.pre": pre})
@@ -156,7 +158,7 @@ def by_score(text: str) -> list[int]:
     scores = {piece: score for piece, score, kind in PIECES if kind == 1}
     symbols = list(text.replace(" ", "▁"))
     while True:
-        pairs = [a + b for a, b in zip(symbols, symbols[1:], strict=False)]
+        pairs = [a + b for a, b in pairwise(symbols)]
         known = [(-scores[pair], i) for i, pair in enumerate(pairs) if pair in scores]
         if not known:
             break
@@ -233,5 +235,5 @@ def test_templates_are_those_of_the_metadata(byte_level: dict[str, Any], tmp_pat
     with pytest.raises(TokenizerError, match="has no chat template"):
         ChatTemplate.from_folder(write(tmp_path, byte_level))
     broken = byte_level | {"tokenizer.chat_template": 7}
-    with pytest.raises(WrongType, match="'tokenizer.chat_template' is 7"):
+    with pytest.raises(WrongType, match=r"'tokenizer\.chat_template' is 7"):
         ChatTemplate.from_folder(write(tmp_path, broken))

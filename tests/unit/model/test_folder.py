@@ -151,7 +151,7 @@ def test_a_gguf_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(GgufChoice, match="owner/name holds 2 GGUF models") as caught:
         find_model("owner/name")
     assert "such as owner/name:Q4_K_M" in caught.value.hint
-    with pytest.raises(GgufChoice, match="it holds: m-Q4_K_M.gguf, m-Q8_0.gguf"):
+    with pytest.raises(GgufChoice, match=r"it holds: m-Q4_K_M\.gguf, m-Q8_0"):
         find_model("owner/name:Q6_K")
     asked.clear()
     assert find_model("owner/name:Q8_0") == tmp_path / GGUFS[1]
