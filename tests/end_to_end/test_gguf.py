@@ -101,6 +101,8 @@ def test_bad_files_end_in_one_paragraph(damage, soloist, folder, tmp_path):
 
 def test_clients_know_a_file_by_its_name(folder):
     assert names_of(str(folder / "etude-draft-Q8_0.gguf"), None) == ("etude-draft-Q8_0",)
+    assert names_of(f"{folder}:Q8_0", None) == (f"{folder.name}:Q8_0",)
+    assert names_of("some/model-GGUF:Q8_0", None) == ("some/model-GGUF:Q8_0",)
 
 
 @pytest.fixture

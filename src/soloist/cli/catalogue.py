@@ -21,6 +21,7 @@ from soloist.model.folder import (
     is_hub_id,
     is_in_gguf,
     require_config,
+    require_readable,
     shipped_folder,
     split_tag,
 )
@@ -103,7 +104,9 @@ def _wanted(hub_id: str, snapshot: Path, tag: str | None) -> list[str]:
         if names != [SINGLE_FILE] or SINGLE_FILE in names_in(hub_id, snapshot, offline=False):
             return names
     if tag is not None or is_in_gguf(hub_id, snapshot, offline=False):
-        return gguf_names(hub_id, snapshot, tag, offline=False)
+        names = gguf_names(hub_id, snapshot, tag, offline=False)
+        require_readable(hub_id, snapshot, names[0])
+        return names
     require_config(snapshot)
     return weight_names(snapshot)
 

@@ -9,7 +9,7 @@ from soloist.cli.terminal import status, status_line
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import SettingError, gigabytes
 from soloist.gguf.splits import stem_of
-from soloist.model.folder import SHIPPED
+from soloist.model.folder import SHIPPED, split_tag
 from soloist.server.config import ServerConfig
 from soloist.server.ending import leave
 from soloist.server.origin import is_local, takes_any_name
@@ -48,7 +48,12 @@ def names_of(model: str, given: list[str] | None) -> tuple[str, ...]:
     path = Path(model)
     if path.is_file():
         return (stem_of(path.name),)
-    return (path.resolve().name,) if path.is_dir() else (model,)
+    base, tag = split_tag(model)
+    folder = path if tag is None or path.is_dir() else Path(base)
+    if not folder.is_dir():
+        return (model,)
+    name = folder.resolve().name
+    return (name if folder == path else f"{name}:{tag}",)
 
 
 def warnings_of(config: ServerConfig) -> list[str]:

@@ -7,15 +7,17 @@ these, a colon and a part of the name say which: 'FOLDER:Q4_K_M', 'owner/name:Q4
 import glob
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from soloist.errors import CheckpointError, MissingFile, ModelNotFound
+from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
 from soloist.files import is_there
 from soloist.gguf.header import is_gguf
 from soloist.gguf.splits import first_of
 from soloist.model.foreign import hint_for, require_no_adapter
 from soloist.model.gguf.choosing import choose, models_in, parts
-from soloist.model.hub_files import download, names_in, names_under
+from soloist.model.gguf.promise import HEAD_BYTES, require_promising
+from soloist.model.hub_files import download, fetch_head, names_in, names_under
 from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_names
 
 SHIPPED = ("etude", "etude-draft")
@@ -157,6 +159,19 @@ def _local(folder: Path) -> Path:
     return _checked(folder)
 
 
+def require_readable(hub_id: str, snapshot: Path, name: str) -> None:
+    """Refuse a GGUF file of the hub before it is fetched, where its first bytes say enough.
+
+    Raises:
+        CheckpointError: its architecture, or a type of its tensors, is not read.
+    """
+    if (snapshot / name).exists():
+        return
+    with suppress(DownloadFailed):  # fetching all of it will say so
+        head, num_bytes = fetch_head(hub_id, snapshot, name, HEAD_BYTES)
+        require_promising(f"{hub_id}/{name}", head, num_bytes)
+
+
 def require_config(folder: Path) -> None:
     """Refuse a folder of the hub that holds no model.
 
@@ -181,6 +196,8 @@ def _has_weights(folder: Path) -> bool:
 def _fetched(hub_id: str, snapshot: Path, tag: str | None, *, offline: bool) -> Path:
     """A repository's GGUF file in the cache, of several the first."""
     names = gguf_names(hub_id, snapshot, tag, offline=offline)
+    if not offline:
+        require_readable(hub_id, snapshot, names[0])
     folder = download(hub_id, snapshot.name, list(map(glob.escape, names)), offline=offline)
     if missing := set(names) - set(names_under(folder)):
         raise MissingFile(str(folder), min(missing), names_under(folder))

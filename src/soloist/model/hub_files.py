@@ -5,6 +5,8 @@ from pathlib import Path
 
 from soloist.errors import DownloadFailed
 
+_TIMEOUT_S = 30.0
+
 
 def download(hub_id: str, revision: str | None, wanted: Sequence[str], *, offline: bool) -> Path:
     """The folder of a repository in the cache, once the files that match `wanted` are there.
@@ -56,6 +58,42 @@ def names_in(hub_id: str, snapshot: Path, *, offline: bool) -> list[str]:
         else:
             return sorted(sibling.rfilename for sibling in info.siblings or ())
     return names_under(snapshot)
+
+
+def fetch_head(hub_id: str, snapshot: Path, name: str, num_bytes: int) -> tuple[bytes, int]:
+    """The first bytes of a file on the hub, and how many it has.
+
+    Raises:
+        DownloadFailed: they cannot be fetched.
+    """
+    import httpx2
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported without __all__
+        build_hf_headers,
+        get_session,
+    )
+
+    url = huggingface_hub.hf_hub_url(hub_id, name, revision=snapshot.name)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes=0-{num_bytes}"}
+    head = bytearray()
+    try:
+        asked = get_session().stream(
+            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
+        )
+        with asked as reply:
+            reply.raise_for_status()
+            whole = reply.headers.get("Content-Range", "").rpartition("/")[2]
+            whole = whole or reply.headers.get("Content-Length", "")
+            for chunk in reply.iter_raw():
+                head += chunk
+                if len(head) >= num_bytes:
+                    break
+    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise DownloadFailed(hub_id, f"{name}: {_first_line(error)}") from error
+    if not whole.isdecimal():
+        raise DownloadFailed(hub_id, f"the hub gives no size of {name}")
+    return bytes(head[:num_bytes]), int(whole)
 
 
 def names_under(folder: Path) -> list[str]:
