@@ -54,8 +54,8 @@ AcceptField = Annotated[
     list[str] | None,
     _model(
         metavar="NAME",
-        help="Let a field of config.json pass that Soloist does not know, if you know that it "
-        "changes nothing; may be repeated.",
+        help="Let a field of config.json, or a key of a GGUF file, pass that Soloist does not "
+        "know, if you know that it changes nothing; may be repeated.",
     ),
 ]
 Shape = Annotated[

@@ -186,6 +186,7 @@ def test_sentence_piece_puts_a_space_after_each_marked_token(tmp_path: Path) -> 
     """As llama.cpp does, and the tokenizers of such models did when these were trained."""
     ours = Tokenizer.from_folder(write(tmp_path, SENTENCE_PIECE))
     assert ours.encode("[INST]the", add_special_tokens=False) == [3, *by_score(" the")]
+    assert ours.special_ids == {0, 1, 2}
     without = SENTENCE_PIECE | {"tokenizer.ggml.add_space_prefix": False}
     ours = Tokenizer.from_folder(write(tmp_path, without))
     assert ours.encode("the", add_special_tokens=False) == by_score("the")

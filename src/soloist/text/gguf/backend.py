@@ -29,7 +29,7 @@ def build(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
             f"{vocabulary.file}: its tokens and merges make no tokenizer: {error}",
             "the file is damaged; download it again",
         ) from error
-    made.add_special_tokens(_added(vocabulary, Kind.CONTROL))
+    made.add_special_tokens(_added(vocabulary, Kind.CONTROL, Kind.UNKNOWN))
     made.add_tokens(_added(vocabulary, Kind.USER_DEFINED))
     return made
 
@@ -125,12 +125,12 @@ def _merges_of(vocabulary: Vocabulary, usable: dict[str, int]) -> list[tuple[str
     return [(left, right) for *_, left, right in found]
 
 
-def _added(vocabulary: Vocabulary, kind: Kind) -> list[AddedToken]:
-    is_special = kind is Kind.CONTROL
+def _added(vocabulary: Vocabulary, *kinds: Kind) -> list[AddedToken]:
+    """Tokens that text is searched for before it falls into words."""
     return [
-        AddedToken(token, normalized=False, special=is_special)
-        for token, own in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-        if own == kind and token
+        AddedToken(token, normalized=False, special=Kind.USER_DEFINED not in kinds)
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in kinds and token
     ]
 
 
