@@ -190,12 +190,12 @@ class CheckpointError(UserError):
 
 
 class ModelNotFound(CheckpointError):
-    """A model was named that is neither a folder, a hub id nor one that ships with Soloist."""
+    """A model was named that is no folder, no file, no hub id and none that ships with Soloist."""
 
     def __init__(self, given: str, shipped: Iterable[str]) -> None:
         super().__init__(
-            f"no model '{given}': it is neither a folder on this machine, nor a hub id of the form "
-            f"'owner/name', nor shipped with Soloist ({', '.join(sorted(shipped))})",
+            f"no model '{given}': it is neither a folder nor a GGUF file on this machine, nor a "
+            f"hub id of the form 'owner/name', nor shipped with Soloist ({', '.join(sorted(shipped))})",
             "check the path, or give a folder that holds config.json and *.safetensors, or a GGUF "
             "file",
         )

@@ -78,6 +78,9 @@ def test_what_cannot_be_done_with_a_file_is_said(soloist, folder, tmp_path):
     outcome = soloist("run", rounded, "--weights", "int4", "--prompt", PROMPT)
     assert outcome.status == 2
     assert "quantised already: int8 (Q8_0" in " ".join(outcome.err.split())
+    outcome = soloist("run", rounded, "--head-weights", "int8", "--prompt", PROMPT)
+    assert outcome.status == 2
+    assert "its head is quantised already: int8 (Q8_0" in " ".join(outcome.err.split())
 
 
 @pytest.mark.parametrize("damage", ["cut", "magic", "pipe", "text"])

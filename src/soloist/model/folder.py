@@ -12,7 +12,7 @@ from pathlib import Path
 
 from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound
 from soloist.files import is_there
-from soloist.gguf.header import is_gguf
+from soloist.gguf.header import SUFFIX, is_gguf
 from soloist.gguf.splits import first_of
 from soloist.model.foreign import hint_for, require_no_adapter
 from soloist.model.gguf.choosing import choose, models_in, parts
@@ -65,7 +65,7 @@ def find_model(
         return folder / choose(base, _names(folder), tag)
     if given in SHIPPED:
         return _checked(shipped_folder(given))
-    if not is_hub_id(base):
+    if not is_hub_id(base) or base.lower().endswith(SUFFIX):  # rather a file that is not there
         raise ModelNotFound(given, SHIPPED)
     if tag is not None:
         described = download(base, revision, DESCRIPTION, offline=offline)

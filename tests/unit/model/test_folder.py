@@ -176,6 +176,8 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         "nothing",
         "./nothing/here",
         "/nothing",
+        "some/absent.gguf",
+        "absent.gguf:Q8_0",
         "a/b/c",
         "~nobody-of-this-name/x",
         "a b/c",
