@@ -10,7 +10,8 @@
     │   │                     MissingTensor · UnexpectedTensor · WrongShape · NotFinite
     │   │                     NotAFile · IndexMismatch · QuantizationMismatch · NoGroupFits
     │   │                     AlreadyQuantized · DownloadFailed · AdapterNotFound
-    │   │                     AdapterMismatch · AdapterOnCodes
+    │   │                     AdapterMismatch · AdapterOnCodes · BadGguf · UnsupportedGguf
+    │   │                     GgufChoice
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
@@ -212,13 +213,15 @@ class CheckpointError(UserError):
 
 
 class ModelNotFound(CheckpointError):
-    """A model was named that is neither a folder, a hub id nor one that ships with Soloist."""
+    """A model was named that is no folder, no file, no hub id and none that ships with Soloist."""
 
     def __init__(self, given: str, shipped: Iterable[str]) -> None:
         super().__init__(
-            f"no model '{given}': it is neither a folder on this machine, nor a hub id of the form "
-            f"'owner/name', nor shipped with Soloist ({', '.join(sorted(shipped))})",
-            "check the path, or give a folder that holds config.json and *.safetensors",
+            f"no model '{given}': it is neither a folder nor a GGUF file on this machine, nor a "
+            f"hub id of the form 'owner/name', nor shipped with Soloist "
+            f"({', '.join(sorted(shipped))})",
+            "check the path, or give a folder that holds config.json and *.safetensors, or a GGUF "
+            "file",
         )
 
 
@@ -276,11 +279,13 @@ class TruncatedFile(CheckpointError):
 class MissingTensor(CheckpointError):
     """The checkpoint lacks a tensor that the configuration calls for."""
 
-    def __init__(self, folder: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, folder: str, names: Sequence[str], described_by: str = "config.json"
+    ) -> None:
         super().__init__(
-            f"{folder} lacks {len(names)} tensor{'s' * (len(names) > 1)} that config.json calls "
+            f"{folder} lacks {len(names)} tensor{'s' * (len(names) > 1)} that {described_by} calls "
             f"for: {_listed(names)}",
-            "config.json and the weights are from different models, or a shard is missing; "
+            f"{described_by} and the weights are from different models, or a shard is missing; "
             "download the model again",
         )
 
@@ -288,11 +293,13 @@ class MissingTensor(CheckpointError):
 class UnexpectedTensor(CheckpointError):
     """The checkpoint holds a tensor that the configuration does not account for."""
 
-    def __init__(self, folder: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, folder: str, names: Sequence[str], described_by: str = "config.json"
+    ) -> None:
         super().__init__(
-            f"{folder} holds {len(names)} tensor{'s' * (len(names) > 1)} that config.json does not "
-            f"account for: {_listed(names)}",
-            "ignoring these tensors would change the model's output; check that config.json "
+            f"{folder} holds {len(names)} tensor{'s' * (len(names) > 1)} that {described_by} does "
+            f"not account for: {_listed(names)}",
+            f"ignoring these tensors would change the model's output; check that {described_by} "
             "belongs to these weights",
         )
 
@@ -300,10 +307,18 @@ class UnexpectedTensor(CheckpointError):
 class WrongShape(CheckpointError):
     """A tensor's shape contradicts the configuration."""
 
-    def __init__(self, tensor: str, seen: Sequence[int], wanted: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tensor: str,
+        seen: Sequence[int],
+        wanted: Sequence[int],
+        described_by: str = "config.json",
+    ) -> None:
         super().__init__(
-            f"tensor {quoted(tensor)} has shape {list(seen)}, config.json calls for {list(wanted)}",
-            "config.json and the weights are from different models; take both from one checkpoint",
+            f"tensor {quoted(tensor)} has shape {list(seen)}, {described_by} calls for "
+            f"{list(wanted)}",
+            f"{described_by} and the weights are from different models; take both from one "
+            "checkpoint",
         )
 
 
@@ -348,6 +363,50 @@ class AlreadyQuantized(CheckpointError):
             f"{folder} is quantised already ({seen}); only a checkpoint in bf16 or fp16 can be "
             "quantised",
             "use the 16-bit checkpoint that this one was made from",
+        )
+
+
+class BadGguf(CheckpointError):
+    """A GGUF file contradicts itself."""
+
+    def __init__(self, file: str, detail: str, hint: str = "") -> None:
+        super().__init__(
+            f"{file} cannot be read as GGUF: {detail}",
+            hint or "the file is damaged or was made by a broken tool; download it again",
+        )
+
+
+class UnsupportedGguf(CheckpointError):
+    """A GGUF file holds something that Soloist does not read."""
+
+    def __init__(self, file: str, what: str, given: str, allowed: str, hint: str = "") -> None:
+        super().__init__(
+            f"{file}: {what} is {given}, which Soloist does not read (allowed: {allowed})",
+            hint
+            or "get another GGUF file of this model, such as Q4_K_M or Q8_0, or its safetensors "
+            "checkpoint",
+        )
+
+
+class GgufChoice(CheckpointError):
+    """Several GGUF models, or none, are what was asked for."""
+
+    def __init__(
+        self, where: str, tag: str | None, meant: Sequence[str], names: Sequence[str], example: str
+    ) -> None:
+        listed = _listed(meant or names, 12) or "nothing"
+        if meant and tag is not None:
+            said = f"{quoted(tag)} means {len(meant)} GGUF models of {where}: {listed}"
+        elif tag is not None:
+            said = f"{where} holds no GGUF model {quoted(tag)} (it holds: {listed})"
+        else:
+            said = f"{where} holds {len(names)} GGUF models (allowed: one): {listed}"
+        choice = _cut(visible(f"{where}:{example}", kept=""), 160)
+        super().__init__(
+            said,
+            f"say which, with a part of its name or all of it after a colon, such as {choice}"
+            if names
+            else "give a folder or a repository with GGUF files",
         )
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import find_model
+from soloist.model.folder import config_file, find_model
 from soloist.reference.build import build_reference
 from soloist.reference.device import Reference
 from soloist.weights.reading import load_weights
@@ -125,7 +125,7 @@ def save(model: PreTrainedModel, case: Case, folder: Path) -> Path:
 def load(folder: Path, dtype: Dtype = Dtype.FP32) -> Reference:
     """Through the same steps as the engine."""
     found = find_model(str(folder))
-    config = read_config(found / "config.json")
+    config = read_config(config_file(found))
     specs = tensors(config)
     checkpoint = open_checkpoint(found)
     checkpoint.check(specs, FAMILIES[config.family].ignored)

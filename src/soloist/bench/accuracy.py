@@ -33,7 +33,7 @@ from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import config_file, find_model
 from soloist.model.torch_types import Weights
 from soloist.reference.build import build_reference
 from soloist.reference.device import Reference
@@ -96,7 +96,7 @@ class _Files:
     @property
     def plain(self) -> Chosen:
         """The same with nothing rounded."""
-        config = read_config(self.folder / CONFIG_FILE, self.accepted_fields)
+        config = read_config(config_file(self.folder), self.accepted_fields)
         return choose(self.checkpoint, config, tensors(config), NOT_ROUNDED)
 
 
@@ -176,7 +176,7 @@ def _opened(plan: Plan, folder: Path) -> _Files:
     checkpoint = open_checkpoint(folder)
     stored = Dtype.BF16 if checkpoint.dtype is Dtype.FP32 else checkpoint.dtype
     dtype = stored if plan.precision == "auto" else Dtype(plan.precision)
-    config = read_config(folder / CONFIG_FILE, plan.accepted_fields)
+    config = read_config(config_file(folder), plan.accepted_fields)
     chosen = choose(checkpoint, config, tensors(config), plan.rounding)
     return _Files(folder.name, folder, chosen, checkpoint, dtype, plan.accepted_fields)
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from soloist.bench.caches import free
 from soloist.bench.subject import shape_dtype, shape_name
 from soloist.engine.config import Precision
+from soloist.errors import SettingError
 from soloist.model.checkpoint import Checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -73,6 +74,8 @@ def numbers_model(
         dtype: that numbers are rounded to.
         device: where they are computed.
     """
+    if not folder.is_dir():
+        raise SettingError("--against", "transformers", "only for a folder, not for a GGUF file")
     config = plain_config(folder / CONFIG_FILE)
     config |= {"tie_word_embeddings": chosen.config.tied_head, "torch_dtype": _NAMES[dtype]}
     with tempfile.TemporaryDirectory() as parent:

@@ -35,7 +35,7 @@ from soloist.engine.kernel import SHARED_CHUNK_TOKENS
 from soloist.engine.request import Request
 from soloist.errors import SettingError
 from soloist.model.families import read_config
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import config_file, find_model
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
@@ -104,7 +104,7 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
     )
-    file = plan.shape or _folder(plan.asked) / CONFIG_FILE
+    file = plan.shape or config_file(_folder(plan.asked))
     config = read_config(file, plan.asked.accepted_fields)
     if max(plan.prompt_tokens) >= config.context_tokens:
         raise SettingError(

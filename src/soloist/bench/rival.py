@@ -94,5 +94,10 @@ def _loaded(folder: Path, dtype: Dtype, device: torch.device) -> Any:  # noqa: A
         raise SettingError(
             "--against", "transformers", "a library that is installed", "pip install soloist[bench]"
         ) from error
+    if not folder.is_dir():
+        raise SettingError(
+            "--against", "transformers", "only for a folder",
+            "measure the GGUF file alone, or the model's safetensors checkpoint against it",
+        )  # fmt: skip
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
     return model.to(device).eval()

@@ -11,17 +11,30 @@ from soloist.cli.machine import Machine, read_machine
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import print_json, status
 from soloist.errors import CheckpointError, SettingError, UserError, gigabytes
+from soloist.gguf.header import SUFFIX
 from soloist.model.families import read_config
 from soloist.model.folder import (
     CONFIG_FILE,
     DESCRIPTION,
     SHIPPED,
-    find_model,
+    gguf_names,
     is_hub_id,
+    is_in_gguf,
+    require_config,
+    require_readable,
     shipped_folder,
+    split_tag,
 )
-from soloist.model.hub_cache import CachedModel, cached_models, freed_bytes, remove
-from soloist.model.shards import weight_names
+from soloist.model.gguf.choosing import choose, distinct_tags
+from soloist.model.hub_cache import (
+    CachedModel,
+    cached_models,
+    freed_bytes,
+    remove,
+    remove_gguf,
+)
+from soloist.model.hub_files import download, names_in
+from soloist.model.shards import SINGLE_FILE, weight_names
 from soloist.model.transfer import Missing, fetch, find_missing
 from soloist.settings import read_settings
 
@@ -56,26 +69,50 @@ def pull(model: str, revision: str | None) -> None:
         UserError: it is no hub id, or cannot be run or fetched.
         DiskFull: it does not fit; no weights were fetched.
     """
-    if not is_hub_id(model):
+    hub_id, tag = split_tag(model)
+    if not is_hub_id(hub_id):
         raise SettingError(
-            "MODEL", model, "a hub id of the form owner/name", "a folder needs no download"
-        )
-    if Path(model).is_dir():
+            "MODEL", model, "a hub id of the form owner/name, or owner/name:Q4_K_M",
+            "a folder or a file needs no download",
+        )  # fmt: skip
+    if Path(hub_id).is_dir():
         raise UserError(
             f"'{model}' is a folder here, which goes before the hub's model of that name",
             "change to another folder and run the command again",
         )
     if read_settings().hub_offline:
         raise SettingError("HF_HUB_OFFLINE", 1, "0, to reach the hub", "unset HF_HUB_OFFLINE")
-    snapshot = find_model(model, revision=revision, wanted=DESCRIPTION)
-    read_config(snapshot / CONFIG_FILE)
-    missing = find_missing(model, snapshot, weight_names(snapshot))
+    snapshot = download(hub_id, revision, DESCRIPTION, offline=False)
+    names = _wanted(hub_id, snapshot, tag)
+    missing = find_missing(hub_id, snapshot, names)
     if missing:
+        snapshot.mkdir(parents=True, exist_ok=True)  # of GGUF alone nothing lies there yet
         status(_intention(model, missing))
         with _bytes_bar(missing) as advance:
-            fetch(model, snapshot, missing, advance)
-    entry = next(_entry(m, read_machine()) for m in cached_models() if m.hub_id == model)
-    status(f"{model} · {gigabytes(entry.bytes)} on disk · {entry.fit.in_words}")
+            fetch(hub_id, snapshot, missing, advance)
+    machine = read_machine()
+    cached = next(found for found in cached_models() if found.hub_id == hub_id)
+    ours = _gguf(cached, names[0], model, machine) if _is_gguf(names) else _entry(cached, machine)
+    status(f"{model} · {gigabytes(ours.bytes)} on disk · {ours.fit.in_words}")
+
+
+def _wanted(hub_id: str, snapshot: Path, tag: str | None) -> list[str]:
+    """Files of weights to fetch; of a folder once its configuration was read."""
+    if tag is None and (snapshot / CONFIG_FILE).is_file():
+        read_config(snapshot / CONFIG_FILE)
+        names = weight_names(snapshot)
+        if names != [SINGLE_FILE] or SINGLE_FILE in names_in(hub_id, snapshot, offline=False):
+            return names
+    if tag is not None or is_in_gguf(hub_id, snapshot, offline=False):
+        names = gguf_names(hub_id, snapshot, tag, offline=False)
+        require_readable(hub_id, snapshot, names[0])
+        return names
+    require_config(snapshot)
+    return weight_names(snapshot)
+
+
+def _is_gguf(names: Sequence[str]) -> bool:
+    return names[0].lower().endswith(SUFFIX)
 
 
 def _intention(model: str, missing: Sequence[Missing]) -> str:
@@ -114,7 +151,7 @@ def _bytes_bar(missing: Sequence[Missing]) -> Iterator[Callable[[int], None]]:
 def show_list(*, as_json: bool) -> None:
     """Print the models on this disk; nothing is loaded."""
     machine = read_machine()
-    entries = [_entry(model, machine) for model in cached_models()]
+    entries = [entry for model in cached_models() for entry in _entries(model, machine)]
     entries += [_shipped(name, machine) for name in SHIPPED]
     if as_json:
         print_json({"machine": asdict(machine), "models": [asdict(entry) for entry in entries]})
@@ -127,6 +164,28 @@ def show_list(*, as_json: bool) -> None:
         ],
     )
     print(machine.in_words)
+
+
+def _entries(model: CachedModel, machine: Machine) -> list[Entry]:
+    """The repository as a folder, if it is one, and each of its GGUF models."""
+    found = [_entry(model, machine)] if model.is_folder else []
+    tags = distinct_tags(model.ggufs)
+    return found + [
+        _gguf(model, name, f"{model.hub_id}:{tag}", machine) for name, tag in tags.items()
+    ]
+
+
+def _gguf(model: CachedModel, name: str, shown: str, machine: Machine) -> Entry:
+    files = model.gguf_files(name)
+    assert model.snapshot is not None, "GGUF models lie in a snapshot"
+    return Entry(
+        shown,
+        model.snapshot.name,
+        len(model.revisions),
+        sum(file.stat().st_size for file in files),
+        True,
+        find_fit(files[0], machine),
+    )
 
 
 def _entry(model: CachedModel, machine: Machine) -> Entry:
@@ -154,6 +213,10 @@ def take_away(model: str, *, without_asking: bool) -> None:
         UserError: it is not in the cache, or nobody is there to ask.
     """
     known = {m.hub_id: m for m in cached_models()}
+    hub_id, tag = split_tag(model)
+    if tag is not None and hub_id in known:
+        _take_gguf_away(known[hub_id], tag, without_asking=without_asking)
+        return
     if model not in known:
         raise CheckpointError(
             f"no model '{model}' in the hub's cache (it holds: {', '.join(known) or 'none'})",
@@ -168,6 +231,17 @@ def take_away(model: str, *, without_asking: bool) -> None:
         return
     remove(found)
     status(f"removed {model}, {freed} are free")
+
+
+def _take_gguf_away(model: CachedModel, tag: str, *, without_asking: bool) -> None:
+    name = choose(model.hub_id, model.ggufs, tag)
+    freed = gigabytes(sum(file.stat().st_size for file in model.gguf_files(name)))
+    status(f"{model.place} · {name} · {freed} become free")
+    if not without_asking and not _confirmed(f"{model.hub_id}:{tag}"):
+        status("nothing was removed")
+        return
+    remove_gguf(model, name)
+    status(f"removed {name} of {model.hub_id}, {freed} are free")
 
 
 def _confirmed(model: str) -> bool:

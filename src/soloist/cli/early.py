@@ -1,6 +1,7 @@
 """What goes on while Python imports torch: making the GPU's context, moving files to its memory."""
 
 from soloist.errors import SoloistError
+from soloist.gguf.header import is_gguf
 from soloist.jit.wake import driver, wake, wanted_gpu
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.folder import find_model
@@ -12,7 +13,7 @@ def begin(model: str, device: str, gpus: str, revision: str | None) -> Upload | 
 
     Returns:
         The model's files on their way; None where no GPU is asked for, or several, which read their
-        shares, or nothing to read is here.
+        shares, or nothing to read is here, or it is a GGUF file.
     """
     ordinal = wanted_gpu(device)
     if ordinal is None or driver() is None:
@@ -24,7 +25,10 @@ def begin(model: str, device: str, gpus: str, revision: str | None) -> Upload | 
         return None
     try:
         # What is not here yet is fetched later, before the user's eyes.
-        checkpoint = open_checkpoint(find_model(model, revision=revision, offline=True))
+        found = find_model(model, revision=revision, offline=True)
+        if is_gguf(found):  # its bytes are decoded on the way
+            return None
+        checkpoint = open_checkpoint(found)
         memory, device = GpuMemory(ordinal), f"cuda:{ordinal}"
         return Upload(checkpoint.files, memory, device, growth=checkpoint.growth)
     except (SoloistError, OSError):

@@ -12,7 +12,7 @@ from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE
+from soloist.model.folder import config_file
 from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec
 from soloist.weights.choice import Rounding, choose
@@ -72,7 +72,7 @@ class Fit:
 def find_fit(folder: Path, machine: Machine) -> Fit:
     """Judge a model's folder; one that cannot be read says why in `obstacle`."""
     try:
-        config = read_config(folder / CONFIG_FILE)
+        config = read_config(config_file(folder))
         specs = tensors(config)
         checkpoint = open_checkpoint(folder)
         checkpoint.check(specs, FAMILIES[config.family].ignored)

@@ -12,7 +12,7 @@ from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_adapter, find_model, name_of
+from soloist.model.folder import config_file, find_adapter, find_model, name_of
 from soloist.model.quantization.matrices import describe
 from soloist.model.rope import LongScaling
 from soloist.model.tensors import TensorSpec, parameters, streamed_values
@@ -97,7 +97,7 @@ def gather(
 ) -> ModelFacts:
     """Read configuration and headers; no weights."""
     folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
-    config = read_config(folder / CONFIG_FILE, accepted)
+    config = read_config(config_file(folder), accepted)
     read_eos_ids(folder, config.vocab_size)
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)

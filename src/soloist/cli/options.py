@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from soloist.bench.rows import Prefix
 
 _Choice = TypeVar("_Choice")
-_MODEL_HELP = "A folder, a hub id (owner/name), or a shipped model: etude, etude-draft."
+_MODEL_HELP = (
+    "A folder, a GGUF file, a hub id (owner/name, or owner/name:Q4_K_M), or a shipped model: "
+    "etude, etude-draft."
+)
 
 # Options by the panel of `--help` that lists them.
 _model = partial(typer.Option, rich_help_panel="Model")
@@ -58,8 +61,8 @@ AcceptField = Annotated[
     list[str] | None,
     _model(
         metavar="NAME",
-        help="Let a field of config.json pass that Soloist does not know, if you know that it "
-        "changes nothing; may be repeated.",
+        help="Let a field of config.json, or a key of a GGUF file, pass that Soloist does not "
+        "know, if you know that it changes nothing; may be repeated.",
     ),
 ]
 Shape = Annotated[

@@ -9,7 +9,7 @@ from soloist.cli.tables import show_table
 from soloist.cli.terminal import millions, print_json, say
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
 from soloist.jit.bindings import driver
-from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.folder import CONFIG_FILE, config_file, find_model
 from soloist.model.tensors import parameters
 from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
@@ -132,7 +132,7 @@ def _read(
         return name, read_model(file, accepted)
     offline = read_settings().hub_offline
     folder = find_model(model, revision=revision, offline=offline, wanted=(CONFIG_FILE,))
-    return folder.name, read_model(folder / CONFIG_FILE, accepted)
+    return folder.name, read_model(config_file(folder), accepted)
 
 
 def _require_configuration(file: Path) -> None:

@@ -28,7 +28,8 @@ class EngineConfig:
     """What to load and how.
 
     Attributes:
-        model: a folder, a shipped model's name or a hub id.
+        model: a folder, a GGUF file, a shipped model's name or a hub id; 'FOLDER:Q4_K_M' and
+            'owner/name:Q4_K_M' where there are several GGUF files.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: of weights and KV cache; 'auto' takes fp32 on a CPU where it fits, else bf16, and
             the checkpoint's own on a GPU. A CPU that has no products in a 16-bit precision, as

@@ -32,7 +32,7 @@ from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import CONFIG_FILE, find_adapter, find_model, name_of
+from soloist.model.folder import config_file, find_adapter, find_model, name_of
 from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
 from soloist.model.tensors import TensorSpec, parameters
@@ -359,7 +359,7 @@ def _place_name(resolved: Resolved) -> str:
 
 def opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
     """A folder's files, held against its configuration, and what becomes of them."""
-    config = read_config(folder / CONFIG_FILE, asked.accepted_fields)
+    config = read_config(config_file(folder), asked.accepted_fields)
     if asked.context_tokens is not None:
         # Not the context that fits: what a model computes must not depend on free memory.
         config = config.for_context(asked.context_tokens)

@@ -116,8 +116,12 @@ def quantized_format(stored: Quantized) -> WeightFormat:
     """That of a quantised matrix.
 
     Raises:
-        ShapeUnsupported: its groups are no multiples of the smallest one.
+        ShapeUnsupported: its groups are no multiples of the smallest one, or it has offsets.
     """
+    if stored.has_offsets:
+        raise ShapeUnsupported(
+            f"{stored.codes.value} with offsets", "scales, with or without zeros"
+        )
     group = next((g for g in GROUPS if stored.group % g == 0), 0)
     if not group:
         given = f"{stored.codes.value} in groups of {stored.group} columns"

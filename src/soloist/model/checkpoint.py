@@ -1,11 +1,11 @@
-"""The safetensors files of a model: which tensors they hold, checked before anything is read.
+"""A model's files of weights: which tensors they hold, checked before anything is read.
 
 Headers are read through the safetensors library, which maps the files into memory and verifies that
-every byte a header promises is there.
+every byte a header promises is there; those of GGUF files by `soloist.gguf`.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,10 +24,15 @@ from soloist.errors import (
     quoted,
 )
 from soloist.files import is_there, require_file
+from soloist.gguf.header import is_gguf
+from soloist.gguf.splits import read_gguf
 from soloist.model.dtype import Dtype
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.foreign import hint_for, require_no_adapter
+from soloist.model.gguf.naming import to_gguf
+from soloist.model.gguf.tensors import stored_tensors
 from soloist.model.quantization import read_quantization
+from soloist.model.quantization.gguf import SCHEMES, method_of
 from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
 from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_places
@@ -35,23 +40,28 @@ from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import TensorSpec
 
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+_NAMES = {dtype: name for name, dtype in PLAIN.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened set of safetensors files: names, shapes and places, no data.
+    """An opened set of files: names, shapes and places, no data.
 
     Attributes:
-        folder: where they are.
-        tensors: by name.
+        folder: where they are; or the GGUF file, of several the first.
+        tensors: by the names that families know.
         quantization: how matrices are stored where they do not stand for themselves.
         config_dtype: what config.json calls the model's type.
+        described_by: what says which tensors there should be.
+        named: what the files call a tensor that families know under another name.
     """
 
     folder: Path
     tensors: dict[str, StoredTensor]
     quantization: Quantization | None = None
     config_dtype: str | None = None
+    described_by: str = CONFIG_FILE
+    named: Callable[[str], str] = str
 
     @property
     def dtype(self) -> Dtype:
@@ -95,7 +105,8 @@ class Checkpoint:
         specs = tuple(specs)
         missing = sorted({name for spec in specs for name in self._missing(spec)})
         if missing:
-            raise MissingTensor(str(self.folder), missing)
+            names = [self.named(name) for name in missing]
+            raise MissingTensor(str(self.folder), names, self.described_by)
         wanted, quantised = self._wanted(specs)
         copies = {name: spec.shape for spec in specs for name in spec.copies}
         patterns = [re.compile(pattern) for pattern in ignored]
@@ -108,12 +119,14 @@ class Checkpoint:
             and not self._adds_nothing(name, quantised)
         ]
         if unexpected:
-            raise UnexpectedTensor(str(self.folder), unexpected)
+            names = [self.named(name) for name in unexpected]
+            raise UnexpectedTensor(str(self.folder), names, self.described_by)
         for name, shape in (
             wanted | {k: v for k, v in copies.items() if k in self.tensors}
         ).items():
             if self.tensors[name].shape != shape:
-                raise WrongShape(name, self.tensors[name].shape, shape)
+                stored = self.tensors[name]
+                raise WrongShape(stored.shown, stored.shape, shape, self.described_by)
             stored_dtype(self, self.tensors[name].dtype)
 
     def _adds_nothing(self, name: str, quantised: Iterable[str]) -> bool:
@@ -154,12 +167,14 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a single or sharded safetensors checkpoint.
+    """Open a single or sharded checkpoint: safetensors in a folder, or a GGUF file.
 
     Raises:
         CheckpointError: files are missing, cut off, or disagree with their index.
         ConfigError: config.json says that they are quantised in a way that is not read.
     """
+    if is_gguf(folder):
+        return _open_gguf(folder)
     index = folder / INDEX_FILE
     if is_there(index) and is_there(folder / SINGLE_FILE):
         raise CheckpointError(
@@ -189,6 +204,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         tensors,
         None if method is None else Quantization(method, tensors, cache(_read)),
         dtype if isinstance(dtype, str) else None,
+    )
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    tensors = stored_tensors(read_gguf(file))
+    if not tensors:
+        raise TruncatedFile(str(file), "it holds no tensors")
+    types = {stored.dtype for stored in tensors.values()}
+    method = method_of(tensors) if types & SCHEMES.keys() else None
+    return Checkpoint(
+        file,
+        tensors,
+        None if method is None else Quantization(method, tensors, cache(_read), embeds=True),
+        # Where some matrices are left in 16 bits, these keep theirs.
+        next((name for name, dtype in _DTYPES.items() if _NAMES[dtype] in types), None),
+        described_by="its metadata",
+        named=to_gguf,
     )
 
 

@@ -16,9 +16,8 @@ ADAPTER_FILE = "adapter_config.json"
 # Names of files in other formats, and what to do; the first that matches counts.
 _FORMATS = (
     (
-        r".*\.gguf",
-        "is a file for llama.cpp; get the model's safetensors checkpoint, which the page of the "
-        "GGUF repository names as base model",
+        r"(.*[-._])?mmproj.*\.gguf",
+        "only turns images into tokens for a model; get a GGUF file of the model itself",
     ),
     (
         r"pytorch_model.*\.bin",

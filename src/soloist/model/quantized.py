@@ -3,6 +3,7 @@
 Every format that checkpoints are quantised in is read into this one. A matrix [N, K] is then up to
 four tensors, named after the matrix and the part: 'layers.0.qkv' has its codes,
 'layers.0.qkv.scales' and 'layers.0.qkv.zeros' [N, G] what each row's G groups of columns share.
+Some of GGUF's types mean code · scale + offset instead, with 'layers.0.qkv.offsets' [N, G].
 Where a file puts columns into groups in an order of its own, codes lie by group, and
 'layers.0.qkv.columns', uint16 [K], says which column of the matrix each column of codes is.
 """
@@ -14,7 +15,7 @@ from enum import StrEnum
 from soloist.errors import NoGroupFits
 from soloist.model.dtype import Dtype
 
-SCALES, ZEROS, COLUMNS = ".scales", ".zeros", ".columns"
+SCALES, ZEROS, OFFSETS, COLUMNS = ".scales", ".zeros", ".offsets", ".columns"
 # Columns of a matrix that a table of columns can name.
 MOST_COLUMNS = 1 << 16
 
@@ -49,6 +50,7 @@ class Quantized:
         scale_rows: consecutive rows, counted from the first, that have the same scales, although
             each has its own in the tensor.
         permuted: columns of codes are in another order than those of the matrix.
+        has_offsets: offsets are stored, in the type of the scales; then no code has a zero.
     """
 
     codes: Codes
@@ -57,6 +59,7 @@ class Quantized:
     has_zeros: bool = False
     scale_rows: int = 1
     permuted: bool = False
+    has_offsets: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -65,6 +68,7 @@ class Quantized:
             "",
             SCALES,
             *((ZEROS,) if self.has_zeros else ()),
+            *((OFFSETS,) if self.has_offsets else ()),
             *((COLUMNS,) if self.permuted else ()),
         )
 
@@ -73,6 +77,8 @@ class Quantized:
         """What result files and people call it."""
         if self.permuted:
             return f"{self.codes.value}-permuted"
+        if self.has_offsets:
+            return f"{self.codes.value}-offset"
         return f"{self.codes.value}-block" if self.scale_rows > 1 else self.codes.value
 
     def groups(self, columns: int) -> int:

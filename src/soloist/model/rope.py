@@ -78,7 +78,14 @@ class LongScaling:
         return self.long_factors if self.is_long else self.short_factors
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+@dataclass(frozen=True, slots=True)
+class DividedScaling:
+    """Each frequency divided by a number of its own, as GGUF files store the llama3 rule."""
+
+    divisors: tuple[float, ...]
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | DividedScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,8 @@ class Rope:
                 return [f / factor for f in plain]
             case Llama3Scaling():
                 return [_llama3(f, self.scaling) for f in plain]
+            case DividedScaling(divisors):
+                return [f / divisor for f, divisor in zip(plain, divisors, strict=True)]
             case YarnScaling():
                 return _yarn(plain, self.theta, dims, self.scaling)
             case LongScaling():

@@ -13,6 +13,7 @@ from soloist.errors import (
     WrongType,
     quoted,
 )
+from soloist.gguf.header import is_gguf
 from soloist.model.families import FAMILIES, read_config
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import HARMLESS, Fields, read_json
@@ -48,6 +49,8 @@ def read_model(file: Path, accepted: Collection[str] = ()) -> Model:
             a way that is not known.
         UnknownFamily: it is of no known family.
     """
+    if is_gguf(file):
+        return served(read_config(file, accepted))
     values = read_json(file)
     if _TEXT in values and values.get("model_type") not in FAMILIES:
         return _read_text_part(file, values[_TEXT], accepted)

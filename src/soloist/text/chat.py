@@ -13,8 +13,10 @@ from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, me
 
 from soloist.errors import RequestError, TokenizerError
 from soloist.files import is_there
+from soloist.gguf.header import is_gguf
 from soloist.text.bounded import is_bounded
 from soloist.text.files import read_json, read_special_tokens, read_text
+from soloist.text.gguf.vocabulary import read_templates, read_vocabulary
 from soloist.text.jinja import Refusal, environment
 from soloist.text.messages import Message, Tool, plain, plain_messages, plain_tools
 
@@ -65,7 +67,7 @@ class ChatTemplate:
     def from_folder(
         cls, path: Path, *, now: Callable[[], datetime] = datetime.now
     ) -> "ChatTemplate":
-        """The templates of a model folder.
+        """The templates of a model's folder or GGUF file.
 
         `chat_template.jinja` and `additional_chat_templates/*.jinja` go before `chat_template` in
         tokenizer_config.json, which is a text or a list of names and texts.
@@ -76,7 +78,7 @@ class ChatTemplate:
                 f"{path} has no chat template, so a conversation cannot be turned into a prompt",
                 "use plain completion: this model continues text",
             )
-        special_tokens = read_special_tokens(path).texts
+        special_tokens = _special_texts(path)
         return cls(sources, special_tokens=special_tokens, now=now, file=str(origin))
 
     @property
@@ -177,8 +179,16 @@ def _compile(made: Environment, source: str, label: str) -> Template:
         ) from error
 
 
+def _special_texts(path: Path) -> dict[str, str]:
+    if is_gguf(path):
+        return read_vocabulary(path).special_texts
+    return read_special_tokens(path).texts
+
+
 def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
     """The templates by name, and the file or folder they are from."""
+    if is_gguf(folder):
+        return folder, read_templates(folder)
     file = folder / "chat_template.jinja"
     sources = {"default": read_text(file)} if is_there(file) else {}
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):

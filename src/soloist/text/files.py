@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 
 from soloist.errors import TokenizerError, WrongType, quoted, shortened
 from soloist.files import is_there, parsed_object, require_file
+from soloist.gguf.header import is_gguf
+from soloist.text.gguf.vocabulary import read_vocabulary
 
 _STANDARD_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -100,12 +102,14 @@ def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
     Where config.json has the language model in `text_config`, they may be there.
 
     Args:
-        folder: of the model.
+        folder: of the model, or its GGUF file.
         vocab_size: V; None where it is not known.
 
     Raises:
         WrongType: they are no token ids, or none of this vocabulary.
     """
+    if is_gguf(folder):
+        return read_vocabulary(folder).ending_ids
     expected = "a token id or a list of them"
     if vocab_size is not None:
         expected += f", each below the vocabulary's size of {vocab_size}"

@@ -1,6 +1,7 @@
 """Text to token ids and back, equal to what transformers makes of the same model folder.
 
-Reads tokenizer.json and the small files beside it. Knows neither models nor requests.
+Reads tokenizer.json and the small files beside it, or a GGUF file's metadata. Knows neither models
+nor requests.
 """
 
 import json
@@ -13,6 +14,7 @@ from tokenizers import models
 
 from soloist.errors import MissingFile, RequestError, TokenizerError, quoted
 from soloist.files import is_there
+from soloist.gguf.header import is_gguf
 from soloist.text.decoder import Decoder
 from soloist.text.detokenizer import Detokenizer
 from soloist.text.files import (
@@ -22,6 +24,8 @@ from soloist.text.files import (
     read_special_tokens,
     require_readable,
 )
+from soloist.text.gguf.backend import build
+from soloist.text.gguf.vocabulary import read_vocabulary
 from soloist.text.metaspace import SPACE_MARK, follow_llama_class
 from soloist.text.pieces import Pieces, longest_token
 
@@ -81,12 +85,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> "Tokenizer":
-        """The tokenizer of a model folder.
+        """The tokenizer of a model's folder or GGUF file.
 
         As in transformers, a beginning-of-sequence token is added only if the post-processor of
         tokenizer.json adds one; `add_bos_token` in tokenizer_config.json has no say.
-        `eos_ids` come from generation_config.json, else config.json, else `eos_token`.
+        `eos_ids` come from generation_config.json, else config.json, else `eos_token`. A GGUF
+        file's metadata says all of this, and is taken at its word.
         """
+        if is_gguf(path):
+            return cls._from_gguf(path)
         file = path / "tokenizer.json"
         if not is_there(file):
             raise _no_tokenizer(path)
@@ -104,6 +111,16 @@ class Tokenizer:
             )
         eos_ids = read_eos_ids(path)
         return cls(backend, special_tokens=special.texts, eos_ids=eos_ids, file=str(file))
+
+    @classmethod
+    def _from_gguf(cls, file: Path) -> "Tokenizer":
+        vocabulary = read_vocabulary(file)
+        return cls(
+            build(vocabulary),
+            special_tokens=vocabulary.special_texts,
+            eos_ids=vocabulary.ending_ids,
+            file=str(file),
+        )
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None

@@ -65,7 +65,7 @@ def choose(
     for spec in specs:
         codes = asked.get(spec.name)
         if codes is not None:
-            if spec.name != "head" or not was_tied:  # an embedding is in 16 bits
+            if spec.name != "head" or not was_tied or _embeds(checkpoint):
                 _require_plain(checkpoint, spec, codes)
             dtypes = [dtype_of(checkpoint, source) for source in spec.sources]
             rounding[spec.name] = rounded(spec.sources[0].name, spec.shape[-1], codes, dtypes[0])
@@ -149,6 +149,11 @@ def dtype_of(checkpoint: Checkpoint, source: Source) -> Dtype:
             "convert the checkpoint to bf16 first, or use one that is",
         )
     return dtype
+
+
+def _embeds(checkpoint: Checkpoint) -> bool:
+    """Whether the embedding, from which a tied head comes, may be quantised; mostly it is not."""
+    return checkpoint.quantization is not None and checkpoint.quantization.embeds
 
 
 def _asked(config: ModelConfig, specs: Iterable[TensorSpec], to: Rounding) -> dict[str, Codes]:

@@ -153,6 +153,11 @@ def plan_export(source: Path, asked: Asked, adapter_folder: Path | None = None) 
         AlreadyQuantized, NoGroupFits, CheckpointError, ConfigError: it cannot be quantised so.
         SettingError: the model takes no adapter.
     """
+    if not source.is_dir():
+        raise CheckpointError(
+            f"{source} is a GGUF file; soloist quantize takes a folder with safetensors in 16 bits",
+            "give the checkpoint that the file was made from",
+        )
     fields = read_json(source / CONFIG_FILE)
     _require_plain(source, fields)
     config = read_config(source / CONFIG_FILE, asked.accepted_fields)

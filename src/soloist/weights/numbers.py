@@ -1,4 +1,7 @@
-"""What quantised tensors stand for: (code - zero) · scale, in fp32. Torch, any device."""
+"""What quantised tensors stand for: (code - zero) · scale, in fp32. Torch, any device.
+
+Where there are offsets, code · scale + offset.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import COLUMNS, SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import COLUMNS, OFFSETS, SCALES, ZEROS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 
 # Zero of a matrix without zeros of its own.
@@ -22,15 +25,17 @@ def numbers(
 
     Args:
         quantized: what they mean.
-        parts: codes, scales, zeros and the table of columns by the end of their names.
+        parts: codes, scales, zeros, offsets and the table of columns by the end of their names.
         groups: [K], of each column; None where groups follow each other.
     """
     values = _widened(unpacked(parts[""]) if quantized.codes is Codes.INT4 else parts[""])
     if quantized.has_zeros:
         _with_shared(torch.Tensor.sub_, values, parts[ZEROS], quantized.group, groups)
-    elif (middle := _MIDDLE.get(quantized.codes)) is not None:
+    elif not quantized.has_offsets and (middle := _MIDDLE.get(quantized.codes)) is not None:
         values -= middle
     _with_shared(torch.Tensor.mul_, values, parts[SCALES], quantized.group, groups)
+    if quantized.has_offsets:
+        _with_shared(torch.Tensor.add_, values, parts[OFFSETS], quantized.group, groups)
     if quantized.permuted:
         return torch.empty_like(values).index_copy_(1, parts[COLUMNS].long(), values)
     return values

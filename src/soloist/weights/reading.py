@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -16,11 +17,13 @@ from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.matrices import StoredMatrix, joined
+from soloist.model.quantization.scheme import Layout, Role
 from soloist.model.quantized import COLUMNS, Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
 from soloist.weights.decoding.parts import Decoded
+from soloist.weights.mapped import map_file, tensor_in
 from soloist.weights.merging import merged
 from soloist.weights.numbers import as_numbers, write_numbers
 from soloist.weights.quantizing import quantize
@@ -33,6 +36,9 @@ class StoredFile(Protocol):
         """As stored, on any device; valid while the file is open."""
         ...
 
+
+# Of a matrix that is decoded some rows after the other.
+_VALUES_AT_ONCE = 1 << 20
 
 OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
 
@@ -142,9 +148,8 @@ def read_tensors(
                 if matrix is None:
                     part.copy_(files.tensor(source.name))
                 else:
-                    decoded = files.decoded(matrix)
-                    write_numbers(decoded.quantized, decoded.parts, part, decoded.groups)
-                _require_finite(source.name, part)
+                    _write(files, matrix, part)
+                _require_finite(checkpoint.named(source.name), part)
                 progress.add(checkpoint, source, matrix)
             for name in spec.copies:
                 if name in checkpoint.tensors:
@@ -158,6 +163,20 @@ def read_tensors(
                 yield from ((spec.name + part, values) for part, values in parts.items())
             else:
                 yield spec.name, as_numbers(to, parts, dtype)
+
+
+def _write(files: "_Files", matrix: StoredMatrix, out: Tensor) -> None:
+    """The numbers of a quantised matrix; where rows stand alone, some after the other."""
+    if matrix.scheme.layout is not Layout.BLOCKS:
+        decoded = files.decoded(matrix)
+        write_numbers(decoded.quantized, decoded.parts, out, decoded.groups)
+        return
+    (blocks,) = files.parts(matrix).values()
+    step = max(1, _VALUES_AT_ONCE // matrix.columns)
+    for start in range(0, matrix.rows, step):
+        rows = slice(start, start + step)
+        decoded = decode(matrix, {Role.CODES: blocks[rows]})
+        write_numbers(decoded.quantized, decoded.parts, out[rows])
 
 
 def _kept(
@@ -201,20 +220,29 @@ class _Files:
         self.checkpoint, self.device = checkpoint, device
         self._handles, self._made_on = handles, forms.made_on or device
         self._changes = {} if forms.adapter is None else forms.adapter.changes
+        self._map = cache(map_file)
 
     def tensor(self, name: str) -> Tensor:
         """In the type in which it is stored, wherever its file is open or where it was merged."""
-        values = self._handles.open(self.checkpoint.tensors[name].file).get_tensor(name)
-        change = self._changes.get(name)
+        values, change = self._stored(name), self._changes.get(name)
         return values if change is None else merged(name, values, change, self._made_on)
 
-    def decoded(self, matrix: StoredMatrix) -> Decoded:
-        """A quantised matrix, on the device."""
-        tensors = {
+    def _stored(self, name: str) -> Tensor:
+        stored = self.checkpoint.tensors[name]
+        if stored.place is not None:
+            return tensor_in(self._map(stored.file), stored, stored.place)
+        return self._handles.open(stored.file).get_tensor(name)
+
+    def parts(self, matrix: StoredMatrix) -> dict[Role, Tensor]:
+        """The tensors that a quantised matrix is stored in, on the device."""
+        return {
             role: self.tensor(stored.name).to(self.device)
             for role, stored in matrix.tensors.items()
         }
-        return decode(matrix, tensors)
+
+    def decoded(self, matrix: StoredMatrix) -> Decoded:
+        """A quantised matrix, on the device."""
+        return decode(matrix, self.parts(matrix))
 
 
 class _Progress:

@@ -208,7 +208,7 @@ def test_a_missing_shard_is_named(stored: dict[str, Tensor], tmp_path: Path) -> 
         ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
         ("consolidated.00.pth", "the version for transformers"),
         ("consolidated.safetensors", "the version for transformers"),
-        ("model-q4.gguf", "llama.cpp"),
+        ("mmproj-f16.gguf", "a GGUF file of the model itself"),
         ("decoder_model.onnx", "ONNX"),
         ("weights.00.npz", "MLX"),
         ("flax_model.msgpack", "is in a format that Soloist does not load"),
@@ -219,7 +219,7 @@ def test_other_formats_are_named_with_what_to_do(name: str, advice: str, tmp_pat
     (tmp_path / "a.txt").touch()
     with pytest.raises(MissingFile, match=r"model\.safetensors") as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint.startswith(f"{name} is ")
+    assert caught.value.hint.startswith(f"{name} ")
     assert advice in caught.value.hint
 
 

@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from soloist.errors import CheckpointError, DownloadFailed, MissingFile, ModelNotFound, NotAModel
+from soloist.errors import (
+    CheckpointError,
+    DownloadFailed,
+    GgufChoice,
+    MissingFile,
+    ModelNotFound,
+    NotAModel,
+)
 from soloist.model.folder import SHIPPED, find_model, shipped_folder
 
 
@@ -72,19 +80,84 @@ def test_a_folder_with_only_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_only_another_format_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "x.Q4_K_M.gguf").touch()
+    (tmp_path / "model.onnx").touch()
     with pytest.raises(MissingFile, match=r"config\.json") as caught:
         find_model(str(tmp_path))
-    assert caught.value.hint.startswith("x.Q4_K_M.gguf is a file for llama.cpp")
+    assert caught.value.hint.startswith("model.onnx is a graph for ONNX")
 
 
 def test_a_hub_repository_without_config_may_hold_another_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    on_hub = SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.onnx")])
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: on_hub)
     with pytest.raises(MissingFile) as caught:
-        find_model("owner/name-GGUF")
-    assert "such as GGUF" in caught.value.hint
+        find_model("owner/name-ONNX")
+    assert "such as ONNX" in caught.value.hint
+
+
+GGUFS = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F16.gguf")
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "m-Q8_0.gguf"
+    file.touch()
+    (tmp_path / "mmproj-m-F16.gguf").touch()
+    assert find_model(str(file)) == file
+    assert find_model(str(tmp_path)) == file  # the only one, beside what is no model
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)) == file  # without weights of its own
+    (tmp_path / "model.safetensors").touch()
+    assert find_model(str(tmp_path)) == tmp_path
+    assert find_model(f"{tmp_path}:q8_0") == file
+
+
+def test_of_several_gguf_files_one_has_to_be_named(tmp_path: Path) -> None:
+    for name in GGUFS:
+        (tmp_path / name).touch()
+    with pytest.raises(GgufChoice, match=r"holds 2 GGUF models.*m-Q4_K_M\.gguf, m-Q8_0") as caught:
+        find_model(str(tmp_path))
+    assert f"such as {tmp_path}:Q4_K_M" in caught.value.hint
+    assert find_model(f"{tmp_path}:q4_k_m") == tmp_path / GGUFS[0]
+    with pytest.raises(GgufChoice, match=r"no GGUF model 'Q4_K' \(it holds: m-Q4_K_M"):
+        find_model(f"{tmp_path}:Q4_K")
+
+
+def test_a_part_leads_to_the_first(tmp_path: Path) -> None:
+    names = [f"m-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert find_model(str(tmp_path / names[2])) == tmp_path / names[0]
+    assert find_model(str(tmp_path)) == tmp_path / names[0]
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(MissingFile):  # some parts are no model
+        find_model(str(tmp_path))
+
+
+def test_a_gguf_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(hub_id: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append((hub_id, allow_patterns))
+        for name in allow_patterns:
+            if name.endswith(".gguf"):
+                (tmp_path / name).touch()
+        return str(tmp_path)
+
+    on_hub = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in GGUFS])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: on_hub)
+    with pytest.raises(GgufChoice, match="owner/name holds 2 GGUF models") as caught:
+        find_model("owner/name")
+    assert "such as owner/name:Q4_K_M" in caught.value.hint
+    with pytest.raises(GgufChoice, match=r"it holds: m-Q4_K_M\.gguf, m-Q8_0"):
+        find_model("owner/name:Q6_K")
+    asked.clear()
+    assert find_model("owner/name:Q8_0") == tmp_path / GGUFS[1]
+    assert asked[-1] == ("owner/name", [GGUFS[1]])  # and no other
+    monkeypatch.setattr(huggingface_hub, "model_info", None)  # offline it is not asked
+    assert find_model("owner/name:q8_0", offline=True) == tmp_path / GGUFS[1]
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
@@ -103,6 +176,8 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         "nothing",
         "./nothing/here",
         "/nothing",
+        "some/absent.gguf",
+        "absent.gguf:Q8_0",
         "a/b/c",
         "~nobody-of-this-name/x",
         "a b/c",

@@ -6,14 +6,17 @@ import typer
 
 from soloist.cli import options as o
 
-_HubModel = Annotated[str, typer.Argument(help="A hub id (owner/name).")]
+_HubModel = Annotated[
+    str, typer.Argument(help="A hub id: owner/name, or of a GGUF model owner/name:Q4_K_M.")
+]
 
 
 def pull(model: _HubModel, revision: o.Revision = None) -> None:
     """Fetch a model from the hub; an interrupted download goes on where it stopped.
 
     Only files that Soloist reads are fetched: safetensors, configuration, tokenizer and chat
-    templates. The configuration comes first, and a model that Soloist cannot run costs no more.
+    templates; or one GGUF model. The configuration comes first, and a model that Soloist cannot run
+    costs no more.
     """
     from soloist.cli import catalogue
 
@@ -34,7 +37,7 @@ def rm(
     model: _HubModel,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
-    """Remove a model from the hub's cache, all revisions of it.
+    """Remove a model from the hub's cache, all revisions of it, or one GGUF model.
 
     Says what is removed and how many bytes become free, then asks. Folders outside of the cache and
     shipped models are never touched.

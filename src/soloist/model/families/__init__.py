@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soloist.errors import MissingField, UnknownFamily, WrongType
+from soloist.gguf.header import is_gguf
+from soloist.gguf.splits import read_gguf
 from soloist.model.config import ModelConfig
 from soloist.model.families import (
     gemma3,
@@ -30,6 +32,8 @@ from soloist.model.families import (
     smollm3,
 )
 from soloist.model.foreign import require_not_mlx
+from soloist.model.gguf.configuration import as_config
+from soloist.model.gguf.rope_freqs import with_rope_freqs
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
 from soloist.model.tensors import TensorSpec
@@ -64,7 +68,7 @@ FAMILIES = {
 
 
 def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
-    """The model that a `config.json` describes.
+    """The model that a `config.json` or a GGUF file describes.
 
     Args:
         path: the file.
@@ -76,7 +80,10 @@ def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
         ConfigError: the file is damaged, its family unknown, or a field is missing, mistyped or
             asks for something that the family does not implement; or an accepted field is none
             that is unknown.
+        CheckpointError: the GGUF file cannot be read.
     """
+    if is_gguf(path):
+        return _read_gguf(path, accepted)
     values = read_json(path)
     model_type = values.get("model_type")
     if model_type is None:
@@ -92,6 +99,15 @@ def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
     fields.refuse_rest()
     fields.require_passed()
     return config
+
+
+def _read_gguf(path: Path, accepted: Collection[str]) -> ModelConfig:
+    gguf = read_gguf(path)
+    values = as_config(gguf, accepted)
+    fields = Fields(values, str(path), values["model_type"])
+    config = FAMILIES[fields.family].read(fields)
+    fields.refuse_rest()
+    return with_rope_freqs(gguf, config)
 
 
 def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:

@@ -6,6 +6,7 @@
     scheme      one way to store a matrix: tensors, shapes, types
     fp8, modelopt, compressed_tensors, awq, gptq, auto_round
                 quantization_config → a scheme for each module
+    gguf        the type of a tensor → a scheme
     matrices    the schemes held against the tensors that there are
 
 `soloist.weights.decoding` reads the tensors. What comes out is `soloist.model.quantized`.

@@ -68,11 +68,18 @@ class Quantization:
         method: of the configuration.
         tensors: of the checkpoint, by name.
         read: the values of a small tensor, as a numpy array.
+        embeds: the embedding may be quantised as well.
     """
 
     method: Method
     tensors: Mapping[str, StoredTensor]
     read: Callable[[StoredTensor], Any]
+    embeds: bool = False
+
+    def covers(self, spec: TensorSpec) -> bool:
+        """Whether it is a matrix that may be quantised."""
+        is_used = self.embeds or spec.name != "embedding"
+        return is_used and len(spec.sources[0].shape) == 2
 
     def stored(self, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
         """How each source of a tensor is stored; None for one that stands for itself.
@@ -80,9 +87,7 @@ class Quantization:
         Raises:
             CheckpointError: files and configuration disagree.
         """
-        return tuple(
-            self._stored(source) if may_be_quantised(spec) else None for source in spec.sources
-        )
+        return tuple(self._stored(source) if self.covers(spec) else None for source in spec.sources)
 
     def column_order(self, matrix: StoredMatrix) -> bytes | None:
         """As of `column_order`, of a matrix that may have one.
@@ -103,7 +108,7 @@ class Quantization:
         """Names of tensors that should be there."""
         names: list[str] = []
         for source in spec.sources:
-            if may_be_quantised(spec):
+            if self.covers(spec):
                 names += self._missing(source)
             elif source.name not in self.tensors:
                 names.append(source.name)
@@ -175,13 +180,8 @@ class Quantization:
             if tensor is not None:
                 _require(tensor, part)
                 found[role] = tensor
-        scales = PLAIN.get(found[Role.SCALES].dtype, Dtype.FP32)
+        scales = scheme.inner_scales or PLAIN.get(found[Role.SCALES].dtype, Dtype.FP32)
         return StoredMatrix(source, scheme, found, meaning(scheme, scales))
-
-
-def may_be_quantised(spec: TensorSpec) -> bool:
-    """A matrix that is multiplied with; embeddings are looked up in 16 bits."""
-    return spec.name != "embedding" and len(spec.sources[0].shape) == 2
 
 
 def meaning(scheme: Scheme, scales: Dtype) -> Quantized:
@@ -191,6 +191,7 @@ def meaning(scheme: Scheme, scales: Dtype) -> Quantized:
         group=scheme.group,
         scale_dtype=scales,
         has_zeros=not scheme.symmetric,
+        has_offsets=scheme.has_offsets,
         scale_rows=scheme.rows or 1,
     )
 
@@ -221,7 +222,7 @@ def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:
     counts: dict[str, int] = {}
     total = 0
     for spec in specs:
-        if may_be_quantised(spec):
+        if quantization.covers(spec):
             for matrix in quantization.stored(spec):
                 total += 1
                 if matrix is not None:
@@ -241,7 +242,7 @@ def in_words(scheme: Scheme) -> str:
         shared = f"groups of {scheme.group}"
     else:
         shared = "one scale a row"
-    zeros = "" if scheme.symmetric else " and zeros"
+    zeros = " and offsets" if scheme.has_offsets else "" if scheme.symmetric else " and zeros"
     return f"{scheme.codes.value} ({scheme.name}: {shared}{zeros})"
 
 
@@ -276,6 +277,6 @@ def _described(scheme: Scheme | None, source: Source) -> str:
 
 def _require(tensor: StoredTensor, part: Part) -> None:
     if tensor.shape not in part.shapes:
-        raise WrongShape(tensor.name, tensor.shape, part.shapes[0])
+        raise WrongShape(tensor.shown, tensor.shape, part.shapes[0])
     if tensor.dtype not in part.dtypes:
-        raise QuantizationMismatch(tensor.name, tensor.dtype, " or ".join(part.dtypes))
+        raise QuantizationMismatch(tensor.shown, tensor.dtype, " or ".join(part.dtypes))

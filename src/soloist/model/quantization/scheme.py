@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from soloist.errors import GroupMismatch, QuantizationMismatch
+from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes
 
 # The last part of the name of the LM head's module.
@@ -22,6 +23,7 @@ class Layout(StrEnum):
     WORDS = "words"  # several codes in a 32-bit word along a row
     AWQ = "awq"  # columns first, eight rows in a word, in an order of their own
     GPTQ = "gptq"  # columns first, eight columns in a word
+    BLOCKS = "blocks"  # GGUF's: codes of some columns of a row beside what they share
 
 
 class Role(StrEnum):
@@ -65,6 +67,8 @@ class Scheme:
         reordered: columns may belong to groups in any order.
         zero_offset: what was taken off every zero before it was stored.
         scales: suffix of the scales' name, in formats that do not agree on it.
+        inner_scales: the type of scales that lie in one tensor with codes.
+        has_offsets: numbers are code · scale + offset.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Scheme:
     reordered: bool = False
     zero_offset: int = 0
     scales: str = "weight_scale"
+    inner_scales: Dtype | None = None
+    has_offsets: bool = False
 
     def parts(self, shape: tuple[int, int], module: str) -> dict[Role, Part]:
         """The tensors that stand for a matrix.
@@ -83,7 +89,8 @@ class Scheme:
         Raises:
             GroupMismatch: groups or words do not divide its rows or columns.
         """
-        if self.rows == 1 and self.group and shape[1] % self.group:
+        is_alone = self.rows == 1 and self.layout is not Layout.BLOCKS  # whose rows are whole
+        if is_alone and self.group and shape[1] % self.group:
             raise GroupMismatch(module, self.name, self.group, "columns", shape[1])
         return _LAYOUTS[self.layout](self, shape, module)
 
@@ -171,11 +178,17 @@ def _gptq(scheme: Scheme, shape: tuple[int, int], module: str) -> dict[Role, Par
     }
 
 
+def _blocks(scheme: Scheme, shape: tuple[int, int], module: str) -> dict[Role, Part]:
+    del module
+    return {Role.CODES: Part("weight", (shape,), (scheme.name,))}
+
+
 _LAYOUTS = {
     Layout.BYTES: _bytes,
     Layout.WORDS: _words,
     Layout.AWQ: _awq,
     Layout.GPTQ: _gptq,
+    Layout.BLOCKS: _blocks,
 }
 
 

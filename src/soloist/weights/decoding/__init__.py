@@ -13,7 +13,7 @@ from soloist.errors import NotFinite
 from soloist.model.quantization.matrices import StoredMatrix
 from soloist.model.quantization.scheme import Layout, Role
 from soloist.model.quantized import Codes
-from soloist.weights.decoding import by_bytes, by_columns, by_words
+from soloist.weights.decoding import by_blocks, by_bytes, by_columns, by_words
 from soloist.weights.decoding.parts import Decoded
 
 _DECODERS: Mapping[Layout, Callable[[StoredMatrix, Mapping[Role, Tensor]], Decoded]] = {
@@ -21,6 +21,7 @@ _DECODERS: Mapping[Layout, Callable[[StoredMatrix, Mapping[Role, Tensor]], Decod
     Layout.WORDS: by_words.decode,
     Layout.AWQ: by_columns.decode_awq,
     Layout.GPTQ: by_columns.decode_gptq,
+    Layout.BLOCKS: by_blocks.decode,
 }
 
 
@@ -36,6 +37,8 @@ def decode(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Decoded:
 
 
 def _require_finite(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> None:
+    if Role.SCALES not in tensors:
+        return  # they lie among codes
     scales = tensors[Role.SCALES].to(torch.float32)
     bad = {Role.SCALES: ~torch.isfinite(scales)}
     if matrix.scheme.codes is Codes.FP8:
@@ -45,4 +48,4 @@ def _require_finite(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Non
             bad[Role.CODES] = magnitudes == 0x7F
     for role, found in bad.items():
         if count := int(found.sum()):
-            raise NotFinite(matrix.tensors[role].name, count, found.numel())
+            raise NotFinite(matrix.tensors[role].shown, count, found.numel())
