@@ -195,7 +195,8 @@ class ModelNotFound(CheckpointError):
     def __init__(self, given: str, shipped: Iterable[str]) -> None:
         super().__init__(
             f"no model '{given}': it is neither a folder nor a GGUF file on this machine, nor a "
-            f"hub id of the form 'owner/name', nor shipped with Soloist ({', '.join(sorted(shipped))})",
+            f"hub id of the form 'owner/name', nor shipped with Soloist "
+            f"({', '.join(sorted(shipped))})",
             "check the path, or give a folder that holds config.json and *.safetensors, or a GGUF "
             "file",
         )
