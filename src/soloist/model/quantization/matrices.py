@@ -184,7 +184,7 @@ class Quantization:
 
 
 def may_be_quantised(spec: TensorSpec, *, embeds: bool = False) -> bool:
-    """A matrix that is multiplied with; embeddings are in 16 bits but where files may have codes."""
+    """A matrix that is multiplied with; an embedding only where `embeds` says that one may be."""
     return (embeds or spec.name != "embedding") and len(spec.sources[0].shape) == 2
 
 
