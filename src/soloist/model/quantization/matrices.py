@@ -78,8 +78,7 @@ class Quantization:
 
     def covers(self, spec: TensorSpec) -> bool:
         """Whether it is a matrix that may be quantised."""
-        is_used = self.embeds or spec.name != "embedding"
-        return is_used and len(spec.sources[0].shape) == 2
+        return may_be_quantised(spec, embeds=self.embeds)
 
     def stored(self, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
         """How each source of a tensor is stored; None for one that stands for itself.
@@ -182,6 +181,11 @@ class Quantization:
                 found[role] = tensor
         scales = scheme.inner_scales or PLAIN.get(found[Role.SCALES].dtype, Dtype.FP32)
         return StoredMatrix(source, scheme, found, meaning(scheme, scales))
+
+
+def may_be_quantised(spec: TensorSpec, *, embeds: bool = False) -> bool:
+    """A matrix that is multiplied with; an embedding only where `embeds` says that one may be."""
+    return (embeds or spec.name != "embedding") and len(spec.sources[0].shape) == 2
 
 
 def meaning(scheme: Scheme, scales: Dtype) -> Quantized:
