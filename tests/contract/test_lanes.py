@@ -9,7 +9,7 @@ NAMES_LANES = re.compile(r"\b(?:model|config|whole)\.lanes\b|^(?:from|import) .*
 # At home are modules with lanes in their names. Each of these chooses between lanes and an
 # ordinary model, once.
 CHOOSING = {
-    "megakernel/interpreter/__init__.py", "megakernel/plan.py", "model/families/__init__.py",
+    "megakernel/interpreter/__init__.py", "megakernel/plan.py",
     "parallel/share.py", "planning/bounds.py", "prefill/part.py", "prefill/residual_streams.py",
     "reference/build.py", "weights/sharding.py",
 }  # fmt: skip
