@@ -12,7 +12,7 @@ from soloist.errors import GroupMismatch, QuantizationMismatch
 from soloist.model.quantized import Codes
 
 # The last part of the name of the LM head's module.
-HEAD = "lm_head"
+_HEAD = "lm_head"
 
 
 class Layout(StrEnum):
@@ -90,7 +90,7 @@ class Scheme:
 
 def is_head(module: str) -> bool:
     """Whether a module is the LM head, of a model that may have others beside its text."""
-    return module.rpartition(".")[2] == HEAD
+    return module.rpartition(".")[2] == _HEAD
 
 
 # What a configuration says of a module: how it may be stored, in order of preference, and None
