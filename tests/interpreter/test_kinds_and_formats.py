@@ -62,7 +62,7 @@ def test_quantised_matrices(kind: str) -> None:
     ("stored", "ranks"),
     [
         (FORMATS["int4-zeros"], 1), (FORMATS["int4-zeros"], 2), (FORMATS["int8-permuted"], 1),
-        (FORMATS["fp8-block"], 1), (Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=8), 1),
+        (FORMATS["fp8-block"], 1), (Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=4), 1),
     ],
     ids=["int4", "int4 on ranks", "permuted", "blocks of heads", "blocks in heads"],
 )  # fmt: skip

@@ -21,10 +21,9 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
-from soloist.model.quantization.scheme import HEAD
 from soloist.model.reading import read_json
 from soloist.model.shards import INDEX_FILE
-from soloist.model.tensors import TensorSpec
+from soloist.model.tensors import TensorSpec, head_name
 from soloist.weights.choice import Chosen
 from soloist.weights.random import random_weights
 from soloist.weights.reading import Forms, read_tensors
@@ -92,7 +91,7 @@ def _numbers(
     forms = Forms(rounding=chosen.rounding)
     for name, values in read_tensors(checkpoint, chosen.specs, dtype, device, forms=forms):
         if name == "head":  # it may come from the embedding's tensor
-            yield f"{HEAD}.weight", values
+            yield head_name(chosen.specs), values
         else:
             yield from sources(specs[name], values)
 

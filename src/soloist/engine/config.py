@@ -35,6 +35,7 @@ class EngineConfig:
             the checkpoint's own on a GPU. A CPU that has no products in a 16-bit precision, as
             most have none in fp16, multiplies in fp32 what it stores in 16 bits.
         context_tokens: room for prompt and answer; None takes the model's own, as far as it fits.
+            It chooses the factors of LongRoPE; None chooses those of the model's own context.
         revision: branch, tag or commit on the hub.
         prepare: build and record while loading what later requests may need: the kernel that
             samples, graphs for prompts of several lengths. Without, a process that answers one

@@ -63,6 +63,15 @@ def parameters(specs: Iterable[TensorSpec]) -> int:
     return sum(spec.num_values for spec in specs)
 
 
+def head_name(specs: Iterable[TensorSpec]) -> str:
+    """What a checkpoint calls the LM head, also where it is made of the embedding's tensor."""
+    named = {spec.name: spec for spec in specs}
+    embedding, head = named["embedding"], named.get("head")
+    if head is None or head.sources == embedding.sources:
+        return embedding.copies[0]
+    return head.sources[0].name
+
+
 def streamed_values(specs: Iterable[TensorSpec], *, tied_head: bool) -> int:
     """Numbers that one decode step at batch 1 has to read.
 

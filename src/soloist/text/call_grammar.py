@@ -10,10 +10,13 @@ from typing import Any
 
 from soloist.errors import BadGrammar
 from soloist.text.listed_calls import ARGUMENTS
-from soloist.text.parts import CALL, CALLS, END_CALL, CallFormat
+from soloist.text.parts import CALL, CALLS, END_CALL, GRANITE_CALLS, CallFormat
 from soloist.text.python_grammar import PythonCall
 from soloist.text.rules import Rules, written
 from soloist.text.tagged_values import FUNCTION
+
+# What stands before calls; before others CALL does.
+_MARKS: Mapping[CallFormat, str] = {"listed": CALLS, "marked": GRANITE_CALLS}
 
 # Keywords that say no more than that a value is a text.
 _OF_ANY_TEXT = {"type", "title", "description", "default", "examples", "deprecated", "$comment"}
@@ -73,7 +76,7 @@ def add_calls(rules: Rules, calls: Calls, *, is_alone: bool) -> str:
         start = r"\[" if calls.style == "python" else "{"
         plain = rules.add("PLAIN", rf"/([^ \t\r\n;{start}](.|\n)*)?/")
         return rules.add("free", f"{calling} | {plain}")
-    mark = CALLS if calls.style == "listed" else CALL
+    mark = _MARKS.get(calls.style, CALL)
     blank = rules.blanks()
     calling = rules.add("called", f"{rules.up_to(mark)} {blank} {inside.strip()} {blank} {closer}")
     count = "*" if calls.several else "?"
@@ -87,9 +90,10 @@ def _frame(rules: Rules, calls: Calls, one: str) -> tuple[str, str, str, str | N
             return "", one, "", '"; "'
         case "listed" if calls.names_arguments:
             return rules.spelled(CALLS), one, "", ""
-        case "listed" | "python":
+        case "listed" | "marked" | "python":
             inside = f'"[" {one} (", " {one})* "]"' if calls.several else f'"[" {one} "]"'
-            opener = "" if calls.style == "python" else f'{rules.spelled(CALLS)} " "?'
+            mark = _MARKS.get(calls.style)
+            opener = "" if mark is None else f'{rules.spelled(mark)} " "?'
             return opener, inside, "", None
         case "tagged" | "values":
             begin, end = rules.spelled(CALL), rules.spelled(END_CALL)

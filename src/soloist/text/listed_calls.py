@@ -1,4 +1,4 @@
-"""Mistral's tool calls, behind the mark [TOOL_CALLS], read while they are written.
+"""Mistral's tool calls, behind the mark [TOOL_CALLS], read while they are written; Granite's too.
 
 There are three forms: a list of JSON objects, one such object, and a name with arguments behind
 [ARGS], between which an id may stand. The last form repeats the mark for each call.

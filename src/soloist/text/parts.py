@@ -20,14 +20,15 @@ THINK, END_THINK = "<think>", "</think>"
 MISTRAL_THINK, MISTRAL_END_THINK = "[THINK]", "[/THINK]"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 CALLS = "[TOOL_CALLS]"
+GRANITE_CALLS = "<|tool_call|>"
 
 _BETWEEN = " \t\r\n;"  # bare calls
 
-CallFormat = Literal["tagged", "bare", "listed", "values", "python"]
+CallFormat = Literal["tagged", "bare", "listed", "marked", "values", "python"]
 
 # What opens calls within a text, what an answer that is calls begins with, what may close them.
 _OPENERS: dict[CallFormat | None, tuple[str, ...]] = {
-    "tagged": (CALL,), "listed": (CALLS,), "values": (CALL, FUNCTION),
+    "tagged": (CALL,), "listed": (CALLS,), "marked": (GRANITE_CALLS,), "values": (CALL, FUNCTION),
 }  # fmt: skip
 _STARTS: dict[CallFormat | None, str] = {"bare": "{", "python": "["}
 _CLOSERS: dict[CallFormat | None, str] = {"tagged": END_CALL, "values": END_CALL}
@@ -40,7 +41,8 @@ class PartFormat:
     Attributes:
         calls: `tagged`, a JSON object between <tool_call> and </tool_call> (Qwen, SmolLM3, Hermes);
             `values`, between the same a function with each value between tags (Qwen3-Coder);
-            `listed`, JSON behind [TOOL_CALLS] (Mistral); `bare`, an answer that is a JSON object
+            `listed`, JSON behind [TOOL_CALLS] (Mistral); `marked`, a JSON list behind <|tool_call|>
+            (Granite); `bare`, an answer that is a JSON object
             (Llama 3.1 and later); `python`, one that is a list of Python calls (Llama); None
             without.
         thinks: whether reasoning stands between marks.
@@ -85,6 +87,8 @@ def format_of(template: str) -> PartFormat:
     calls: CallFormat | None = None
     if CALLS in template:
         calls = "listed"
+    elif GRANITE_CALLS in template:
+        calls = "marked"
     elif FUNCTION in template and "<parameter=" in template:
         calls = "values"
     elif CALL in template and FUNCTION not in template:
@@ -195,7 +199,7 @@ class PartReader:
     def _begin_call(self, opener: str) -> None:
         self._opener = opener
         match self._style.calls:
-            case "listed":
+            case "listed" | "marked":
                 self._reader = ListedReader()
             case "values":
                 self._reader = TaggedValuesReader(

@@ -20,7 +20,6 @@ from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
-from soloist.model.rope import Rope
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after, opened
 from unit.prefill.models import model
@@ -322,7 +321,7 @@ def test_supported(gpu: tuple[tuple[int, int], int, int]) -> None:
         ((6, 1), DENSE, Dtype.BF16, "capability 6.1"),
         ((9, 0), DENSE, Dtype.FP32, "fp32"),
         ((9, 0), model(Attention(4, 2, 40)), Dtype.BF16, "head_dim 40"),
-        ((9, 0), replace(DENSE, rope=Rope(1e4, interleaved=True)), Dtype.BF16, "interleaved rope"),
+        ((9, 0), replace(DENSE, embedding_scale=8.0), Dtype.BF16, "a scale of embeddings"),
         (
             (9, 0),
             replace(

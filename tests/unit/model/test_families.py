@@ -8,7 +8,10 @@ import pytest
 from soloist.errors import ConfigError, MissingField, UnknownField, UnsupportedField, WrongType
 from soloist.model.config import ModelConfig
 from soloist.model.families import FAMILIES, read_config, tensors
+from soloist.model.quantization.scheme import is_head
 from soloist.model.rope import LinearScaling, LongScaling, Rope
+from soloist.model.tensors import head_name
+from soloist.weights.choice import untied
 from unit.model.configurations import (
     ABSENT,
     GEMMA3_1B,
@@ -308,3 +311,26 @@ def test_gemma_refuses(
 ) -> None:
     with pytest.raises(error, match=f"'{field}"):
         read(tmp_path, GEMMA3_1B, **changes)
+
+
+# --- the head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted"),
+    [
+        (PHI4, "lm_head.weight"),
+        (PHI4_MINI, "lm_head.weight"),
+        (MISTRAL_SMALL_31_24B, "language_model.lm_head.weight"),
+        (GEMMA3_4B, "language_model.lm_head.weight"),
+    ],
+    ids=["phi3", "phi3-tied", "mistral3", "gemma3-tied"],
+)
+def test_the_head_has_a_name_also_where_it_is_tied(
+    base: dict[str, Any], wanted: str, tmp_path: Path
+) -> None:
+    config = read(tmp_path, base)
+    specs = tensors(config)
+    assert head_name(specs) == wanted
+    assert head_name(untied(config, specs)[1]) == wanted
+    assert is_head(wanted.removesuffix(".weight"))

@@ -37,6 +37,7 @@ STYLES = [
     ("bare", False),
     ("listed", False),
     ("listed", True),
+    ("marked", False),
     ("values", False),
     ("python", False),
 ]
@@ -96,6 +97,7 @@ def test_forced_calls_are_read(tokenizer, grammars, style, names_arguments, seve
 @pytest.mark.parametrize(("style", "names_arguments"), STYLES)
 def test_marks_that_are_special_tokens(tokenizer, grammars, style, names_arguments) -> None:
     special = {CALL: 8, END_CALL: 9, CALLS: 10, "[ARGS]": 11, THINK: 12, END_THINK: 13}
+    special["<|tool_call|>"] = 14
     calls = Calls(style, FUNCTIONS, True, False, names_arguments)
     grammar = grammars.compile(answer_grammar(None, calls, "begun", special))
     for seed in range(200):
@@ -115,6 +117,7 @@ CALLED = {
     "tagged": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "bare": '{"name": "now", "parameters": {}}',
     "listed": '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+    "marked": '<|tool_call|>[{"name": "now", "arguments": {}}]',
     "values": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "python": "[now()]",
 }

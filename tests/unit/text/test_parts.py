@@ -12,6 +12,7 @@ from soloist.text.parts import Part, PartFormat, PartReader, format_of
 TAGGED, BARE = PartFormat("tagged", thinks=True), PartFormat("bare", thinks=False)
 PLAIN = PartFormat(None, thinks=False)
 LISTED = PartFormat("listed", thinks=False)
+MARKED = PartFormat("marked", thinks=False)
 PYTHON = PartFormat("python", thinks=False)
 VALUES = PartFormat(
     "values", thinks=True, json_parameters=frozenset({("f", "n"), ("f", "rows"), ("f", "on")})
@@ -139,6 +140,14 @@ GOLDEN = {
             Part("call", "g", 1), Part("arguments", "{}", 1),
         ],
     ),
+    "marked-list": (
+        MARKED, "", 'So.\n<|tool_call|>[{"name": "f", "arguments": {"a": "]"}}, '
+        '{"name": "g", "arguments": {}}]',
+        [
+            Part("content", "So."), Part("call", "f", 0), Part("arguments", '{"a": "]"}', 0),
+            Part("call", "g", 1), Part("arguments", "{}", 1),
+        ],
+    ),
     "list-and-text": (
         LISTED, "", '[TOOL_CALLS][{"name": "f", "arguments": {}}] Done [TOOL', [
             Part("call", "f", 0), Part("arguments", "{}", 0), Part("content", "Done [TOOL"),
@@ -218,6 +227,7 @@ BROKEN = [
     (BARE, '{"a": 1}'),
     (BARE, "{not json"),
     (LISTED, "[TOOL_CALLS]"),
+    (MARKED, "<|tool_call|> I call f"),
     (LISTED, "[TOOL_CALLS] []"),
     (LISTED, "[TOOL_CALLS] [1]"),
     (LISTED, '[TOOL_CALLS] [{"nam'),
@@ -314,6 +324,7 @@ def test_formats_are_read_from_templates() -> None:
     assert format_of("put it as [func_name1(params_name1=params_value1), func_name2()]") == PYTHON
     mistral = "{{- '[TOOL_CALLS] [' }} … {{ tool_call.id }} … [/AVAILABLE_TOOLS]"
     assert format_of(mistral) == LISTED
+    assert format_of("… respond only with <|tool_call|> followed by a JSON list …") == MARKED
     magistral = "[/SYSTEM_PROMPT] {{- '[THINK]' + block['thinking'] + '[/THINK]' }} [TOOL_CALLS]"
     assert format_of(magistral) == MAGISTRAL
     assert format_of("{{- '[THINK]' + block['thinking'] }}").calls is None
@@ -324,6 +335,7 @@ def test_formats_are_read_from_templates() -> None:
 
 def test_marks_are_all_that_must_be_shown() -> None:
     assert set(LISTED.marks) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    assert set(MARKED.marks) == {"<|tool_call|>"}
     assert set(TAGGED.marks) == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     assert set(MAGISTRAL.marks) == {*LISTED.marks, "[THINK]", "[/THINK]"}
     assert PLAIN.marks == BARE.marks == ()

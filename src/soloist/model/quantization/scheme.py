@@ -13,7 +13,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes
 
 # The last part of the name of the LM head's module.
-HEAD = "lm_head"
+_HEAD = "lm_head"
 
 
 class Layout(StrEnum):
@@ -97,7 +97,7 @@ class Scheme:
 
 def is_head(module: str) -> bool:
     """Whether a module is the LM head, of a model that may have others beside its text."""
-    return module.rpartition(".")[2] == HEAD
+    return module.rpartition(".")[2] == _HEAD
 
 
 # What a configuration says of a module: how it may be stored, in order of preference, and None
