@@ -161,6 +161,7 @@ class _Matching:
         heads = {s.name for spec in specs if spec.name == "head" for s in spec.sources}
         self._matrices = (*self._in_layers, *heads, *self._tables, *self._tied)
         self._modules = {_module(name) for name in self._matrices}
+        self._covered = set(filter(self._covers, self._modules))
         if any(len(self._shapes[name]) != 2 for name in self._in_layers):
             most = max(len(self._shapes[name]) for name in self._in_layers)
             raise SettingError(
@@ -189,7 +190,10 @@ class _Matching:
                     f"and weights of modules such as {quoted(_WRAPPED + self._example)})"
                 )
             if end is None or end == _UNCHANGED:
-                whole[inner if end is None else f"{module}.weight"] = tensor
+                of = inner if end is None else f"{module}.weight"
+                if of in whole:
+                    raise self._wrong(f"it holds {quoted(whole[of].name)} and {quoted(name)}")
+                whole[of] = tensor
             else:
                 parts.setdefault(module, {})[end] = tensor
         low_rank = {f"{m}.weight": self._low_rank(m, found) for m, found in parts.items()}
@@ -213,7 +217,7 @@ class _Matching:
 
     def _require_targets(self) -> None:
         """Whatever the configuration names is there, and may be changed."""
-        targets, covered = self._lora.targets, set(filter(self._covers, self._modules))
+        targets, covered = self._lora.targets, self._covered
         for name in targets.names:
             if not any(ends_with(module, name) for module in self._modules):
                 raise UnsupportedAdapter(self._lora.file, "target_modules", name, self._last_names)
@@ -255,7 +259,7 @@ class _Matching:
         return any(module.endswith(end) for end in self._lora.saved)
 
     def _low_rank(self, module: str, found: Mapping[str, StoredTensor]) -> LowRank:
-        if not self._covers(module):
+        if module not in self._covered:
             raise self._wrong(
                 f"it holds factors of {quoted(module)}, which target_modules in "
                 f"{ADAPTER_FILE} does not name"
@@ -286,7 +290,7 @@ class _Matching:
     def _require_all(self, parts: Mapping[str, object], whole: Mapping[str, StoredTensor]) -> None:
         """Nothing that the configuration names is left as it is, and nothing else is replaced."""
         for name in sorted(self._matrices):
-            if (module := _module(name)) not in parts and self._covers(module):
+            if (module := _module(name)) not in parts and module in self._covered:
                 raise self._wrong(f"tensor {quoted(_WRAPPED + module + _A)} is missing")
         for name, tensor in whole.items():
             if not (self._saves(name) or _module(name) in parts):

@@ -32,11 +32,12 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# What Soloist reads beside the weights. tokenizer.model only tells that a conversion is needed.
+# What Soloist reads beside the weights. tokenizer.model only tells that a conversion is needed, and
+# an adapter's configuration that there is no model.
 DESCRIPTION = (
     CONFIG_FILE, "generation_config.json", "hf_quant_config.json", INDEX_FILE, "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "chat_template.jinja", "additional_chat_templates/*.jinja", ADAPTER_FILE,
 )  # fmt: skip
 _OTHER_REPOSITORY = (
     "the repository may hold the model in another format, such as ONNX: look at its files "
@@ -143,8 +144,11 @@ def find_adapter(given: str, *, offline: bool = False) -> Path:
         path = download(given, None, (ADAPTER_FILE, ADAPTER_WEIGHTS), offline=offline)
     if not is_there(path / ADAPTER_FILE):
         found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        what = "holds a whole model: give it as MODEL" if CONFIG_FILE in found else ""
-        hint = f"{given} {what}" if what else "give the folder that peft's save_pretrained wrote"
+        hint = "give the folder or repository that peft's save_pretrained wrote"
+        if CONFIG_FILE in found:
+            hint = f"{given} holds a whole model: give it as MODEL"
+        if not found:
+            raise CheckpointError(f"{given} holds no {ADAPTER_FILE}, so it is no adapter", hint)
         raise MissingFile(str(path), ADAPTER_FILE, found, hint)
     return path
 

@@ -212,6 +212,15 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
             r"factors of 'model\.layers\.0\.self_attn\.k_proj', which target_modules",
         ),
         (
+            lambda made: made.update(
+                {
+                    f"{WRAPPED}model.layers.0.self_attn.q_proj.{end}weight": torch.ones(24, 12)
+                    for end in ("", "base_layer.")
+                }
+            ),
+            r"it holds '.*q_proj\.(base_layer\.)?weight' and '.*q_proj\.",
+        ),
+        (
             lambda made: made.update({f"{Q}.lora_magnitude_vector": torch.ones(24)}),
             "lora_magnitude_vector' is there",
         ),

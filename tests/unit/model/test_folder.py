@@ -17,7 +17,7 @@ from soloist.errors import (
     ModelNotFound,
     NotAModel,
 )
-from soloist.model.folder import SHIPPED, find_model, shipped_folder
+from soloist.model.folder import SHIPPED, find_adapter, find_model, shipped_folder
 
 
 @pytest.fixture
@@ -77,6 +77,36 @@ def test_a_folder_with_only_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     with pytest.raises(NotAModel, match="an adapter of 'owner/base'"):
         find_model(str(tmp_path))
+
+
+def hub_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """A hub whose repositories are all `folder`; which files were asked for."""
+    asked: list[set[str]] = []
+
+    def download(_: str, *, allow_patterns: list[str], **__: object) -> str:
+        asked.append(set(allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return asked
+
+
+def test_of_an_adapter_on_the_hub_two_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    asked = hub_with(tmp_path, monkeypatch)
+    assert find_adapter("owner/lora") == tmp_path
+    assert asked == [{"adapter_config.json", "adapter_model.safetensors"}]
+    with pytest.raises(NotAModel, match="an adapter of 'owner/base'") as caught:
+        find_model("owner/lora")
+    assert "with --adapter" in caught.value.hint
+
+
+def test_a_repository_without_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_with(tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"owner/lora holds no adapter_config\.json"):
+        find_adapter("owner/lora")
 
 
 def test_a_folder_with_only_another_format_says_what_to_do(tmp_path: Path) -> None:
