@@ -13,13 +13,15 @@ from soloist.server import fields, playground
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "src/soloist/server/page"
+VENDOR = PAGE / "vendor"
+OURS = [file for file in PAGE.iterdir() if file.is_file()]
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 @pytest.mark.parametrize("path", playground.PATHS)
 def test_every_part_is_served(http, path) -> None:
     reply = http.get(path)
-    file = PAGE / (path.rpartition("/")[2] or "index.html")
+    file = PAGE / (path.removeprefix("/playground").lstrip("/") or "index.html")
     assert reply.status_code == 200
     assert reply.content == file.read_bytes()
     assert reply.headers["content-type"] == f"{TYPES[file.suffix]}; charset=utf-8"
@@ -30,11 +32,15 @@ def test_every_part_is_served(http, path) -> None:
 
 
 def test_every_file_is_a_part() -> None:
-    names = {path.rpartition("/")[2] or "index.html" for path in playground.PATHS}
-    assert {file.name for file in PAGE.iterdir()} == names
+    names = {path.removeprefix("/playground").lstrip("/") for path in playground.PATHS} - {""}
+    files = {str(file.relative_to(PAGE)) for file in PAGE.rglob("*.*") if file.is_file()}
+    assert {name for name in files if not name.endswith(".LICENSE")} == names | {"index.html"}
 
 
-@pytest.mark.parametrize("name", ["index.html", "nothing.js", "..%2Fapp.py", "%2e%2e/app.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["index.html", "nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "vendor", "vendor/%2e%2e/../x.js"],
+)
 def test_nothing_else_is_served(http, name) -> None:
     assert http.get(f"/playground/{name}").status_code == 404
 
@@ -50,23 +56,47 @@ def test_the_page_needs_no_key_but_requests_do() -> None:
 
 def test_nothing_comes_from_elsewhere() -> None:
     examples = {
-        "http://127.0.0.1:8001/v1",
+        *(f"http://127.0.0.1:{port}/v1" for port in (1234, 8001, 8002, 8080, 11434)),
         "http://HOST:PORT/v1",
         "http://host:8000/v1",
         "http://host:8000/v1/",
     }
-    for file in PAGE.iterdir():
+    for file in OURS:
         text = file.read_text(encoding="utf-8")
         assert set(re.findall(r"\w+://[^\s\"'`)$]+", text)) <= examples, file.name
-        assert not re.search(r"\son\w+=|<style|style=|innerHTML", text), file.name
+        assert not re.search(r"\son\w+=|<style|style=|(inner|outer)HTML|insertAdj", text), file.name
         for loaded in re.findall(r"(?:from|href=|src=)\s*\"([^\"]+)\"", text):
             assert loaded.startswith(("./", "playground/", "data:", "docs")), loaded
-    assert sum(file.stat().st_size for file in PAGE.iterdir()) < 100_000
+
+
+def test_it_is_small() -> None:
+    assert sum(file.stat().st_size for file in PAGE.rglob("*") if file.is_file()) < 300_000
+
+
+def test_what_others_wrote_keeps_its_licence(tmp_path) -> None:
+    """Every vendored file names its project, whose licence lies beside it and in the wheel."""
+    notices = {"marked": "marked v", "highlight": "Highlight.js v"}
+    for file in VENDOR.glob("*.js"):
+        name = "marked" if file.name == "marked.js" else "highlight"
+        text = file.read_text(encoding="utf-8")
+        assert "sourceMappingURL" not in text
+        if file.stem in notices:
+            assert notices[name] in text[:200]
+        else:
+            assert "hljsGrammar" in text
+        assert "Copyright" in (VENDOR / f"{name}.LICENSE").read_text(encoding="utf-8")
+    found = content_of_wheel(tmp_path)
+    for name in notices:
+        assert any(
+            path.endswith(f"/vendor/{name}.LICENSE") and ".dist-info/licenses/" in path
+            for path in found
+        )
 
 
 def test_sampling_fields_are_ones_that_the_server_takes() -> None:
     page = (PAGE / "index.html").read_text(encoding="utf-8")
-    form = page[page.index('id="sampling"') : page.index("</aside>")]
+    form = page[page.index('id="settings"') : page.index("</aside>")]
+    form = form[: form.index("View and instructions")]
     names = set(re.findall(r'name="(\w+)"', form))
     assert len(names) == 10
     for request in (fields.ChatRequest, fields.CompletionRequest):

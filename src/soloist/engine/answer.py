@@ -12,6 +12,7 @@ class Answer:
     Attributes:
         finish_reason: None while the request goes on.
         decode_bytes: see `Timings`.
+        num_forced: see `Chunk`.
 
     Args:
         sampler: of the request.
@@ -31,7 +32,7 @@ class Answer:
         scores_end: bool = False,
     ) -> None:
         self.finish_reason: FinishReason | None = None
-        self.decode_bytes = 0
+        self.decode_bytes = self.num_forced = 0
         self._stream, self._pieces = text, list[str]()
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._scores_end = scores_end
@@ -47,8 +48,11 @@ class Answer:
         """Work on the request begins."""
         self._started = now
 
-    def take(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Chunk:
+    def take(
+        self, token_id: int, logprobs: TokenLogprobs | None, now: float, *, is_forced: bool = False
+    ) -> Chunk:
         """The next token; sets `finish_reason` if it is the last one."""
+        self.num_forced += is_forced
         self._last = now
         if not self._made:
             self._first = now
@@ -62,7 +66,8 @@ class Answer:
         if piece:
             self._pieces.append(piece)
         is_scored = logprobs is not None and (is_shown or self._scores_end)
-        return Chunk(piece, (token_id,), (logprobs,) if is_scored and logprobs is not None else ())
+        scores = (logprobs,) if is_scored and logprobs is not None else ()
+        return Chunk(piece, (token_id,), scores, int(is_forced))
 
     def take_none(self, now: float) -> None:
         """The prompt is read, and no token wanted."""
@@ -100,6 +105,7 @@ class Answer:
                 queue_s=self._started - self._accepted,
                 cached_tokens=num_cached,
                 decode_bytes=self.decode_bytes,
+                forced_tokens=self.num_forced,
             ),
             seed=self._sampler.params.seed,
             stop=self._stop,

@@ -294,8 +294,8 @@ class EngineCore:
             return
         if outcome is None:
             return
-        for token_id in outcome.token_ids:
-            request.put_token(token_id, outcome.logprobs, now)
+        for i, token_id in enumerate(outcome.token_ids):
+            request.put_token(token_id, outcome.logprobs, now, is_forced=i > 0)
             if request.answer.finish_reason is not None:
                 self._finish(request, now)
                 return

@@ -19,11 +19,14 @@ class Chunk:
         token_ids: of the tokens made.
         logprobs: where they were asked for, one for each token but the one that ends the request;
             where the prompt is scored, for that one too.
+        num_forced: of the tokens, those that the form of the answer left no choice for and that
+            were given out without a step of their own.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_forced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Timings:
         cached_tokens: tokens of the prompt that did not have to be read again.
         decode_bytes: that the device had to read from the first token to the last: weights, keys
             and values of this request and of those it shared steps with; 0 if not counted.
+        forced_tokens: of the new tokens; see `Chunk.num_forced`.
     """
 
     prompt_tokens: int
@@ -61,6 +65,7 @@ class Timings:
     queue_s: float = 0.0
     cached_tokens: int = 0
     decode_bytes: int = 0
+    forced_tokens: int = 0
 
     @property
     def decode_tokens_per_s(self) -> float | None:

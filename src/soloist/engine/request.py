@@ -162,10 +162,13 @@ class Request:
         if self.has_all_tokens and not self.sampler.output_ids:
             self.answer.take_none(now)
 
-    def put_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
+    def put_token(
+        self, token_id: int, logprobs: TokenLogprobs | None, now: float, *, is_forced: bool = False
+    ) -> None:
         """Tell of the next token."""
         is_first = not self.answer.num_made
-        self._put(self.answer.take(token_id, logprobs, now), is_urgent=is_first)
+        chunk = self.answer.take(token_id, logprobs, now, is_forced=is_forced)
+        self._put(chunk, is_urgent=is_first)
 
     def finish(self, now: float) -> None:
         """Tell of the end: cancelled, if no token was the last one."""

@@ -63,7 +63,7 @@ ROUTES = (
     Route("/docs", documentation.page),
     Route("/openapi.json", documentation.openapi),
     Route("/", playground.page),
-    Route("/playground/{name}", playground.part),
+    Route("/playground/{name:path}", playground.part),
 )
 
 

@@ -40,7 +40,8 @@ async def chat_completions(request: Request) -> Response:
     trace = RequestTrace(request.headers, CHAT, found.model, accepted)
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     if asked.stream:
-        return Events(generation, chat.stream(generation))
+        words = figures.last_words(generation, ready)
+        return Events(generation, chat.stream(generation), words)
     wholes = await collect(request, generation)
     if not asked.logprobs:
         return json_reply(chat.whole(wholes))
@@ -101,11 +102,13 @@ class _Chat:
         start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
         begun: set[int] = set()
         ends: dict[int, Completion] = {}
-        made: dict[int, int] = {}
+        latest: dict[int, Delta] = {}
         async for delta in generation.deltas():
             index, end = delta.index, delta.end
-            made[index] = delta.num_made
-            tail = figures.usage_so_far(self._asked, len(self._one.prompt_ids), made)
+            latest[index] = delta
+            tail = figures.usage_so_far(
+                self._asked, len(self._one.prompt_ids), generation.num_cached(), latest
+            )
             told = self.tellers[index].deltas(delta.text, is_last=end is not None)
             if self._shows_more and delta.token_ids and not told:
                 told = [{"content": ""}]

@@ -44,7 +44,8 @@ async def completions(request: Request) -> Response:
     generation = Generation(host, ready, request_id, answers, accepted, trace, grammar)
     texts = _Texts(ready, asked, request_id, found.model, found.prompts)
     if asked.stream:
-        return Events(generation, texts.stream(generation))
+        words = figures.last_words(generation, ready, len(found.prompts))
+        return Events(generation, texts.stream(generation), words)
     wholes = await collect(request, generation)
     if asked.logprobs is None:
         return json_reply(texts.whole(wholes))
@@ -139,10 +140,11 @@ class _Texts:
         prompt_tokens = sum(len(prompt.prompt_ids) for prompt in self._prompts)
         begun: set[int] = set()
         ends: dict[int, Completion] = {}
-        made: dict[int, int] = {}
+        latest: dict[int, Delta] = {}
         async for delta in generation.deltas():
-            made[delta.index] = delta.num_made
-            tail = figures.usage_so_far(self._asked, prompt_tokens, made)
+            latest[delta.index] = delta
+            cached = generation.num_cached(len(self._prompts))
+            tail = figures.usage_so_far(self._asked, prompt_tokens, cached, latest)
             is_first = delta.index not in begun
             text = self._echoed(delta.index) + delta.text if is_first else delta.text
             if text or (self._shows_more and (delta.token_ids or delta.scored is not None)):

@@ -1,12 +1,15 @@
 """Usage and timings as clients read them: all from the engine, none from chunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
 from soloist.engine import Completion, Timings
 from soloist.server.fields import GenerationFields
+from soloist.server.generation import Delta, Generation
 from soloist.server.host import Ready
+from soloist.server.problems import Problem
+from soloist.server.sse import event
 
 
 def usage(ends: Sequence[Completion], ready: Ready, prompts: int = 1) -> dict[str, object]:
@@ -23,10 +26,11 @@ def usage(ends: Sequence[Completion], ready: Ready, prompts: int = 1) -> dict[st
     prompt_tokens = sum(end.timings.prompt_tokens for end in one_of_each)
     cached_tokens = sum(end.timings.cached_tokens for end in one_of_each)
     new_tokens = sum(end.timings.new_tokens for end in ends)
+    forced_tokens = sum(end.timings.forced_tokens for end in ends)
     longest = max((end.timings for end in ends), key=lambda t: t.total_s)
     return {
         **token_usage(prompt_tokens, new_tokens),
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **_details(cached_tokens, forced_tokens),
         "queue_time": longest.queue_s,
         "prompt_time": longest.ttft_s - longest.queue_s,
         "completion_time": longest.decode_s,
@@ -47,17 +51,49 @@ def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, object]:
     }
 
 
-def usage_so_far(asked: GenerationFields, prompt_tokens: int, made: Mapping[int, int]) -> bytes:
+def _details(cached_tokens: int, forced_tokens: int) -> dict[str, object]:
+    """Of the counts: cached tokens of the prompt, forced ones of the answer."""
+    return {
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"forced_tokens": forced_tokens},
+    }
+
+
+def usage_so_far(
+    asked: GenerationFields, prompt_tokens: int, cached_tokens: int, latest: Mapping[int, Delta]
+) -> bytes:
     """The usage in a chunk of a stream, as JSON of a further field, if there is one.
 
     Args:
         asked: says whether it is wanted.
         prompt_tokens: of all prompts together.
-        made: new tokens of each answer.
+        cached_tokens: of these.
+        latest: of each answer that has begun.
     """
     if not asked.counts_on:
         return b',"usage":null' if asked.includes_usage else b""
-    return b',"usage":' + orjson.dumps(token_usage(prompt_tokens, sum(made.values())))
+    made = sum(delta.num_made for delta in latest.values())
+    forced = sum(delta.num_forced for delta in latest.values())
+    counts = token_usage(prompt_tokens, made) | _details(cached_tokens, forced)
+    return b',"usage":' + orjson.dumps(counts)
+
+
+def last_words(
+    generation: Generation, ready: Ready, prompts: int = 1
+) -> Callable[[Problem], bytes]:
+    """The event of an error: as OpenAI's clients read it, and what was made until then.
+
+    Usage and timings are there where every answer has its end, as cancelled ones have.
+    """
+
+    def words(problem: Problem) -> bytes:
+        ends = [generation.ends[i] for i in sorted(generation.ends)]
+        if len(ends) < len(generation.requests):
+            return event(problem.body())
+        made = {"usage": usage(ends, ready, prompts), "timings": timings(ends[0].timings, ready)}
+        return event(problem.body() | made)
+
+    return words
 
 
 def timings(t: Timings, ready: Ready) -> dict[str, object]:
@@ -74,6 +110,7 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "prompt_per_token_ms": read_s * 1e3 / read if read else None,
         "prompt_per_second": read / read_s if read_s > 0 else None,
         "predicted_n": t.new_tokens,
+        "forced_n": t.forced_tokens,
         "predicted_ms": t.decode_s * 1e3,
         "predicted_per_token_ms": None if speed is None else 1e3 / speed,
         "predicted_per_second": speed,

@@ -38,6 +38,7 @@ class Delta:
         token_ids: new tokens.
         logprobs: where they were asked for, one for each token that is shown.
         num_made: tokens so far.
+        num_forced: of these; see `Chunk`.
         end: set with the last delta.
         scored: set once, before tokens or with the first ones, where the prompt is scored.
     """
@@ -47,6 +48,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     num_made: int
+    num_forced: int
     end: Completion | None
     scored: Scored | None = None
 
@@ -61,6 +63,9 @@ class Generation:
         accepted: when the HTTP request came, by `time.perf_counter`.
         trace: of the request.
         grammar: that every answer keeps to.
+
+    Attributes:
+        ends: of the answers that have theirs, also of those that were cancelled.
 
     Raises:
         SoloistError: one of them is not taken; then none is.
@@ -83,6 +88,7 @@ class Generation:
         self._ends_early = False
         self._bandwidth_gb_per_s = ready.engine.report.bandwidth_gb_per_s
         self.requests: list[Request] = []
+        self.ends: dict[int, Completion] = {}
         # Knows nothing of the generation: a circle would keep grammars until it is looked for.
         listen = partial(_ring, host.bell, self._woken, request_id)
         trace.asked(request_id, [one.prompt_ids for one in asked], [one.params for one in asked])
@@ -147,7 +153,7 @@ class Generation:
             Problem: an answer failed or was cut.
         """
         running = dict(enumerate(self.requests))
-        num_made = dict.fromkeys(running, 0)
+        num_made, num_forced = dict.fromkeys(running, 0), dict.fromkeys(running, 0)
         while running:
             await self._woken.wait()
             self._woken.clear()
@@ -157,12 +163,17 @@ class Generation:
                 if isinstance(last := events[-1], Failure):
                     self._cut = problem_of(last.error)
                     raise self._cut
-                delta = _merged(index, events, num_made[index])
-                num_made[index] = delta.num_made
+                delta = _merged(index, events, num_made[index], num_forced[index])
+                num_made[index], num_forced[index] = delta.num_made, delta.num_forced
                 if delta.end is not None:
                     del running[index]
+                    self.ends[index] = delta.end
                     self._count(delta.end)
                 yield delta
+
+    def num_cached(self, prompts: int = 1) -> int:
+        """Cached tokens of all prompts that were read so far; answers to one lie side by side."""
+        return sum(one.num_cached for one in self.requests[:: len(self.requests) // prompts])
 
     def _count(self, completion: Completion) -> None:
         self._host.metrics.count(completion, self._bandwidth_gb_per_s)
@@ -191,7 +202,7 @@ def _ring(bell: Bell, woken: asyncio.Event, request_id: str) -> None:
         log.debug("%s: the event loop has ended", request_id)
 
 
-def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
+def _merged(index: int, events: Sequence[Event], num_made: int, num_forced: int) -> Delta:
     last = events[-1]
     end = last if isinstance(last, Completion) else None
     chunks = [event for event in events if isinstance(event, Chunk)]
@@ -199,7 +210,8 @@ def _merged(index: int, events: Sequence[Event], num_made: int) -> Delta:
     logprobs = tuple([one for chunk in chunks for one in chunk.logprobs])
     text = "".join([chunk.text for chunk in chunks])
     scored = next((event for event in events if isinstance(event, Scored)), None)
-    return Delta(index, text, ids, logprobs, num_made + len(ids), end, scored)
+    num_forced += sum(chunk.num_forced for chunk in chunks)
+    return Delta(index, text, ids, logprobs, num_made + len(ids), num_forced, end, scored)
 
 
 @dataclass(slots=True)

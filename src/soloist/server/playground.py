@@ -8,18 +8,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _PAGE = "index.html"
-_PARTS = ("style.css", "page.js", "pane.js", "stream.js", "sse.js", "meter.js", "ask.js")
+_PARTS = (
+    "style.css", "page.js", "ask.js", "chat.js", "code.js", "complete.js", "conversations.js",
+    "examples.js", "figures.js", "forms.js", "markdown.js", "pane.js", "picture.js", "race.js",
+    "raw.js", "recording.js", "rivals.js", "server.js", "share.js", "sse.js", "storage.js",
+    "stream.js", "strip.js", "tokens.js", "verdict.js", "views.js",
+    "vendor/marked.js", "vendor/highlight.js", "vendor/bash.js", "vendor/c.js", "vendor/cpp.js",
+    "vendor/diff.js", "vendor/go.js", "vendor/java.js", "vendor/javascript.js", "vendor/json.js",
+    "vendor/python.js", "vendor/rust.js", "vendor/sql.js", "vendor/typescript.js",
+    "vendor/xml.js", "vendor/yaml.js",
+)  # fmt: skip
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 # A browser fetches them before anybody has typed a key.
 PATHS = ("/", *(f"/playground/{name}" for name in _PARTS))
 
 _HEADERS = {
-    # Scripts and styles come from here alone; the race may talk to any server its user names.
+    # Scripts and styles come from here alone, and no text is ever read as markup; the race may talk
+    # to any server its user names.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
         "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     # A page elsewhere that opened this one gets no hold of its window.
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -48,4 +58,4 @@ def _reply(name: str) -> Response:
 
 @cache
 def _read(name: str) -> bytes:
-    return files("soloist.server").joinpath("page", name).read_bytes()
+    return files("soloist.server").joinpath("page", *name.split("/")).read_bytes()

@@ -47,17 +47,34 @@ function quoted(text) {
   return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
-// What one chunk adds: text, and reasoning apart; tool calls as the text they are written in.
+// What one chunk adds, or null where it adds nothing that can be seen. Calls are pieces of tool
+// calls, tokens those with log probabilities: {text, logprob, top: [[text, logprob]]}.
 export function piece(chunk) {
   const choice = chunk.choices?.[0];
   const delta = choice?.delta ?? {};
-  const calls = (delta.tool_calls ?? []).map(
-    ({ function: made }) => (made?.name ? `\n${made.name} ` : "") + (made?.arguments ?? ""),
-  );
-  return {
-    text: (choice?.text ?? delta.content ?? "") + calls.join(""),
+  const calls = (delta.tool_calls ?? []).map(({ index, id, function: made }) => ({
+    index: index ?? 0, id, name: made?.name ?? "", arguments: made?.arguments ?? "",
+  }));
+  const found = {
+    text: choice?.text ?? delta.content ?? "",
     reasoning: delta.reasoning ?? delta.reasoning_content ?? "",
+    calls,
+    tokens: likely(choice?.logprobs),
   };
+  const isEmpty = found.text === "" && found.reasoning === "" && calls.length === 0;
+  return isEmpty && found.tokens.length === 0 ? null : found;
+}
+
+// Log probabilities, in the shape of chats or in that of completions.
+function likely(logprobs) {
+  if (!logprobs) return [];
+  if (logprobs.content)
+    return logprobs.content.map(({ token, logprob, top_logprobs: top }) => ({
+      text: token, logprob, top: (top ?? []).map((one) => [one.token, one.logprob]),
+    }));
+  return (logprobs.tokens ?? []).map((text, i) => ({
+    text, logprob: logprobs.token_logprobs[i], top: Object.entries(logprobs.top_logprobs?.[i] ?? {}),
+  }));
 }
 
 // 'http://host:8000/v1/' → 'http://host:8000/v1'

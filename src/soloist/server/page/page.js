@@ -1,22 +1,21 @@
-// The page: its tabs, forms and keys. What is sent and how it is timed lies beside it.
+// The page: its tabs, forms and keys. What is sent and how it is shown lies beside it.
 
-import { base, body, sampling } from "./ask.js";
-import { shown } from "./meter.js";
+import { sampling } from "./ask.js";
+import { Chat } from "./chat.js";
+import { complete } from "./complete.js";
+import { EXAMPLES } from "./examples.js";
+import { formFields } from "./forms.js";
 import { Pane } from "./pane.js";
-import { headers, messageOf, Stream } from "./stream.js";
+import { Race } from "./race.js";
+import { showRaw } from "./raw.js";
+import { look } from "./server.js";
+import { recall, remember, storageOf } from "./storage.js";
 
-const MOST_EVENTS_SHOWN = 2000;
-const HEALTH_MS = 1000;
-const NAME_MS = 5000; // for another server to say what it serves
+const PHONE = matchMedia("(max-width: 56rem)");
+const TOP_TOKENS = 5; // alternatives in the token view
 
 const find = (selector, root = document) => root.querySelector(selector);
-const here = { base: new URL("v1", document.baseURI).href, cancels: true };
-const [chatForm, completeForm, raceForm] = ["#chat", "#complete", "#race"].map((id) => find(`${id} form`));
-const [chatPane, completePane, ourPane, otherPane] = [...document.querySelectorAll(".pane")].map(
-  (root) => new Pane(root),
-);
-const log = find("#log");
-const messages = [];
+const [chatPane, completePane, ...racePanes] = [...document.querySelectorAll(".pane")].map((root) => new Pane(root));
 let model = null;
 let streams = []; // of the latest request, or of both in a race
 let isBusy = false;
@@ -24,140 +23,61 @@ let isStopped = false;
 
 // ---- requests -------------------------------------------------------------------------------
 
-const typed = () => Object.fromEntries(new FormData(find("#sampling")));
-const thisServer = () => ({ ...here, key: find("#key").value.trim() });
-
-async function chat() {
-  const content = chatForm.message.value;
-  if (content.trim() === "") return;
-  const system = chatForm.system.value;
-  const asked = { role: "user", content };
-  const given = [...(system ? [{ role: "system", content: system }] : []), ...messages, asked];
-  const stream = new Stream(thisServer(), "chat", body("chat", model, { messages: given }, sampling(typed())));
-  const question = article("user", content);
-  const answer = article("assistant");
-  chatForm.message.value = "";
-  log.scrollTop = log.scrollHeight;
-  streams = [stream];
-  await chatPane.run(stream, { ...answer, scroller: log });
-  const text = answer.text.textContent;
-  if (stream.problem !== null && text === "") {
-    // Nothing was answered: the message may be sent again.
-    question.root.remove();
-    answer.root.remove();
-    chatForm.message.value ||= content;
-  } else messages.push(asked, { role: "assistant", content: text });
-}
-
-function article(role, content = "") {
-  const root = document.createElement("article");
-  const title = document.createElement("h3");
-  const [reasoning, text] = ["reasoning", "text"].map((name) => element("div", name));
-  root.className = role;
-  title.textContent = role;
-  text.textContent = content;
-  root.append(title, reasoning, text);
-  log.append(root);
-  return { root, reasoning, text };
-}
-
-async function complete() {
-  const prompt = completeForm.prompt.value;
-  const suffix = completeForm.suffix.value;
-  const input = { prompt, ...(suffix !== "" && { suffix }) };
-  const stream = new Stream(
-    thisServer(), "completion", body("completion", model, input, sampling(typed())),
-  );
-  const output = find("#completion");
-  const [before, text, after] = ["given", "made", "given"].map((name) => element("span", name));
-  before.textContent = prompt;
-  after.textContent = suffix;
-  output.replaceChildren(before, text, after);
-  streams = [stream];
-  await completePane.run(stream, { text, reasoning: text, scroller: output });
-}
-
-async function race() {
-  const { kind, prompt, in_turn: inTurn, counts } = raceForm;
-  const other = { base: base(raceForm.base.value), key: raceForm.key.value.trim(), cancels: false };
-  const fields = sampling(typed());
-  const input =
-    kind.value === "chat"
-      ? { messages: [{ role: "user", content: prompt.value }] }
-      : { prompt: prompt.value };
-  const theirs = raceForm.model.value.trim() || (await firstModel(other));
-  if (isStopped) return;
-  const lanes = [
-    [ourPane, new Stream(thisServer(), kind.value, body(kind.value, model, input, fields))],
-    [otherPane, new Stream(other, kind.value, body(kind.value, theirs, input, fields, counts.checked))],
-  ];
-  streams = lanes.map(([, stream]) => stream);
-  const outputs = document.querySelectorAll("#race .output");
-  for (const [pane] of lanes) pane.clear();
-  for (const output of outputs) output.replaceChildren();
-  const run = ([pane, stream], index) => {
-    const [reasoning, text] = ["reasoning", "text"].map((name) => element("div", name));
-    outputs[index].append(reasoning, text);
-    return pane.run(stream, { text, reasoning, scroller: outputs[index] });
-  };
-  if (inTurn.checked) {
-    for (const [index, lane] of lanes.entries()) if (!isStopped) await run(lane, index);
-  } else await Promise.all(lanes.map(run));
-  find("#verdict").textContent = verdict(...streams.map((stream) => stream.meter));
-}
-
-// Its first model, or null where it does not say.
-async function firstModel({ base: url, key }) {
-  try {
-    const signal = AbortSignal.timeout(NAME_MS);
-    const reply = await fetch(`${url}/models`, { headers: headers(key), signal });
-    return (await reply.json()).data[0].id;
-  } catch {
-    return null;
-  }
-}
-
-function verdict(ours, theirs) {
-  if (!ours?.decode || !theirs?.decode) return "";
-  const ratio = ours.decode / theirs.decode;
-  const isSure = ours.source === "usage" && theirs.source === "usage";
-  return (
-    `Decode: ${shown.speed(ours.decode)} here, ${shown.speed(theirs.decode)} there, ${ratio.toFixed(2)} ×` +
-    (isSure ? "" : " (not counted in the same way: see below)")
-  );
-}
-
-function element(tag, name) {
-  const made = document.createElement(tag);
-  made.className = name;
-  return made;
-}
-
-const ACTIONS = {
-  chat: [chat, chatPane],
-  complete: [complete, completePane],
-  race: [race, ourPane],
+const settings = () => Object.fromEntries(new FormData(find("#settings")));
+const page = {
+  server: () => ({ base: new URL("v1", document.baseURI).href, cancels: true, key: find("#key").value.trim() }),
+  model: () => model,
+  isBusy: () => isBusy,
+  showsTokens: () => find("#settings").tokens.checked,
+  fields(kind) {
+    const likely = kind === "chat" ? { logprobs: true, top_logprobs: TOP_TOKENS } : { logprobs: TOP_TOKENS };
+    return {
+      ...sampling(settings()), ...formFields(settings(), kind), ...(page.showsTokens() && likely),
+    };
+  },
+  send,
+  play: (action) => busy("race", action),
 };
 
-async function send(name) {
-  if (isBusy || !(name in ACTIONS)) return;
-  const [action, pane] = ACTIONS[name];
+const chat = new Chat(page, chatPane, storageOf("localStorage"));
+const race = new Race(page, racePanes);
+
+const started = (now) => {
+  streams = [now].flat();
+  if (isStopped) stop();
+};
+const ACTIONS = {
+  chat: () => chat.send(started),
+  regenerate: () => chat.regenerate(started),
+  result: (...given) => chat.result(...given, started),
+  complete: () => complete(page, completePane, started),
+  race: () => race.run(started),
+};
+const TABS = { regenerate: "chat", result: "chat" };
+const PANES = { chat: chatPane, complete: completePane, race: racePanes[0] };
+
+function send(name, ...given) {
+  if (name in ACTIONS) return busy(TABS[name] ?? name, () => ACTIONS[name](...given));
+}
+
+async function busy(name, action) {
+  if (isBusy) return;
   isBusy = true;
   isStopped = false;
-  find("#verdict").textContent = "";
   showButtons(name);
   try {
     await action();
   } catch (error) {
-    pane.fail(error.message); // of what was typed
+    PANES[name].fail(error.message); // of what was typed
   }
   isBusy = false;
   showButtons(name);
-  showRaw();
+  showRaw(streams);
 }
 
 function stop() {
   isStopped = true;
+  race.stop();
   for (const stream of streams) stream.stop();
 }
 
@@ -172,38 +92,7 @@ function showButtons(name) {
   if (hasFocus) next.focus();
 }
 
-// ---- the raw tab ----------------------------------------------------------------------------
-
-function showRaw() {
-  find("#raw-none").hidden = streams.length > 0;
-  find("#raw-streams").replaceChildren(...streams.flatMap(rawOf));
-}
-
-function rawOf(stream) {
-  const title = document.createElement("h2");
-  title.textContent = `POST ${stream.url}`;
-  const command = document.createElement("pre");
-  command.className = "curl";
-  command.tabIndex = 0;
-  command.textContent = stream.curl;
-  const copy = document.createElement("button");
-  copy.type = "button";
-  copy.textContent = "Copy";
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(stream.curl);
-    copy.textContent = "Copied";
-  });
-  const events = document.createElement("pre");
-  events.className = "events";
-  events.tabIndex = 0;
-  const lines = stream.events.map(([ms, data]) => `${ms.toFixed(1).padStart(9)} ms  ${data}`);
-  const left = lines.length - MOST_EVENTS_SHOWN;
-  if (left > 0) lines.splice(MOST_EVENTS_SHOWN / 2, left, `… ${left} events are not shown …`);
-  events.textContent = lines.join("\n") || stream.problem || "no events";
-  return [title, command, ...(navigator.clipboard ? [copy] : []), events];
-}
-
-// ---- tabs, keys, theme ----------------------------------------------------------------------
+// ---- tabs and keys --------------------------------------------------------------------------
 
 const tabs = [...document.querySelectorAll('[role="tab"]')];
 const chosen = () => tabs.find((tab) => tab.ariaSelected === "true").getAttribute("aria-controls");
@@ -215,7 +104,7 @@ function choose(tab) {
     other.tabIndex = isChosen ? 0 : -1;
     find(`#${other.getAttribute("aria-controls")}`).hidden = !isChosen;
   }
-  if (chosen() === "raw") showRaw();
+  for (const pane of [chatPane, completePane, ...racePanes]) pane.draw();
 }
 
 for (const tab of tabs) tab.addEventListener("click", () => choose(tab));
@@ -228,89 +117,74 @@ find("#tabs").addEventListener("keydown", ({ key }) => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+  if (event.key === "Escape" && isBusy) stop();
+  else if (event.key === "Enter" && !event.isComposing && sends(event)) {
     event.preventDefault();
     send(chosen());
-  } else if (event.key === "Escape" && isBusy) stop();
+  }
 });
 
-for (const name of Object.keys(ACTIONS)) {
-  find(`#${name} form`).noValidate = true; // this page and the server say what is wrong
-  find(`#${name} form`).addEventListener("submit", (event) => {
+// Enter sends a message, where Shift breaks the line; elsewhere Enter is what it always is.
+function sends(event) {
+  if (event.ctrlKey || event.metaKey) return true;
+  return event.target.name === "message" && !event.shiftKey;
+}
+
+for (const name of ["chat", "complete", "race"]) {
+  const form = find(`#${name} form`);
+  form.noValidate = true; // this page and the server say what is wrong
+  form.addEventListener("submit", (event) => {
     event.preventDefault();
     send(name);
   });
   find(`#${name} .stop`).addEventListener("click", stop);
 }
-find("#sampling").addEventListener("submit", (event) => event.preventDefault());
-find("#clear").addEventListener("click", () => {
-  messages.length = 0;
-  log.replaceChildren();
-  chatPane.clear();
-  chatForm.message.focus();
-});
+find("#settings").addEventListener("submit", (event) => event.preventDefault());
 
-// Storage may be forbidden; the page then forgets.
-function kept(storage, name, value) {
-  try {
-    if (value === undefined) return window[storage].getItem(name);
-    window[storage].setItem(name, value);
-  } catch {
-    /* forbidden */
-  }
-  return null;
-}
+for (const kind of ["json", "md"])
+  find(`#export-${kind}`).addEventListener("click", () => {
+    const anchor = document.createElement("a");
+    anchor.href = URL.createObjectURL(new Blob([chat.exported[kind]], { type: "text/plain" }));
+    anchor.download = `conversation.${kind}`;
+    anchor.click();
+    URL.revokeObjectURL(anchor.href);
+  });
+
+// ---- what the browser remembers -------------------------------------------------------------
 
 const root = document.documentElement;
-const remembered = kept("localStorage", "theme");
-if (remembered) root.dataset.theme = remembered;
+const theme = recall("localStorage", "theme");
+if (theme) root.dataset.theme = theme;
 find("#theme").addEventListener("click", () => {
-  const isDark = getComputedStyle(root).colorScheme === "light dark"
+  const isDark = root.dataset.theme === undefined
     ? matchMedia("(prefers-color-scheme: dark)").matches
     : root.dataset.theme === "dark";
   root.dataset.theme = isDark ? "light" : "dark";
-  kept("localStorage", "theme", root.dataset.theme);
+  remember("localStorage", "theme", root.dataset.theme);
+  for (const pane of [chatPane, completePane, ...racePanes]) pane.draw();
 });
 
 // Keys stay in this tab of the browser and end with it.
-for (const [name, input] of [["key", find("#key")], ["other-key", raceForm.key]]) {
-  input.value = kept("sessionStorage", name) ?? "";
-  input.addEventListener("change", () => kept("sessionStorage", name, input.value));
+for (const [name, input] of [["key", find("#key")], ["other-key", find("#race form").key]]) {
+  input.value = recall("sessionStorage", name) ?? "";
+  input.addEventListener("change", () => remember("sessionStorage", name, input.value));
 }
-find("#key").addEventListener("change", look);
-if (matchMedia("(max-width: 50rem)").matches) find("#sampling details").open = false;
+if (PHONE.matches) for (const details of document.querySelectorAll("aside details")) details.open = false;
 
-// ---- the server's state ---------------------------------------------------------------------
+// ---- the start ------------------------------------------------------------------------------
 
-// Until it is ready, again and again; then what it serves.
-async function look() {
-  const line = find("#server");
-  try {
-    const reply = await fetch(new URL("health", document.baseURI));
-    const health = await reply.json();
-    if (health.status === "ready") await showModel(line, health);
-    else {
-      const progress = health.progress === undefined ? "" : ` ${Math.round(health.progress * 100)} %`;
-      line.textContent = `${health.status}${progress} ${health.reason ?? ""}`;
-      setTimeout(look, HEALTH_MS);
-    }
-  } catch {
-    line.textContent = "the server does not answer";
-    setTimeout(look, HEALTH_MS);
-  }
-}
-
-async function showModel(line, health) {
-  model = health.model;
-  const told = `${model} · ${health.device} · ${health.executor}`;
-  const reply = await fetch(`${here.base}/models`, { headers: headers(thisServer().key) });
-  if (!reply.ok) {
-    line.textContent = `${told} · ${messageOf(await reply.text())}`;
-    return;
-  }
-  const { data } = await reply.json();
-  line.textContent = `${told} · ${data[0].max_model_len.toLocaleString("en")} tokens of context`;
-  find("#suffix").hidden = !data[0].fills_in;
-}
-
-look();
+let isFirst = true;
+const ask = () =>
+  look(find("#server"), () => find("#key").value.trim(), ({ model: found, fillsIn }) => {
+    model = found;
+    find("#suffix").hidden = !fillsIn;
+    if (!isFirst) return;
+    isFirst = false;
+    const shared = /^#race=(.+)/.exec(location.hash);
+    if (shared) {
+      choose(find("#tab-race"));
+      busy("race", () => race.open(shared[1]));
+    } else if (new URLSearchParams(location.search).has("demo")) chat.start(EXAMPLES[0].message);
+  });
+find("#key").addEventListener("change", ask);
+ask();

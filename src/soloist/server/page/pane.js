@@ -1,82 +1,132 @@
-// The figures and the text of one stream, painted once a frame, however many chunks come.
+// The figures, the strip and the text of one request, painted once a frame, however many chunks come.
 
-import { shown, SOURCES } from "./meter.js";
+import { shown, SOURCES, toldBy } from "./figures.js";
+import { Columns, drawStrip, KINDS, Line } from "./strip.js";
+
+const WORDS = ["source", "server", "ending", "problem"];
+const NAMES = { read: "prompt read", cached: "prompt cached", made: "made", forced: "forced by the form", drafted: "drafted" };
 
 export class Pane {
   #figures = {};
+  #columns = new Columns();
+  #line = new Line();
+  #latest = null; // what is drawn
+  #strip;
+  #curve;
+  #legend;
+  #next = 0; // of the arrivals, the first that is not shown
 
   constructor(root) {
     root.append(document.getElementById("pane").content.cloneNode(true));
     for (const element of root.querySelectorAll("[data-figure]"))
       this.#figures[element.dataset.figure] = element;
+    [this.#strip, this.#curve] = ["strip", "curve"].map((name) => root.querySelector(`.${name}`));
+    this.#legend = root.querySelector(".legend");
+    new ResizeObserver(() => this.draw()).observe(this.#strip);
   }
 
   clear() {
+    this.#columns = new Columns();
+    this.#line = new Line();
+    this.#latest = null;
+    this.#next = 0;
     for (const [name, element] of Object.entries(this.#figures))
-      element.textContent = ["source", "server", "ending", "problem"].includes(name) ? "" : "–";
+      element.textContent = WORDS.includes(name) ? "" : "–";
+    this.#set("unit", "tokens/s");
+    this.#legend.replaceChildren();
+    this.draw();
   }
 
   fail(message) {
     this.clear();
-    this.#figures.problem.textContent = message;
+    this.#set("problem", message);
   }
 
-  // Runs a stream to its end. `text` and `reasoning` are elements, `scroller` what scrolls them.
-  async run(stream, { text, reasoning, scroller }) {
+  say(text) {
+    this.#set("ending", text);
+  }
+
+  // Sends a request and shows it to its end.
+  async run(stream, view) {
     this.clear();
-    const arrived = { text: "", reasoning: "" };
-    const targets = { text: text.appendChild(new Text()), reasoning: reasoning.appendChild(new Text()) };
-    stream.add = (piece) => {
-      arrived.text += piece.text;
-      arrived.reasoning += piece.reasoning;
-    };
-    const paint = () => {
-      const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
-      for (const kind of ["text", "reasoning"]) {
-        if (arrived[kind] !== "") targets[kind].appendData(arrived[kind]);
-        arrived[kind] = "";
-      }
-      if (isAtEnd) scroller.scrollTop = scroller.scrollHeight;
-    };
+    const { recording } = stream;
     const frame = () => {
       if (!stream.isRunning) return;
-      paint();
-      this.#show(stream.meter, performance.now());
+      this.show(recording, performance.now() - stream.sent, view);
       requestAnimationFrame(frame);
     };
     const running = stream.run();
     requestAnimationFrame(frame);
     await running;
-    paint();
-    this.#end(stream);
+    this.show(recording, recording.last ?? 0, view, true);
+    view.end();
+    this.end(stream);
   }
 
-  #show(meter, now) {
-    const { usage, timings } = meter;
-    const prompt = usage?.prompt_tokens;
-    const cached = usage?.prompt_tokens_details?.cached_tokens ?? timings?.cache_n;
-    this.#set("decode", shown.speed(meter.decode));
-    if (now !== null) this.#set("recent", shown.speed(meter.recent(now)));
-    this.#set("ttft", shown.ms(meter.ttft));
-    this.#set("tokens", meter.chunks ? String(meter.tokens) : "–");
-    this.#set("prompt", prompt === undefined ? "–" : `${prompt} (${cached ?? "?"})`);
+  // The recording as it stood so many ms after sending; time only goes on.
+  show(recording, ms, view, isOver = false) {
+    const { arrivals } = recording;
+    for (; this.#next < arrivals.length && arrivals[this.#next].ms <= ms; this.#next += 1) {
+      const arrival = arrivals[this.#next];
+      view.add(arrival.piece);
+      this.#columns.add(arrival.ms, arrival);
+    }
+    view.paint();
+    const { ttft, tokens, decode, recent } = recording.at(ms);
+    if (!isOver) this.#line.add(ms, recent);
+    this.#set("recent", shown.speed(isOver ? decode : (recent ?? decode)));
+    this.#set("decode", shown.speed(decode));
+    this.#set("ttft", shown.ms(ttft));
+    this.#set("tokens", ttft === null ? "–" : shown.count(tokens));
+    const { prompt, cached } = recording;
+    if (ttft !== null && prompt !== null) this.#set("prompt", `${shown.count(prompt)} (${shown.count(cached)})`);
+    const share = prompt ? (cached ?? 0) / prompt : 0;
+    this.#latest = { ttft, share, ms, recording };
+    this.draw();
   }
 
-  #end(stream) {
-    const { meter } = stream;
-    this.#show(meter, null);
-    this.#set("recent", "–");
-    if (meter.chunks) this.#set("source", `Seen by this page; ${SOURCES[meter.source]}.`);
-    this.#set("mbu", shown.share(meter.timings?.mbu));
-    this.#set("server", timingsOf(meter.timings));
-    this.#set("problem", stream.problem ?? "");
-    const unit = meter.source === "chunks" ? "chunks" : "tokens";
-    this.#set(
-      "ending",
-      `${stream.ending ?? `ended: ${meter.finish ?? "–"}`} · ${meter.tokens} ${unit}` +
-        (meter.decode === null ? "" : ` at ${shown.speed(meter.decode)} ${unit}/s`),
-    );
-    if (stream.problem !== null && !meter.chunks) this.#set("ending", "");
+  draw() {
+    if (this.#strip.clientWidth === 0) return; // its tab is hidden
+    drawStrip(this.#strip, this.#columns, this.#latest ?? { ttft: null, share: 0, ms: 0 });
+    this.#line.draw(this.#curve);
+    this.#name();
+  }
+
+  // The colours that are there, with their counts.
+  #name() {
+    if (this.#latest === null) return;
+    const { recording, ttft } = this.#latest;
+    const counts = Object.fromEntries(KINDS.map((kind) => [kind, sum(this.#columns.counts[kind])]));
+    const cached = ttft === null ? 0 : (recording.cached ?? 0);
+    const all = { read: ttft === null ? 0 : (recording.prompt ?? 0) - cached, cached, ...counts };
+    const wanted = Object.entries(all).filter(([, count]) => count > 0);
+    while (this.#legend.children.length > wanted.length) this.#legend.lastChild.remove();
+    for (const [index, [kind, count]] of wanted.entries()) {
+      const item = this.#legend.children[index] ?? this.#legend.appendChild(document.createElement("li"));
+      if (item.className !== kind) item.className = kind;
+      const text = `${NAMES[kind]} ${shown.count(count)}`;
+      if (item.textContent !== text) item.textContent = text;
+    }
+  }
+
+  // The figures of the whole: the speed is now the mean.
+  end({ recording, ending, problem }) {
+    const { decode, source } = recording;
+    const hasText = recording.arrivals.length > 0;
+    const unit = source === "chunks" ? "chunks" : "tokens";
+    this.#set("recent", shown.speed(decode));
+    this.#set("unit", `${unit}/s, mean`);
+    this.#set("decode", shown.speed(decode));
+    if (hasText) {
+      this.#set("tokens", shown.count(recording.tokens));
+      this.#set("source", `Seen by this page; ${SOURCES[source]}.`);
+    }
+    this.#set("mbu", shown.share(recording.timings?.mbu));
+    this.#set("server", toldBy(recording.timings));
+    this.#set("problem", problem ?? "");
+    const speed = decode === null ? "" : ` at ${shown.speed(decode)} ${unit}/s`;
+    const how = ending ?? `ended: ${recording.finish ?? "–"}`;
+    this.#set("ending", problem && !hasText ? "" : `${how} · ${shown.count(recording.tokens)} ${unit}${speed}`);
   }
 
   #set(name, text) {
@@ -85,19 +135,4 @@ export class Pane {
   }
 }
 
-// The server's own account, where it sends llama.cpp's object.
-function timingsOf(timings) {
-  if (!timings) return "";
-  const parts = [
-    `decode ${shown.speed(timings.predicted_per_second)} tokens/s`,
-    timings.ttft_ms === undefined ? null : `TTFT ${shown.ms(timings.ttft_ms)} ms`,
-    timings.queue_ms === undefined ? null : `queue ${shown.ms(timings.queue_ms)} ms`,
-    `prompt ${shown.ms(timings.prompt_ms)} ms`,
-    typeof timings.mbu === "number"
-      ? `MBU ${shown.share(timings.mbu)} of ${timings.bandwidth_gb_per_s.toFixed(0)} GB/s`
-      : null,
-    timings.device,
-    timings.executor,
-  ];
-  return `Said by the server: ${parts.filter(Boolean).join(" · ")}.`;
-}
+const sum = (counts) => counts.reduce((total, count) => total + count, 0);

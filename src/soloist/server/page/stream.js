@@ -1,7 +1,7 @@
 // One streamed request: sent, read, stopped.
 
 import { curl, PATHS, piece } from "./ask.js";
-import { Meter } from "./meter.js";
+import { Recording } from "./recording.js";
 import { EventReader } from "./sse.js";
 
 const PATIENCE_MS = 3000; // for a server to say that a request has ended
@@ -11,29 +11,27 @@ export function headers(key) {
 }
 
 export class Stream {
-  meter = null;
+  recording = new Recording();
   events = []; // [ms since sending, data], as they came
   problem = null; // what the server said went wrong
   ending = null; // how a stop went
+  isUnreachable = false; // whether nothing that this page may read came back
   isRunning = true;
   #id = null;
   #stopped = null;
   #aborter = new AbortController();
 
   // server: {base, key, cancels}; `cancels` where a DELETE ends a request.
-  // add({text, reasoning}) is called for each chunk with text and must be quick.
-  constructor(server, kind, body, add) {
+  constructor(server, kind, body) {
     this.server = server;
     this.url = server.base + PATHS[kind];
     this.body = body;
     this.curl = curl(this.url, body, Boolean(server.key));
-    this.add = add;
   }
 
   // Runs to the end; everything that goes wrong becomes `problem`.
   async run() {
     this.sent = performance.now();
-    this.meter = new Meter(this.sent);
     try {
       const reply = await fetch(this.url, {
         method: "POST",
@@ -69,14 +67,12 @@ export class Stream {
 
   #take(chunk, now) {
     if (chunk.error) {
+      this.recording.see(chunk, null, now - this.sent); // what was made until then
       this.#told(chunk.error, now);
       return;
     }
     this.#id ??= chunk.id;
-    const found = piece(chunk);
-    const hasText = found.text !== "" || found.reasoning !== "";
-    this.meter.see(chunk, hasText, now);
-    if (hasText) this.add(found);
+    this.recording.see(chunk, piece(chunk), now - this.sent);
   }
 
   #told(error, now) {
@@ -89,8 +85,12 @@ export class Stream {
   #fail(error) {
     if (this.#stopped !== null && error.name === "AbortError")
       this.ending = "stopped: the connection was closed; when the device stopped is not known";
-    else if (error instanceof TypeError)
-      this.problem = `${this.url} does not answer, or does not let this page in (CORS): ${error.message}`;
+    else if (error instanceof TypeError) {
+      this.isUnreachable = this.recording.arrivals.length === 0;
+      this.problem = this.isUnreachable
+        ? `${this.url} does not answer, or does not let this page in (CORS).`
+        : `the connection to ${this.url} broke`;
+    }
     else this.problem = `${error.name}: ${error.message}`;
   }
 

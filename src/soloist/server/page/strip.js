@@ -1,0 +1,122 @@
+// The strip: every token where it came in time, in the colour of its kind; and the line of the
+// latest speeds. Counting is apart from drawing, so that a frame costs the same at any speed.
+
+export const KINDS = ["made", "forced", "drafted"];
+const COLUMNS = 240;
+const FIRST_WIDTH_MS = 5; // of a column, until the time does not fit any more
+const LINE_MS = 8000;
+
+// Tokens of each kind in columns of time, which get twice as wide whenever time runs out of them.
+export class Columns {
+  widthMs = FIRST_WIDTH_MS;
+  counts = Object.fromEntries(KINDS.map((kind) => [kind, new Float64Array(COLUMNS)]));
+
+  add(ms, arrival) {
+    this.reach(ms);
+    const column = Math.floor(ms / this.widthMs);
+    for (const kind of KINDS) this.counts[kind][column] += arrival[kind];
+  }
+
+  // Wide enough for a time.
+  reach(ms) {
+    while (ms >= COLUMNS * this.widthMs) this.#double();
+  }
+
+  get tallest() {
+    let most = 1;
+    for (let i = 0; i < COLUMNS; i += 1)
+      most = Math.max(most, KINDS.reduce((sum, kind) => sum + this.counts[kind][i], 0));
+    return most;
+  }
+
+  #double() {
+    this.widthMs *= 2;
+    for (const counts of Object.values(this.counts)) {
+      for (let i = 0; i < COLUMNS / 2; i += 1) counts[i] = counts[2 * i] + counts[2 * i + 1];
+      counts.fill(0, COLUMNS / 2);
+    }
+  }
+}
+
+// A canvas in the colours of the style sheet, as sharp as the screen.
+function surface(canvas) {
+  const ratio = globalThis.devicePixelRatio ?? 1;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
+  if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  const style = getComputedStyle(canvas);
+  return { pen, width, height, colour: (name) => style.getPropertyValue(`--${name}`) };
+}
+
+export function drawStrip(canvas, columns, { ttft, share, ms }) {
+  const { pen, width, height, colour } = surface(canvas);
+  columns.reach(ms);
+  const perMs = width / (COLUMNS * columns.widthMs);
+  pen.fillStyle = colour("line");
+  pen.fillRect(0, height - 1, width, 1);
+  const read = (ttft ?? ms) * perMs;
+  const band = height * 0.4;
+  pen.fillStyle = colour("cached");
+  pen.fillRect(0, height - band, read * share, band);
+  pen.fillStyle = colour("read");
+  pen.fillRect(read * share, height - band, read * (1 - share), band);
+  const [step, tallest] = [width / COLUMNS, columns.tallest];
+  const gap = step > 3 ? 1 : 0;
+  const bottoms = new Float64Array(COLUMNS).fill(height);
+  for (const kind of KINDS) {
+    pen.fillStyle = colour(kind);
+    const counts = columns.counts[kind];
+    for (let i = 0; i < COLUMNS; i += 1) {
+      if (counts[i] === 0) continue;
+      const tall = Math.max(2, Math.round(((height - 14) * counts[i]) / tallest));
+      const left = Math.round(i * step); // whole pixels are sharp
+      pen.fillRect(left, bottoms[i] - tall, Math.max(1, Math.round((i + 1) * step) - left - gap), tall);
+      bottoms[i] -= tall;
+    }
+  }
+  pen.fillStyle = colour("quiet");
+  pen.font = "11px system-ui, sans-serif";
+  if (ttft !== null) {
+    pen.fillRect(read, 0, 1, height);
+    const isLeft = read > width / 2;
+    pen.textAlign = isLeft ? "right" : "left";
+    pen.fillText("first token", read + (isLeft ? -4 : 4), 10);
+  }
+  pen.textAlign = "right";
+  pen.fillText(`${((COLUMNS * columns.widthMs) / 1000).toFixed(1)} s`, width, 10);
+}
+
+// Speeds of the last seconds.
+export class Line {
+  points = []; // [ms, speed]
+
+  add(ms, speed) {
+    if (speed === null) return;
+    this.points.push([ms, speed]);
+    while (this.points.length > 2 && ms - this.points[1][0] > LINE_MS) this.points.shift();
+  }
+
+  draw(canvas) {
+    const { pen, width, height, colour } = surface(canvas);
+    if (this.points.length < 2) return;
+    const last = this.points.at(-1)[0];
+    const most = 1.1 * Math.max(...this.points.map(([, speed]) => speed), 1);
+    const start = Math.max(0, last - LINE_MS, this.points[0][0]);
+    const span = Math.max(1000, last - start);
+    pen.beginPath();
+    for (const [ms, speed] of this.points)
+      pen.lineTo(((ms - start) / span) * width, height - 1 - (speed / most) * (height - 2));
+    pen.strokeStyle = colour("made");
+    pen.lineWidth = 2;
+    pen.stroke();
+    pen.lineTo(width * ((last - start) / span), height);
+    pen.lineTo(0, height);
+    pen.globalAlpha = 0.15;
+    pen.fillStyle = colour("made");
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+}
