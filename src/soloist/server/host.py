@@ -190,7 +190,7 @@ class Host:
             flush_s=self.config.flush_ms / 1e3,
             on_failure=self.fail,
         )
-        self.metrics.watch(loop)
+        self.metrics.watch(loop, self.config.names[0])
         if self.config.stall_s:
             self._watchdog = Watchdog(loop, self.config.stall_s, self._stalled)
         self._ready = Ready(engine, loop, preparation, int(time.time()))
