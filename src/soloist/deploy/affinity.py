@@ -97,7 +97,8 @@ class Affinity:
         """The request went there, so its beginning will have been read there."""
         with self._lock:
             self._sent[request_id] = _Sent(replica, self._now(), is_sure=True)
-            for one in wish.hashes:
+            # The first piece last: without it the others are of no use.
+            for one in reversed(wish.hashes):
                 self._readers.setdefault(one, set()).add(replica)
                 self._readers.move_to_end(one)
             while len(self._readers) > self._most_hashes:

@@ -53,7 +53,7 @@ def require_nodes(deployment: Deployment, nodes: Sequence[Node]) -> None:
         if needed > there:
             raise NotDeployable(
                 f"all replicas together need {needed} {count}, and the cluster has {there} on "
-                f"{len(nodes)} nodes",
+                f"{len(nodes)} node{'s' * (len(nodes) != 1)}",
                 "lower replicas (or autoscaling.least), or add nodes",
             )
 
