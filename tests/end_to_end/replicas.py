@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes in this machine, and a replica whose engine says a text."""
 
+import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +19,8 @@ from soloist.deploy import cluster as deploying
 from soloist.deploy.config import Deployment, checked
 from soloist.deploy.replica import Replica
 
+log = logging.getLogger(__name__)
+
 _TESTS = Path(__file__).parents[1]
 PORT = 18_765
 URL = f"http://127.0.0.1:{PORT}"
@@ -27,7 +29,7 @@ URL = f"http://127.0.0.1:{PORT}"
 class ScriptedReplica(Replica):
     """A thousand tokens a second."""
 
-    def load(self, on_progress):
+    def load(self, _):
         return scripted(Scripted(tokens_per_s=1000))
 
 
@@ -81,7 +83,7 @@ def start(wanted: Deployment, replica: type[Replica] = Replica, seconds: float =
     """Deploy, and wait until all replicas serve."""
     deploying.require_room(wanted, deploying.nodes())
     deploying.start(wanted, replica)
-    deploying.wait(wanted, seconds, lambda told: print(told, file=sys.stderr))
+    deploying.wait(wanted, seconds, log.info)
 
 
 def replicas(http: httpx2.Client) -> dict[str, str]:

@@ -24,7 +24,7 @@ def deployment(*models: dict, **fields):
     [
         ({"models": [MODEL], "replica": 3}, "FILE: replica is no field (allowed: models, appl"),
         ({"models": [{**MODEL, "gpu": 1}]}, "models[0].gpu is no field (allowed: model, names, "),
-        ({"models": [{**MODEL, "autoscaling": {"most": 3, "min": 1}}]}, "autoscaling.min is no fie"),
+        ({"models": [{**MODEL, "autoscaling": {"most": 3, "min": 1}}]}, "autoscaling.min is no "),
         ({"models": [MODEL, MODEL]}, "models[0] and models[1] have the same name 'etude'"),
         ({"models": [MODEL, {**MODEL, "names": ["x", "etude"]}]}, "have the same name 'etude'"),
         ({"models": []}, "models: Tuple should have at least 1 item"),
