@@ -95,7 +95,16 @@ def test_the_address_is_that_of_one_server(http) -> None:
         "context_length_exceeded"
     )
     assert http.get("/health/live").status_code == 200
-    assert len(http.get("/").text) > 1000
+    assert http.get("/v1/models/gpt").json()["id"] == "gpt"
+    assert http.get("/v1/models/other").status_code == 404
+    page = http.get("/", headers={"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"})
+    assert len(page.text) > 1000
+    assert http.get("/playground/page.js").status_code == 200
+    asked = {"prompt": "x", "max_tokens": 1}
+    ours = {"Origin": URL, "Sec-Fetch-Site": "same-origin"}
+    assert http.post("/v1/completions", json=asked, headers=ours).status_code == 200
+    theirs = {"Origin": "http://elsewhere.example", "Sec-Fetch-Site": "cross-site"}
+    assert http.post("/v1/completions", json=asked, headers=theirs).status_code == 403
 
 
 @pytest.mark.usefixtures("cluster")

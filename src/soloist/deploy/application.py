@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from soloist.deploy.config import Deployment, ModelSpec, checked, read_deployment
+from soloist.deploy.config import Deployment, Front, ModelSpec, checked, read_deployment
 from soloist.deploy.ingress import Cluster, make_ingress
 from soloist.deploy.replica import Replica
 from soloist.deploy.router import AffinityRouter
@@ -30,15 +30,12 @@ class Ingress:
     """The deployment behind the address.
 
     Args:
-        deployment: all that runs.
-        api_keys: that open the API.
+        front: names, keys and bounds.
         handles: of the models' deployments.
     """
 
-    def __init__(
-        self, deployment: Deployment, api_keys: tuple[str, ...], *handles: DeploymentHandle
-    ) -> None:
-        self._app = make_ingress(Cluster(deployment, handles, api_keys))
+    def __init__(self, front: Front, *handles: DeploymentHandle) -> None:
+        self._app = make_ingress(Cluster(front, handles))
 
     async def __call__(self, _: Request) -> Response:
         """The reply to one request."""
@@ -87,12 +84,13 @@ def application(deployment: Deployment, replica: type[Replica] = Replica) -> ser
     ingress = serve.deployment(Ingress).options(
         name="ingress",
         num_replicas=deployment.ingresses,
+        max_surge_percent=100,  # a new one is there before an old one goes
         max_ongoing_requests=_MOST_STREAMS,
         ray_actor_options={"num_cpus": 0, "resources": _place(deployment)},
         health_check_period_s=_LOOK_S,
         graceful_shutdown_timeout_s=deployment.drain_timeout,
     )
-    return ingress.bind(deployment, deployment.api_keys(), *handles)
+    return ingress.bind(deployment.front(), *handles)
 
 
 def _place(deployment: Deployment) -> dict[str, float]:

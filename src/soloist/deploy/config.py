@@ -1,5 +1,6 @@
 """What is to run on a cluster: a YAML file of models, checked field by field."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -175,17 +176,39 @@ class Deployment(_Strict):
             replica=replica,
         )
 
-    def front(self, api_keys: tuple[str, ...]) -> ServerConfig:
-        """Of the ingress: keys, origins and the size of bodies."""
-        return ServerConfig(
-            tuple(name for spec in self.models for name in spec.shown_names),
+    def front(self) -> "Front":
+        """What the ingress has to know.
+
+        Raises:
+            NotDeployable: keys cannot be read.
+            SettingError: an origin or a name of a host is none.
+        """
+        names = tuple(spec.shown_names for spec in self.models)
+        server = ServerConfig(
+            tuple(name for those in names for name in those),
             host=self.host,
-            api_keys=api_keys,
+            api_keys=self.api_keys(),
             allowed_hosts=self.allowed_hosts,
             cors_origins=self.cors_origins,
             most_body_bytes=self.max_body_mb * 2**20,
             request_s=self.request_timeout,
         )
+        return Front(names, server, self.session_header)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Of a deployment what the ingress has to know: a change of the rest leaves it running.
+
+    Attributes:
+        names: of each model.
+        server: keys, origins and the size of bodies.
+        session_header: see `Deployment`.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    server: ServerConfig
+    session_header: str
 
 
 def read_deployment(file: Path) -> Deployment:
@@ -211,7 +234,7 @@ def checked(given: dict[str, Any], source: str) -> Deployment:
     """
     try:
         deployment = Deployment.model_validate(given)
-        deployment.front(deployment.api_keys())
+        deployment.front()
     except ValidationError as error:
         first = next(
             (one for one in error.errors() if one["type"] == "extra_forbidden"), error.errors()[0]

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from soloist.deploy.calls import Asked, Head, Told
-from soloist.deploy.config import Deployment
+from soloist.deploy.config import Front
 from soloist.deploy.lost import last_words
 from soloist.deploy.metrics import merged
 from soloist.deploy.prefix import Wish
@@ -44,11 +44,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 # Of a question to all replicas: one that does not answer is left out, and the reply says so.
 _ASK_ALL_S = 2.0
 
-# Headers that are this hop's, or hold a key.
+# A path that names a model, as bodies do.
+_MODELS = "/v1/models/"
+
+# Headers that are this hop's, hold a key, or say which page sent the request: that was judged here.
 _OWN = frozenset(
     {
         b"authorization", b"connection", b"content-length", b"cookie", b"host", b"keep-alive",
-        b"origin", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key",
+        b"origin", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site", b"te", b"trailer",
+        b"transfer-encoding", b"upgrade", b"x-api-key",
     }
 )  # fmt: skip
 
@@ -60,33 +64,32 @@ class Cluster:
     """What the ingress' routes share.
 
     Args:
-        deployment: all that runs.
+        front: names, keys and bounds.
         handles: of the models' deployments, in the order of the models.
-        api_keys: that open the API.
     """
 
-    def __init__(
-        self, deployment: Deployment, handles: Sequence[DeploymentHandle], api_keys: tuple[str, ...]
-    ) -> None:
-        self.deployment, self.config = deployment, deployment.front(api_keys)
-        self.handles: dict[str, DeploymentHandle] = {
-            name: handle
-            for spec, handle in zip(deployment.models, handles, strict=True)
-            for name in spec.shown_names
+    def __init__(self, front: Front, handles: Sequence[DeploymentHandle]) -> None:
+        self.config, self.session_header = front.server, front.session_header
+        named = list(zip(front.names, handles, strict=True))
+        self.handles = {names[0]: handle for names, handle in named}
+        self._streams = {
+            name: handle.options(method_name="handle", stream=True)
+            for names, handle in named
+            for name in names
         }
         # One name of each model.
-        self.firsts = tuple(spec.shown_names[0] for spec in deployment.models)
+        self.firsts = tuple(self.handles)
         self.bodies, self.reader = Bodies(self.config.most_body_bytes), Reader()
         self.metrics = Metrics()
 
-    def handle_of(self, model: str | None) -> DeploymentHandle:
-        """Of the model that a request names.
+    def stream_of(self, model: str | None) -> DeploymentHandle:
+        """What asks a replica of the model that a request names.
 
         Raises:
             Problem: 404.
         """
         name = served_name(self.config.names, model)
-        return self.handles.get(name) or self.handles[name.removesuffix(":latest")]
+        return self._streams.get(name) or self._streams[name.removesuffix(":latest")]
 
     async def ask_all(self, asked: Asked) -> dict[str, list[Told]]:
         """The replies of all replicas that answer in time, by model."""
@@ -157,10 +160,11 @@ async def forward(request: Request) -> Response:
         await receive_body(request, held, cluster.config.most_body_bytes)
         body = b"".join(held.parts)
         gist = await cluster.reader.read(body) if body else Gist()
-        handle = cluster.handle_of(gist.model or request.path_params.get("name"))
-        session = request.headers.get(cluster.deployment.session_header)
+        named = request.path_params.get("name") if request.url.path.startswith(_MODELS) else None
+        stream = cluster.stream_of(gist.model or named)
+        session = request.headers.get(cluster.session_header)
         asked = _asked(request, body, Wish(gist.hashes, session))
-        replies = handle.options(stream=True).handle.remote(asked)
+        replies = stream.remote(asked)
         relayed = False
         try:
             head = await _or_problem(anext(aiter(replies)))

@@ -16,6 +16,7 @@ from soloist.engine import Engine
 from soloist.errors import EngineStopped, SoloistError, Stalled
 from soloist.server.app import make_app
 from soloist.server.host import Host
+from soloist.server.process import collect_less, switch_sooner
 from soloist.server.status import LIVE_S
 from soloist.weights.reading import LoadProgress
 
@@ -44,7 +45,9 @@ class Replica:
         self._spec = spec
         self._name = serve.get_replica_context().replica_id.unique_id
         self._node = ray.get_runtime_context().get_node_id()
-        self._host = Host(self.load, deployment.server(spec, self._name))
+        switch_sooner()
+        config = deployment.server(spec, self._name)
+        self._host = Host(self.load, config, on_ready=lambda _: collect_less())
         self._app = make_app(self._host)
         self._stack = AsyncExitStack()
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
