@@ -17,6 +17,7 @@
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
     │   │                     StepFailed
     │   ├── SettingError      options and environment
+    │   ├── NotDeployable     models and machines of a cluster
     │   └── UnknownHardware   hardware without figures
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
     │                         EngineStopped · PreparationFailed
@@ -27,6 +28,7 @@
                               RanksUnsupported · NoPeerAccess · ShapeUnsupported · KernelStuck
                               MemoryNotFreed · Stalled · EndForced · RunFailed · ServerFailed
                               BitsDiffer · DiskFull · NotWritten
+                              DeployFailed
 
 Classes take facts and build the sentence: what was given, what is allowed, then a hint.
 """
@@ -639,6 +641,10 @@ class SettingError(UserError):
         )
 
 
+class NotDeployable(UserError):
+    """What was asked of a cluster, in a file or of its machines, cannot be."""
+
+
 class UnknownHardware(UserError):
     """A GPU was named for which there are no figures, or that is not clear."""
 
@@ -870,6 +876,15 @@ class ServerFailed(DeviceError):
     def __init__(self, url: str, reason: str, hint: str = "") -> None:
         super().__init__(
             f"{url}: {reason}", hint or "check the address, --api, --model and the server's own log"
+        )
+
+
+class DeployFailed(DeviceError):
+    """Replicas on a cluster did not start, or not in time."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            reason, "`serve status` and the replicas' logs on Ray's dashboard say more"
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import httpx2
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from server.running import Scripted, running, scripted, wait_for, wait_until_ready
 from soloist.engine.loop import Progress
@@ -124,6 +125,37 @@ def test_health_tells_what_moves_and_waits_for_nothing() -> None:
             wait_for(lambda: http.get("/health").status_code == 200)
             assert http.get("/health/live").status_code == 200
         wait_for(lambda: gauge(http, "kv_pages_free") == 40)
+
+
+def test_an_endpoint_picker_reads_the_gauges_under_the_names_of_vllm() -> None:
+    executor = Gated()
+
+    def vllm(http: httpx2.Client, name: str, **labels: str) -> float:
+        families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+        family = families[f"vllm:{name}"]
+        assert family.type == "gauge"
+        (sample,) = family.samples
+        assert sample.labels == {"model_name": "etude-draft"} | labels
+        return sample.value
+
+    with serving(executor) as (server, http):
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        assert [vllm(http, name) for name in names] == [0, 0, 0]
+        assert vllm(http, "cache_config_info", block_size="64", num_gpu_blocks="40") == 1
+        executor.may_go_on.clear()
+        threads = [
+            threading.Thread(target=httpx2.post, args=[f"{server.url}/v1/completions"], kwargs=one)
+            for one in [{"json": TEXT, "timeout": 20}] * 3
+        ]
+        threads[0].start()
+        wait_for(lambda: executor.num_open == 1)
+        for thread in threads[1:]:  # while no round ends, none of them joins
+            thread.start()
+        wait_for(lambda: [vllm(http, name) for name in names] == [1, 2, 1 / 40])
+        executor.may_go_on.set()
+        for thread in threads:
+            thread.join(20)
+        wait_for(lambda: [vllm(http, name) for name in names] == [0, 0, 0])
 
 
 def test_alive_while_loading_and_not_after_a_failure() -> None:

@@ -9,6 +9,7 @@ from soloist import __version__
 from soloist.cli.commands import (
     analyse,
     bench,
+    deploy,
     doctor,
     generate,
     kernels,
@@ -34,6 +35,8 @@ bench_app = typer.Typer(
     help="Measure speed: time to first token and decode speed, separately.", no_args_is_help=True
 )
 app.add_typer(bench_app, name="bench")
+deploy_app = typer.Typer(help="Replicas over many machines.", no_args_is_help=True)
+app.add_typer(deploy_app, name="deploy")
 
 
 def _version(wanted: bool) -> None:
@@ -60,6 +63,7 @@ _add(
     app, generate.run, generate.chat, serve.serve, analyse.info, analyse.plan, analyse.trace,
     quantize.quantize,
 )  # fmt: skip
+_add(deploy_app, deploy.ray)
 _add(app, models.pull, models.rm, doctor.doctor)
 app.command("list")(models.list_)
 app.command("compile")(kernels.compile_)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from threading import Thread
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ExceptionHandler
 
 from soloist.errors import SoloistError
 from soloist.server import documentation, llama_cpp, ollama, ollama_models, playground, status
@@ -20,6 +22,7 @@ from soloist.server.access import CountReply, Gate, Lock
 from soloist.server.bodies import whole_reply
 from soloist.server.chat import chat_completions
 from soloist.server.completions import completions
+from soloist.server.config import ServerConfig
 from soloist.server.host import Host
 from soloist.server.messages import messages
 from soloist.server.origin import Senders
@@ -78,14 +81,20 @@ def make_app(host: Host) -> Starlette:
         yield
         host.close()
 
-    config = host.config
-    middleware = [
-        Middleware(
-            Gate,
-            senders=Senders(config.host, config.allowed_hosts, config.cors_origins),
-            count_reply=reply_counter(host),
-        )
-    ]
+    app = Starlette(
+        routes=ROUTES,
+        middleware=middleware_of(host.config, reply_counter(host)),
+        lifespan=lifespan,
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
+    app.state.host = host
+    return app
+
+
+def middleware_of(config: ServerConfig, count_reply: CountReply) -> list[Middleware]:
+    """What stands before every route: who may use the API, and from which pages."""
+    senders = Senders(config.host, config.allowed_hosts, config.cors_origins)
+    middleware = [Middleware(Gate, senders=senders, count_reply=count_reply)]
     if origins := config.cors_origins:
         # Before the lock: a browser asks without a key whether it may ask.
         middleware.append(
@@ -98,20 +107,7 @@ def make_app(host: Host) -> Starlette:
             )
         )
     middleware.append(Middleware(Lock, api_keys=config.api_keys))
-    app = Starlette(
-        routes=ROUTES,
-        middleware=middleware,
-        lifespan=lifespan,
-        exception_handlers={
-            Problem: _refused,
-            SoloistError: _refused,
-            HTTPException: _http_error,
-            ClientDisconnect: _gone,
-            Exception: _internal_error,
-        },
-    )
-    app.state.host = host
-    return app
+    return middleware
 
 
 def reply_counter(host: Host) -> CountReply:
@@ -153,3 +149,13 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     # The server's log has the traceback. Uvicorn closes the connection, so the client is told.
     told = f"a bug in Soloist: {type(error).__name__}; the server's log has the traceback"
     return _reply(request, Problem(500, told, code="internal", headers={"Connection": "close"}))
+
+
+# What errors become, in the application of any server of this API.
+EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
+    Problem: _refused,
+    SoloistError: _refused,
+    HTTPException: _http_error,
+    ClientDisconnect: _gone,
+    Exception: _internal_error,
+}

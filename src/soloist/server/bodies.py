@@ -64,7 +64,7 @@ async def _read(request: Request, ready: Ready, job: Job[Wanted]) -> Prepared[Wa
     if coding.lower() != "identity":
         raise Problem(415, f"Content-Encoding is '{coding}' (allowed: none); send plain JSON")
     with host.bodies.body() as body:
-        await _receive(request, body, host.config.most_body_bytes)
+        await receive_body(request, body, host.config.most_body_bytes)
         work = ready.preparation.prepare(job, body.parts)
         try:
             if body.num_bytes <= LARGE_BYTES:
@@ -93,7 +93,12 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) 
         task.cancel()
 
 
-async def _receive(request: Request, body: Body, most_bytes: int) -> None:
+async def receive_body(request: Request, body: Body, most_bytes: int) -> None:
+    """Read a request's body.
+
+    Raises:
+        Problem: 413 where it is larger than allowed, 503 where others hold too much.
+    """
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > most_bytes:
         raise _too_large(most_bytes)

@@ -40,6 +40,8 @@ class ServerConfig:
         shutdown_s: on SIGTERM, running requests may go on for so long.
         stall_s: the process ends where something runs and nothing has moved for so long; 0: never.
 
+        replica: by which name replies tell that this server made them, where it is one of several.
+
     Raises:
         SettingError: a number out of range, an empty key, no host or no origin.
     """
@@ -56,6 +58,7 @@ class ServerConfig:
     request_s: float = 3600.0
     shutdown_s: float = 10.0
     stall_s: float = 120.0
+    replica: str | None = None
 
     def __post_init__(self) -> None:
         for name, (option, low, high, unit) in _RANGES.items():

@@ -99,7 +99,8 @@ def last_words(
 def timings(t: Timings, ready: Ready) -> dict[str, object]:
     """llama.cpp's object, and what it does not have: queue, TTFT, memory bandwidth, device.
 
-    `mbu` and `bandwidth_gb_per_s` are null where the device's bandwidth was not measured.
+    `mbu` and `bandwidth_gb_per_s` are null where the device's bandwidth was not measured. One of
+    several replicas tells its name, and the requests that run and wait in it now.
     """
     read, read_s = t.prompt_tokens - t.cached_tokens, t.ttft_s - t.queue_s
     speed, bandwidth = t.decode_tokens_per_s, ready.engine.report.bandwidth_gb_per_s
@@ -122,4 +123,16 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "mbu": t.mbu(bandwidth),
         "device": ready.engine.report.place,
         "executor": ready.engine.report.executor,
+        **_replica(ready),
+    }
+
+
+def _replica(ready: Ready) -> dict[str, object]:
+    if ready.replica is None:
+        return {}
+    load = ready.loop.load
+    return {
+        "replica": ready.replica,
+        "replica_requests_running": load.num_running,
+        "replica_requests_waiting": load.num_waiting,
     }

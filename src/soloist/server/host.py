@@ -39,12 +39,13 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An engine that takes requests."""
+    """An engine that takes requests; `replica` is its name among several."""
 
     engine: Engine
     loop: EngineLoop
     preparation: Preparation
     created: int
+    replica: str | None = None
 
 
 class Host:
@@ -190,10 +191,10 @@ class Host:
             flush_s=self.config.flush_ms / 1e3,
             on_failure=self.fail,
         )
-        self.metrics.watch(loop)
+        self.metrics.watch(loop, self.config.names[0])
         if self.config.stall_s:
             self._watchdog = Watchdog(loop, self.config.stall_s, self._stalled)
-        self._ready = Ready(engine, loop, preparation, int(time.time()))
+        self._ready = Ready(engine, loop, preparation, int(time.time()), self.config.replica)
         if self._stopping.is_set():  # it was told to meanwhile, when there was no loop
             loop.refuse()
         self._on_ready(engine)

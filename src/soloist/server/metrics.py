@@ -5,6 +5,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from soloist.engine import Completion, EngineLoop
+from soloist.kv.layout import PAGE_POSITIONS
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (
@@ -40,9 +41,10 @@ class Metrics:
         self._mbu = histogram("memory_bandwidth_utilisation", "Of decoding, where known.", _SHARES)
         self._total = histogram("request_seconds", "From acceptance to end.", _SECONDS)
 
-    def watch(self, loop: EngineLoop) -> None:
-        """Show how busy the engine is."""
+    def watch(self, loop: EngineLoop, model: str) -> None:
+        """Show how busy the engine is, and under vLLM's names with the name of the model."""
         self.registry.register(_Load(loop))
+        self.registry.register(_PoolMember(loop, model))
 
     def count(self, completion: Completion, bandwidth_gb_per_s: float | None) -> None:
         """A request has ended, on a device that reads so fast."""
@@ -116,4 +118,43 @@ class _Load(Collector):
                 pages.free,
             ),
             gauge("last_step_age_seconds", "Since the last progress; 0 while idle.", age_s),
+        ]
+
+
+class _PoolMember(Collector):
+    """The gauges by which an endpoint picker chooses among servers, under vLLM's names.
+
+    Names, types and meanings are those of the model server protocol of the Gateway API Inference
+    Extension (docs/proposals/003-model-server-protocol there), which llm-d reads as well.
+    """
+
+    def __init__(self, loop: EngineLoop, model: str) -> None:
+        self._loop, self._model = loop, model
+
+    def collect(self) -> list[Metric]:
+        """Requests that wait and run, the share of the KV cache in use, and the cache's size."""
+        load, pages = self._loop.load, self._loop.pages
+        used = (pages.total - pages.free) / pages.total if pages.total else 0.0
+
+        def gauge(name: str, told: str, value: float, **more: str) -> Metric:
+            labels = {"model_name": self._model, **more}
+            family = GaugeMetricFamily(f"vllm:{name}", told, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            return family
+
+        return [
+            gauge("num_requests_waiting", "soloist_requests_waiting.", load.num_waiting),
+            gauge("num_requests_running", "soloist_requests_running.", load.num_running),
+            gauge(
+                "kv_cache_usage_perc",
+                "Share of the KV cache that running requests hold, 0 to 1.",
+                used,
+            ),
+            gauge(
+                "cache_config_info",
+                "Positions in a page of the KV cache, and pages; the value is 1.",
+                1.0,
+                block_size=str(PAGE_POSITIONS),
+                num_gpu_blocks=str(pages.total),
+            ),
         ]

@@ -1,10 +1,8 @@
 """Runs the server in this process until it is told to end."""
 
 import asyncio
-import gc
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,12 +16,8 @@ from soloist.server.bounds import MOST_CONNECTIONS, connections_for
 from soloist.server.config import ServerConfig
 from soloist.server.ending import LAST_WORDS_S, Ending, end_by_force
 from soloist.server.host import Host, Load
+from soloist.server.process import collect_less, switch_sooner
 from soloist.server.protocol import Connections
-
-_SWITCH_S = 0.0005
-
-# Requests leave a few cycles each; the command looked for less garbage while it started.
-_OBJECTS_BEFORE_COLLECTING = 100_000
 
 
 class Server(uvicorn.Server):
@@ -134,15 +128,10 @@ def serve(
     Raises:
         SoloistError: the engine could not be loaded, or stopped.
     """
-    # Between two kernels or tokens the engine's thread needs Python for microseconds; a thread that
-    # reads a long prompt would make it wait for five milliseconds each time.
-    sys.setswitchinterval(_SWITCH_S)
+    switch_sooner()
 
     def begin(engine: Engine) -> None:
-        # Otherwise a collection now and then walks all that loading made, and every stream waits.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_OBJECTS_BEFORE_COLLECTING, 20, 20)
+        collect_less()
         on_ready(engine)
 
     server = Server(load, config, begin)
