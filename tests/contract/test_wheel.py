@@ -69,6 +69,13 @@ def test_the_wheel_is_small_and_has_all_files(wheel) -> None:
     assert {name for name in names if ".dist-info/" not in name} == ours
 
 
+def test_what_others_wrote_brings_its_licence(wheel) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        told = [name for name in content.namelist() if ".dist-info/licenses/" in name]
+    for licence in (ROOT / "src").rglob("vendor/*.LICENSE"):
+        assert any(name.endswith(f"/vendor/{licence.name}") for name in told), licence
+
+
 def test_the_wheel_runs_with_this_environments_packages(wheel, tmp_path) -> None:
     """Quick: what it depends on comes from here, the package itself from the wheel alone."""
     python = environment(tmp_path / "new", with_pip=False)

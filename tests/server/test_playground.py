@@ -73,8 +73,8 @@ def test_it_is_small() -> None:
     assert sum(file.stat().st_size for file in PAGE.rglob("*") if file.is_file()) < 300_000
 
 
-def test_what_others_wrote_keeps_its_licence(tmp_path) -> None:
-    """Every vendored file names its project, whose licence lies beside it and in the wheel."""
+def test_what_others_wrote_keeps_its_licence() -> None:
+    """Every vendored file names its project, whose licence lies beside it."""
     notices = {"marked": "marked v", "highlight": "Highlight.js v"}
     for file in VENDOR.glob("*.js"):
         name = "marked" if file.name == "marked.js" else "highlight"
@@ -85,12 +85,6 @@ def test_what_others_wrote_keeps_its_licence(tmp_path) -> None:
         else:
             assert "hljsGrammar" in text
         assert "Copyright" in (VENDOR / f"{name}.LICENSE").read_text(encoding="utf-8")
-    found = content_of_wheel(tmp_path)
-    for name in notices:
-        assert any(
-            path.endswith(f"/vendor/{name}.LICENSE") and ".dist-info/licenses/" in path
-            for path in found
-        )
 
 
 def test_sampling_fields_are_ones_that_the_server_takes() -> None:
