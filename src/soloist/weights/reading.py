@@ -38,7 +38,7 @@ class StoredFile(Protocol):
 
 
 # Of a matrix that is decoded some rows after the other.
-_VALUES_AT_ONCE = 1 << 20
+_VALUES_AT_ONCE = 1 << 22
 
 OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
 
