@@ -47,7 +47,7 @@ from soloist.text.processor import Processor, ProcessorFiles
 from soloist.weights.choice import Chosen, choose
 from soloist.weights.loading import Destination, Source, load_ranks
 from soloist.weights.memory import merging_bytes, streamed_bytes
-from soloist.weights.merging import require_finite
+from soloist.weights.merging import require_numbers
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -378,7 +378,7 @@ def _adapter(
         return None
     folder = find_adapter(asked.adapter, offline=offline)
     adapter = open_adapter(folder, checkpoint, specs)
-    require_finite(adapter)
+    require_numbers(adapter)
     return adapter
 
 

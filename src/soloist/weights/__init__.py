@@ -8,6 +8,7 @@ One step a file, each of which knows only those before it:
     decoding       a quantised matrix's tensors on disk → codes, scales and zeros in rows
     quantizing     a 16-bit matrix → codes and scales, rounded to nearest
     numbers        these → the numbers that they stand for
+    finite         refuses numbers that are none
     merging        a tensor and an adapter's factors → the tensor that both make
     reading        files → whole tensors; `random` makes some without files
     uploaded       files for `reading` that are in the GPU's memory already

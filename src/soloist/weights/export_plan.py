@@ -20,7 +20,7 @@ from soloist.model.stored import StoredTensor
 from soloist.model.tensors import Source, TensorSpec
 from soloist.weights.choice import dtype_of
 from soloist.weights.compressed_tensors import entries, quantization_config
-from soloist.weights.merging import require_finite
+from soloist.weights.merging import require_numbers
 from soloist.weights.writing import Entry
 
 # The module of the LM head in every family whose tensors are matrices of Linear modules.
@@ -171,7 +171,7 @@ def plan_export(source: Path, asked: Asked, adapter_folder: Path | None = None) 
     adapter = None
     if adapter_folder is not None:
         adapter = open_adapter(adapter_folder, checkpoint, specs)
-        require_finite(adapter)
+        require_numbers(adapter)
     pieces = _pieces(checkpoint, specs, asked)
     if asked.head is not None:
         pieces = _with_head(checkpoint, pieces, specs, config, asked)

@@ -9,21 +9,21 @@ of the run is, and hardly ever other ones on another device: fp64 keeps the orde
 import torch
 from torch import Tensor
 
-from soloist.errors import NotFinite
 from soloist.model.adapter import Adapter, Change
 from soloist.model.checkpoint import open_file
 from soloist.model.stored import StoredTensor
+from soloist.weights.finite import require_finite
 from soloist.weights.memory import MERGED_AT_ONCE
 
 
-def require_finite(adapter: Adapter) -> None:
+def require_numbers(adapter: Adapter) -> None:
     """Read every number of an adapter once.
 
     Raises:
         NotFinite: one is NaN or infinite.
     """
     for stored in adapter.tensors:
-        _require_finite(stored.name, _read(stored))
+        require_finite(stored.name, _read(stored))
 
 
 def merged(name: str, values: Tensor, change: Change, device: torch.device) -> Tensor:
@@ -46,7 +46,7 @@ def merged(name: str, values: Tensor, change: Change, device: torch.device) -> T
         values = _read(change.whole)
     if change.low_rank is None:
         made = values.to(device, dtype)
-        _require_finite(f"{name} of the adapter in {dtype}", made)
+        require_finite(f"{name} of the adapter in {dtype}", made)
         return made
     low_rank = change.low_rank
     up, down = (_read(stored).to(device).double() for stored in (low_rank.b, low_rank.a))
@@ -59,18 +59,12 @@ def merged(name: str, values: Tensor, change: Change, device: torch.device) -> T
     rows = max(1, MERGED_AT_ONCE // values.shape[1])
     for start in range(0, values.shape[0], rows):
         some = slice(start, start + rows)
-        total = (up[some] @ down).mul_(low_rank.scale).add_(values[some].to(device))
+        total = (up[some] @ down).mul_(low_rank.scale).add_(values[some].to(device).double())
         if lengths is not None:
             total *= (lengths[some] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
         made[some] = total.float()
-    _require_finite(f"{name} merged with the adapter", made)
+    require_finite(f"{name} merged with the adapter", made)
     return made
-
-
-def _require_finite(name: str, values: Tensor) -> None:
-    bad = int((~torch.isfinite(values)).sum())
-    if bad:
-        raise NotFinite(name, bad, values.numel())
 
 
 def _read(stored: StoredTensor) -> Tensor:

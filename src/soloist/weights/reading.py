@@ -1,6 +1,5 @@
 """From checkpoint files to the tensors of a model: mapped, joined, converted and checked."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -12,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from soloist.errors import CheckpointError, NotFinite
+from soloist.errors import CheckpointError
 from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
@@ -23,6 +22,7 @@ from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.decoding import decode
 from soloist.weights.decoding.parts import Decoded
+from soloist.weights.finite import require_finite
 from soloist.weights.mapped import map_file, tensor_in
 from soloist.weights.merging import merged
 from soloist.weights.numbers import as_numbers, write_numbers
@@ -149,7 +149,7 @@ def read_tensors(
                     part.copy_(files.tensor(source.name))
                 else:
                     _write(files, matrix, part)
-                _require_finite(checkpoint.named(source.name), part)
+                require_finite(checkpoint.named(source.name), part)
                 progress.add(checkpoint, source, matrix)
             for name in spec.copies:
                 if name in checkpoint.tensors:
@@ -303,12 +303,3 @@ def _require_same(name: str, values: Tensor, copy_name: str, copy: Tensor) -> No
             f"tensor '{copy_name}' differs from '{name}', but config.json says that they are equal",
             "set tie_word_embeddings to false if the model has a separate LM head",
         )
-
-
-def _require_finite(name: str, values: Tensor) -> None:
-    # One sum finds every NaN and infinity in a single pass; the exact count is for the message.
-    if math.isfinite(values.sum(dtype=torch.float32).item()):
-        return
-    bad = int((~torch.isfinite(values)).sum())
-    if bad:
-        raise NotFinite(name, bad, values.numel())

@@ -4,6 +4,7 @@ import pytest
 
 from soloist.device import HEADROOM_BYTES
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve
+from soloist.engine.memory import MemoryEstimate, require_merging_memory
 from soloist.errors import OutOfMemory, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.model.config import Attention
@@ -88,3 +89,11 @@ def test_codes_may_be_given_by_name() -> None:
     assert EngineConfig().rounding == Rounding()
     with pytest.raises(SettingError, match=r"head_weights is 'int3'.*int4, int8, fp8"):
         _ = EngineConfig(head_weights="int3").rounding  # type: ignore[arg-type]
+
+
+def test_merging_an_adapter_has_to_fit_beside_the_weights() -> None:
+    estimate = MemoryEstimate(weights_bytes=1000, kv_bytes=10**9, scratch_bytes=10**9)
+    room = 1000 + 70 + HEADROOM_BYTES
+    require_merging_memory(70, estimate, room)
+    with pytest.raises(OutOfMemory, match="merging the adapter"):
+        require_merging_memory(71, estimate, room)

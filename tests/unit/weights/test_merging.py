@@ -274,7 +274,7 @@ def test_numbers_that_are_not_finite_are_found_before_weights_are_read(tmp_path,
     name = f"{WRAPPED}model.layers.1.self_attn.q_proj.lora_B.weight"
     made.held[name][3, 1] = bad
     with pytest.raises(NotFinite, match=r"layers\.1\.self_attn\.q_proj\.lora_B.*1 NaN or inf"):
-        merging.require_finite(made.adapter())
+        merging.require_numbers(made.adapter())
 
 
 def test_a_sum_beyond_the_type_of_the_files_is_told(tmp_path) -> None:
