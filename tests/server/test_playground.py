@@ -19,6 +19,15 @@ OURS = [file for file in PAGE.iterdir() if file.is_file()]
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
+@pytest.fixture(scope="module")
+def content_of_wheel(tmp_path_factory) -> set[str]:
+    build = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    (wheel,) = build.WheelBuilder(str(ROOT)).build(directory=str(folder))
+    with zipfile.ZipFile(wheel) as content:
+        return set(content.namelist())
+
+
 @pytest.mark.parametrize("path", playground.PATHS)
 def test_every_part_is_served(http, path) -> None:
     reply = http.get(path)
@@ -74,7 +83,7 @@ def test_it_is_small() -> None:
     assert sum(file.stat().st_size for file in PAGE.rglob("*") if file.is_file()) < 300_000
 
 
-def test_what_others_wrote_keeps_its_licence(tmp_path) -> None:
+def test_what_others_wrote_keeps_its_licence(content_of_wheel) -> None:
     """Every vendored file names its project, whose licence lies beside it and in the wheel."""
     notices = {"marked": "marked v", "highlight": "Highlight.js v"}
     for file in VENDOR.glob("*.js"):
@@ -86,11 +95,10 @@ def test_what_others_wrote_keeps_its_licence(tmp_path) -> None:
         else:
             assert "hljsGrammar" in text
         assert "Copyright" in (VENDOR / f"{name}.LICENSE").read_text(encoding="utf-8")
-    found = content_of_wheel(tmp_path)
     for name in notices:
         assert any(
             path.endswith(f"/vendor/{name}.LICENSE") and ".dist-info/licenses/" in path
-            for path in found
+            for path in content_of_wheel
         )
 
 
@@ -108,16 +116,9 @@ def test_a_model_says_whether_it_fills_in(http) -> None:
     assert http.get("/v1/models").json()["data"][0]["fills_in"] is True
 
 
-def test_the_package_has_the_page(tmp_path) -> None:
+def test_the_package_has_the_page(content_of_wheel) -> None:
     files = {str(file.relative_to(PAGE)) for file in PAGE.rglob("*") if file.is_file()}
-    assert {f"soloist/server/page/{name}" for name in files} <= content_of_wheel(tmp_path)
-
-
-def content_of_wheel(folder: Path) -> set[str]:
-    build = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling")
-    (wheel,) = build.WheelBuilder(str(ROOT)).build(directory=str(folder))
-    with zipfile.ZipFile(wheel) as content:
-        return set(content.namelist())
+    assert {f"soloist/server/page/{name}" for name in files} <= content_of_wheel
 
 
 def test_what_the_page_computes() -> None:
