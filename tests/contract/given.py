@@ -11,6 +11,8 @@ GIVEN: dict[str, set[str]] = {
     "docs/commands.md": {"30 s"},
     # Defaults of options, bounds of health, and the speeds that tests/server/test_speed.py streams.
     "docs/serving.md": {"10 s", "60 s", "120 s", "3,600 s", "10,000 tokens a second"},
+    # The speed that tests/server/test_browser.py draws.
+    "docs/playground.md": {"10,000 tokens a second"},
     # Bounds of connections, of bodies and of a stream's gap.
     "docs/security.md": {"100 ms", "5 s", "10 s", "60 s", "8 times"},
     # Bounds of a part of a prompt, and of a stream's gap.

@@ -1,4 +1,4 @@
-"""Writes docs/playground*.png: PYTHONPATH=src:tests python -m server.screenshots."""
+"""Writes docs/playground-*.png: PYTHONPATH=src:tests python -m server.screenshots."""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ PROMPT = """class Point:
 
     def __init__(self, x, y):
 """
+WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 800}
 
 
 def load(name: str) -> Engine:
@@ -30,36 +31,59 @@ def main() -> None:
     ):
         wait_until_ready(ours)
         wait_until_ready(other)
-        wide = browser.new_page(viewport={"width": 1120, "height": 1000}, color_scheme="dark")
-        open_tab(wide, ours.url, "race")
-        wide.get_by_label("Base URL").fill(f"{other.url}/v1")
-        wide.locator("#race [name=kind]").select_option("completion")
-        run(wide, "race")
-        wide.locator("#race [name=prompt]").evaluate("prompt => prompt.scrollTop = 0")
-        wide.screenshot(path=DOCS / "playground-race.png")
-        phone = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="light")
-        open_tab(phone, ours.url, "complete")
-        run(phone, "complete")
-        phone.locator("#complete .figures").scroll_into_view_if_needed()
-        phone.locator("#completion").evaluate("output => output.scrollTop = 0")
-        phone.screenshot(path=DOCS / "playground-phone.png")
+        chat(browser.new_page(viewport=WIDE, color_scheme="light"), other.url)
+        race(browser.new_page(viewport=WIDE, color_scheme="dark"), ours.url, f"{other.url}/v1")
+        tokens(browser.new_page(viewport=WIDE, color_scheme="light"), other.url)
+        phone(browser.new_page(viewport=PHONE, color_scheme="dark"), other.url)
 
 
-def open_tab(page: Any, url: str, name: str) -> None:
+def chat(page: Any, url: str) -> None:
+    """An answer on its way."""
+    open_page(page, url)
+    page.get_by_label("max_tokens").fill("400")
+    page.get_by_label("seed").fill("3")
+    page.locator(".card").nth(2).click()
+    page.locator("#chat .legend .made", has_text="made 1").wait_for()
+    page.wait_for_timeout(4000)
+    page.screenshot(path=DOCS / "playground-chat.png")
+
+
+def race(page: Any, url: str, other: str) -> None:
+    open_page(page, url)
+    page.locator("#tab-race").click()
+    page.locator("#race [name=prompt]").fill("class Point:")
+    page.get_by_label("Base URL").fill(other)
+    page.get_by_label("max_tokens").fill("160")
+    page.locator("#race [name=kind]").select_option("completion")
+    page.locator("#race .send").click()
+    page.locator("#verdict:not(:empty)").wait_for(timeout=90_000)
+    page.screenshot(path=DOCS / "playground-race.png")
+
+
+def tokens(page: Any, url: str) -> None:
+    open_page(page, url)
+    page.get_by_label("token view").check()
+    page.get_by_label("max_tokens").fill("120")
+    page.get_by_label("seed").fill("1")
+    page.locator("#tab-complete").click()
+    page.locator("#complete [name=prompt]").fill(PROMPT)
+    page.locator("#complete .send").click()
+    page.locator("#complete .ending:not(:empty)").wait_for(timeout=90_000)
+    unsure = page.locator("#completion .likely-2, #completion .likely-3")
+    unsure.nth(2).hover()
+    page.screenshot(path=DOCS / "playground-tokens.png")
+
+
+def phone(page: Any, url: str) -> None:
+    page.goto(f"{url}/?demo")
+    page.locator("#chat .legend .made").wait_for()
+    page.wait_for_timeout(2000)
+    page.screenshot(path=DOCS / "playground-phone.png")
+
+
+def open_page(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_text("tokens of context").wait_for()
-    page.locator("#sampling details").evaluate("details => details.open = true")
-    page.get_by_label("max_tokens").fill("160")
-    page.locator(f"#tab-{name}").click()
-    page.locator(f"#{name} [name=prompt]").fill(PROMPT)
-
-
-def run(page: Any, name: str) -> None:
-    """Twice: the first time, both the engine and the browser are cold."""
-    for _ in range(2):
-        page.locator(f"#{name} .send").click()
-        page.locator(f"#{name} .stop:enabled").wait_for()
-        page.locator(f"#{name} .send:enabled").wait_for(timeout=90_000)
 
 
 if __name__ == "__main__":

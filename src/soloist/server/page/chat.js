@@ -98,7 +98,6 @@ export class Chat {
     const article = this.#article({ role: "assistant" });
     const view = new AnswerView(article.querySelector(".said"), this.#log, this.#page.showsTokens());
     this.#log.scrollTop = this.#log.scrollHeight;
-    this.#form.scrollIntoView({ block: "nearest" }); // on a phone it may be further down
     await this.#pane.run(stream, view);
     const { text, reasoning, calls } = view;
     if (stream.recording.arrivals.length === 0 && (stream.problem ?? stream.ending) !== null) return false;

@@ -18,6 +18,8 @@ export async function look(line, key, ready) {
     }
     const told = `${health.model} · ${health.device} · ${health.executor}`;
     const models = await fetch(new URL("v1/models", document.baseURI), { headers: headers(key()) });
+    const isLocked = models.status === 401;
+    document.querySelector(".key").classList.toggle("needed", isLocked || key() !== "");
     if (!models.ok) {
       line.textContent = `${told} · ${messageOf(await models.text())}`;
       return;

@@ -7,7 +7,7 @@ const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return `${value < 0.1 ? "<0.1" : value.toFixed(value < 10 ? 1 : 0)} %`;
 };
-const written = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"');
+const written = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"').replaceAll(" ", "·");
 
 export class TokenView {
   #root;
