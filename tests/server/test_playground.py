@@ -18,15 +18,6 @@ OURS = [file for file in PAGE.iterdir() if file.is_file()]
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
-@pytest.fixture(scope="module")
-def content_of_wheel(tmp_path_factory) -> set[str]:
-    build = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling")
-    folder = tmp_path_factory.mktemp("dist")
-    (wheel,) = build.WheelBuilder(str(ROOT)).build(directory=str(folder))
-    with zipfile.ZipFile(wheel) as content:
-        return set(content.namelist())
-
-
 @pytest.mark.parametrize("path", playground.PATHS)
 def test_every_part_is_served(http, path) -> None:
     reply = http.get(path)
