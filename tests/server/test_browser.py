@@ -324,7 +324,7 @@ def test_who_cannot_be_raced_is_told_how_to_be(tab, fast) -> None:
 
 
 def test_markdown_is_shown_and_nothing_that_a_model_writes_runs(tab) -> None:
-    with running(lambda _: scripted(Scripted(HOSTILE, ends=True))) as server:
+    with running(lambda _: scripted(Scripted(HOSTILE, 400, ends=True))) as server:
         open_page(tab, wait_until_ready(server))
         assert say(tab, "Say it", 2000).startswith("ended: stop")
         answer = tab.locator(".assistant .text")
@@ -345,6 +345,16 @@ def test_markdown_is_shown_and_nothing_that_a_model_writes_runs(tab) -> None:
         answer.locator(".code-keyword").first.wait_for()
         assert answer.evaluate("one => one.innerHTML") == before, "in pieces or at once"
         assert tab.evaluate("window.hit") is None
+
+
+def test_text_that_is_hard_to_read_holds_up_nothing(tab) -> None:
+    text = "\n\n".join((">" * 4000, "*a" * 2000, "[" * 3000, "# The end\n"))
+    with running(lambda _: scripted(Scripted(text, ends=True), 8192)) as server:
+        open_page(tab, wait_until_ready(server))
+        assert say(tab, "Say it", 7000).startswith("ended: stop")
+        answer = tab.locator(".assistant .text")
+        assert answer.locator("h3").inner_text() == "The end"
+        assert "*a*a" in answer.text_content() or answer.locator("em").count() > 99
 
 
 def test_conversations_are_kept_edited_and_exported(tab, fast) -> None:
@@ -369,6 +379,10 @@ def test_conversations_are_kept_edited_and_exported(tab, fast) -> None:
     tab.get_by_text("tokens of context").wait_for()
     say(tab, "Changed", 20)
     assert tab.locator(".user .text").all_inner_texts() == ["Changed"]
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.locator(".user").get_by_role("button", name="Copy").click()
+    tab.get_by_role("button", name="Copied").wait_for()
+    assert tab.evaluate("navigator.clipboard.readText()") == "Changed"
     with tab.expect_download() as download:
         tab.get_by_role("button", name="JSON").click()
     kept = json.loads(download.value.path().read_text())

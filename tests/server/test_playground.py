@@ -45,6 +45,21 @@ def test_nothing_else_is_served(http, name) -> None:
     assert http.get(f"/playground/{name}").status_code == 404
 
 
+def test_a_link_of_another_site_starts_no_demo(http) -> None:
+    link = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    for site, status in [
+        ("none", 200),
+        ("same-origin", 200),
+        ("same-site", 303),
+        ("cross-site", 303),
+    ]:
+        reply = http.get("/?demo", headers=link | {"Sec-Fetch-Site": site})
+        assert reply.status_code == status, site
+        assert reply.headers.get("location", ".") == "."
+    assert http.get("/", headers=link | {"Sec-Fetch-Site": "cross-site"}).status_code == 200
+    assert http.get("/?demo").status_code == 200
+
+
 def test_the_page_needs_no_key_but_requests_do() -> None:
     with running(lambda _: scripted(Scripted()), api_keys=(KEY,)) as server:
         wait_until_ready(server)

@@ -13,7 +13,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from soloist.server.problems import Problem
 
-# What a link on any web page may open. Neither page does anything before a person does.
+# What a link on any web page may open. Neither page does anything before a person does
+# (`playground.page` sees to it).
 PAGES = frozenset({"/", "/docs"})
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?)(?::([0-9]{0,5}))?")

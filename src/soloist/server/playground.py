@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 _PAGE = "index.html"
 _PARTS = (
@@ -38,8 +38,14 @@ _HEADERS = {
 }
 
 
-async def page(_: Request) -> Response:
-    """The page."""
+async def page(request: Request) -> Response:
+    """The page. `?demo` makes it send an example by itself, but not where another site's link led.
+
+    Browsers say whose link it was, and pages cannot change it. No header at all is no browser.
+    """
+    is_ours = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    if "demo" in request.query_params and not is_ours:
+        return RedirectResponse(".", 303)
     return _reply(_PAGE)
 
 

@@ -4,7 +4,9 @@
 import { Lexer } from "./vendor/marked.js";
 import { highlight } from "./code.js";
 
-const MOST_OPEN = 20_000; // characters of one paragraph; what is longer is shown as it is
+const MOST_OPEN = 20_000; // characters of one block but code; what is longer is shown as it is
+const LEAST_PAUSE = 10; // times as long as the latest paint took, where that was long
+const LONG_MS = 4;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 
 // A text that grows. Blocks that are over are made once; the last one anew with every paint.
@@ -13,6 +15,7 @@ export class Markdown {
   #open = ""; // the text of blocks that may still change
   #running = []; // their elements
   #isNew = false;
+  #pausesUntil = 0;
 
   constructor(root) {
     this.#root = root;
@@ -23,25 +26,33 @@ export class Markdown {
     this.#isNew ||= text !== "";
   }
 
+  // Text that takes long to read, such as thousands of brackets, is read less often.
   paint() {
-    if (!this.#isNew) return;
+    const start = performance.now();
+    if (!this.#isNew || start < this.#pausesUntil) return;
     this.#isNew = false;
-    const blocks = new Lexer({ gfm: true }).lex(this.#open);
+    this.#paint();
+    const took = performance.now() - start;
+    if (took > LONG_MS) this.#pausesUntil = start + LEAST_PAUSE * took;
+  }
+
+  #paint() {
+    const blocks = blocksOf(this.#open);
     const last = blocks.findLastIndex(({ type }) => type !== "space");
     if (last < 0) return;
     const [over, open] = [blocks.slice(0, last), blocks.slice(last)];
     if (over.length === 0 && this.#append(open[0])) return;
     for (const element of this.#running) element.remove();
-    this.#root.append(...over.flatMap((block) => elementsOf(block, true)));
+    this.#root.append(...over.flatMap((block) => elementsOrText(block, true)));
     this.#open = open.map(({ raw }) => raw).join("");
-    this.#running = elementsOf(open[0], false);
+    this.#running = elementsOrText(open[0], false);
     this.#root.append(...this.#running);
     if (open[0].type !== "code" && this.#open.length > MOST_OPEN) this.#close();
   }
 
   // Everything is over.
   end() {
-    this.paint();
+    this.#paint();
     this.#close();
   }
 
@@ -49,7 +60,7 @@ export class Markdown {
     for (const element of this.#running) element.remove();
     if (this.#open.length > MOST_OPEN && !/^(```|~~~| {4})/.test(this.#open))
       this.#root.append(element("p", [this.#open]));
-    else this.#root.append(...new Lexer({ gfm: true }).lex(this.#open).flatMap((one) => elementsOf(one, true)));
+    else this.#root.append(...blocksOf(this.#open).flatMap((one) => elementsOrText(one, true)));
     this.#open = "";
     this.#running = [];
   }
@@ -63,6 +74,26 @@ export class Markdown {
     code.append(block.text.slice(before.length));
     code.normalize();
     return true;
+  }
+}
+
+// What is nested too deeply to be read is a paragraph, as it is written, up to the next empty line.
+function blocksOf(text) {
+  try {
+    return new Lexer({ gfm: true }).lex(text);
+  } catch {
+    const end = /\n\s*\n/.exec(text);
+    const raw = end === null ? text : text.slice(0, end.index + end[0].length);
+    const deep = { type: "paragraph", raw, tokens: [{ type: "text", text: raw, raw }] };
+    return end === null ? [deep] : [deep, ...blocksOf(text.slice(raw.length))];
+  }
+}
+
+function elementsOrText(block, isOver) {
+  try {
+    return elementsOf(block, isOver);
+  } catch {
+    return [element("p", [block.raw])];
   }
 }
 
@@ -90,8 +121,8 @@ function elementsOf(token, isOver) {
       return [element("p", inline(token.tokens))];
     case "text":
       return token.tokens ? inline(token.tokens) : [plain(token.text)];
-    default:
-      return inline([token]);
+    default: // HTML, as it is written
+      return [element("p", inline([token]))];
   }
 }
 

@@ -29,10 +29,11 @@ const page = {
   model: () => model,
   isBusy: () => isBusy,
   showsTokens: () => find("#settings").tokens.checked,
-  fields(kind) {
+  // What was set; without the token view where speed is compared, since probabilities take time.
+  fields(kind, { isTimed = false } = {}) {
     const likely = kind === "chat" ? { logprobs: true, top_logprobs: TOP_TOKENS } : { logprobs: TOP_TOKENS };
     return {
-      ...sampling(settings()), ...formFields(settings(), kind), ...(page.showsTokens() && likely),
+      ...sampling(settings()), ...formFields(settings(), kind), ...(page.showsTokens() && !isTimed && likely),
     };
   },
   send,

@@ -45,7 +45,7 @@ export class Race {
   async run(started) {
     const { kind, prompt, shared, runs, counts, rival } = this.#form;
     const other = { base: base(this.#form.base.value), key: this.#form.key.value.trim(), cancels: false };
-    const fields = this.#page.fields(kind.value);
+    const fields = this.#page.fields(kind.value, { isTimed: true });
     const input =
       kind.value === "chat" ? { messages: [{ role: "user", content: prompt.value }] } : { prompt: prompt.value };
     this.#begin();
@@ -73,7 +73,10 @@ export class Race {
       }
       for (const [i, { recording }] of streams.entries()) recordings[i].push(recording);
     }
-    if (this.#isStopped) return;
+    if (this.#isStopped) {
+      this.#say("Stopped.");
+      return;
+    }
     const { tokens, times } = compared(...recordings);
     const best = times.map((list, i) => recordings[i][typical(list)]);
     this.#result = {
@@ -111,6 +114,7 @@ export class Race {
 
   // Both recordings together, at the speed at which they were made.
   async #replay() {
+    this.#isStopped = false;
     const { sides, isShared } = this.#result;
     const told = isShared
       ? "Replayed together at true speed; recorded one after the other, since they share a machine."
