@@ -127,13 +127,13 @@ def test_a_conversation_goes_where_it_is_cached_and_a_session_to_its_home(http) 
         timings = http.post("/v1/completions", json=body, headers=headers).json()["timings"]
         return timings["replica"], timings["cache_n"]
 
-    begun = {n: ask(f"# {n}\n" + f"x{n} = {n}\n" * 150) for n in range(6)}
+    begun = {n: ask(f"# {n}\n" + f"x{n} = {n}\n" * 150) for n in range(12)}
     assert len({replica for replica, _ in begun.values()}) == 2
     for n, (replica, _) in begun.items():
         again, cached = ask(f"# {n}\n" + f"x{n} = {n}\n" * 150 + "y = 1\n")
         assert again == replica
         assert cached >= 256
-    homes = {n: {ask(f"{n}", **{"x-session-id": f"s{n}"})[0] for _ in range(3)} for n in range(8)}
+    homes = {n: {ask(f"{n}", **{"x-session-id": f"s{n}"})[0] for _ in range(2)} for n in range(16)}
     assert all(len(home) == 1 for home in homes.values())
     assert len(set().union(*homes.values())) == 2
 

@@ -30,10 +30,18 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a reply; its body follows in pieces of bytes."""
+    """The beginning of a reply; more of its body follows in pieces of bytes.
+
+    Attributes:
+        status: of HTTP.
+        headers: names in lower case.
+        body: its first piece, with which it travels: a piece alone would be a message more to wait
+            for.
+    """
 
     status: int
     headers: Headers
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,10 +254,14 @@ class _Relayed(Response):
         self.background = None
 
     async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
-        headers = [(name, value) for name, value in self._head.headers]
-        await send({"type": "http.response.start", "status": self._head.status, "headers": headers})
+        """Serve it."""
+        head = self._head
+        start = {"status": head.status, "headers": list(head.headers)}
+        await send({"type": "http.response.start", **start})
         is_over = False
         try:
+            if head.body:
+                await send({"type": "http.response.body", "body": head.body, "more_body": True})
             async for part in self._body():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             is_over = True

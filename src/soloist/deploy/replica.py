@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -75,9 +76,8 @@ class Replica:
         call = _Call(asked)
         task = asyncio.create_task(self._serve(call))
         try:
-            while (parts := await call.parts()) is not None:
-                for part in parts:
-                    yield part
+            while (part := await call.part()) is not None:
+                yield part
         finally:
             # Also where nobody waits any more: the application hears that its client has gone.
             call.is_given_up.set()
@@ -88,7 +88,7 @@ class Replica:
         head, body = Head(500, ()), b""
         async for part in self.handle(asked):
             if isinstance(part, Head):
-                head = part
+                head, body = part, part.body
             else:
                 body += part
         return Told(self._name, self._node, head.status, body)
@@ -126,7 +126,8 @@ class _Call:
         }
         self.is_given_up = asyncio.Event()
         self._body: bytes | None = asked.body
-        self._parts: list[Head | bytes] = []
+        self._head: Head | None = None
+        self._parts: list[bytes] = []
         self._woken, self._is_over = asyncio.Event(), False
 
     async def receive(self) -> Message:
@@ -140,7 +141,7 @@ class _Call:
     async def send(self, message: Message) -> None:
         """A part of the reply."""
         if message["type"] == "http.response.start":
-            self._parts.append(Head(message["status"], tuple(message["headers"])))
+            self._head = Head(message["status"], tuple(message["headers"]))
         elif body := message.get("body"):
             self._parts.append(body)
         self._woken.set()
@@ -150,14 +151,11 @@ class _Call:
         self._is_over = True
         self._woken.set()
 
-    async def parts(self) -> list[Head | bytes] | None:
+    async def part(self) -> Head | bytes | None:
         """What came since the last time; None after the end."""
-        while not self._parts:
-            if self._is_over:
-                return None
+        while not self._parts and not self._is_over:
             self._woken.clear()
             await self._woken.wait()
-        found, self._parts = self._parts, []
-        heads: list[Head | bytes] = [part for part in found if isinstance(part, Head)]
-        body = b"".join(part for part in found if isinstance(part, bytes))
-        return [*heads, body] if body else heads
+        body, self._parts = b"".join(self._parts), []
+        head, self._head = self._head, None
+        return (body or None) if head is None else replace(head, body=body)
