@@ -7,6 +7,7 @@ once is put together; everything else is the reply of one replica, as it comes.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import orjson
@@ -172,7 +173,7 @@ async def forward(request: Request) -> Response:
             relayed = True
         finally:
             if not relayed:  # also where the client has gone meanwhile
-                replies.cancel()
+                _give_up(replies)
     return _Relayed(request.url.path, head, replies)
 
 
@@ -267,7 +268,7 @@ class _Relayed(Response):
             is_over = True
         finally:
             if not is_over:
-                self._parts.cancel()
+                _give_up(self._parts)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _body(self) -> AsyncIterator[bytes]:
@@ -278,6 +279,25 @@ class _Relayed(Response):
             # Of a reply whose length was told, too little comes: its client sees that.
             if not any(name == b"content-length" for name, _ in self._head.headers):
                 yield last_words(self._path, problem)
+
+
+def _give_up(parts: DeploymentResponseGenerator) -> None:
+    """End a stream that nobody reads: Ray counts it until its end was read."""
+    parts.cancel()
+    task = asyncio.create_task(_read_up(parts))
+    _READING_UP.add(task)
+    task.add_done_callback(_READING_UP.discard)
+
+
+async def _read_up(parts: DeploymentResponseGenerator) -> None:
+    with suppress(Exception, asyncio.CancelledError):
+        async with asyncio.timeout(_ASK_ALL_S):
+            async for _ in parts:
+                pass
+
+
+# Tasks that nobody else keeps.
+_READING_UP: set[asyncio.Task[None]] = set()
 
 
 def _asked(request: Request, body: bytes = b"", wish: Wish | None = None) -> Asked:
