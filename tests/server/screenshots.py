@@ -51,7 +51,9 @@ def chat(page: Any, url: str) -> None:
 def race(page: Any, url: str, other: str) -> None:
     open_page(page, url)
     page.locator("#tab-race").click()
-    page.locator("#race [name=prompt]").fill("class Point:")
+    page.locator("#race [name=prompt]").fill(PROMPT)
+    page.locator("#race [name=prompt]").evaluate("prompt => prompt.scrollTop = 0")
+    page.get_by_label("seed").fill("1")
     page.get_by_label("Base URL").fill(other)
     page.get_by_label("max_tokens").fill("160")
     page.locator("#race [name=kind]").select_option("completion")

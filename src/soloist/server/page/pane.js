@@ -7,6 +7,7 @@ const WORDS = ["source", "server", "ending", "problem"];
 const NAMES = { read: "prompt read", cached: "prompt cached", made: "made", forced: "forced by the form", drafted: "drafted" };
 
 export class Pane {
+  peer = null; // another pane whose strip has the same scale
   #figures = {};
   #columns = new Columns();
   #line = new Line();
@@ -87,7 +88,8 @@ export class Pane {
 
   draw() {
     if (this.#strip.clientWidth === 0) return; // its tab is hidden
-    drawStrip(this.#strip, this.#columns, this.#latest ?? { ttft: null, share: 0, ms: 0 });
+    const tallest = Math.max(this.#columns.tallest, this.peer?.#columns.tallest ?? 0);
+    drawStrip(this.#strip, this.#columns, this.#latest ?? { ttft: null, share: 0, ms: 0 }, tallest);
     this.#line.draw(this.#curve);
     this.#name();
   }

@@ -24,28 +24,35 @@ export function picture(result) {
   write(headline, LEFT, 100, 52, COLOURS.text, "bold");
   write(details, LEFT, 145, 24, COLOURS.quiet);
   const span = Math.max(...result.sides.map(({ recording }) => recording.last));
+  const lanes = result.sides.map(({ recording }) => columnsOf(recording, span));
+  const tallest = Math.max(...lanes.map((columns) => columns.tallest)); // one scale for both
   for (const [index, { name, recording }] of result.sides.entries()) {
     const top = 200 + 190 * index;
     write(name, LEFT, top, 26, COLOURS.text, "bold");
     write(`${shown.speed(recording.decode)} tokens/s · first token after ${shown.ms(recording.ttft)} ms`, LEFT, top + 34, 22, COLOURS.quiet);
-    tokens(pen, recording, { top: top + 50, tall: 80, span, colour: COLOURS.lanes[index] });
+    tokens(pen, lanes[index], { top: top + 50, tall: 80, span, tallest, colour: COLOURS.lanes[index] });
   }
   const how = result.isShared ? "one machine, so one after the other; true speed" : "at the same time";
   write(`Soloist’s playground · ${how} · ${result.prompt.split("\n")[0].slice(0, 80)}`, LEFT, HEIGHT - 36, 20, COLOURS.quiet);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
-function tokens(pen, recording, { top, tall, span, colour }) {
+function columnsOf(recording, span) {
   const columns = new Columns();
   columns.reach(span);
-  for (const arrival of recording.arrivals) columns.add(arrival.ms, arrival);
+  for (const { ms, made, forced, drafted } of recording.arrivals)
+    columns.add(ms, { made: made + forced + drafted, forced: 0, drafted: 0 });
+  return columns;
+}
+
+function tokens(pen, columns, { top, tall, span, tallest, colour }) {
   const { made } = columns.counts;
   const step = (WIDTH - 2 * LEFT) / Math.ceil((span + 1) / columns.widthMs);
   pen.fillStyle = COLOURS.quiet;
   pen.fillRect(LEFT, top + tall, WIDTH - 2 * LEFT, 1);
   pen.fillStyle = colour;
   for (const [i, count] of made.entries()) {
-    const height = count === 0 ? 0 : Math.max(3, (tall * count) / columns.tallest);
+    const height = count === 0 ? 0 : Math.max(3, (tall * count) / tallest);
     pen.fillRect(LEFT + i * step, top + tall - height, Math.max(1, step - 1), height);
   }
 }

@@ -24,6 +24,7 @@ export class Race {
   // page: {server, model, fields}; panes: ours and the other's.
   constructor(page, panes) {
     [this.#page, this.#panes] = [page, panes];
+    [panes[0].peer, panes[1].peer] = [panes[1], panes[0]];
     const { rival, base: address, shared } = this.#form;
     rival.append(...Object.entries(RIVALS).map(([key, { name }]) => new Option(name, key)));
     const guess = () => (shared.checked = areNeighbours(address.value, location.href));

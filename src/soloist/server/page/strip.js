@@ -51,7 +51,8 @@ function surface(canvas) {
   return { pen, width, height, colour: (name) => style.getPropertyValue(`--${name}`) };
 }
 
-export function drawStrip(canvas, columns, { ttft, share, ms }) {
+// Columns as tall as their tokens; the whole height stands for `tallest` of them.
+export function drawStrip(canvas, columns, { ttft, share, ms }, tallest) {
   const { pen, width, height, colour } = surface(canvas);
   columns.reach(ms);
   const perMs = width / (COLUMNS * columns.widthMs);
@@ -63,7 +64,7 @@ export function drawStrip(canvas, columns, { ttft, share, ms }) {
   pen.fillRect(0, height - band, read * share, band);
   pen.fillStyle = colour("read");
   pen.fillRect(read * share, height - band, read * (1 - share), band);
-  const [step, tallest] = [width / COLUMNS, columns.tallest];
+  const step = width / COLUMNS;
   const gap = step > 3 ? 1 : 0;
   const bottoms = new Float64Array(COLUMNS).fill(height);
   for (const kind of KINDS) {
