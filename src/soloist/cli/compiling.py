@@ -10,7 +10,7 @@ from soloist.cli.terminal import print_json, status
 from soloist.device import usable_cores
 from soloist.engine.compiling import CompiledKernel, compile_kernels
 from soloist.engine.config import EngineConfig, Precision
-from soloist.engine.engine import opened
+from soloist.engine.opening import open_model
 from soloist.engine.support import support_of
 from soloist.errors import NothingToCompile, SettingError, gigabytes
 from soloist.megakernel.gpu import TYPICAL, Gpu, gpu_from_capability
@@ -131,7 +131,7 @@ def _plan_of(asked: Asked, gpu: Gpu) -> Plan:
         head_weights=asked.rounding.head,
         accepted_fields=asked.accepted_fields,
     )
-    checkpoint, chosen = opened(folder, config)
+    checkpoint, chosen = open_model(folder, config)
     dtype = checkpoint.dtype if asked.precision == "auto" else Dtype(asked.precision)
     support = support_of(gpu, chosen.config, dtype, asked.ranks, chosen.stored)
     if support.plan is None:

@@ -22,32 +22,29 @@ from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, KernelModel, load_kernel
 from soloist.engine.memory import require_host_memory, require_merging_memory, stage
+from soloist.engine.opening import open_adapter_of, open_model
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
 from soloist.engine.support import Support
 from soloist.engine.traffic import Traffic
 from soloist.megakernel.plan import Plan
-from soloist.model.adapter import Adapter, open_adapter
-from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.families import FAMILIES, read_config, tensors
-from soloist.model.folder import config_file, find_adapter, find_model, name_of
+from soloist.model.families import tensors
+from soloist.model.folder import find_model, name_of
 from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
-from soloist.model.tensors import TensorSpec, parameters
+from soloist.model.tensors import parameters
 from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
-from soloist.text.files import read_eos_ids
 from soloist.text.grammar import Grammar, Grammars
 from soloist.text.processor import Processor, ProcessorFiles
-from soloist.weights.choice import Chosen, choose
+from soloist.weights.choice import Chosen
 from soloist.weights.loading import Destination, Source, load_ranks
 from soloist.weights.memory import merging_bytes, streamed_bytes
-from soloist.weights.merging import require_numbers
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
 
@@ -167,9 +164,9 @@ class Engine:
     def _load(cls, asked: EngineConfig, on_progress: OnProgress, upload: Upload | None) -> "Engine":
         settings = read_settings()
         folder = find_model(asked.model, revision=asked.revision, offline=settings.hub_offline)
-        checkpoint, chosen = opened(folder, asked)
+        checkpoint, chosen = open_model(folder, asked)
         config, specs = chosen.config, chosen.specs
-        adapter = _adapter(asked, checkpoint, chosen.in_files, offline=settings.hub_offline)
+        adapter = open_adapter_of(asked, checkpoint, chosen.in_files, offline=settings.hub_offline)
         device = torch.device(resolve_device(asked.device, devices()))
         placed = place(asked, device, config, _gpu_dtype(asked, checkpoint.dtype))
         device = placed.devices[0]
@@ -355,31 +352,6 @@ def _place_name(resolved: Resolved) -> str:
     name, ranks, gpus = device_name(resolved.device), len(resolved.rank_devices), resolved.num_gpus
     several = f"{gpus} × {name}" if gpus > 1 else name
     return f"{several} as {ranks} ranks" if ranks > gpus else several
-
-
-def opened(folder: Path, asked: EngineConfig) -> tuple[Checkpoint, Chosen]:
-    """A folder's files, held against its configuration, and what becomes of them."""
-    config = read_config(config_file(folder), asked.accepted_fields)
-    if asked.context_tokens is not None:
-        # Not the context that fits: what a model computes must not depend on free memory.
-        config = config.for_context(asked.context_tokens)
-    read_eos_ids(folder, config.vocab_size)  # refuses others before weights are read
-    specs = tensors(config)
-    checkpoint = open_checkpoint(folder)
-    checkpoint.check(specs, FAMILIES[config.family].ignored)
-    return checkpoint, choose(checkpoint, config, specs, asked.rounding)
-
-
-def _adapter(
-    asked: EngineConfig, checkpoint: Checkpoint, specs: tuple[TensorSpec, ...], *, offline: bool
-) -> Adapter | None:
-    """The adapter's files, held against the model's."""
-    if asked.adapter is None:
-        return None
-    folder = find_adapter(asked.adapter, offline=offline)
-    adapter = open_adapter(folder, checkpoint, specs)
-    require_numbers(adapter)
-    return adapter
 
 
 def _reference(
