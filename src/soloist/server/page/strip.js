@@ -64,6 +64,8 @@ export function drawStrip(canvas, columns, { ttft, share, ms }, tallest) {
   pen.fillRect(0, height - band, read * share, band);
   pen.fillStyle = colour("read");
   pen.fillRect(read * share, height - band, read * (1 - share), band);
+  pen.fillStyle = colour("quiet");
+  if (ttft !== null) pen.fillRect(read, 0, 1, height); // below the tokens that came with the first
   const step = width / COLUMNS;
   const gap = step > 3 ? 1 : 0;
   const bottoms = new Float64Array(COLUMNS).fill(height);
@@ -81,7 +83,6 @@ export function drawStrip(canvas, columns, { ttft, share, ms }, tallest) {
   pen.fillStyle = colour("quiet");
   pen.font = "11px system-ui, sans-serif";
   if (ttft !== null) {
-    pen.fillRect(read, 0, 1, height);
     const isLeft = read > width / 2;
     pen.textAlign = isLeft ? "right" : "left";
     pen.fillText("first token", read + (isLeft ? -4 : 4), 10);
