@@ -21,6 +21,7 @@ from soloist.megakernel.interpreter import (
     round_of_ranks,
 )
 from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -29,7 +30,7 @@ from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
 from soloist.prefill import elementwise
 from soloist.reference.build import build_reference
-from soloist.weights.packing import ordered, pack, place, table_of
+from soloist.weights.packing import ordered, pack, place, place_expert, table_of
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
@@ -123,7 +124,10 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 # Families with maths that the kernel and prefill refuse.
-REFUSED = {"granite", "olmo2", "glm4", "gemma3", "gemma3_text"}
+REFUSED = {
+    *("granite", "olmo2", "glm4", "gemma3", "gemma3_text"),
+    *("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe"),
+}
 
 
 def gpu(num_sms: int, like: str = "sm_90a") -> Gpu:
@@ -191,7 +195,7 @@ def _load_lane(
     layout = plan.image
     weights = {
         name: values
-        if values.ndim == (1 if name.endswith(("norm", "bias", COLUMNS)) else 2)
+        if values.ndim == (1 if name.endswith(("norm", "bias", "correction", COLUMNS)) else 2)
         else values[place_here]
         for name, values in parts.items()
     }
@@ -217,18 +221,35 @@ def _load_lane(
     for layer in range(plan.model.num_layers):
         kind = layout.layer(layer)
         biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
-        for name in kind.operations:
+        for name in kind.in_blocks:
             put(layer, name, f"layers.{layer}.{name}")
         for name in kind.vectors:
             values = weights[f"layers.{layer}.{name}"].float()
             if name in biased:
                 values = ordered(plan.shape, biased[name], values)
             start = layout.vector_offset(layer, name)
-            vectors[start : start + values.numel()] = values
+            vectors[start : start + values.numel()] = values.flatten()
     put(0, "head", "embedding" if plan.share.tied_head else "head")
     start, norm = layout.final_norm_offset, weights["final_norm"].float()
     vectors[start : start + norm.numel()] = norm
     return image, vectors
+
+
+def load_experts(plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0) -> Tensor | None:
+    """All experts of a rank as the kernel has them, or values in place of bytes."""
+    if not plan.has_experts:
+        return None
+    parts = shard_all(plan.part_of(rank), weights)
+    rounds = dtype is not torch.float32
+    experts = torch.full((plan.image.experts_bytes // (1 if rounds else 2),), torch.nan)
+    experts = torch.full_like(experts, 255, dtype=torch.uint8) if rounds else experts
+    for layer in range(plan.model.num_layers):
+        of_layer = plan.image.layer(layer).experts
+        for number in range(of_layer.router.num_experts if of_layer else 0):
+            at = f"layers.{layer}.experts.{number}."
+            own = {name: parts[at + name].to(dtype) for name in OF_EXPERTS}
+            place_expert(plan, layer, number, own, experts)
+    return experts
 
 
 @dataclass(frozen=True)
@@ -290,9 +311,12 @@ class Bench:
         tables = order[: 3 * per_sequence].view(3, -1).int()
         rope = rope_table(config, CONTEXT)
         self._memories = [
-            Memory(*load(plan, weights, stored, rank), rope, pool.tensor, tables)
+            Memory(
+                *load(plan, weights, stored, rank), rope, pool.tensor, tables,
+                experts=load_experts(plan, weights, stored, rank),
+            )
             for rank, pool in enumerate(pools)
-        ]
+        ]  # fmt: skip
         self.memory = self._memories[0]
 
     def launch(self, order: random.Random | None = None) -> "Launch | LaneLaunch":

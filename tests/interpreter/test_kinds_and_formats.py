@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from interpreter.models import Bench, gpu, mixed_model, prompt, reference_logits
-from interpreter.quantised import FORMATS, alike, formats_of, matrices_of, quantised
+from interpreter.quantised import (
+    FORMATS,
+    alike,
+    as_q4_k_m,
+    formats_of,
+    matrices_of,
+    quantised,
+)
 from plan.shapes import SMALL
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.attention_plan import AttentionPlan
@@ -123,6 +130,19 @@ def test_as_the_kernel_multiplies(kind: str, dtype: Dtype) -> None:
     config, half = mixed_model(), TORCH_DTYPES[dtype]
     stored = alike(config, kind)
     plan = make_plan(config, dtype, gpu(9), formats=formats_of(stored))
+    rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
+    parts, meant = quantised(rounded, stored)
+    ids = prompt(config, 24)
+    seen = Bench(config, plan, parts, half).feed(ids, 8)
+    wanted = reference_logits(config, meant, ids)
+    assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
+
+
+def test_matrices_as_q4_k_m_mixes_them() -> None:
+    config, half = mixed_model(), torch.bfloat16
+    stored = as_q4_k_m(config)
+    plan = make_plan(config, Dtype.BF16, gpu(9), formats=formats_of(stored))
+    assert len({plan.format_of(f"layers.{i}.down") for i in range(config.num_layers)}) == 2
     rounded = {k: v.to(half).float() for k, v in random_weights(config).items()}
     parts, meant = quantised(rounded, stored)
     ids = prompt(config, 24)

@@ -19,7 +19,7 @@ from soloist.megakernel.plan import make_plan
 from soloist.megakernel.tile import STEP_COLUMNS
 from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import Codes
+from soloist.model.quantized import OFFSETS, SCALES, Codes
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.weights.numbers import numbers
 from soloist.weights.packing import pack
@@ -27,6 +27,7 @@ from soloist.weights.packing import pack
 # Activations of a permuted matrix come in the order of its columns, as those of any other.
 KINDS = [kind for kind, stored in FORMATS.items() if not stored.permuted]
 INTEGERS = [kind for kind in KINDS if FORMATS[kind].codes is not Codes.FP8]
+SUPER = [kind for kind in KINDS if FORMATS[kind].super_block]
 DTYPES = pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
 
 
@@ -61,54 +62,75 @@ def test_places_of_codes_scales_and_zeros(kind: str, rows: int, columns: int, dt
     assert torch.equal(found[:, :columns], numbers(FORMATS[kind], parts))
 
 
+# Rows and columns: 8 rows left over in an odd number of steps; tiles of pairs of steps.
+SIZES = pytest.mark.parametrize(("rows", "columns"), [(40, 1056), (48, 2048)])
+
+
+def test_integers_in_wide_groups_pair_their_steps() -> None:
+    paired = {kind for kind in KINDS if operation(kind, 48, 2048).matrix.pairs_steps}
+    assert paired == {"int4", "int4-wide", "int8", *SUPER}
+    assert not any(
+        operation(kind, *size).matrix.pairs_steps
+        for kind in KINDS
+        for size in ((40, 2048), (48, 1536))
+    )
+
+
+@SIZES
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_near(kind: str, dtype: Dtype) -> None:
+def test_products_are_near(kind: str, dtype: Dtype, rows: int, columns: int) -> None:
     """To within half a unit of the integers that activations become, and what fp32 rounds."""
-    op, half = operation(kind, 40, 1056), TORCH_DTYPES[dtype]
-    found, x = read(op, random_parts(40, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
-    seen = product(found, op.matrix.format, x, half, rounds=True)
-    require_near(seen, meant(found, op.matrix.format), x, op.matrix.format.is_integer)
+    op, half = operation(kind, rows, columns), TORCH_DTYPES[dtype]
+    parts, x = random_parts(rows, columns, FORMATS[kind]), activations(columns, dtype)
+    found = read(op, parts, dtype)
+    seen = product(found, op.matrix, x, half, rounds=True)
+    require_near(seen, meant(found, op.matrix.format), x, op.matrix)
 
 
 def require_near(
-    seen: Tensor, weights: Tensor, x: Tensor, is_integer: bool, most_error: float = 2e-4
+    seen: Tensor, weights: Tensor, x: Tensor, matrix: Matrix, most_error: float = 2e-4
 ) -> None:
     wanted = weights.double() @ x.double()
     assert ((seen - wanted).norm(dim=0) <= most_error * wanted.norm(dim=0)).all()
     most = weights.double().abs() @ x.double().abs() * 1e-6
-    if is_integer:
-        largest = x.view(-1, 64, MAX_QUERIES).abs().amax(1)  # of a warp's step
+    if matrix.format.is_integer:
+        width = 128 if matrix.pairs_steps else 64  # columns of a warp that have one power of two
+        largest = x.view(-1, width, MAX_QUERIES).abs().amax(1)
         unit = torch.exp2(torch.frexp(largest).exponent - 14.0)
-        of_warps = weights.double().abs().unflatten(1, (-1, 64)).sum(2)
+        of_warps = weights.double().abs().unflatten(1, (-1, width)).sum(2)
         most = most + of_warps @ unit.double() / 2
     assert ((seen - wanted).abs() <= most).all()
 
 
+@SIZES
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_channel_far_above_the_others(kind: str, dtype: Dtype) -> None:
-    """It takes digits from the 63 others of its warp and step, from no more than them."""
-    op, half = operation(kind, 40, 1056), TORCH_DTYPES[dtype]
-    found, x = read(op, random_parts(40, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
+def test_a_channel_far_above_the_others(kind: str, dtype: Dtype, rows: int, columns: int) -> None:
+    """It takes digits from the others of its warp and step, or pair, from no more than them."""
+    op, half = operation(kind, rows, columns), TORCH_DTYPES[dtype]
+    parts, x = random_parts(rows, columns, FORMATS[kind]), activations(columns, dtype)
+    found = read(op, parts, dtype)
     for factor in (100, 1000):
         loud = x.clone()
         loud[200] = (x.abs().amax(0) * factor).clamp(max=6e4).to(half).float()
-        seen = product(found, op.matrix.format, loud, half, rounds=True)
+        seen = product(found, op.matrix, loud, half, rounds=True)
         weights = meant(found, op.matrix.format)
-        require_near(seen, weights, loud, op.matrix.format.is_integer, most_error=1e-3)
+        require_near(seen, weights, loud, op.matrix, most_error=1e-3)
 
 
+@SIZES
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_query_has_the_same_bits_alone(kind: str, dtype: Dtype) -> None:
-    op, half = operation(kind, 24, 1056), TORCH_DTYPES[dtype]
-    found, x = read(op, random_parts(24, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
-    together = product(found, op.matrix.format, x, half, rounds=True)
+def test_a_query_has_the_same_bits_alone(kind: str, dtype: Dtype, rows: int, columns: int) -> None:
+    op, half = operation(kind, rows, columns), TORCH_DTYPES[dtype]
+    parts, x = random_parts(rows, columns, FORMATS[kind]), activations(columns, dtype)
+    found = read(op, parts, dtype)
+    together = product(found, op.matrix, x, half, rounds=True)
     for query in range(MAX_QUERIES):
         alone = torch.zeros_like(x)
         alone[:, query] = x[:, query]
-        seen = product(found, op.matrix.format, alone, half, rounds=True)
+        seen = product(found, op.matrix, alone, half, rounds=True)
         assert torch.equal(seen[:, query], together[:, query])
         assert not seen[:, :query].any()
 
@@ -120,7 +142,7 @@ def test_what_is_infinite_gives_no_number(kind: str, dtype: Dtype) -> None:
     op, half = operation(kind, 24, 1056), TORCH_DTYPES[dtype]
     found, x = read(op, random_parts(24, 1056, FORMATS[kind]), dtype), activations(1056, dtype)
     x[700, 3] = torch.inf
-    seen = product(found, op.matrix.format, x, half, rounds=True)
+    seen = product(found, op.matrix, x, half, rounds=True)
     assert not seen[:, 3].isfinite().any()
     assert seen[:, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
 
@@ -135,21 +157,28 @@ def test_activations_of_every_exponent(kind: str) -> None:
     x = x / x.abs().amax()
     for exponent in (-100, -60, 0, 60, 100):
         scaled = x * 2.0**exponent
-        seen = product(found, op.matrix.format, scaled, half, rounds=True)
-        require_near(seen, weights, scaled, is_integer=True)
-    assert not product(found, op.matrix.format, x * 2.0**-133, half, rounds=True).isnan().any()
-    zeros = product(found, op.matrix.format, torch.zeros_like(x), half, rounds=True)
+        seen = product(found, op.matrix, scaled, half, rounds=True)
+        require_near(seen, weights, scaled, op.matrix)
+    assert not product(found, op.matrix, x * 2.0**-133, half, rounds=True).isnan().any()
+    zeros = product(found, op.matrix, torch.zeros_like(x), half, rounds=True)
     assert not zeros.any()
 
 
+@pytest.mark.parametrize("columns", [512, 1024])
 @pytest.mark.parametrize(("kind", "sign"), list(pairs(INTEGERS, (1, -1))))
-def test_digits_hold_the_largest_activations(kind: str, sign: int) -> None:
-    """A step of activations that are all largest is exact: sums of integers do not overflow."""
-    op, half = operation(kind, 16, 512), torch.float16
-    parts = random_parts(16, 512, FORMATS[kind])
-    parts[""] = torch.full_like(parts[""], 255 if parts[""].dtype is torch.uint8 else -128)
+def test_digits_hold_the_largest_activations(kind: str, sign: int, columns: int) -> None:
+    """Activations that are all largest are exact, in a step and in a pair: nothing overflows."""
+    op, half = operation(kind, 16, columns), torch.float16
+    parts = random_parts(16, columns, FORMATS[kind])
+    least = -32 if FORMATS[kind].codes is Codes.INT6 else -128
+    parts[""] = torch.full_like(parts[""], 255 if parts[""].dtype is torch.uint8 else least)
+    if kind in SUPER:
+        parts[SCALES] = torch.full_like(parts[SCALES], 63 if OFFSETS in parts else -128)
+    if kind == "super-mixed":  # rows of Q6_K
+        parts[SCALES].fill_(-128)
+        parts[OFFSETS].zero_()
     found = read(op, parts, Dtype.FP16)
-    x = torch.full((512, MAX_QUERIES), sign * torch.finfo(half).max)
-    seen = product(found, op.matrix.format, x, half, rounds=True)
+    x = torch.full((columns, MAX_QUERIES), sign * torch.finfo(half).max)
+    seen = product(found, op.matrix, x, half, rounds=True)
     wanted = meant(found, op.matrix.format).double() @ x.double()
     torch.testing.assert_close(seen.double(), wanted, rtol=1e-6, atol=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from interpreter.quantised import as_q4_k_m, formats_of
 from plan.shapes import PUBLIC, SMALL, all_operations, etude, everything
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build, Segment, header, header_of, segments
@@ -192,6 +193,33 @@ def test_several_models_share_a_kernel() -> None:
         assert f"using M = {name};" in text
     with pytest.raises(AssertionError, match="models of one kernel"):
         header_of(plans | {"Other": replace(small, blocks=blocks - 1)}, Build())
+
+
+def test_layers_that_differ_in_formats_only_share_code() -> None:
+    """One loop, in which a phase that has two formats asks which one a layer has."""
+    config = replace(SMALL, layers=SMALL.layers[:1] * 8, tied_head=False)
+    formats = formats_of(as_q4_k_m(config))
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
+    kinds = (0, 1, 1, 0, 1, 1, 0, 0)
+    assert plan.image.kind_of == kinds
+    text = header(plan)
+    assert f"kModelVariant[] = {{{', '.join(map(str, kinds))}}};" in text
+    offsets = ", ".join(f"{plan.image.layer_offset(i)}ull" for i in range(8))
+    assert f"kModelWeights[] = {{{offsets}}};" in text
+    assert re.findall(r"struct (Layer\d) \{", text) == ["Layer0", "Layer1"]
+    assert text.count("run_layer(") == 1
+    for place in (0, 1):  # both know all phases; the loop runs the first
+        body = text[text.index(f"struct Layer{place} {{") :]
+        run = body[body.index("void run(C& cx") :]
+        run = run[: run.index("};")]
+        for phase in ("qkv", "down"):
+            assert f"if (kModelVariant[layer] == 0u) {phase}(Layer0{{}}, cx, layer);" in run
+            assert f"{phase}(Layer1{{}}, cx, layer);" in run
+        for phase in ("attention", "attention_output", "gate_up"):
+            assert len(re.findall(rf"\b{phase}\(Layer", run)) == 1
+    # Weights of a layer are a table's, vectors lie evenly.
+    assert text.count("return kModelWeights[layer];") == 2
+    assert text.count(f"(layer) * {plan.image.kinds[0].vector_values}u; }}") == 2
 
 
 def test_the_golden_header() -> None:

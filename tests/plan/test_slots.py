@@ -14,7 +14,7 @@ from plan.shapes import PUBLIC, SHAPES, SMALL, etude
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
-from soloist.megakernel.limits import LEAST_RING_SLOTS
+from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.tile import SLOT_BYTES
@@ -172,6 +172,29 @@ def test_one_query_shares_the_room_for_its_activations(name: str, kind: str, sam
         assert sum(8 * 4 * (-(-op.group_tiles // 2) * 32) for op in (one, other)) <= (
             shared.reduce_bytes
         ), (one.matrix.name, other.matrix.name)
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+@pytest.mark.parametrize("name", list(dict.fromkeys([*PUBLIC, *SHAPES])))
+def test_what_is_no_slot_is_room_for_several_queries_reductions(name: str, arch: str) -> None:
+    """As far as they need it; the ring has as many slots, and static variables their room."""
+    plan = planned(name, "int4", arch).with_room_for(MAX_QUERIES, samples=False)
+    shared, wide = plan.shared, plan.shared.wide_reduce_bytes
+    largest = max(8 * 4 * MAX_QUERIES * (-(-op.group_tiles // 2) * 32) for op in plan.operations)
+    spare = plan.gpu.shared_bytes - shared.num_bytes
+    assert spare >= 1152
+    assert shared.reduce_bytes >= 16 * 1024
+    if shared.reduce_bytes > 16 * 1024:
+        assert wide <= largest
+    assert wide >= largest or spare < 1152 + 128
+
+
+def test_llama_8b_adds_up_gate_up_of_eight_queries_in_two_parts() -> None:
+    plan = planned("llama-3.1-8b", "int4", "sm_90a").with_room_for(MAX_QUERIES, samples=False)
+    (gate_up,) = {op for op in plan.operations if op.matrix.name == "gate_up"}
+    rows = plan.shared.wide_reduce_bytes // (8 * 4 * MAX_QUERIES) // 32 * 32
+    assert gate_up.group_tiles * 16 == 224
+    assert rows == 128
 
 
 def test_models_of_the_readme_have_a_slot_more_with_one_query() -> None:

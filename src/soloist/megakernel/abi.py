@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 from soloist.megakernel.limits import MAX_QUERIES
 
 MAX_STOPS = 16
+# Tokens that a round may check beside the latest one.
+MOST_DRAFTS = MAX_QUERIES - 1
+# A prediction, and matches of four lengths.
+DRAFT_KINDS = 5
 
 _SCALARS: dict[str, np.dtype[Any]] = {
     "u32": np.dtype(np.uint32),
@@ -244,6 +248,58 @@ MASKS = Struct(
     ),
 )
 
+DEPTH = Struct(
+    "Depth",
+    "How often drafts of one kind are accepted, see soloist.speculation.depth.",
+    (
+        Field("acceptance", "u32"),
+        Field("pause", "u32", "rounds of the next pause"),
+        Field("left", "u32", "rounds of this one"),
+        Field("best", "u32", "number of drafts"),
+    ),
+)
+
+DRAFTER = Struct(
+    "Drafter",
+    "What drafts of a launch's one sequence depend on; every block has it, and changes it alike.",
+    (
+        Field("depths", DEPTH, "by kind", Length("kDraftKinds", DRAFT_KINDS)),
+        Field("num_history", "u32", "tokens of prompt and answer"),
+        Field("num_prompt", "u32", "of them, those of the prompt"),
+        Field("num_prediction", "u32"),
+        Field("num_archive", "u32"),
+        Field("at", "u32", "token of the prediction that is expected next"),
+        Field("is_good", "u32", "the answer follows the prediction there"),
+        Field("left", "u32", "tokens that the answer may still have"),
+        Field("made", "u32", "tokens of this launch"),
+        Field("count", "u32", "drafted tokens that this round checks"),
+        Field("kind", "u32", "of the draft"),
+    ),
+)
+
+DRAFT_START = Struct(
+    "DraftStart",
+    "Written by the host for each launch that drafts.",
+    (
+        Field("drafter", DRAFTER, "its draft stands in the launch's input tokens"),
+        Field("costs", "u32", "of rounds, by drafts from 1 on", Length("kMostDrafts", MOST_DRAFTS)),
+        Field("num_costs", "u32"),
+        Field("looks_up", "u32", "drafts come from other texts than the prediction, too"),
+    ),
+)
+
+DRAFT_BUFFERS = Struct(
+    "DraftBuffers",
+    "What kernels that draft need beside the workspace.",
+    (
+        Field("start", "const DraftStart*"),
+        Field("history", "u32*", "with room for what the launch may make; block 0 appends"),
+        Field("prediction", "const u32*"),
+        Field("archive", "const u32*", "kDraftGap between two answers"),
+        Field("records", "uint4*", "[block], zeroed for each launch"),
+    ),
+)
+
 WHERE = Struct(
     "Where",
     "Where a block is: consumers and producer write it, the watchdog reads it.",
@@ -273,8 +329,16 @@ FAULT = Struct(
 
 
 @cache
-def params(ranks: int) -> Struct:
-    """The kernel's parameter, for a plan of so many ranks."""
+def params(ranks: int, *, drafts: bool = False, experts: bool = False) -> Struct:
+    """The kernel's parameter, for a plan of so many ranks.
+
+    Args:
+        ranks: of the plan.
+        drafts: of a build that drafts.
+        experts: of a model that has experts.
+    """
+    drafting = (Field("draft", DRAFT_BUFFERS),) if drafts else ()
+    of_experts = (Field("experts", "const u8*", "packed, layer by layer"),) if experts else ()
     return Struct(
         "Params",
         "The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.",
@@ -308,15 +372,17 @@ def params(ranks: int) -> Struct:
                 Length("kPeers", ranks),
             ),
             Field("masks", MASKS, "for kernels that sample"),
+            *drafting,
+            *of_experts,
         ),
     )  # fmt: skip
 
 
-def structs(ranks: int) -> tuple[Struct, ...]:
-    """All of them for a plan of so many ranks, each after those that it has."""
+def structs(ranks: int, *, drafts: bool = False, experts: bool = False) -> tuple[Struct, ...]:
+    """All of them, each after those that it has; arguments as of `params`."""
     return (
         SAMPLE_PARAMS, SAMPLE_STEP, QUERY_START, LAUNCH, SAMPLE_BUFFERS, MASKS, WHERE, FAULT,
-        params(ranks),
+        DEPTH, DRAFTER, DRAFT_START, DRAFT_BUFFERS, params(ranks, drafts=drafts, experts=experts),
     )  # fmt: skip
 
 

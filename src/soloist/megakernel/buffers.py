@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import pairwise, product
 
 from soloist.megakernel.attention_plan import AttentionPlan
+from soloist.megakernel.experts import MOST_EXPERTS
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
 from soloist.megakernel.layout import ALIGNMENT, Buffer, end_of, stack
 from soloist.megakernel.limits import (
@@ -24,6 +25,31 @@ OPERAND_COLUMNS = 32
 # Of an activation that is converted: fp16, or two integers of 8 bits; see cuda/tile/one_query.cuh.
 _CONVERTED_BYTES = 2
 _POWER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a buffer of 16-bit activations has room for.
+
+    Attributes:
+        columns: that a matrix is multiplied with.
+        steps: of 512 columns, the last of which may hold padding: zeros for good.
+        slots: how many times that: once for each expert that the queries of a round can choose.
+    """
+
+    columns: int
+    steps: int
+    slots: int = 1
+
+    @property
+    def slot_columns(self) -> int:
+        """Columns from one slot to the next."""
+        return self.steps * STEP_COLUMNS
+
+    @property
+    def chunks(self) -> int:
+        """Of `OPERAND_COLUMNS` columns."""
+        return self.slots * self.slot_columns // OPERAND_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -45,22 +71,23 @@ class Exchanges:
     attention: AttentionPlan
 
     @cached_property
-    def operands(self) -> dict[str, Operation]:
-        """Buffers of 16-bit activations, and a matrix that each is multiplied with."""
-        operands: dict[str, Operation] = {}
+    def operands(self) -> dict[str, Activations]:
+        """Buffers of 16-bit activations, which matrices are multiplied with."""
+        operands: dict[str, Activations] = {}
         for phase in PRODUCTS:
             for kind in self.kinds:
-                name = self.gated(kind) if phase.operand == "gated" else phase.operand
-                operands.setdefault(name, kind.operations[phase.name])
-        return operands | ({"hidden_out": self.head} if self.shape.meets else {})
+                if phase.operand == "gated":
+                    operands.setdefault(self.gated(kind), _gated(kind))
+                else:
+                    operands.setdefault(phase.operand, _activations(kind.operations[phase.name]))
+        return operands | ({"hidden_out": _activations(self.head)} if self.shape.meets else {})
 
     def gated(self, kind: LayerKind) -> str:
-        """The buffer between gate_up and down: one for each size of MLP.
+        """The buffer between gate_up and down: one for each size of MLP, or of experts.
 
         Padding columns of a matrix have to be zeros for good, and others are written.
         """
-        sizes = list(dict.fromkeys(k.operations["down"].matrix.columns for k in self.kinds))
-        place = sizes.index(kind.operations["down"].matrix.columns)
+        place = list(dict.fromkeys(map(_gated, self.kinds))).index(_gated(kind))
         return f"gated_{place}" if place else "gated"
 
     @cached_property
@@ -68,23 +95,25 @@ class Exchanges:
         """Buffers of one rank (or lane), in copies that are used in turn."""
         shape, queries, blocks = self.shape, MAX_QUERIES, self.blocks
 
-        def operand(op: Operation) -> tuple[int, ...]:
+        def operand(activations: Activations) -> tuple[int, ...]:
             # [32 columns of the matrix][query of the round][32] 16-bit values
-            chunks = op.matrix.steps * STEP_COLUMNS // OPERAND_COLUMNS
-            return (EXCHANGE_COPIES, chunks, queries, OPERAND_COLUMNS * 2)
+            return (EXCHANGE_COPIES, activations.chunks, queries, OPERAND_COLUMNS * 2)
 
         qkv = self.kinds[0].operations["qkv"].matrix  # of as many rows in all layers
         partial = (EXCHANGE_COPIES, queries, shape.query_heads, self.attention.splits)
         buffers = {
-            **{name: operand(op) for name, op in self.operands.items() if name != "hidden_out"},
+            **{name: operand(x) for name, x in self.operands.items() if name != "hidden_out"},
             "squares_in": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
             "squares_mid": (EXCHANGE_COPIES, queries, blocks, 2 * 4),
             "projected": (EXCHANGE_COPIES, queries, qkv.units * HALF_TILE_ROWS, 4),
             "partial": (*partial, shape.head_dim, 4),
             "partial_stats": (*partial, 2 * 4),
         }
+        routers = [kind.experts.router.num_experts for kind in self.kinds if kind.experts]
+        if routers:
+            buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(routers), 4)
         if shape.meets:
-            buffers["hidden_out"] = operand(self.head)
+            buffers["hidden_out"] = operand(_activations(self.head))
             buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)
         return stack(buffers | ({} if shape.has_lanes else self._for_all), value_bytes=1)
 
@@ -140,6 +169,18 @@ class Exchanges:
         return _padded(self.shape.model.vocab_size)
 
 
+def _activations(op: Operation) -> Activations:
+    return Activations(op.matrix.columns, op.matrix.steps)
+
+
+def _gated(kind: LayerKind) -> Activations:
+    """What lies between gate_up and down."""
+    activations = _activations(kind.operations["down"])
+    if kind.experts is None:
+        return activations
+    return replace(activations, slots=kind.experts.most_slots(MAX_QUERIES))
+
+
 # Which buffers come after which.
 _ORDER = ("reduce", "q_rows", "new_kv", "residual", "stats", "rope", "sampling", "control")
 _CONVERTING_ORDER = (
@@ -169,6 +210,7 @@ class SharedMemory:
         room: bytes that a block may take.
         queries: of a launch, at most.
         samples: there is also room for choosing tokens otherwise than by the largest logit.
+        most_slots: distinct experts that the queries of a launch can choose; 0 without experts.
     """
 
     shape: ModelShape
@@ -178,10 +220,27 @@ class SharedMemory:
     room: int
     queries: int
     samples: bool
+    most_slots: int = 0
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """What lies behind the ring, in bytes from its end."""
+        """What lies behind the ring, in bytes from its end.
+
+        Several queries' sums of a large gate_up are added up in parts, and fewer parts are quicker:
+        what is too little for one more slot of the ring is room for them.
+        """
+        least = self._with_reductions_in(self._least_reduce_bytes)
+        if self.queries == 1 or all(op.matrix.format.is_plain for op in self.operations):
+            return least
+        left = (self.room - STATIC_SHARED_BYTES - end_of(least)) % self.slot_bytes
+        # Static variables grow with it: there is a list of the queries whose softmaxes lie there.
+        left -= ALIGNMENT
+        largest = self.queries * max(map(_reduction_bytes, self.operations))
+        wanted = largest - least["residual"].offset
+        more = max(0, min(left, wanted)) // ALIGNMENT * ALIGNMENT
+        return self._with_reductions_in(self._least_reduce_bytes + more)
+
+    def _with_reductions_in(self, reduce_bytes: int) -> dict[str, Buffer]:
         queries, head_dim = self.queries, self.shape.head_dim
         rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.row_tiles
         of_attention = {
@@ -189,7 +248,7 @@ class SharedMemory:
             "stats": (self.attention.softmax_lanes, rows, 2, 4),
         }
         found = {
-            "reduce": (self.reduce_bytes,),
+            "reduce": (reduce_bytes,),
             **({"converted": (self.converted_bytes,)} if self.converts else of_attention),
             "new_kv": (queries, 2, head_dim, 2),
             "residual": (queries, self.hidden_rows, 4),
@@ -198,7 +257,13 @@ class SharedMemory:
             "control": (384,),
         }
         order = _CONVERTING_ORDER if self.converts else _ORDER
-        buffers = stack({name: found[name] for name in order}, value_bytes=1)
+        sizes = {name: found[name] for name in order}
+        if self.most_slots:
+            # See `ExpertSlots` in cuda/tile/slots.cuh, and `router` in cuda/ops/experts.cuh.
+            words = 1 + queries * (MOST_EXPERTS // 32) + self.most_slots * (2 + queries)
+            sizes["choice"] = (words, 4)
+            sizes["expert_logits"] = (2, CONSUMER_WARPS, queries, 4)
+        buffers = stack(sizes, value_bytes=1)
         if not self.converts:
             return buffers
         # No block attends and converts at the same time: what others wait for, it has read.
@@ -230,6 +295,11 @@ class SharedMemory:
 
     @property
     def reduce_bytes(self) -> int:
+        """Room in which warps add up their sums."""
+        return self.buffers["reduce"].num_bytes
+
+    @property
+    def _least_reduce_bytes(self) -> int:
         """Room in which warps add up their sums, and softmax lanes their results.
 
         One query needs room for the rows of the largest multiply, twice, so that a reduction may

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from soloist.errors import KernelStuck, LaunchError
+from soloist.jit.module import Module
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.megakernel.abi import LAUNCH, MASKS, SAMPLE_BUFFERS, params
+from soloist.megakernel.abi import DRAFT_BUFFERS, LAUNCH, MASKS, SAMPLE_BUFFERS, params
+from soloist.megakernel.drafting import EMITTED_WORDS, DraftedRound, DraftingLaunch
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import BUILT_FOR, Build
-from soloist.megakernel.kernel import DecodeKernel
-from soloist.megakernel.launch import LAUNCH_WORDS, Given, Query, pack
+from soloist.megakernel.kernel import DecodeKernel, load_drafting
+from soloist.megakernel.launch import LAUNCH_WORDS, Given, Query, pack, pack_drafting
 from soloist.megakernel.limits import MAX_QUERIES, THREADS
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
@@ -27,6 +31,7 @@ from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.megakernel.workspace import fresh_workspace
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.sampling.constraint import Words
+from soloist.speculation.tokens import Ids
 
 _STRIDE_AT = LAUNCH.offsets["logits_round_stride"] // 4
 
@@ -64,7 +69,7 @@ class Decoder:
         self.rope, self.pool, self.max_rounds = rope.contiguous(), pool, max_rounds
         self.rank = rank
         self.image, self.vectors = weights.image, weights.vectors
-        self._embedding = weights.embedding
+        self._embedding, self._experts = weights.embedding, weights.experts
         self._cache = cache
         self.load(build)
         self._fresh_workspaces = {n: fresh_workspace(plan, n).to(device) for n in BUILT_FOR}
@@ -85,11 +90,14 @@ class Decoder:
         self._given_on_host = pinned(LAUNCH_WORDS + MAX_QUERIES * max_rounds)
         self._given = torch.zeros_like(self._given_on_host, device=device)
 
-        self._emitted, self._signals = pinned(max_rounds * MAX_QUERIES), pinned(64)
+        self._emitted, self._signals = pinned(max_rounds * EMITTED_WORDS), pinned(64)
         self._progress, self._yield_requested, self._fault = (
             self._signals[0:1], self._signals[16:17], self._signals[32:48]
         )  # fmt: skip
-        self._shown = self._emitted.numpy().view(np.uint32).reshape(max_rounds, MAX_QUERIES)
+        emitted = self._emitted.numpy().view(np.uint32)
+        self._shown = emitted[: max_rounds * MAX_QUERIES].reshape(max_rounds, MAX_QUERIES)
+        self._shown_drafted = emitted.reshape(max_rounds, EMITTED_WORDS)
+        self._texts: list[Tensor] = []  # of the last launch that drafts
         self._signal_values = self._signals.numpy()
         self._stream = torch.cuda.Stream(device)
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -102,7 +110,8 @@ class Decoder:
             build: for any number of queries; the one for a single query is loaded beside it.
         """
         self._build_as = build
-        self.__dict__.pop("_sampler", None)
+        for loaded in ("_sampler", "_drafting", "_drafting_sampled"):
+            self.__dict__.pop(loaded, None)
         self._kernel = DecodeKernel.load(self.plan, build, self._device, self._cache)
 
     @cached_property
@@ -110,6 +119,15 @@ class Decoder:
         build = replace(self._build_as, samples=True)
         kernel = DecodeKernel.load(self.plan, build, self._device, self._cache)
         return KernelSampler(self.plan, kernel, self._device)
+
+    @cached_property
+    def _drafting(self) -> Module:
+        return load_drafting(self.plan, self._build_as, self._device, self._cache)
+
+    @cached_property
+    def _drafting_sampled(self) -> Module:
+        build = replace(self._build_as, samples=True)
+        return load_drafting(self.plan, build, self._device, self._cache)
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
@@ -141,13 +159,33 @@ class Decoder:
         self.go()
         self.mark_end()
 
+    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """Start a launch that drafts after each round what the next one checks.
+
+        For a plan of one rank. No run on a GPU has shown yet that it does what the definition does.
+
+        Args:
+            query: the latest token, with stops. Its choice has no penalties, and no mask.
+            launch: texts, the first draft, and most tokens; at most `max_rounds`.
+        """
+        assert self.plan.ranks == 1, "ranks start together"
+        assert 1 <= launch.most_tokens <= self.max_rounds, "rounds"
+        given = pack_drafting(query, launch, self.plan.model.vocab_size)
+        self.prepare(given, drafting=launch)
+        self.go()
+        self.mark_end()
+
     def pack(self, queries: Sequence[Query], rounds: int) -> Given:
         """What a launch is given; arguments as of `start`."""
         assert 1 <= rounds <= self.max_rounds, f"{rounds} rounds"
         return pack(queries, rounds, self.plan.model.vocab_size)
 
-    def prepare(self, given: Given, logits: Tensor | None = None) -> None:
+    def prepare(
+        self, given: Given, logits: Tensor | None = None, drafting: DraftingLaunch | None = None
+    ) -> None:
         """Queue the copies of what a launch reads; `logits` as of `start`.
+
+        `drafting`: of a launch that drafts, which `given` was packed for.
 
         No rank may start before all are prepared: ranks write to each other.
         """
@@ -163,7 +201,8 @@ class Decoder:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
-            built_for = 1 if given.num_queries == 1 else MAX_QUERIES
+            is_single = given.num_queries == 1 and drafting is None
+            built_for = 1 if is_single else MAX_QUERIES
             self._workspace.copy_(self._fresh_workspaces[built_for])
             kernel = self._kernel
             sample, masks = np.zeros((), SAMPLE_BUFFERS.dtype), np.zeros((), MASKS.dtype)
@@ -174,7 +213,15 @@ class Decoder:
                     sampler.begin(given.choices.masks, given.num_given)
                 masks = first.where_masks_are
             out = self.logits if logits is None else logits
-            record = params(self.plan.ranks).record(
+            more: dict[str, Any] = {}
+            if drafting is not None:
+                more["draft"] = self._upload_texts(drafting)
+            if self._experts is not None:
+                more["experts"] = self._experts.data_ptr()
+            parameter = params(
+                self.plan.ranks, drafts=drafting is not None, experts=self.plan.has_experts
+            )
+            record = parameter.record(
                 image=self.image.data_ptr(),
                 vectors=self.vectors.data_ptr(),
                 embedding=0 if self._embedding is None else self._embedding.data_ptr(),
@@ -197,12 +244,39 @@ class Decoder:
                 rank=self.rank,
                 peers=[peer.workspace_address for peer in self.peers],
                 masks=masks,
+                **more,
             )
             self._params = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
             if self.plan.ranks > 1:
                 self._ready.record(stream)
-        self._launched = kernel.module_for(given.num_queries)
+        if drafting is None:
+            self._launched = kernel.module_for(given.num_queries)
+        else:
+            samples = given.choices is not None
+            self._launched = self._drafting_sampled if samples else self._drafting
         self._queries = given.num_queries
+
+    def _upload_texts(self, launch: DraftingLaunch) -> NDArray[np.void]:
+        """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`."""
+
+        def words(values: Sequence[int] | Ids | None, room: int = 1) -> Tensor:
+            ids = np.zeros((0 if values is None else len(values)) + room, np.int32)
+            if values is not None:
+                ids[: len(values)] = values
+            return torch.from_numpy(ids).to(self._device)
+
+        start = np.frombuffer(launch.start.tobytes(), np.int32)
+        history = [*launch.prompt_ids, *launch.output_ids]
+        self._texts = [
+            words(start),
+            words(history, launch.most_tokens + MAX_QUERIES),
+            words(launch.state.prediction),
+            words(launch.state.archive),
+            torch.zeros(self.plan.grid_blocks, 4, dtype=torch.int32, device=self._device),
+        ]
+        names = ("start", "history", "prediction", "archive", "records")
+        places = {n: t.data_ptr() for n, t in zip(names, self._texts, strict=True)}
+        return DRAFT_BUFFERS.record(**places)
 
     def await_copies(self) -> None:
         """Return once what was prepared is in the GPU's memory, of a plan of several ranks."""
@@ -244,12 +318,22 @@ class Decoder:
             KernelStuck: a wait inside the kernel lasted too long.
             LaunchError: the kernel failed.
         """
+        for number in self._rounds():
+            yield self._shown[number, : self._queries].tolist()
+
+    def drafted_rounds(self) -> Iterator[DraftedRound]:
+        """The same of a launch that drafts; its rounds make several tokens, or one."""
+        for number in self._rounds():
+            yield DraftedRound.of_words(self._shown_drafted[number].tolist())
+
+    def _rounds(self) -> Iterator[int]:
+        """The launch's rounds, as they come."""
         seen = 0
         while True:
             done = self._finished()
             ready = int(self._signal_values[0])
             while seen < ready:
-                yield self._shown[seen, : self._queries].tolist()
+                yield seen
                 seen += 1
             if done:
                 return

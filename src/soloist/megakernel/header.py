@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 from soloist.kv.layout import page_constants
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
+from soloist.megakernel.drafting import drafting_constants
 from soloist.megakernel.image import Image
-from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import LAYER, PHASES, PRODUCTS
+from soloist.megakernel.program import LAYER, OF_EXPERTS, PHASES, PRODUCTS, Phase, phases_of
 from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
@@ -50,6 +51,7 @@ class Build:
 
     Attributes:
         samples: choose tokens by their queries' `Choice`, not only the largest logit.
+        drafts: a launch has one sequence, and its rounds check what the kernel drafts itself.
         queries: how many a launch may have: one, which takes the least code, or `MAX_QUERIES`. A
             query's bits are the same.
         trace_round: take time stamps in this round of a launch.
@@ -65,6 +67,7 @@ class Build:
     """
 
     samples: bool = False
+    drafts: bool = False
     queries: int = MAX_QUERIES
     trace_round: int | None = None
     ablation: int = 0
@@ -101,6 +104,7 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
     for plan in plans.values():
         assert _shared(plan) == _shared(first), "models of one kernel"
     words = max(map(num_trace_words, plans.values()))
+    experts = any(plan.has_experts for plan in plans.values())
     return "\n".join(
         [
             "// Generated from the plan; see header.py.",
@@ -112,7 +116,8 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             sampling_constants(),
             sampling_words(),
             enumeration("Phase", (phase.name for phase in PHASES)),
-            *(struct.cuda for struct in structs(first.ranks)),
+            drafting_constants(),
+            *(struct.cuda for struct in structs(first.ranks, drafts=build.drafts, experts=experts)),
             *READERS,
             *(line for name, plan in plans.items() for line in _model(name, plan, build)),
             "",
@@ -140,6 +145,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kMaxQueries": MAX_QUERIES,
         "kMostQueries": build.queries,
         "kSamples": build.samples,
+        "kDrafts": build.drafts,
         "kMaxStops": MAX_STOPS,
         "kStuckNs": build.stuck_ns,
         "kMaskNs": build.mask_ns,
@@ -154,6 +160,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kExchangeCopies": EXCHANGE_COPIES,
         "kLayerPhases": len(LAYER),
         "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
+        "kGateUpPhase": next(i for i, phase in enumerate(LAYER) if phase.name == OF_EXPERTS[0]),
         "kStepColumns": STEP_COLUMNS,
         "kHalfTileRows": HALF_TILE_ROWS,
         "kConvertedSteps": CONVERTED_STEPS,
@@ -218,7 +225,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kWeightSlotBytes": next(iter(slots)) if len(slots) == 1 else 0,
         "kHalfTileBytes": next(iter(half_tiles)) if len(half_tiles) == 1 else 0,
     }
-    constants |= _lanes(plan)
+    constants |= _lanes(plan) | _experts(plan)
     names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
     constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
@@ -239,11 +246,13 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
 def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     """A struct of all that depends on the model, with one in it for each kind of its layers."""
     layers, inline = plan.model.layers, "static __device__ __forceinline__"
-    loops = segments(plan.image.kind_of)
+    variants = variants_of(plan.image)
+    loops = segments(variants.alike)
     windows = ", ".join(str(x.attention.window or 0) for x in layers)
     rotations = ", ".join(str(int(x.attention.rope)) for x in layers)
     yield f"__constant__ const int k{name}Window[] = {{{windows}}};"
     yield f"__constant__ const bool k{name}Rotated[] = {{{rotations}}};"
+    yield from variants.cuda(name, plan.image)
     yield f"struct {name} {{"
     yield from _indented(_constants(_of_model(plan, build), "static "))
     yield from _indented(plan.kv_layout.members("static "))
@@ -255,12 +264,11 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"  static constexpr const int (&kWindow)[{len(layers)}] = k{name}Window;"
     yield f"  static constexpr const bool (&kRotated)[{len(layers)}] = k{name}Rotated;"
     for segment in loops:
-        for first in segment.firsts:
-            yield from _indented(_layer(name, plan, segment, first, build.queries))
+        yield from _indented(_layers_of(name, plan, segment, variants, build.queries))
     yield "  // Calls `use` with the kind of a layer."
     yield "  template <class Use>"
     yield f"  {inline} void of_layer(unsigned layer, const Use& use) {{"
-    yield from _indented(_choice_of_kind(loops), 2)
+    yield from _indented(_choice_of_kind(name, loops, variants), 2)
     yield "  }"
     yield "  // Where the norm before a layer lies; after the last layer, the final one."
     yield f"  {inline} unsigned long long attention_norm(unsigned layer) {{"
@@ -279,19 +287,31 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield "};"
 
 
-def _layer(model: str, plan: Plan, segment: "Segment", first: int, queries: int) -> Iterator[str]:
-    """A struct of the layers that have one place in the body of a loop.
+def _layers_of(
+    model: str, plan: Plan, segment: "Segment", variants: "Variants", queries: int
+) -> Iterator[str]:
+    for first in segment.firsts:
+        for layer in variants.of_place(segment, first):
+            yield from _layer(model, plan, segment, first, layer, queries)
+
+
+def _layer(
+    model: str, plan: Plan, segment: "Segment", first: int, variant: int, queries: int
+) -> Iterator[str]:
+    """A struct of the layers that have one place in the body of a loop, or one kind of them.
 
     Args:
         model: the name of its struct.
         plan: of the model.
         segment: the loop.
-        first: the first of the layers, which gives the struct its number.
+        first: the first of the layers.
+        variant: the first of those of the same kind, which gives the struct its number.
         queries: that the build is for.
     """
     image, exchanges = plan.image, plan.exchanges
-    kind = image.layer(first)
-    attention, mlp = kind.layer.attention, kind.layer.mlp
+    kind, found = image.layer(variant), variants_of(image)
+    variants = {found.number_of[layer]: layer for layer in found.of_place(segment, first)}
+    attention, mlp = kind.layer.attention, kind.layer.each_mlp
     gated = exchanges.workspace[exchanges.gated(kind)]
     constants: dict[str, Value] = {
         "kQkNorm": attention.qk_norm,
@@ -300,19 +320,29 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int, queries: int)
         "kMlpBias": mlp.bias,
         "kWsGated": gated.offset,
         "kWsGatedBytes": gated.num_bytes,
+        **_experts_of(kind),
     }
-    for vector in _VECTORS:
+    for vector in (*_VECTORS, *(_ROUTER_VECTORS if kind.experts else ())):
         buffer = kind.vectors.get(vector)
         constants[f"kVec{_pascal(vector)}"] = buffer.offset // 4 if buffer else 0
     where = "static __device__ __forceinline__ unsigned long long"
-    weights = _place_of_layer(segment, first, image.layer_offset)
+    if len(variants) > 1:
+        weights = f"k{model}Weights[layer]"
+    else:
+        weights = _place_of_layer(segment, first, image.layer_offset)
     vectors = _place_of_layer(segment, first, image.vector_offset)
-    yield f"struct Layer{first} {{"
+    yield f"struct Layer{variant} {{"
     yield f"  using M = {model};"
     yield from _indented(_constants(constants, "static "))
     for name, op in kind.operations.items():
         table = kind.table_offset(name) if op.matrix.format.is_permuted else 0
-        yield f"  {_operation(op, kind.matrix_offset(name), table, queries)}"
+        offset = kind.matrix_offset(name) if name in kind.in_blocks else 0
+        yield f"  {_operation(op, offset, table, queries)}"
+    if kind.experts:
+        experts = _place_of_layer(segment, first, image.experts_offset)
+        yield "  // Where all experts of a layer begin, and which block has what of them."
+        yield f"  {where} experts(unsigned layer) {{ return {experts}; }}"
+        yield from _indented(kind.experts.cuda())
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
@@ -323,9 +353,36 @@ def _layer(model: str, plan: Plan, segment: "Segment", first: int, queries: int)
     yield "  }"
     yield "  template <class C>"
     yield "  static __device__ __forceinline__ void run(C& cx, unsigned& layer) {"
-    yield from (f"    {phase.name}(Layer{first}{{}}, cx, layer);" for phase in LAYER)
+    for phase in phases_of(kind.layer):
+        yield from _indented(_run_of_phase(model, image, phase, variants), 2)
     yield "  }"
     yield "};"
+
+
+def _run_of_phase(
+    model: str, image: Image, phase: Phase, variants: Mapping[int, int]
+) -> Iterator[str]:
+    """One phase of layers of these kinds: the code of each format once.
+
+    Args:
+        model: the name of its struct.
+        image: of the model.
+        phase: which.
+        variants: a layer of each kind, by the kind's number.
+    """
+    numbers: dict[Operation | None, list[int]] = {}
+    for number, layer in variants.items():
+        op = image.operation(layer, phase.name) if phase.product else None
+        numbers.setdefault(op, []).append(number)
+    function = phase.name
+    if image.layer(next(iter(variants.values()))).experts and phase.name in OF_EXPERTS:
+        function += "_of_experts"
+    *others, last = numbers.values()
+    for same in others:
+        is_one = " || ".join(f"k{model}Variant[layer] == {number}u" for number in same)
+        yield f"if ({is_one}) {function}(Layer{variants[same[0]]}{{}}, cx, layer);"
+        yield "else"
+    yield f"{function}(Layer{variants[last[0]]}{{}}, cx, layer);"
 
 
 def _choice_of_matrix() -> Iterator[str]:
@@ -371,6 +428,56 @@ class Segment:
         return range(self.first, self.first + len(self.kinds))
 
 
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Kinds of layers that differ in the formats of matrices only, and share all other code.
+
+    Attributes:
+        alike: for every layer a number; layers of one number differ in no more than formats.
+        number_of: for every layer, which of the kinds with its number it is.
+        kind_of: for every layer, its kind.
+    """
+
+    alike: tuple[int, ...]
+    number_of: tuple[int, ...]
+    kind_of: tuple[int, ...]
+
+    def cuda(self, model: str, image: Image) -> Iterator[str]:
+        """By layer which kind it is and where its weights begin, if some have to be asked."""
+        if not any(self.number_of):
+            return
+        numbers = ", ".join(str(number) for number in self.number_of)
+        offsets = ", ".join(f"{image.layer_offset(i)}ull" for i in range(len(self.number_of)))
+        yield f"__constant__ const unsigned k{model}Variant[] = {{{numbers}}};"
+        yield f"__constant__ const unsigned long long k{model}Weights[] = {{{offsets}}};"
+
+    def of_place(self, segment: "Segment", first: int) -> list[int]:
+        """Of each kind that layers of one place in a loop's body have, the first layer."""
+        kinds: dict[int, int] = {}
+        for layer in range(first, segment.end, len(segment.kinds)):
+            kinds.setdefault(self.kind_of[layer], layer)
+        if len(kinds) == 1:
+            return [first]
+        numbers = {self.number_of[layer]: layer for layer in kinds.values()}
+        return [numbers[number] for number in sorted(numbers)]
+
+
+def variants_of(image: Image) -> Variants:
+    """Which kinds of layers share code."""
+    keys = [
+        (kind.layer, kind.hidden_size, kind.spread, kind.vector_values, kind.tables)
+        for kind in image.kinds
+    ]
+    number: dict[object, int] = {}
+    alike = [number.setdefault(key, len(number)) for key in keys]
+    within = [alike[:kind].count(own) for kind, own in enumerate(alike)]
+    return Variants(
+        tuple(alike[kind] for kind in image.kind_of),
+        tuple(within[kind] for kind in image.kind_of),
+        image.kind_of,
+    )
+
+
 def segments(kinds: Sequence[int]) -> list[Segment]:
     """Layers in as few loops as periods allow: each takes the longest run that repeats."""
     found: list[Segment] = []
@@ -405,7 +512,7 @@ def _layer_loops(loops: Sequence[Segment]) -> Iterator[str]:
         yield "}"
 
 
-def _choice_of_kind(loops: Sequence[Segment]) -> Iterator[str]:
+def _choice_of_kind(name: str, loops: Sequence[Segment], variants: Variants) -> Iterator[str]:
     """Statements that call `use` with the kind of `layer`."""
     for segment in loops:
         period = len(segment.kinds)
@@ -415,16 +522,54 @@ def _choice_of_kind(loops: Sequence[Segment]) -> Iterator[str]:
                 conditions.append(f"layer < {segment.end}u")
             if place + 1 < period:
                 conditions.append(f"(layer - {segment.first}u) % {period}u == {place}u")
+            *others, last = variants.of_place(segment, first)
+            for layer in others:
+                one = [*conditions, f"k{name}Variant[layer] == {variants.number_of[layer]}u"]
+                yield f"if ({' && '.join(one)}) return use(Layer{layer}{{}});"
             if conditions:
-                yield f"if ({' && '.join(conditions)}) return use(Layer{first}{{}});"
+                yield f"if ({' && '.join(conditions)}) return use(Layer{last}{{}});"
             else:
-                yield f"use(Layer{first}{{}});"
+                yield f"use(Layer{last}{{}});"
 
 
 _VECTORS = (
     "attention_norm", "mlp_norm", "q_norm", "k_norm",
     "qkv_bias", "attention_output_bias", "gate_up_bias", "down_bias",
 )  # fmt: skip
+
+
+_ROUTER_VECTORS = ("router", "router_correction")
+
+
+def _experts(plan: Plan) -> dict[str, Value]:
+    """Constants of a model's experts; 0 where it has none."""
+    kinds = [kind.experts for kind in plan.image.kinds if kind.experts]
+    constants: dict[str, Value] = {"kMostSlots": plan.shared.most_slots}
+    if kinds:
+        constants["kMostExperts"] = max(experts.router.num_experts for experts in kinds)
+    return constants
+
+
+def _experts_of(kind: LayerKind) -> dict[str, Value]:
+    """Constants of a layer's experts."""
+    experts = kind.experts
+    if experts is None:
+        return {"kExperts": 0}
+    router = experts.router
+    return {
+        "kExperts": router.num_experts,
+        "kChosen": router.num_chosen,
+        "kSigmoid": router.scores == "sigmoid",
+        "kCorrected": router.is_corrected,
+        "kNormalises": router.normalises,
+        "kLeastSum": router.least_sum,
+        "kRouterScale": router.scale,
+        "kExpertBytes": experts.num_bytes,
+        "kGateUpBytes": experts.gate_up.num_bytes,
+        "kTileBytes": experts.gate_up.unit_bytes,
+        "kRowBytes": experts.down.unit_bytes,
+        "kSlotColumns": experts.slot_columns,
+    }
 
 
 def _lanes(plan: Plan) -> dict[str, Value]:
@@ -457,6 +602,7 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
         "kMaxUnits": matrix.max_units,
         "kBlocks": matrix.blocks,
         "kSteps": matrix.steps,
+        "kColumns": matrix.columns,
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_half_tiles,
@@ -465,6 +611,7 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
         "kSlotTiles": op.slot_tiles,
         "kOffset": offset,
         "kPermuted": matrix.format.is_permuted,
+        "kPairsSteps": matrix.pairs_steps,
     }
     if matrix.format.is_permuted:
         values["kTable"] = table

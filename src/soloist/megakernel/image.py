@@ -2,7 +2,7 @@
 
 A block's weights lie together, in the order in which it streams them: layer by layer, then its part
 of the head. A kind of layer takes equally many bytes in every block, so that a layer's place is the
-same in all.
+same in all. Experts lie on their own, as `Experts` says.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from soloist.megakernel.tile import SLOT_BYTES
 
 @dataclass(frozen=True)
 class Image:
-    """The allocations for weights and vectors of a rank.
+    """The allocations for weights, experts and vectors of a rank.
 
     Attributes:
         kinds: of the model's layers.
@@ -76,7 +76,7 @@ class Image:
 
     @property
     def num_bytes(self) -> int:
-        """The allocation for all packed weights of a rank."""
+        """The allocation for all packed weights of a rank but its experts."""
         return self.block_stride * self.blocks * self.lanes_here
 
     def block_bytes(self, block: int) -> int:
@@ -99,7 +99,21 @@ class Image:
     @property
     def busiest_layer_bytes(self) -> int:
         """Of the kind of layer of which a block streams most."""
-        return max(kind.num_bytes for kind in self.kinds)
+        return max(kind.streamed_bytes for kind in self.kinds)
+
+    @cached_property
+    def _expert_ends(self) -> tuple[int, ...]:
+        kinds = (self.kinds[k].experts for k in self.kind_of)
+        return tuple(accumulate(experts.layer_bytes if experts else 0 for experts in kinds))
+
+    def experts_offset(self, layer: int) -> int:
+        """Bytes from the start of all experts, which lie apart, to those of a layer."""
+        return self._expert_ends[layer - 1] if layer else 0
+
+    @property
+    def experts_bytes(self) -> int:
+        """The allocation for all experts of a rank; 0 where there are none."""
+        return self._expert_ends[-1]
 
     def vector_offset(self, layer: int, name: str = "") -> int:
         """Values of 32 bits from the start of the vectors to a layer's, or to one of them."""

@@ -11,6 +11,7 @@ from soloist.jit.compiler import Cubin
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.megakernel.header import BUILT_FOR, Build, header
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 
 
@@ -18,6 +19,18 @@ def decode_sources(plan: Plan, build: Build) -> tuple[Source, ...]:
     """What is compiled for a build: a source for launches of one query, and one for more."""
     builds = (replace(build, queries=queries) for queries in BUILT_FOR)
     return tuple(Source("kernels/decode.cu", header(plan, b)) for b in builds)
+
+
+def load_drafting(plan: Plan, build: Build, device: torch.device, cache: Path | None) -> Module:
+    """The build that drafts, for up to eight queries; compiled, or taken from the cache."""
+    drafting = replace(build, drafts=True, queries=MAX_QUERIES)
+    source = Source("kernels/decode.cu", header(plan, drafting))
+    cubin = load_or_build(source, plan.gpu.arch, cache)
+    with torch.cuda.device(device):
+        module = Module(cubin, "decode")
+    shared = plan.with_room_for(MAX_QUERIES, samples=build.samples).shared
+    module.make_ready(shared.num_bytes)
+    return module
 
 
 @dataclass(frozen=True, slots=True)

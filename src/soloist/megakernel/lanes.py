@@ -75,7 +75,7 @@ def copies_of(model: ModelConfig) -> int:
 
 def _require_supported(model: ModelConfig, ranks: int) -> None:
     """Lanes have one shape, divide over the ranks, and do not meet side by side, or never."""
-    lanes, mlp = rules_of(model), model.layers[0].mlp
+    lanes, mlp = rules_of(model), model.layers[0].dense_mlp
     if any(layer.mlp != mlp for layer in model.layers):
         given = "layers of different shapes in a model with lanes"
         raise ShapeUnsupported(given, "layers that differ in window and rope only")

@@ -1,13 +1,14 @@
 """What a launch of the decode kernel is given, packed for it. No torch, no device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from soloist.megakernel.abi import LAUNCH, MAX_STOPS, QUERY_START
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
+from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.limits import MAX_QUERIES
 
 # Input tokens begin in a cache line of their own.
@@ -81,6 +82,34 @@ def pack(queries: Sequence[Query], rounds: int, vocab_size: int) -> Given:
     words[LAUNCH_WORDS:] = forced.ravel()
     num_given = launch["query"]["forced"][: len(queries)].tolist()
     return Given(words, len(queries), num_given, packed)
+
+
+def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Given:
+    """What a launch that drafts is given.
+
+    All columns are there, since later rounds have as many as they draft tokens; the first round has
+    those of its draft.
+
+    Args:
+        query: the latest token, at its position.
+        launch: its first draft, and the rounds that there may be at most.
+        vocab_size: V.
+    """
+    assert len(query.tokens) == 1, "the latest token"
+    if (choice := query.choice) is not None:
+        assert not choice.params.has_penalties, "a column would not count those before it"
+        assert choice.allowed is None, "the host says what one column may take"
+    ids = () if launch.draft is None else launch.draft.ids
+    fed = [*query.tokens, *ids, *[0] * (MAX_QUERIES - 1 - len(ids))]
+    columns = [
+        replace(query, position=query.position + c, tokens=[token], stride=0)
+        for c, token in enumerate(fed)
+    ]
+    given = pack(columns, launch.most_tokens, vocab_size)
+    record = given.words[: LAUNCH.num_bytes // 4].view(LAUNCH.dtype)
+    record["queries"] = 1 + len(ids)
+    record["step"]["num_output"] += np.arange(MAX_QUERIES, dtype=np.uint32)
+    return replace(given, num_queries=1 + len(ids))
 
 
 def _packed_choices(queries: Sequence[Query], vocab_size: int) -> PackedChoices | None:

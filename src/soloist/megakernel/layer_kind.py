@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel.experts import Experts
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
-from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape, vector_sizes
+from soloist.megakernel.program import OF_EXPERTS, PRODUCTS, Phase, matrix_shape, vector_sizes
 from soloist.megakernel.tile import STEP_COLUMNS, TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat
-from soloist.model.config import Layer
+from soloist.model.config import Layer, Mixture
 from soloist.model.quantized import COLUMNS
 
 
@@ -33,7 +34,7 @@ class Operation:
     def depth(self) -> int:
         """Steps of a turn of the loop, whose activations are in flight together.
 
-        Even, if not all steps, where two steps share a slot.
+        Even, if not all steps, where two steps share a slot or are a pair.
         """
         tuning, steps = self.gpu.architecture.tuning, self.matrix.steps
         unrolled = max(2, tuning.unrolled_tile_steps // self.group_tiles)
@@ -69,7 +70,7 @@ class Operation:
         """Whether a turn of the loop may have so many steps."""
         if depth == self.matrix.steps:
             return True
-        if self.matrix.shares_slots and depth % 2:
+        if (self.matrix.shares_slots or self.matrix.pairs_steps) and depth % 2:
             return False
         return self.matrix.format.is_plain or CONVERTED_STEPS % depth == 0
 
@@ -184,14 +185,32 @@ class LayerKind:
 
     @cached_property
     def operations(self) -> dict[str, Operation]:
-        """The multiplies of a layer by name, in order."""
+        """The multiplies of a layer by name, in order; those of experts are of one of them."""
         return {phase.name: self._operation(phase) for phase in PRODUCTS}
+
+    @cached_property
+    def in_blocks(self) -> dict[str, Operation]:
+        """Those whose weights lie with the blocks that multiply them: all but those of experts."""
+        if self.experts is None:
+            return self.operations
+        return {name: op for name, op in self.operations.items() if name not in OF_EXPERTS}
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """The layer's experts; None where it has an MLP."""
+        if not isinstance(self.layer.mlp, Mixture):
+            return None
+        matrices = (self.operations[name].matrix for name in OF_EXPERTS)
+        return Experts(self.layer.mlp.router, *matrices)
 
     def _operation(self, phase: Phase) -> Operation:
         assert phase.product is not None, "of the phases that multiply"
         rows, columns = matrix_shape(phase, self.layer, self.hidden_size)
         stored = dict(self.formats)[phase.name]
         matrix = Matrix(phase.name, rows, columns, phase.product.order, self.spread.blocks, stored)
+        if isinstance(self.layer.mlp, Mixture) and phase.name == "gate_up":
+            # Which block multiplies a tile depends on the choice, so each lies on its own.
+            return self.spread.in_groups(replace(matrix, blocks=matrix.units), 1)
         if matrix.order is not RowOrder.PAIRED:
             return self.spread.in_groups(matrix, matrix.max_tiles)
         # In as few groups of tiles as registers allow.
@@ -207,25 +226,31 @@ class LayerKind:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Packed weights of one layer that one block streams, one matrix after the other."""
-        return sum(op.matrix.max_block_bytes for op in self.operations.values())
+        """Packed weights of one layer that lie in a block's, one matrix after the other."""
+        return sum(op.matrix.max_block_bytes for op in self.in_blocks.values())
+
+    @cached_property
+    def streamed_bytes(self) -> int:
+        """What the busiest block streams of one layer, with the experts of one query."""
+        return self.num_bytes + (self.experts.max_block_bytes if self.experts else 0)
 
     def matrix_offset(self, name: str) -> int:
         """Bytes from the start of a block's layer to a matrix."""
         offset = 0
-        for op in self.operations.values():
+        for op in self.in_blocks.values():
             if op.matrix.name == name:
                 return offset
             offset += op.matrix.max_block_bytes
         raise KeyError(name)
 
     def block_bytes(self, block: int) -> int:
-        """Weights of one layer that a block streams."""
-        return sum(op.matrix.block_bytes(block) for op in self.operations.values())
+        """Weights of one layer that a block streams, with the experts of one query."""
+        own = sum(op.matrix.block_bytes(block) for op in self.in_blocks.values())
+        return own + (self.experts.block_bytes(block) if self.experts else 0)
 
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
-        """fp32 norm weights and biases of one layer, in bytes from the layer's start."""
+        """fp32 norm weights, biases and router of one layer, in bytes from the layer's start."""
         sizes = vector_sizes(self.layer, self.hidden_size)
         return {name: self._vectors_and_tables[name] for name in sizes}
 
@@ -237,6 +262,11 @@ class LayerKind:
             if op.matrix.format.is_permuted:
                 sizes[name + COLUMNS] = op.table_values
         return stack({name: (size,) for name, size in sizes.items()}, value_bytes=4)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Matrices whose columns are in an order of their own."""
+        return tuple(n for n, op in self.operations.items() if op.matrix.format.is_permuted)
 
     def table_offset(self, name: str) -> int:
         """Values of 32 bits from the layer's vectors to the table of a permuted matrix."""

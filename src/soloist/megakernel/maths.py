@@ -1,7 +1,12 @@
 """What of a model's maths the decode kernel and prefill do not know, and refuse. Pure."""
 
 from soloist.errors import ShapeUnsupported
-from soloist.model.config import ModelConfig
+from soloist.megakernel.experts import require_experts
+from soloist.model.config import Mixture, ModelConfig
+
+# Mixtures of experts run in the decode kernel. No GPU has run that yet, so it is off, and only
+# tests switch it on.
+RUNS_EXPERTS = False
 
 
 def require_maths(model: ModelConfig) -> None:
@@ -16,7 +21,11 @@ def require_maths(model: ModelConfig) -> None:
         (model.norm_offset == 0, "norms that are stored less 1", "norms as they are stored"),
     ]
     for layer in model.layers:
-        attention = layer.attention
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(mlp, Mixture):
+            if not RUNS_EXPERTS:
+                raise ShapeUnsupported("a mixture of experts", "an MLP in every layer")
+            require_experts(mlp)
         checks += [
             (layer.norms_inputs, "layers without norms before attention and MLP", "such norms"),
             (not layer.norms_outputs, "norms after attention and MLP", "norms before them"),
@@ -31,7 +40,11 @@ def require_maths(model: ModelConfig) -> None:
                 f"{attention.head_dim**-0.5:g}, the root of a head's size",
             ),
             (attention.own_rope is None, "layers with a rope of their own", "one for all layers"),
-            (layer.mlp.activation == "silu", f"the activation {layer.mlp.activation}", "silu"),
+            (
+                layer.each_mlp.activation == "silu",
+                f"the activation {layer.each_mlp.activation}",
+                "silu",
+            ),
         ]
     for fine, given, allowed in checks:
         if not fine:

@@ -14,8 +14,10 @@ class PackedWeights:
         vectors: fp32 norm weights and biases, of one lane after the other. Beside them, as if they
             were such values, lie the tables of columns of permuted matrices (`packing.table_of`).
         embedding: [V, H] in the plan's precision; None where the head, which is packed, is tied.
+        experts: uint8, of one layer after the other, as `Experts` says; None where there are none.
     """
 
     image: Tensor
     vectors: Tensor
     embedding: Tensor | None
+    experts: Tensor | None = None

@@ -10,7 +10,7 @@ tiles of two steps.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS, TILE_ROWS
+from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS, TILE_ROWS, WARP_COLUMNS
 from soloist.megakernel.weight_format import WeightFormat
 
 
@@ -80,6 +80,15 @@ class Matrix:
         """Some block has an odd number of half tiles, of which those of two steps share a slot."""
         odd = self.units % self.blocks > 0 or self.max_units % 2 == 1
         return self.unit_half_tiles == 1 and odd
+
+    @property
+    def pairs_steps(self) -> bool:
+        """A warp's columns of two steps are neighbours, and have one scale.
+
+        So of integers in wide groups: sums of twice as many products become fp32 at once.
+        """
+        is_wide = self.format.scaled_columns >= 2 * WARP_COLUMNS
+        return is_wide and self.steps % 2 == 0 and not self.shares_slots
 
     def first_unit(self, block: int) -> int:
         """Where a block's units begin; `first_unit(blocks)` is the end."""

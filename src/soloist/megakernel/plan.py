@@ -118,6 +118,11 @@ class Plan:
         return self._spread.head(self.share.vocab_size, self.shape.hidden_size, stored)
 
     @property
+    def has_experts(self) -> bool:
+        """Some layers are mixtures of experts."""
+        return self.image.experts_bytes > 0
+
+    @property
     def operations(self) -> tuple[Operation, ...]:
         """Every multiply of a round that differs from the others, the head last."""
         layers = [op for kind in self.image.kinds for op in kind.operations.values()]
@@ -147,8 +152,14 @@ class Plan:
         hidden_rows = max(kind.operations["down"].matrix.max_units for kind in self.image.kinds) * 8
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
-            self.queries, self.samples,
+            self.queries, self.samples, self._most_slots,
         )  # fmt: skip
+
+    @property
+    def _most_slots(self) -> int:
+        """Distinct experts that the queries of a launch can choose; 0 where there are none."""
+        experts = [kind.experts for kind in self.image.kinds if kind.experts]
+        return max((x.most_slots(self.queries) for x in experts), default=0)
 
     # The stream -----------------------------------------------------------------------------------
 
@@ -200,7 +211,11 @@ class Plan:
     def fetch_slots(self) -> int:
         """Slots that are brought to the L2 while the ring is full."""
         tuning = self.gpu.architecture.tuning
-        waits = self.ranks > 1 and self.image.busiest_layer_bytes <= tuning.fetch_layer_bytes
+        waits = (
+            self.ranks > 1
+            and not self.has_experts
+            and self.image.busiest_layer_bytes <= tuning.fetch_layer_bytes
+        )
         return tuning.fetch_slots if waits else 0
 
     @property
@@ -276,7 +291,7 @@ def make_plan(
         op.matrix.units
         for kind in first.image.kinds
         for name, op in kind.operations.items()
-        if name != "qkv" or not (first.shape.is_shared)
+        if (name != "qkv" or not first.shape.is_shared) and name in kind.in_blocks
     ]
     most = min(gpu.num_sms // first.shape.lanes_here, *owned)
     if most < kv_heads:
@@ -302,7 +317,8 @@ def _require_fits(plan: Plan) -> None:
 
 def _require_formats(plan: Plan) -> None:
     """Each format is that of a matrix, which the kernel can read."""
-    names = {f"layers.{i}.{phase.name}" for i in range(plan.shape.num_layers) for phase in PRODUCTS}
+    layers = range(plan.shape.num_layers)
+    names = {f"layers.{i}.{name}" for i in layers for name in plan.image.layer(i).in_blocks}
     names |= set() if plan.share.tied_head else {"head"}
     for name, stored in plan.formats.items():
         if name not in names:
@@ -310,7 +326,7 @@ def _require_formats(plan: Plan) -> None:
             allowed = "formats of its layers' matrices and of a head that is not tied"
             raise ShapeUnsupported(f"a format of {name}", allowed)
         columns, whole = _columns(plan.share, name), _columns(plan.model, name)
-        group = stored.meaning.group if stored.meaning else 0
+        group = (stored.meaning.super_block or stored.meaning.group) if stored.meaning else 0
         if columns != whole and group and (columns % group or whole % group):
             given = f"{name} in {stored.name} with {columns} columns on each of {plan.ranks} ranks"
             raise ShapeUnsupported(given, f"multiples of {group}")
@@ -343,7 +359,7 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
         (model.hidden_size % 8 == 0, f"hidden_size {model.hidden_size}", "a multiple of 8"),
     ]
     for layer in model.layers:
-        neurons = layer.mlp.intermediate_size
+        neurons = layer.each_mlp.intermediate_size
         checks += [
             (neurons % 8 == 0, f"intermediate_size {neurons}", "a multiple of 8"),
             (

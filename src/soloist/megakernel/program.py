@@ -8,7 +8,7 @@ Pure data.
 from dataclasses import dataclass
 
 from soloist.megakernel.partition import RowOrder
-from soloist.model.config import Layer
+from soloist.model.config import Layer, Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,14 @@ LAYER = (
         product=Product(joins=True),
     ),
 )
+# In layers with experts, between attention_output and gate_up. Its weights are vectors.
+ROUTER = Phase(
+    "router",
+    "the residual stream of all blocks, and then their logits of experts",
+    ("wait", "multiply", "wait", "choose"),
+    reads=(*_MID, "expert_logits"),
+    publishes=("expert_logits",),
+)
 EMBED = Phase("embed", "no other block", ("embed",), publishes=_IN)
 # Where lanes become one stream, the head reads `hidden_out` and `squares_out`, which it publishes.
 LAST = (
@@ -131,13 +139,23 @@ LAST = (
 # Inside of choose, for queries whose tokens a grammar allows or not.
 MASK = Phase("mask", "the host to say which tokens the grammar allows next", ())
 # All that a block's consumers may be at, in the order of `Phase` in CUDA.
-PHASES = (EMBED, *LAYER, *LAST, MASK)
+PHASES = (EMBED, *LAYER, *LAST, MASK, ROUTER)
 PRODUCTS = tuple(phase for phase in LAYER if phase.product is not None)
+# Of layers with experts: what a block multiplies of them depends on the choice.
+OF_EXPERTS = ("gate_up", "down")
+
+
+def phases_of(layer: Layer) -> tuple[Phase, ...]:
+    """The phases of a layer, in order."""
+    if not isinstance(layer.mlp, Mixture):
+        return LAYER
+    first = next(i for i, phase in enumerate(LAYER) if phase.name in OF_EXPERTS)
+    return (*LAYER[:first], ROUTER, *LAYER[first:])
 
 
 def matrix_shape(phase: Phase, layer: Layer, hidden_size: int) -> tuple[int, int]:
-    """(rows, columns) of a phase's matrix in a layer of these sizes."""
-    attention, neurons = layer.attention, layer.mlp.intermediate_size
+    """(rows, columns) of a phase's matrix in a layer of these sizes, or of each expert's."""
+    attention, neurons = layer.attention, layer.each_mlp.intermediate_size
     attended = attention.num_query_heads * attention.head_dim
     return {
         "qkv": (attention.qkv_rows, hidden_size),
@@ -148,7 +166,7 @@ def matrix_shape(phase: Phase, layer: Layer, hidden_size: int) -> tuple[int, int
 
 
 def vector_sizes(layer: Layer, hidden_size: int) -> dict[str, int]:
-    """fp32 values of a layer's norm weights and biases, in the order in which they lie."""
+    """fp32 values of a layer's norm weights, biases and router, in the order in which they lie."""
     attention, mlp = layer.attention, layer.mlp
     sizes = {"attention_norm": hidden_size, "mlp_norm": hidden_size}
     if attention.qk_norm:
@@ -157,6 +175,10 @@ def vector_sizes(layer: Layer, hidden_size: int) -> dict[str, int]:
         sizes["qkv_bias"] = attention.qkv_rows
     if attention.output_bias:
         sizes["attention_output_bias"] = hidden_size
-    if mlp.bias:
+    if isinstance(mlp, Mixture):
+        sizes["router"] = mlp.router.num_experts * hidden_size
+        if mlp.router.is_corrected:
+            sizes["router_correction"] = mlp.router.num_experts
+    elif mlp.bias:
         sizes |= {"gate_up_bias": 2 * mlp.intermediate_size, "down_bias": hidden_size}
     return sizes

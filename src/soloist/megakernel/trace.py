@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import EMBED, LAST, LAYER, Phase
+from soloist.megakernel.program import EMBED, LAST, Phase, phases_of
 
 Activity = Literal["waiting", "multiplying", "finishing"]
 
@@ -64,10 +64,10 @@ def mark_names(plan: Plan) -> list[str]:
 
 def spans(plan: Plan) -> list[Span]:
     """What lies between each two marks, in the order of the kernel's `mark` calls."""
-    layers = range(plan.model.num_layers)
+    phases = [(i, x) for i, layer in enumerate(plan.model.layers) for x in phases_of(layer)]
     return [
         *_marked(None, EMBED),
-        *(x for layer in layers for phase in LAYER for x in _marked(layer, phase)),
+        *(span for layer, phase in phases for span in _marked(layer, phase)),
         *(x for phase in LAST for x in _marked(None, phase)),
     ]
 

@@ -18,13 +18,13 @@ def fresh_workspace(plan: Plan, queries: int) -> Tensor:
     """
     exchanges = plan.exchanges
     fresh = torch.full((exchanges.num_bytes,), 0xFF, dtype=torch.uint8)
-    for name, op in exchanges.operands.items():
+    for name, activations in exchanges.operands.items():
         buffer = exchanges.workspace[name]
         values = fresh[buffer.offset : buffer.offset + math.prod(buffer.shape)].view(torch.int16)
         copies = values.view(EXCHANGE_COPIES, -1, 32)
         chunks = copies.shape[1] // MAX_QUERIES  # [chunk][query][32], for fewer queries in front
-        padding = op.matrix.columns - 32 * torch.arange(chunks).repeat_interleave(queries)
-        is_padding = torch.arange(32) >= padding[:, None]
+        columns = torch.arange(chunks * 32).view(chunks, 32) % activations.slot_columns
+        is_padding = (columns >= activations.columns).repeat_interleave(queries, 0)
         copies[:, : chunks * queries].masked_fill_(is_padding, 0)
     lanes = fresh[: exchanges.lane_bytes * plan.shape.lanes_here].view(plan.shape.lanes_here, -1)
     lanes[1:] = lanes[0]

@@ -13,6 +13,7 @@ constexpr unsigned kHelperRegisters = 72u;
 constexpr unsigned kMaxQueries = 8u;
 constexpr unsigned kMostQueries = 8u;
 constexpr bool kSamples = false;
+constexpr bool kDrafts = false;
 constexpr unsigned kMaxStops = 16u;
 constexpr unsigned kStuckNs = 2000000000u;
 constexpr unsigned long long kMaskNs = 60000000000ull;
@@ -27,6 +28,7 @@ constexpr unsigned kTraceRound = 0u;
 constexpr unsigned kExchangeCopies = 4u;
 constexpr unsigned kLayerPhases = 5u;
 constexpr unsigned kPagesPhase = 1u;
+constexpr unsigned kGateUpPhase = 3u;
 constexpr unsigned kStepColumns = 512u;
 constexpr unsigned kHalfTileRows = 8u;
 constexpr unsigned kConvertedSteps = 16u;
@@ -71,7 +73,29 @@ constexpr unsigned int kNoTokenNegativeInfinite = 0xfffffffdu;
 constexpr unsigned int kSeenInPrompt = 0x80000000u;
 constexpr unsigned int kMaskEnd = 0xffffffffu;
 
-enum class Phase : u32 { kEmbed, kQkv, kAttention, kAttentionOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask };
+enum class Phase : u32 { kEmbed, kQkv, kAttention, kAttentionOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask, kRouter };
+constexpr u32 kDraftKinds = 5u;
+constexpr u32 kMostDrafts = 7u;
+constexpr u32 kEmittedWords = 9u;
+constexpr u32 kEmittedCountBits = 8u;
+constexpr u32 kDraftGap = 4294967295u;
+constexpr u32 kAcceptanceOne = 65536u;
+constexpr u32 kAcceptanceShift = 3u;
+constexpr u32 kPlainCost = 1000u;
+constexpr u32 kFirstPause = 8u;
+constexpr u32 kLongestPause = 256u;
+constexpr u32 kLeastMatch = 2u;
+constexpr u32 kMostMatch = 32u;
+constexpr u32 kPlaceBits = 25u;
+constexpr u32 kNearnessBits = 19u;
+constexpr u32 kGoodHere = 1024u;
+constexpr u32 kGoodElsewhere = 1792u;
+constexpr u32 kAgreements = 16u;
+constexpr u32 kLookupLength0 = 16u;
+constexpr u32 kLookupLength1 = 8u;
+constexpr u32 kLookupLength2 = 4u;
+constexpr u32 kLookupLength3 = 0u;
+__device__ __forceinline__ constexpr u32 agreement_weight(u32 i) { return i == 0 ? 1024u : i == 1 ? 768u : i == 2 ? 576u : i == 3 ? 432u : i == 4 ? 324u : i == 5 ? 243u : i == 6 ? 182u : i == 7 ? 136u : i == 8 ? 102u : i == 9 ? 76u : i == 10 ? 57u : i == 11 ? 43u : i == 12 ? 32u : i == 13 ? 24u : i == 14 ? 18u : 13u; }
 // How one query samples. A limit of 0 is off.
 struct SampleParams {
   float temperature;
@@ -210,6 +234,70 @@ static_assert(OFFSET_OF(Fault, where) == 12, "where");
 static_assert(OFFSET_OF(Fault, landed) == 36, "landed");
 static_assert(OFFSET_OF(Fault, released) == 40, "released");
 static_assert(OFFSET_OF(Fault, missing) == 44, "missing");
+// How often drafts of one kind are accepted, see soloist.speculation.depth.
+struct Depth {
+  u32 acceptance;
+  u32 pause;  // rounds of the next pause
+  u32 left;  // rounds of this one
+  u32 best;  // number of drafts
+};
+static_assert(sizeof(Depth) == 16, "Depth");
+static_assert(OFFSET_OF(Depth, acceptance) == 0, "acceptance");
+static_assert(OFFSET_OF(Depth, pause) == 4, "pause");
+static_assert(OFFSET_OF(Depth, left) == 8, "left");
+static_assert(OFFSET_OF(Depth, best) == 12, "best");
+// What drafts of a launch's one sequence depend on; every block has it, and changes it alike.
+struct Drafter {
+  Depth depths[kDraftKinds];  // by kind
+  u32 num_history;  // tokens of prompt and answer
+  u32 num_prompt;  // of them, those of the prompt
+  u32 num_prediction;
+  u32 num_archive;
+  u32 at;  // token of the prediction that is expected next
+  u32 is_good;  // the answer follows the prediction there
+  u32 left;  // tokens that the answer may still have
+  u32 made;  // tokens of this launch
+  u32 count;  // drafted tokens that this round checks
+  u32 kind;  // of the draft
+};
+static_assert(sizeof(Drafter) == 120, "Drafter");
+static_assert(OFFSET_OF(Drafter, depths) == 0, "depths");
+static_assert(OFFSET_OF(Drafter, num_history) == 80, "num_history");
+static_assert(OFFSET_OF(Drafter, num_prompt) == 84, "num_prompt");
+static_assert(OFFSET_OF(Drafter, num_prediction) == 88, "num_prediction");
+static_assert(OFFSET_OF(Drafter, num_archive) == 92, "num_archive");
+static_assert(OFFSET_OF(Drafter, at) == 96, "at");
+static_assert(OFFSET_OF(Drafter, is_good) == 100, "is_good");
+static_assert(OFFSET_OF(Drafter, left) == 104, "left");
+static_assert(OFFSET_OF(Drafter, made) == 108, "made");
+static_assert(OFFSET_OF(Drafter, count) == 112, "count");
+static_assert(OFFSET_OF(Drafter, kind) == 116, "kind");
+// Written by the host for each launch that drafts.
+struct DraftStart {
+  Drafter drafter;  // its draft stands in the launch's input tokens
+  u32 costs[kMostDrafts];  // of rounds, by drafts from 1 on
+  u32 num_costs;
+  u32 looks_up;  // drafts come from other texts than the prediction, too
+};
+static_assert(sizeof(DraftStart) == 156, "DraftStart");
+static_assert(OFFSET_OF(DraftStart, drafter) == 0, "drafter");
+static_assert(OFFSET_OF(DraftStart, costs) == 120, "costs");
+static_assert(OFFSET_OF(DraftStart, num_costs) == 148, "num_costs");
+static_assert(OFFSET_OF(DraftStart, looks_up) == 152, "looks_up");
+// What kernels that draft need beside the workspace.
+struct DraftBuffers {
+  const DraftStart* start;
+  u32* history;  // with room for what the launch may make; block 0 appends
+  const u32* prediction;
+  const u32* archive;  // kDraftGap between two answers
+  uint4* records;  // [block], zeroed for each launch
+};
+static_assert(sizeof(DraftBuffers) == 40, "DraftBuffers");
+static_assert(OFFSET_OF(DraftBuffers, start) == 0, "start");
+static_assert(OFFSET_OF(DraftBuffers, history) == 8, "history");
+static_assert(OFFSET_OF(DraftBuffers, prediction) == 16, "prediction");
+static_assert(OFFSET_OF(DraftBuffers, archive) == 24, "archive");
+static_assert(OFFSET_OF(DraftBuffers, records) == 32, "records");
 // The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.
 struct Params {
   const u8* image;  // packed weights
@@ -262,7 +350,9 @@ enum class ScaleType : u32 { kBf16, kFp16, kFp32 };
 struct Plain16;
 template <u32 kGroup, u32 kScaleRows> struct Fp8;
 template <ScaleType kScale, u32 kGroup, bool kZeros> struct Int4;
+template <ScaleType kScale, u32 kGroup> struct Int4Offsets;
 template <ScaleType kScale, u32 kGroup, bool kZeros> struct Int8;
+template <u32 kBits, u32 kGroup, bool kOffsets> struct SuperBlocks;
 __constant__ const int kModelWindow[] = {0, 0, 0, 0, 0, 0, 0, 0};
 __constant__ const bool kModelRotated[] = {1, 1, 1, 1, 1, 1, 1, 1};
 struct Model {
@@ -323,6 +413,7 @@ struct Model {
   static constexpr bool kAttentionCommunicates = false;
   static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
+  static constexpr unsigned kMostSlots = 0u;
   static constexpr unsigned kShConverted = 0u;
   static constexpr unsigned kShConvertedBytes = 0u;
   static constexpr unsigned kWsSumsMid = 0u;
@@ -390,7 +481,7 @@ struct Model {
   static __device__ __forceinline__ u32 key_column(u32 row, u32 d) { return d ^ (row & 1) << 5; }
   // From a half_page's values to one number.
   static __device__ __forceinline__ u32 value_place(u32 row, u32 d) { return d * kHalfPagePositions + row; }
-  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 786432u; static constexpr bool kPermuted = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
+  struct Head { using Format = Plain16; static constexpr unsigned kUnits = 1040u; static constexpr unsigned kMaxUnits = 26u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kColumns = 320u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 786432u; static constexpr bool kPermuted = false; static constexpr bool kPairsSteps = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 1040u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 1040u; } };
   // Rows of the residual: attention_output and down of every layer have the same.
   struct Residual { static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
   static constexpr const int (&kWindow)[8] = kModelWindow;
@@ -403,6 +494,7 @@ struct Model {
     static constexpr bool kMlpBias = false;
     static constexpr unsigned kWsGated = 98304u;
     static constexpr unsigned kWsGatedBytes = 65536u;
+    static constexpr unsigned kExperts = 0u;
     static constexpr unsigned kVecAttentionNorm = 0u;
     static constexpr unsigned kVecMlpNorm = 320u;
     static constexpr unsigned kVecQNorm = 640u;
@@ -411,10 +503,10 @@ struct Model {
     static constexpr unsigned kVecAttentionOutputBias = 0u;
     static constexpr unsigned kVecGateUpBias = 0u;
     static constexpr unsigned kVecDownBias = 0u;
-    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 0u; static constexpr bool kPermuted = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 96u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 96u; } };
-    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 24576u; static constexpr bool kPermuted = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
-    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 32768u; static constexpr bool kPermuted = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 112u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 112u; } };
-    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 81920u; static constexpr bool kPermuted = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
+    struct Qkv { using Format = Plain16; static constexpr unsigned kUnits = 96u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kColumns = 320u; static constexpr unsigned kTiles = 2u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 0u; static constexpr bool kPermuted = false; static constexpr bool kPairsSteps = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 96u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 96u; } };
+    struct AttentionOutput { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kColumns = 512u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 24576u; static constexpr bool kPermuted = false; static constexpr bool kPairsSteps = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
+    struct GateUp { using Format = Plain16; static constexpr unsigned kUnits = 112u; static constexpr unsigned kMaxUnits = 3u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 1u; static constexpr unsigned kColumns = 320u; static constexpr unsigned kTiles = 3u; static constexpr bool kEven = false; static constexpr unsigned kUnitHalves = 2u; static constexpr unsigned kDepth = 1u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 32768u; static constexpr bool kPermuted = false; static constexpr bool kPairsSteps = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 112u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 112u; } };
+    struct Down { using Format = Plain16; static constexpr unsigned kUnits = 40u; static constexpr unsigned kMaxUnits = 1u; static constexpr unsigned kBlocks = 40u; static constexpr unsigned kSteps = 2u; static constexpr unsigned kColumns = 896u; static constexpr unsigned kTiles = 1u; static constexpr bool kEven = true; static constexpr unsigned kUnitHalves = 1u; static constexpr unsigned kDepth = 2u; static constexpr unsigned kHalfTileBytes = 8192u; static constexpr unsigned kSlotTiles = 1u; static constexpr unsigned kOffset = 81920u; static constexpr bool kPermuted = false; static constexpr bool kPairsSteps = false; static __device__ __forceinline__ u32 first_unit(u32 block) { return block * 40u / 40u; } static __device__ __forceinline__ u32 num_units(u32 block) { return first_unit(block + 1) - first_unit(block); } static __device__ __forceinline__ u32 owner(u32 unit) { return ((unit + 1) * 40u - 1) / 40u; } };
     // Where a layer begins: its weights in a block's, in bytes; its vectors, in values.
     static __device__ __forceinline__ unsigned long long weights(unsigned layer) { return static_cast<unsigned long long>(layer) * 98304u; }
     static __device__ __forceinline__ unsigned long long vectors(unsigned layer) { return static_cast<unsigned long long>(layer) * 768u; }

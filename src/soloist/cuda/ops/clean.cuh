@@ -38,11 +38,29 @@ __device__ __forceinline__ void clear_sums(const Params& params, u32 epoch, u32 
   }
 }
 
+// Logits of this block's rows of the router, and its share of what a layer's experts have room for, padding left out.
+template <class L>
+__device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u32 queries, u32 block, u32 lane) {
+  using M = typename L::M;
+  constexpr u32 kChunks = L::Down::kColumns / 8;
+  const u32 first = L::first_router_row(block), chosen = queries * L::kChosen;
+  clear_words(exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch), M::kMostExperts * 4, queries, first,
+              L::first_router_row(block + 1) - first, lane);
+  u8* gated = exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, epoch);
+  const u32 count = (chosen < L::kExperts ? chosen : L::kExperts) * queries * kChunks;
+#pragma unroll 1
+  for (u32 i = block * 32 + lane; i < count; i += M::kLaneBlocks * 32)
+    store_exchanged(operand_value(gated, i / kChunks % queries, i / kChunks / queries * L::kSlotColumns + i % kChunks * 8),
+                    make_uint4(kSentinel, kSentinel, kSentinel, kSentinel));
+}
+
 // Once a layer, in gate_up, for the layer after the next one: all but gated values of this layer are published, and
 // nobody reads those of two layers before. Once more at the end of a round, for the embedding's epoch.
 template <class M>
 __device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
-  const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits, queries = control->queries;
+  const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits;
+  // Rounds that draft have as many as they come to.
+  const u32 queries = kDrafts ? kMaxQueries : control->queries;
   u32 hidden_in = 0, layers = 0;
 #pragma unroll 1
   for (u32 cleanings = 0;; ++cleanings) {
@@ -65,9 +83,12 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
         using L = decltype(kind);
         using GateUp = typename L::GateUp;
         using Qkv = typename decltype(kind)::Qkv;
-        clear_operand(exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), queries,
-                      GateUp::first_unit(block) * (GateUp::kUnitHalves * 4),
-                      GateUp::num_units(block) * (GateUp::kUnitHalves * 4), lane);
+        if constexpr (L::kExperts > 0)
+          clear_experts<L>(params, layers + 2, queries, block, lane);
+        else
+          clear_operand(exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, layers + 2), queries,
+                        GateUp::first_unit(block) * (GateUp::kUnitHalves * 4),
+                        GateUp::num_units(block) * (GateUp::kUnitHalves * 4), lane);
         clear_words(exchange_copy<M>(params, M::kWsProjected, M::kWsProjectedBytes, layers + 2), Qkv::kUnits * 8 * 4, queries,
                     Qkv::first_unit(block) * 8, Qkv::num_units(block) * 8, lane);
       });

@@ -4,6 +4,7 @@
 #pragma once
 #include "ops/attention/split.cuh"
 #include "tile/kv_page.cuh"
+#include "tile/slots.cuh"
 
 struct Slots {
   u32 base, full, empty;
@@ -162,9 +163,58 @@ struct Producer {
   }
 };
 
+// How many parts a block streams of a phase of a layer: of chosen experts each tile of gate_up, each slot of `down`.
+template <class M>
+__device__ __forceinline__ u32 num_parts(const ExpertSlots<M>& slots, u32 layer, u32 phase) {
+  u32 count = 1;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0) {
+      const u32 block = lane_block<M>();
+      if (phase == kGateUpPhase) count = L::first_tile(block + 1, slots.count) - L::first_tile(block, slots.count);
+      else if (phase > kGateUpPhase) count = slots.count;
+    }
+  });
+  return count;
+}
+// The n-th of them.
+template <class M>
+__device__ __forceinline__ Part part_of_phase(const Params& params, const ExpertSlots<M>& slots, u32 layer, u32 phase, u32 n) {
+  Part part;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0) {
+      if (phase >= kGateUpPhase) {
+        using GateUp = typename L::GateUp;
+        using Down = typename L::Down;
+        const u32 block = lane_block<M>();
+        const bool is_down = phase > kGateUpPhase;
+        const u32 tile = L::first_tile(block, slots.count) + n, slot = is_down ? n : tile / GateUp::kUnits;
+        const u64 within = is_down ? L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes
+                                   : static_cast<u64>(tile % GateUp::kUnits) * L::kTileBytes;
+        part = Part{params.experts + L::experts(layer) + static_cast<u64>(slots.expert[slot]) * L::kExpertBytes + within,
+                    is_down ? Down::num_units(block) : 2, is_down ? Down::kSteps : GateUp::kSteps,
+                    2 * (is_down ? Down::kHalfTileBytes * Down::kSlotTiles : GateUp::kHalfTileBytes * GateUp::kSlotTiles),
+                    is_down ? Down::kHalfTileBytes : GateUp::kHalfTileBytes};
+        return;
+      }
+    }
+    L::of_phase(phase, [&](auto matrix) { part = part_of<M, decltype(matrix)>(params.image, L::weights(layer)); });
+  });
+  return part;
+}
+// Layers with experts that a phase of gate_up begins: it waits for the choice.
+template <class M>
+__device__ __forceinline__ bool waits_for_choice(u32 layer, u32 phase) {
+  bool waits = false;
+  M::of_layer(layer, [&](auto kind) { waits = decltype(kind)::kExperts > 0 && phase == kGateUpPhase; });
+  return waits;
+}
+
 template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
-                                        u32 round_barrier, u32 lane) {
+                                        u32 round_barrier, u32 chosen_barrier, u32 lane) {
+  [[maybe_unused]] u32 choices = 0;
   Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
@@ -189,8 +239,17 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
         p.pages(*control, layer);
         continue;
       }
-      Part part;
       p.of_head = layer == M::kLayers;
+      if constexpr (M::kMostSlots > 0) {
+        const auto& chosen = *reinterpret_cast<const ExpertSlots<M>*>(reinterpret_cast<const u8*>(control) - M::kShControl + M::kShChoice);
+        if (!p.of_head && waits_for_choice<M>(layer, phase)) mbarrier_wait(chosen_barrier, choices++ & 1);
+        const u32 count = p.of_head ? 1 : num_parts<M>(chosen, layer, phase);
+#pragma unroll 1
+        for (u32 n = 0; n < count; ++n, begin = 0)
+          p.weights(p.of_head ? part_of<M, typename M::Head>(params.image, 0) : part_of_phase<M>(params, chosen, layer, phase, n), begin);
+        continue;
+      }
+      Part part;
       if (layer == M::kLayers) part = part_of<M, typename M::Head>(params.image, 0);
       else part = part_of_phase<M>(params.image, layer, phase);
       p.weights(part, begin);

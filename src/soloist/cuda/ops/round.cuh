@@ -8,10 +8,12 @@
 #include "ops/attention.cuh"
 #include "ops/choose.cuh"
 #include "ops/clean.cuh"
+#include "ops/experts.cuh"
 #include "ops/head.cuh"
 #include "ops/missing.cuh"
 #include "ops/mlp.cuh"
 #include "ops/produce.cuh"
+#include "ops/speculate.cuh"
 #include "ptx/registers.cuh"
 
 // Arrivals that end a round: racecheck needs one from every lane that wrote the outcome.
@@ -22,6 +24,7 @@ struct Barriers {
   u32 emit;      // consumers -> reporter: tokens are ready
   u32 reported;  // reporter -> consumers: they are with the host
   u32 cleanable, cleaned;  // consumers -> cleaner and back
+  u32 chosen;    // consumers -> producer: which experts, where there are any
 };
 
 // The round's outcome: tokens to emit and the next round's queries. Lane c of warp 0 serves query c.
@@ -33,6 +36,23 @@ __device__ __forceinline__ void conclude(Context<M>& cx, const Barriers& barrier
   fence_async_proxy();
   cx.sync();
   Control& control = cx.shared.control();
+  if constexpr (kDrafts) {
+    // Before what the reporter reads is overwritten.
+    if (cx.warp == 0 && cx.is_first() && cx.round > 0) mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
+    speculate<M>(cx.params, cx.round);
+    if (cx.warp == 0) {
+      if (cx.lane < kMaxQueries) control.emit[cx.lane] = control.chosen[cx.lane];
+      __syncwarp();
+      if (cx.lane < kRoundArrivals) {
+        mbarrier_arrive(barriers.round);
+        if (cx.is_first()) mbarrier_arrive(barriers.emit);
+      }
+    }
+    cx.let_clean(cx.layers_done + cx.round);
+    cx.sync();
+    cx.queries = control.queries;
+    return;
+  }
   if (cx.warp == 0) {
     if (cx.is_first() && cx.round > 0)
       mbarrier_wait(barriers.reported, (cx.round - 1) & 1);
@@ -104,11 +124,18 @@ __device__ __forceinline__ void consume(Context<M>& cx, const Barriers& barriers
 }
 
 // Tokens go to host memory while the next round runs; the host's wish to stop comes back.
+template <class M>
 __device__ __forceinline__ void report(const Params& params, Control* control, const Barriers& barriers) {
   for (u32 round = 0;; ++round) {
     mbarrier_wait(barriers.emit, round & 1);
     volatile Control* c = control;
-    for (u32 i = 0; i < c->queries; ++i) store_host(params.emitted + round * kMaxQueries + i, c->emit[i]);
+    if constexpr (kDrafts) {
+      u32* words = params.emitted + round * kEmittedWords;
+      for (u32 i = 0; i < kMaxQueries; ++i) store_host(words + i, c->emit[i]);
+      store_host(words + kMaxQueries, const_cast<volatile DraftControl&>(draft_control<M>()).told);
+    } else {
+      for (u32 i = 0; i < c->queries; ++i) store_host(params.emitted + round * kMaxQueries + i, c->emit[i]);
+    }
     const bool stop = c->stop;
     store_host_release(params.progress, round + 1);
     if (stop) return;
@@ -118,7 +145,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6;
+inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + (M::kMostSlots > 0);
 
 // What a warp is known to be: registers move when it takes its role, in the kernel's first launch.
 struct AnyWarp {
@@ -137,7 +164,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const u32 slots = kept_address(dynamic), full = kept_address(all_barriers), empty = full + M::kRingSlots * 8;
   const u32 first = empty + M::kRingSlots * 8, finished = first + 40;
-  const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32};
+  const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32, first + 48};
   u8* const fixed = at_shared<u8>(slots + M::kRingSlots * M::kSlotBytes);
   Control* const control = reinterpret_cast<Control*>(fixed + M::kShControl);
   Where* const where = at_shared<Where>(kept_address(&progress));
@@ -146,7 +173,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
       mbarrier_init(full + i * 8, kStagingLanes);
       mbarrier_init(empty + i * 8, kReleases);
     }
-    for (u32 i = 0; i < 6; ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
+    for (u32 i = 0; i < 6 + (M::kMostSlots > 0); ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
     *where = Where{0, 0, 0, 0, 0, 0};
     control->queries = Queries{params.launch->queries};
     control->rounds = params.launch->rounds;
@@ -160,14 +187,15 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
     control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
   }
   if constexpr (kSamples) prepare_sampling<M>(*params.launch);
+  if constexpr (kDrafts) prepare_drafting<M>(*draft_buffers<M>(params).start);
   __syncthreads();
   if (Role::kIsNew ? warp >= kConsumerWarps : Role::kHelps) {
     if constexpr (Role::kIsNew) give_registers();
     if (warp == kConsumerWarps)
-      produce<M>(params, control, where, Slots{slots, full, empty}, barriers.round, lane);
+      produce<M>(params, control, where, Slots{slots, full, empty}, barriers.round, barriers.chosen, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       // Its address anew: the compiler spills it rather than keep it until here.
-      report(params, at_shared<Control>(kept_address(dynamic) + M::kRingSlots * M::kSlotBytes + M::kShControl), barriers);
+      report<M>(params, at_shared<Control>(kept_address(dynamic) + M::kRingSlots * M::kSlotBytes + M::kShControl), barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch<M>(where, params.fault, finished, full, empty, [&] { return missing_ranks<M>(params, where); });
     else if (warp == kConsumerWarps + 2)
@@ -176,7 +204,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{slots, full, empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
-               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f};
+               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});

@@ -32,6 +32,11 @@ __device__ __forceinline__ float2 load_exchanged2(const float* p) {
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_exchanged_word(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 
 __device__ __forceinline__ u32 load_shared_half(u32 address) {
   u16 v;

@@ -18,18 +18,32 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
   }
 }
 
-// The same of integers of 8 bits, m16n8k32: those of `a` unsigned or signed, those of `b` signed; d = a b + c.
-template <bool kSigned>
+// The same of integers of 8 bits, m16n8k32: those of `a` and of `b` signed or not; d = a b + c.
+template <bool kSigned, bool kSignedB = true>
 __device__ __forceinline__ void mma(i32 (&d)[4], uint4 a, u32 b0, u32 b1, const i32 (&c)[4]) {
-  if constexpr (kSigned) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
-  } else {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
-  }
+#define SOLOIST_MMA(types)                                                                                                 \
+  asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"      \
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                     \
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]))
+  if constexpr (kSigned && kSignedB) SOLOIST_MMA("s8.s8");
+  else if constexpr (kSigned) SOLOIST_MMA("s8.u8");
+  else if constexpr (kSignedB) SOLOIST_MMA("u8.s8");
+  else SOLOIST_MMA("u8.u8");
+#undef SOLOIST_MMA
+}
+
+// Two signed integers of 16 bits times the lower or upper two unsigned bytes of `b`, added to `c`.
+__device__ __forceinline__ i32 dot2(u32 a, u32 b, bool upper, i32 c) {
+  i32 r;
+  if (upper) asm("dp2a.hi.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// A byte as a signed integer.
+__device__ __forceinline__ i32 signed_byte(u32 x, u32 byte) {
+  u32 r;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(0x8880 + 0x1111 * byte));
+  return static_cast<i32>(r);
 }
 
 // Two fp32 values as a packed pair of fp16, `low` in the low half; round to nearest even.
@@ -49,14 +63,14 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
   return r;
 }
 __device__ __forceinline__ u16 to_half(float x) { return static_cast<u16>(pack_pair(x, 0.0f)); }
+__device__ __forceinline__ float from_fp16(u16 x) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+}
 __device__ __forceinline__ float from_half(u16 x) {
-  if constexpr (kBf16) {
-    return __uint_as_float(static_cast<u32>(x) << 16);
-  } else {
-    float r;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-    return r;
-  }
+  if constexpr (kBf16) return __uint_as_float(static_cast<u32>(x) << 16);
+  return from_fp16(x);
 }
 __device__ __forceinline__ float low_half(u32 pair) { return from_half(static_cast<u16>(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }

@@ -47,6 +47,17 @@ __device__ __forceinline__ void store_boxes(const TensorMap& map, u32 row, u32 b
                ::"l"(&map), "r"(0), "r"(row), "r"(box), "r"(shared) : "memory");
 }
 
+// A box of five dimensions, its values one after the other; the first one has as many as the swizzle is wide.
+struct BoxPlace {
+  u32 at[5];
+};
+__device__ __forceinline__ void load_box(u32 shared, const TensorMap& map, const BoxPlace& place, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+      ::"r"(shared), "l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(place.at[4]),
+      "r"(barrier) : "memory");
+}
+
 // Those of this thread since the last call are a group; all groups have read shared memory; all have been written.
 __device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

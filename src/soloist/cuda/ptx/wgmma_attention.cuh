@@ -1,25 +1,27 @@
-// What a warpgroup multiplies in attention, with fp32 sums: 64 queries with 128 keys, and their weights with values of 64, 96 or
-// 128 columns. Needs sm_90a.
+// What a warpgroup multiplies in attention, with fp32 sums: 64 queries with 128 keys, and their weights with values of 32, 64, 96
+// or 128 columns. Needs sm_90a.
 //
 // Queries, keys and values are operands as of ptx/wgmma.cuh, boxes of more columns one after the other. Values are read across
-// their rows.
+// their rows, or along them where a row has one column of all positions.
 #pragma once
 #include "ptx/wgmma.cuh"
 
 inline constexpr u32 kScoreColumns = 128, kScores = kWgmmaRows * kScoreColumns / 128;  // of a thread
 
+#define REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGISTERS_48 \
   REGISTERS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS_64 \
   REGISTERS_48 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SUMS_32(s) \
+#define SUMS_16(s) \
   "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), "+f"(s[8]), \
-  "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]), "+f"(s[15]), "+f"(s[16]), "+f"(s[17]), \
+  "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]), "+f"(s[15])
+#define SUMS_32(s) \
+  SUMS_16(s), "+f"(s[16]), "+f"(s[17]), \
   "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]), "+f"(s[22]), "+f"(s[23]), "+f"(s[24]), "+f"(s[25]), \
   "+f"(s[26]), "+f"(s[27]), "+f"(s[28]), "+f"(s[29]), "+f"(s[30]), "+f"(s[31])
 #define SUMS_48(s) \
@@ -48,31 +50,39 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores], u64 a, u64 
 }
 #undef SCORE
 
-#define ADD_VALUES(type, columns, registers, operands, sums) \
+#define ADD_VALUES(type, columns, registers, operands, across, sums) \
   asm volatile( \
       "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type \
-      " {" registers "}, " operands ", p, 1, 1, 1; }" \
+      " {" registers "}, " operands ", p, 1, 1, " across "; }" \
       : sums \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 // s += a [64, 16] b [16, columns], twice as many columns as there are sums; runs on by itself. Words of a: of the thread's rows
-// l / 4 and l / 4 + 8 (lane l) columns 2 (l % 4) and one more, then the same of eight columns further.
-#define DEFINE_ADD_VALUES(count, columns, operands) \
-  __device__ __forceinline__ void add_values(float (&s)[count], const u32 (&a)[4], u64 b) { \
+// l / 4 and l / 4 + 8 (lane l) columns 2 (l % 4) and one more, then the same of eight columns further. Rows of b are those of a's
+// columns, or, of `add_values_along`, they are columns of s.
+#define DEFINE_ADD_VALUES_OF(name, across, count, columns, operands) \
+  __device__ __forceinline__ void name(float (&s)[count], const u32 (&a)[4], u64 b) { \
     if constexpr (kBf16) { \
-      ADD_VALUES("bf16", columns, REGISTERS_##count, operands, SUMS_##count(s)); \
+      ADD_VALUES("bf16", columns, REGISTERS_##count, operands, across, SUMS_##count(s)); \
     } else { \
-      ADD_VALUES("f16", columns, REGISTERS_##count, operands, SUMS_##count(s)); \
+      ADD_VALUES("f16", columns, REGISTERS_##count, operands, across, SUMS_##count(s)); \
     } \
   }
+#define DEFINE_ADD_VALUES(count, columns, operands) \
+  DEFINE_ADD_VALUES_OF(add_values, "1", count, columns, operands) \
+  DEFINE_ADD_VALUES_OF(add_values_along, "0", count, columns, operands)
+DEFINE_ADD_VALUES(16, "32", "{%16, %17, %18, %19}, %20")
 DEFINE_ADD_VALUES(32, "64", "{%32, %33, %34, %35}, %36")
 DEFINE_ADD_VALUES(48, "96", "{%48, %49, %50, %51}, %52")
 DEFINE_ADD_VALUES(64, "128", "{%64, %65, %66, %67}, %68")
 #undef ADD_VALUES
 #undef DEFINE_ADD_VALUES
+#undef DEFINE_ADD_VALUES_OF
+#undef REGISTERS_16
 #undef REGISTERS_32
 #undef REGISTERS_48
 #undef REGISTERS_64
+#undef SUMS_16
 #undef SUMS_32
 #undef SUMS_48
 #undef SUMS_64

@@ -12,11 +12,18 @@ inline constexpr u32 kRoomQueries = kMostQueries == 1 ? 1 : kMaxQueries;
 
 template <class Op>
 inline constexpr Arithmetic kArithmetic = Op::Format::kArithmetic;
+// Activations become digits.
+template <class Op>
+inline constexpr bool kMakesDigits = kArithmetic<Op> == Arithmetic::kIntegers || kArithmetic<Op> == Arithmetic::kSuperBlocks;
+// Of one query the sums of four tiles are dealt to the four lanes that would all have the same.
+inline constexpr u32 kDealtTiles = 4;
+template <class Op>
+inline constexpr bool kDealsTiles = kRoomQueries == 1 && kArithmetic<Op> == Arithmetic::kSuperBlocks;
 // Few tiles leave the tensor core waiting for its own sums: give them two chains, one for each half of a step, or four. Where
 // the sums of a step are scaled each half has its own.
 template <class Op>
 inline constexpr u32 kChains = kArithmetic<Op> == Arithmetic::kScaled      ? 2
-                               : kArithmetic<Op> == Arithmetic::kIntegers ? 1
+                               : kMakesDigits<Op>                          ? 1
                                : Op::kTiles <= 2                           ? kMostChains
                                : Op::kTiles <= 4                           ? 2
                                                                            : 1;
@@ -29,6 +36,14 @@ inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 // two of each warp's part of a step.
 template <class Op>
 inline constexpr bool kConverts = kRoomQueries == 1 && kArithmetic<Op> != Arithmetic::kPlain;
+
+// From the first column to those of a step that a warp has, in columns. Of a pair of steps a warp's columns are neighbours.
+template <class Op>
+__device__ __forceinline__ u32 step_column(u32 step) {
+  return Op::kPairsSteps ? step / 2 * (2 * kStepColumns) + step % 2 * 64 : step * kStepColumns;
+}
+template <class Op>
+inline constexpr u32 kWarpColumns = Op::kPairsSteps ? 128 : 64;
 
 // Columns of a permuted matrix meet activations that a table in global memory names, 16 bits for each column. Threads gather
 // them: a word has two, and is its own ready flag. As long as one is missing so are all 8.
@@ -73,10 +88,10 @@ struct GlobalOperand {
   // `vectors`: where those of the layer begin.
   template <class C>
   __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx, u64 vectors = 0)
-      : lane_base(buffer + (cx.warp * 2 * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
+      : lane_base(buffer + (cx.warp * (kWarpColumns<Op> / 32) * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
     if constexpr (kConverts<Op>) {
-      lane_base = buffer + cx.warp * 128 + cx.lane % 8 * 16;
+      lane_base = buffer + cx.warp * (kWarpColumns<Op> * 2) + cx.lane % 8 * 16;
       converted = cx.shared.converted() + cx.warp * (kConvertedSteps * 128);
       powers = cx.shared.converted() + kConsumerWarps * kConvertedSteps * 128 + cx.warp * (kConvertedSteps * 4);
     }
@@ -92,9 +107,15 @@ struct GlobalOperand {
     if constexpr (kGathers) {
       if (active) v = gathered.load(step * kStepColumns + part * 32);
     } else {
-      if (active) v = load_exchanged(lane_base + (step * 16 + part) * (kRoomQueries * 64));
+      if (active) v = load_exchanged(lane_base + (step_column<Op>(step) / 32 + part) * (kRoomQueries * 64));
     }
     return v;
+  }
+  // The same of step `d` of a turn of the loop whose steps are those from `first` on, an even number if steps are paired. What is not
+  // loaded stays as it is.
+  __device__ __forceinline__ void load(uint4& v, u32 first, u32 d, u32 part) const {
+    constexpr u32 kBlockBytes = kRoomQueries * 64;
+    if (active) v = load_exchanged(lane_base + first * (kStepColumns / 32 * kBlockBytes) + (step_column<Op>(d) / 32 + part) * kBlockBytes);
   }
 };
 
@@ -102,12 +123,23 @@ struct GlobalOperand {
 template <class Op, bool = kConverts<Op>>
 struct Ahead {
   static constexpr u32 kLoads = GlobalOperand<Op>::kLoads;
+  // A turn's activations have one address. Elsewhere the compiler spills more then, or nobody has looked.
+  static constexpr bool kByTurns = !Op::kPermuted && kArithmetic<Op> == Arithmetic::kIntegers;
   uint4 b[Op::kDepth][kLoads];
 
   template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 d, u32 step) {
 #pragma unroll
     for (u32 i = 0; i < kLoads; ++i) b[d][i] = operand.template load<kGathers>(step, i);
+  }
+  // Step `d` of a turn, once more or in the place of the same step of another turn.
+  __device__ __forceinline__ void load_again(const GlobalOperand<Op>& operand, u32 d, u32 first) {
+    if constexpr (!kByTurns) {
+      load(operand, d, first + d);
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < kLoads; ++i) operand.load(b[d][i], first, d, i);
+    }
   }
   // The sum over sentinels of a step: 0 if all of its activations are there.
   __device__ __forceinline__ float missing(u32 d, float of_others = 0.0f) const {
@@ -144,13 +176,16 @@ struct Ahead {
   __device__ __forceinline__ void await(const GlobalOperand<Op>& operand, u32 d, u32 first) {
     if (first > 0 || Op::kSteps > Op::kDepth)
 #pragma unroll 1
-      while (!__all_sync(~0u, missing(d) == 0.0f) && !__all_sync(~0u, is_there(d))) load(operand, d, first + d);
+      while (!__all_sync(~0u, missing(d) == 0.0f) && !__all_sync(~0u, is_there(d))) load_again(operand, d, first);
   }
   // After the last use of these activations: ask for those that take their registers.
   template <bool kAgain>
   __device__ __forceinline__ void ask_for_next(const GlobalOperand<Op>& operand, u32 d, u32 first) {
     constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
     const u32 next = first + d + Op::kDepth;
-    if (next < Op::kSteps || (kAgain && kWhole)) load(operand, d, next < Op::kSteps ? next : next - Op::kSteps);
+    if (next >= Op::kSteps && !(kAgain && kWhole)) return;
+    const u32 step = next < Op::kSteps ? next : next - Op::kSteps;
+    if constexpr (kByTurns) load_again(operand, d, step - d);
+    else load(operand, d, step);
   }
 };

@@ -1,20 +1,22 @@
 // Activations as integers, for weights that are integers.
 //
-// A query's 64 columns of a step that a warp has are scaled by a power of two to 14 bits and a sign, and cut into two digits of
-// 8 bits: x is scale · (256 high + low). That is exact for values of bf16 down to a 64th of the largest. Sums of integers do not
+// A query's columns of a step that a warp has, 64 or the 128 of a pair of steps, are scaled by a power of two to 14 bits and a sign,
+// and cut into two digits of 8 bits: x is scale · (256 high + low). That is exact for values of bf16 down to a 64th of the largest. Sums of integers do not
 // depend on their order, and the scale depends on the query's own values only: bits are the same for any number of queries.
 #pragma once
 #include "tile/activations.cuh"
 
-// The largest magnitude of a query's 64 columns lies between 2^kDigitBits and twice that.
+// The largest magnitude of these columns lies between 2^kDigitBits and twice that.
 inline constexpr u32 kDigitBits = 13;
 
-// The largest magnitude of 8 values, as the bits of 16-bit values without signs, which order like them.
-__device__ __forceinline__ u32 magnitude(uint4 v) {
+// The largest magnitudes of 8 values, as the bits of 16-bit values without signs, which order like them: of the even ones in the low
+// half, of the others in the high half.
+__device__ __forceinline__ u32 magnitudes(uint4 v) {
   constexpr u32 kMask = 0x7FFF7FFF;
-  const u32 most = __vmaxu2(__vmaxu2(v.x & kMask, v.y & kMask), __vmaxu2(v.z & kMask, v.w & kMask));
-  return max(most & 0xFFFF, most >> 16);
+  return __vmaxu2(__vmaxu2(v.x & kMask, v.y & kMask), __vmaxu2(v.z & kMask, v.w & kMask));
 }
+__device__ __forceinline__ u32 larger_half(u32 pair) { return max(pair & 0xFFFF, pair >> 16); }
+__device__ __forceinline__ u32 magnitude(uint4 v) { return larger_half(magnitudes(v)); }
 __device__ __forceinline__ u32 most_of_lanes(u32 x, u32 lanes) {
 #pragma unroll
   for (u32 step = 1; step < lanes; step *= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
@@ -34,6 +36,8 @@ struct Scaling {
   }
 };
 
+// kSignedLow: low digits are from -128 to 127, as high ones are. From 0 to 255 they take an instruction less.
+template <bool kSignedLow>
 struct Digits {
   u32 high[2], low[2];
 
@@ -45,16 +49,16 @@ struct Digits {
 
  private:
   static __device__ __forceinline__ void four(u32 first, u32 second, float inverse, u32& high, u32& low) {
-    // The integer lands in the low bits, 128 more than it is: then its high byte is the high digit, and its low byte 128 more than
-    // the low digit.
-    constexpr float kMagic = 12582912.0f + 128.0f;
+    // The integer lands in the low bits, 128 more than it is where digits are signed: then its high byte is the high digit, and its
+    // low byte 128 more than the low digit.
+    constexpr float kMagic = 12582912.0f + (kSignedLow ? 128.0f : 0.0f);
     const u32 a = __float_as_uint(__fmaf_rn(low_half(first), inverse, kMagic));
     const u32 b = __float_as_uint(__fmaf_rn(high_half(first), inverse, kMagic));
     const u32 c = __float_as_uint(__fmaf_rn(low_half(second), inverse, kMagic));
     const u32 d = __float_as_uint(__fmaf_rn(high_half(second), inverse, kMagic));
     const u32 ab = __byte_perm(a, b, 0x4051), cd = __byte_perm(c, d, 0x4051);
     high = __byte_perm(ab, cd, 0x5410);
-    low = __byte_perm(ab, cd, 0x7632) ^ 0x80808080;
+    low = __byte_perm(ab, cd, 0x7632) ^ (kSignedLow ? 0x80808080 : 0);
   }
 };
 

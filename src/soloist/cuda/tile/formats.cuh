@@ -15,6 +15,7 @@ enum class Arithmetic : u32 {
   kPlain,     // 16-bit values times 16-bit activations
   kScaled,    // values that become fp16, as activations do, times a scale for 64 columns or less
   kIntegers,  // integers of 4 or 8 bits times activations in two digits of 8 bits, times scales
+  kSuperBlocks,  // integers of 4 or 6 bits times the same digits, times integers of their groups, times scales
 };
 
 // Values that stand for themselves. `low` and `high` are the registers of m16n8k16's first operand, of a tile for the first
@@ -67,9 +68,7 @@ struct ScalePair {
   __device__ __forceinline__ float get(u32 which) const {
     if constexpr (kScale == ScaleType::kFp32) return __uint_as_float(which ? second : first);
     if constexpr (kScale == ScaleType::kBf16) return __uint_as_float(which ? first & 0xFFFF0000u : first << 16);
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<u16>(which ? first >> 16 : first)));
-    return x;
+    return from_fp16(static_cast<u16>(which ? first >> 16 : first));
   }
 };
 // Groups of columns that a warp's 64 of a step are in, and the first of them.
@@ -86,7 +85,9 @@ struct Integers {
   static constexpr u32 kValueBytes = kHalfTileValues * kBits / 8, kRowsScales = kHalfTileRows * kScaleBytes<kScale>;
   static constexpr u32 kHalfScales = kStepGroups * kRowsScales, kHalfZeros = kHasZeros ? kStepGroups * kHalfTileRows : 0;
   static constexpr u32 kHalfBytes = (kValueBytes + kHalfScales + kHalfZeros + 15) / 16 * 16;
-  static constexpr bool kZeros = kHasZeros;
+  static constexpr bool kZeros = kHasZeros, kOffsets = false;
+  static constexpr ScaleType kScaleType = kScale;
+  static constexpr u32 kGroupColumns = kGroup;
   struct Place {
     u32 values, half_values, scales, half_scales, zeros, half_zeros;
     __device__ __forceinline__ Place(u32 warp, u32 lane)
@@ -129,9 +130,10 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
   static constexpr float kSecond = 0.0625f;  // by what the sums of rows g + 8 are multiplied
   uint4 values;
 
+  __device__ __forceinline__ void load_values(u32 at) { values = load_shared(at); }
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
     if (!half_tiles) {
-      values = load_shared(tile + place.values);
+      load_values(tile + place.values);
       Base::load_scales(tile, place);
       return;
     }
@@ -150,11 +152,50 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
     const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
     return make_uint4(first & 0x0F0F0F0F, first & 0xF0F0F0F0, second & 0x0F0F0F0F, second & 0xF0F0F0F0);
   }
+  // The operand as signed integers, less the zero that all share; values of both rows are sixteen times as large.
+  __device__ __forceinline__ uint4 centred(u32 part) const {
+    constexpr u32 kHigh = 0xF0F0F0F0, kZeros = 0x80808080;
+    const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
+    return make_uint4((first << 4 ^ kZeros) & kHigh, (first ^ kZeros) & kHigh, (second << 4 ^ kZeros) & kHigh, (second ^ kZeros) & kHigh);
+  }
   // The same of a half tile: rows g + 8 are none.
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
     const u32 first = second_step ? values.z : values.x, second = second_step ? values.w : values.y;
     const u32 mask = part ? 0xF0F0F0F0 : 0x0F0F0F0F;
     return make_uint4(first & mask, 0, second & mask, 0);
+  }
+};
+
+// The same with a number of the scales' type for each group that is added to the products of the group: nothing is taken off codes.
+template <ScaleType kScale, u32 kGroup>
+struct Int4Offsets : Int4<kScale, kGroup, false> {
+  using Base = Int4<kScale, kGroup, false>;
+  using Place = typename Base::Place;
+  static constexpr bool kOffsets = true;
+  static constexpr i32 kZero = 0;
+  static constexpr u32 kHalfBytes = Base::kValueBytes + 2 * Base::kHalfScales;
+  ScalePair<kScale> offsets[Base::kGroups];
+
+  __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
+    if (half_tiles) {
+      load_half(tile, place, false);
+      if (both) load_half(tile + kHalfBytes, place, true);
+      return;
+    }
+    Base::load_values(tile + place.values);
+    Base::load_scales(tile, place);
+#pragma unroll
+    for (u32 n = 0; n < Base::kGroups; ++n) offsets[n].load_both(tile + place.scales + 2 * Base::kHalfScales + n * 2 * Base::kRowsScales);
+  }
+
+ private:
+  __device__ __forceinline__ void load_half(u32 half, const Place& place, bool second) {
+    const uint2 v = load_shared2(half + place.half_values);
+    second ? Base::values.z = v.x : Base::values.x = v.x;
+    second ? Base::values.w = v.y : Base::values.y = v.y;
+    Base::load_half_scales(half, place, second);
+#pragma unroll
+    for (u32 n = 0; n < Base::kGroups; ++n) offsets[n].load_one(half + place.half_scales + Base::kHalfScales + n * Base::kRowsScales, second);
   }
 };
 
@@ -168,10 +209,13 @@ struct Int8 : Integers<kScale, kGroup, kHasZeros, 8> {
   static constexpr float kSecond = 1.0f;
   uint4 low, high;
 
+  __device__ __forceinline__ void load_values(u32 at) {
+    low = load_shared(at);
+    high = load_shared(at + Base::kValueBytes);
+  }
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
     if (!half_tiles) {
-      low = load_shared(tile + place.values);
-      high = load_shared(tile + Base::kValueBytes + place.values);
+      load_values(tile + place.values);
       Base::load_scales(tile, place);
       return;
     }
@@ -187,6 +231,151 @@ struct Int8 : Integers<kScale, kGroup, kHasZeros, 8> {
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
     const uint4& v = second_step ? high : low;
     return part ? make_uint4(v.z, 0, v.w, 0) : make_uint4(v.x, 0, v.y, 0);
+  }
+};
+
+// A tile of integers whose step is one of a pair. A warp's columns of both steps are neighbours and in one group. The tile of the first
+// step has the scales and zeros of rows g, the tile of the second those of rows g + 8: [group of a step][g][step].
+template <class Format>
+struct Paired : Format {
+  struct Place {
+    u32 values, scales, zeros;
+    __device__ __forceinline__ Place(u32 warp, u32 lane) : values((warp * 32 + lane) * 16) {
+      const u32 at = (warp % 4 * 128 / Format::kGroupColumns * 8 + lane / 4) * 2 + warp / 4;
+      scales = 2 * Format::kValueBytes + at * kScaleBytes<Format::kScaleType>;
+      zeros = 2 * Format::kValueBytes + 2 * Format::kHalfScales + at;
+    }
+  };
+  __device__ __forceinline__ void load(u32 tile, const Place& place, bool, bool) {
+    Format::load_values(tile + place.values);
+    Format::scales[0].load_one(tile + place.scales, false);
+    if (Format::kZeros) Format::zeros[0] = load_shared_byte(tile + place.zeros);
+  }
+};
+
+// Integers of 4 or 6 bits whose groups have scales, and offsets, that are integers of 8 bits times fp16 of their super-block of 256
+// columns. A byte has values of rows g and g + 8 as of Int4; of 6 bits these are the upper four, and the lower two lie behind all of
+// them: a byte has those of the four values that two words have in one byte.
+template <u32 kBits, u32 kGroup, bool kHasOffsets>
+struct SuperBlocks {
+  static constexpr Arithmetic kArithmetic = Arithmetic::kSuperBlocks;
+  static constexpr u32 kSuperColumns = 256, kOffsetGroups = 2, kGroups = 64 / kGroup;  // groups of a warp's 64 columns
+  static constexpr bool kOffsets = kHasOffsets, kSigned = kBits == 6;
+  static constexpr u32 kNibbleBytes = kHalfTileValues / 2, kValueBytes = kHalfTileValues * kBits / 8;
+  static constexpr u32 kHalfScales = kHalfTileRows * 8 * kGroups, kHalfOffsets = kHasOffsets ? kHalfTileRows * 8 * kOffsetGroups : 0;
+  static constexpr u32 kHalfSupers = kHalfTileRows * (kStepColumns / kSuperColumns) * 2;
+  static constexpr u32 kHalfBytes = kValueBytes + kHalfScales + kHalfOffsets + kHalfSupers * (kHasOffsets ? 2 : 1);
+  // What sums of a tile's rows g and g + 8, and of a half tile, are multiplied by: values are larger than they mean.
+  static constexpr float kInverse = kBits == 6 ? 0.25f : 1.0f, kSecondInverse = kBits == 6 ? 0.25f : 0.0625f, kHalfInverse = kInverse;
+  struct Place {
+    u32 lane, of_warp, supers;  // of all of a block's lanes; its row of a warp; super-block and row
+    __device__ __forceinline__ Place(u32 warp, u32 lane)
+        : lane(warp * 32 + lane), of_warp(warp * 8 + lane / 4), supers(warp * 64 / kSuperColumns * 8 + lane / 4) {}
+  };
+  uint4 nibbles;
+  uint2 pairs;
+  // Bytes: scales of a tile's groups, of rows g and g + 8; offsets of rows g and g + 8, of groups; of a half tile's steps, of groups.
+  u32 scales[kGroups / 2], offsets;
+  u32 supers, super_offsets;  // two of 16 bits
+
+  // Values and what groups have, of a tile.
+  __device__ __forceinline__ void load_values(u32 tile, const Place& place) {
+    nibbles = load_shared(tile + place.lane * 16);
+    if constexpr (kBits == 6) pairs = load_shared2(tile + 2 * kNibbleBytes + place.lane * 8);
+    const u32 at = tile + 2 * kValueBytes + place.of_warp * 2 * kGroups;
+    if constexpr (kGroups == 2) {
+      scales[0] = load_shared1(at);
+    } else {
+      const uint2 v = load_shared2(at);
+      scales[0] = v.x, scales[kGroups / 2 - 1] = v.y;
+    }
+    if constexpr (kHasOffsets) offsets = load_shared1(tile + 2 * (kValueBytes + kHalfScales) + place.of_warp * 2 * kOffsetGroups);
+  }
+  __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
+    if (!half_tiles) {
+      load_values(tile, place);
+      const u32 at = tile + 2 * (kValueBytes + kHalfScales + kHalfOffsets) + place.supers * 4;
+      supers = load_shared1(at);
+      if constexpr (kHasOffsets) super_offsets = load_shared1(at + 2 * kHalfSupers);
+      return;
+    }
+    load_half(tile, place, false);
+    if (both) load_half(tile + kHalfBytes, place, true);
+  }
+  __device__ __forceinline__ u32 loaded() const { return nibbles.x; }
+
+  // The operand of 32 columns of a tile.
+  __device__ __forceinline__ uint4 operand(u32 part) const {
+    const u32 first = part ? nibbles.z : nibbles.x, second = part ? nibbles.w : nibbles.y;
+    if constexpr (kBits == 4) return make_uint4(first & 0x0F0F0F0F, first & 0xF0F0F0F0, second & 0x0F0F0F0F, second & 0xF0F0F0F0);
+    const u32 low = part ? pairs.y : pairs.x;
+    return make_uint4(joined(first << 4, low << 2), joined(first, low), joined(second << 4, low >> 2), joined(second, low >> 4));
+  }
+  // The same of a half tile: rows g + 8 are none.
+  __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
+    const u32 first = second_step ? nibbles.z : nibbles.x, second = second_step ? nibbles.w : nibbles.y;
+    if constexpr (kBits == 4) return make_uint4(first >> 4 * part & 0x0F0F0F0F, 0, second >> 4 * part & 0x0F0F0F0F, 0);
+    const u32 low = second_step ? pairs.y : pairs.x;
+    if (part) return make_uint4(joined(first, low), 0, joined(second, low >> 4), 0);
+    return make_uint4(joined(first << 4, low << 2), 0, joined(second << 4, low >> 2), 0);
+  }
+  // Of group `n` of the warp's columns, of rows g or g + 8; of a half tile in its first or second step.
+  template <bool kHalf>
+  __device__ __forceinline__ i32 scale(u32 n, u32 which) const {
+    const u32 byte = kHalf ? which * kGroups + n : n * 2 + which;
+    return signed_byte(scales[byte / 4], byte % 4);
+  }
+  // All that a tile has beside its values, if it is the lane's.
+  __device__ __forceinline__ void take_shared(const SuperBlocks& w, bool is_own) {
+#pragma unroll
+    for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = is_own ? w.scales[i] : scales[i];
+    supers = is_own ? w.supers : supers;
+    if constexpr (!kHasOffsets) return;
+    offsets = is_own ? w.offsets : offsets;
+    super_offsets = is_own ? w.super_offsets : super_offsets;
+  }
+  __device__ __forceinline__ float super_scale(u32 which) const { return from_fp16(static_cast<u16>(which ? supers >> 16 : supers)); }
+  __device__ __forceinline__ float super_offset(u32 which) const {
+    return from_fp16(static_cast<u16>(which ? super_offsets >> 16 : super_offsets));
+  }
+
+ private:
+  // Four times a value of 6 bits, with its sign.
+  static __device__ __forceinline__ u32 joined(u32 high, u32 low) { return (high & 0xF0F0F0F0) | (low & 0x0C0C0C0C); }
+  __device__ __forceinline__ void load_half(u32 half, const Place& place, bool second) {
+    const uint2 v = load_shared2(half + place.lane * 8);
+    second ? nibbles.z = v.x : nibbles.x = v.x;
+    second ? nibbles.w = v.y : nibbles.y = v.y;
+    if constexpr (kBits == 6) {
+      const u32 low = load_shared1(half + kNibbleBytes + place.lane * 4);
+      second ? pairs.y = low : pairs.x = low;
+    }
+    const u32 at = half + kValueBytes + place.of_warp * kGroups, shift = second ? 16 : 0;
+    if constexpr (kGroups == 2) scales[0] = merged(scales[0], load_shared_half(at), shift);
+    else scales[second ? kGroups / 2 - 1 : 0] = load_shared1(at);
+    const u32 of_super = half + kValueBytes + kHalfScales + kHalfOffsets + place.supers * 2;
+    supers = merged(supers, load_shared_half(of_super), shift);
+    if constexpr (kHasOffsets) {
+      offsets = merged(offsets, load_shared_half(half + kValueBytes + kHalfScales + place.of_warp * kOffsetGroups), shift);
+      super_offsets = merged(super_offsets, load_shared_half(of_super + kHalfSupers), shift);
+    }
+  }
+  static __device__ __forceinline__ u32 merged(u32 first, u32 x, u32 shift) { return shift ? first | x << 16 : x; }
+};
+// One of a pair of steps: its tile has what super-blocks have for rows g in both steps, or for rows g + 8, as of the other integers.
+template <u32 kBits, u32 kGroup, bool kHasOffsets>
+struct Paired<SuperBlocks<kBits, kGroup, kHasOffsets>> : SuperBlocks<kBits, kGroup, kHasOffsets> {
+  using Base = SuperBlocks<kBits, kGroup, kHasOffsets>;
+  struct Place : Base::Place {
+    __device__ __forceinline__ Place(u32 warp, u32 lane) : Base::Place(warp, lane) {
+      Base::Place::supers = (warp % 4 * 128 / Base::kSuperColumns * 8 + lane / 4) * 2 + warp / 4;
+    }
+  };
+  __device__ __forceinline__ void load(u32 tile, const Place& place, bool, bool) {
+    Base::load_values(tile, place);
+    const u32 at = tile + 2 * (Base::kValueBytes + Base::kHalfScales + Base::kHalfOffsets) + place.supers * 2;
+    Base::supers = load_shared_half(at);
+    if constexpr (kHasOffsets) Base::super_offsets = load_shared_half(at + 2 * Base::kHalfSupers);
   }
 };
 

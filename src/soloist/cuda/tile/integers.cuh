@@ -6,7 +6,7 @@
 // activations. Where zeros are stored, the integers' own sums are kept.
 template <class Format>
 struct Zeros {
-  static constexpr bool kShared = !Format::kZeros && Format::kZero != 0, kSums = Format::kZeros || kShared;
+  static constexpr bool kShared = !Format::kZeros && Format::kZero != 0, kSums = Format::kZeros || Format::kOffsets || kShared;
   // Values of rows g + 8 are as many times larger.
   static constexpr i32 kSecond = static_cast<i32>(1 / Format::kSecond);
 
@@ -26,6 +26,42 @@ struct Zeros {
 template <class Format>
 __device__ __forceinline__ void add_scaled(float& sum, i32 x, float scale, float power, bool times) {
   sum = __fmaf_rn(__fmul_rn(__int2float_rn(x), scale), times ? power * Format::kSecond : power, sum);
+}
+
+// What a group's offset adds, where there is one: that times the sum of activations.
+template <class Format>
+__device__ __forceinline__ void add_offset(float& sum, const Format& w, u32 group, u32 row, i32 activations, float power) {
+  if constexpr (Format::kOffsets) sum = __fmaf_rn(__fmul_rn(__int2float_rn(activations), w.offsets[group].get(row)), power, sum);
+}
+
+// Waits for the activations of `count` steps from `d` on, as `Ahead::await` does, and returns the lane's largest magnitude. Where a
+// word is missing that is the sentinel's, which saves a test of its own.
+template <class Op>
+__device__ __forceinline__ u32 largest_that_came(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 d, u32 count, u32 first) {
+  const auto largest = [&] {
+    u32 most = 0;
+#pragma unroll
+    for (u32 k = 0; k < count; ++k) {
+      const uint4 first = ahead.b[d + k][0], last = ahead.b[d + k][1];
+      // Packed to the end takes fewer instructions, and in super-blocks more registers.
+      if constexpr (kArithmetic<Op> == Arithmetic::kIntegers) most = __vmaxu2(most, __vmaxu2(magnitudes(first), magnitudes(last)));
+      else most = max(most, max(magnitude(first), magnitude(last)));
+    }
+    return kArithmetic<Op> == Arithmetic::kIntegers ? larger_half(most) : most;
+  };
+  u32 most = largest();
+  if (first == 0 && Op::kSteps <= Op::kDepth) return most;  // the first steps were waited for together
+#pragma unroll 1
+  while (__any_sync(~0u, most == (kSentinel & 0x7FFF))) {
+    bool ready = true;
+#pragma unroll
+    for (u32 k = 0; k < count; ++k) ready = ready && ahead.is_there(d + k);
+    if (__all_sync(~0u, ready)) break;  // activations that are no numbers
+#pragma unroll
+    for (u32 k = 0; k < count; ++k) ahead.load_again(operand, d + k, first);
+    most = largest();
+  }
+  return most;
 }
 
 // Several queries: all high digits are in one multiply, and all low ones in another. What multiplies take is at hand for two steps.
@@ -49,10 +85,9 @@ struct IntegerSteps {
   // Step `d` of those from `first` on, in order.
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     Step& s = steps[d % 2];
-    ahead.await(operand, d, first);
+    const Scaling scaling(most_of_lanes(largest_that_came(operand, ahead, d, 1, first), 4));
     const uint4 low = ahead.b[d][0], high = ahead.b[d][1];
-    const Scaling scaling(most_of_lanes(max(magnitude(low), magnitude(high)), 4));
-    const Digits x(low, scaling.inverse), y(high, scaling.inverse);
+    const Digits<true> x(low, scaling.inverse), y(high, scaling.inverse);
     s.b[0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
     s.b[1] = make_uint4(x.low[0], x.low[1], y.low[0], y.low[1]);
 #pragma unroll
@@ -78,6 +113,7 @@ struct IntegerSteps {
           i32 x = joined(c, row * 2 + i);
           if constexpr (Format::kZeros) x -= Zero::of(w, n, row) * joined(s.sums[n], row * 2 + i) * (row ? Zero::kSecond : 1);
           add_scaled<Format>(sums.c[t][0][row * 2 + i], x, w.scales[n].get(row), s.power[i], row);
+          if constexpr (Format::kOffsets) add_offset(sums.c[t][0][row * 2 + i], w, n, row, joined(s.sums[n], row * 2 + i), s.power[i]);
         }
     }
   }
@@ -102,7 +138,9 @@ struct IntegerSteps {
         add_scaled<Format>(sum, x * Zero::kSecond + y, w.scales[0].get(second), s.power[i], true);
       } else {
         add_scaled<Format>(sum, x, w.scales[0].get(second), s.power[i], false);
+        if constexpr (Format::kOffsets) add_offset(sum, w, 0, second, joined(s.sums[0], i), s.power[i]);
         add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.power[i], true);
+        if constexpr (Format::kOffsets) add_offset(sum, w, kGroups - 1, second, joined(s.sums[kGroups - 1], i), s.power[i]);
       }
     }
   }
@@ -132,6 +170,130 @@ struct IntegerSteps {
     for (u32 i = 0; i < 2; ++i)
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) c[i][k] = Zero::kShared ? s.sums[group][i][k] * times : 0;
+  }
+};
+
+// What multiplies take of two steps that are a pair: twice as many products have one sum.
+template <class Op, bool kAgain, bool = kConverts<Op>>
+struct PairedSteps {
+  using Format = typename Op::Format;
+  using Zero = Zeros<Format>;
+  using Accumulators = i32[2][4];  // of high digits, and of low ones
+  const GlobalOperand<Op>& operand;
+  Ahead<Op>& ahead;
+  uint4 b[2][2];  // of each step high digits, and low ones, which are unsigned
+  float power[2];  // of the queries whose sums the lane has
+  i32 sums[2][4];
+  // Where threads have few registers a zero that all weights share is taken off them: that takes instructions instead.
+  static constexpr bool kCentred = Zero::kShared && !kMovesRegisters;
+
+  __device__ __forceinline__ PairedSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32) : operand(operand), ahead(ahead) {}
+
+  __device__ __forceinline__ void start() {}
+  // Steps `d` and `d + 1` of those from `first` on, in order.
+  __device__ __forceinline__ void prepare(u32 d, u32 first) {
+    const Scaling scaling(most_of_lanes(largest_that_came(operand, ahead, d, 2, first), 4));
+#pragma unroll
+    for (u32 k = 0; k < 2; ++k) {
+      const Digits<false> x(ahead.b[d + k][0], scaling.inverse), y(ahead.b[d + k][1], scaling.inverse);
+      b[k][0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
+      b[k][1] = make_uint4(x.low[0], x.low[1], y.low[0], y.low[1]);
+      ahead.template ask_for_next<kAgain>(operand, d + k, first);
+    }
+#pragma unroll
+    for (u32 c = 0; c < 2; ++c) power[c] = __shfl_sync(~0u, scaling.scale, (threadIdx.x % 4 * 2 + c) * 4) * (kCentred ? Format::kSecond : 1.0f);
+    if constexpr (Zero::kSums && !kCentred) {
+      const uint4 ones = Zero::operand();
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) sums[i / 4][i % 4] = 0;
+      multiply<true>(sums, ones, ones, 0);
+      multiply<true>(sums, ones, ones, 1);
+    }
+  }
+  // Tile `t` of both steps.
+  template <class Sums>
+  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, const Format& first, const Format& second) const {
+    Accumulators c;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) c[i / 4][i % 4] = Zero::kShared && !kCentred ? sums[i / 4][i % 4] : 0;
+    if constexpr (kCentred) {
+      multiply<true>(c, first.centred(0), first.centred(1), 0);
+      multiply<true>(c, second.centred(0), second.centred(1), 1);
+    } else {
+      multiply<Format::kSigned>(c, first.operand(0), first.operand(1), 0);
+      multiply<Format::kSigned>(c, second.operand(0), second.operand(1), 1);
+    }
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) {
+      const Format& own = row ? second : first;
+      const float scale = own.scales[0].get(0);
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        i32 x = joined(c, row * 2 + i);
+        if constexpr (Format::kZeros) x -= Zero::of(own, 0, 0) * joined(sums, row * 2 + i) * (row ? Zero::kSecond : 1);
+        add_scaled<Format>(kept.c[t][0][row * 2 + i], x, scale, power[i], row && !kCentred);
+      }
+    }
+  }
+
+ private:
+  // Products with the 64 columns of weights of a step, added to `c`.
+  template <bool kSigned>
+  __device__ __forceinline__ void multiply(Accumulators& c, uint4 first, uint4 last, u32 step) const {
+    mma<kSigned>(c[0], first, b[step][0].x, b[step][0].y, c[0]);
+    mma<kSigned, false>(c[1], first, b[step][1].x, b[step][1].y, c[1]);
+    mma<kSigned>(c[0], last, b[step][0].z, b[step][0].w, c[0]);
+    mma<kSigned, false>(c[1], last, b[step][1].z, b[step][1].w, c[1]);
+  }
+  static __device__ __forceinline__ i32 joined(const Accumulators& c, u32 i) { return 256 * c[0][i] + c[1][i]; }
+};
+
+// The same of one query.
+template <class Op, bool kAgain>
+struct PairedSteps<Op, kAgain, true> {
+  using Format = typename Op::Format;
+  using Zero = Zeros<Format>;
+  Conversion<Op, kAgain> conversion;
+  Converted x[2];
+  i32 sums[4];
+
+  __device__ __forceinline__ PairedSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 lane)
+      : conversion{operand, ahead, lane} {}
+
+  __device__ __forceinline__ void start() { conversion.start(); }
+  __device__ __forceinline__ void prepare(u32 d, u32 first) {
+    x[0] = conversion.take(d, first);
+    x[1] = conversion.take(d + 1, first);
+    if constexpr (Zero::kSums) {
+      const i32 none[4] = {0, 0, 0, 0};
+      const uint4 ones = Zero::operand();
+      multiply<true>(sums, ones, ones, 0, none);
+      multiply<true>(sums, ones, ones, 1, sums);
+    }
+  }
+  template <class Sums>
+  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, const Format& first, const Format& second) const {
+    // Each step has its own sums: four multiplies in a row would wait for each other.
+    i32 c[4], d[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) c[i] = Zero::kShared ? sums[i] : 0;
+    multiply<Format::kSigned>(c, first.operand(0), first.operand(1), 0, c);
+    multiply<Format::kSigned>(d, second.operand(0), second.operand(1), 1, d);
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) {
+      const Format& own = row ? second : first;
+      i32 sum = 256 * (c[row * 2] + d[row * 2]) + (c[row * 2 + 1] + d[row * 2 + 1]);
+      if constexpr (Format::kZeros) sum -= Zero::of(own, 0, 0) * (256 * sums[row * 2] + sums[row * 2 + 1]) * (row ? Zero::kSecond : 1);
+      add_scaled<Format>(kept.c[t][0][row * 2], sum, own.scales[0].get(0), x[0].power, row);
+    }
+  }
+
+ private:
+  // Products with the 64 columns of weights of a step, and `c`.
+  template <bool kSigned>
+  __device__ __forceinline__ void multiply(i32 (&d)[4], uint4 first, uint4 last, u32 step, const i32 (&c)[4]) const {
+    mma<kSigned>(d, first, x[step].b.x, x[step].b.y, c);
+    mma<kSigned>(d, last, x[step].b.z, x[step].b.w, d);
   }
 };
 
@@ -181,6 +343,7 @@ struct IntegerSteps<Op, kAgain, true> {
         i32 x = joined(c, row * 2);
         if constexpr (Format::kZeros) x -= Zero::of(w, n, row) * joined(s.sums[n], row * 2) * (row ? Zero::kSecond : 1);
         add_scaled<Format>(sums.c[t][0][row * 2], x, w.scales[n].get(row), s.x.power, row);
+        if constexpr (Format::kOffsets) add_offset(sums.c[t][0][row * 2], w, n, row, joined(s.sums[n], row * 2), s.x.power);
       }
     }
   }
@@ -203,7 +366,9 @@ struct IntegerSteps<Op, kAgain, true> {
       add_scaled<Format>(sum, x * Zero::kSecond + y, w.scales[0].get(second), s.x.power, true);
     } else {
       add_scaled<Format>(sum, x, w.scales[0].get(second), s.x.power, false);
+      if constexpr (Format::kOffsets) add_offset(sum, w, 0, second, joined(s.sums[0], 0), s.x.power);
       add_scaled<Format>(sum, y, w.scales[kGroups - 1].get(second), s.x.power, true);
+      if constexpr (Format::kOffsets) add_offset(sum, w, kGroups - 1, second, joined(s.sums[kGroups - 1], 0), s.x.power);
     }
   }
 

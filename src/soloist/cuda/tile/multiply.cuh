@@ -48,6 +48,14 @@ __device__ __forceinline__ void multiply_tile(Steps& steps, Sums& sums, u32 i, u
   }
 }
 
+// Tiles `i` and `i + 1` of a turn, which are those of the same rows in a pair of steps.
+template <u32 kTiles, class Steps, class Sums, class Fragments>
+__device__ __forceinline__ void multiply_pair(Steps& steps, Sums& sums, u32 i, u32 first, const Fragments& one, const Fragments& other) {
+  const u32 t = i / 2 % kTiles;
+  if (t == 0) steps.prepare(i / (2 * kTiles) * 2, first);
+  steps.multiply_tile(sums, t, one, other);
+}
+
 // Weights of 16 bits.
 template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
 __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
@@ -102,6 +110,16 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
   }
 }
 
+// How a warp reads a tile of quantised weights.
+template <class Op, bool = Op::kPairsSteps>
+struct FragmentsOf {
+  using Type = typename Op::Format;
+};
+template <class Op>
+struct FragmentsOf<Op, true> {
+  using Type = Paired<typename Op::Format>;
+};
+
 // So many steps that a turn of the loop has.
 template <u32 kCount>
 struct Count {
@@ -113,12 +131,13 @@ template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
 __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
                                                    Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
   using Whole = TileOrder<kHalves, Op::kDepth>;
-  using Fragments = typename Op::Format;
+  using Fragments = typename FragmentsOf<Op>::Type;
   constexpr u32 kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes, kTiles = Whole::kCount;
   constexpr u32 kRest = Op::kSteps % Op::kDepth;  // steps of a last turn of its own
   // A warp takes kBatch slots together, or the tiles of one or more, so that their loads and multiplies overlap.
   constexpr u32 kSlots = kMostQueries == 1 ? M::kQuantizedBatch : 1;
-  constexpr u32 kTogether = kBatch > kSlotTiles * kSlots ? kBatch : kSlotTiles * kSlots;
+  constexpr u32 kLeast = kBatch < 2 && Op::kPairsSteps ? 2 : kBatch;
+  constexpr u32 kTogether = kLeast > kSlotTiles * kSlots ? kLeast : kSlotTiles * kSlots;
   // Registers are shared with sums, scales and digits.
   constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
@@ -134,8 +153,10 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   static_assert(kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
+  static_assert(!Op::kPairsSteps || (kHalves % 2 == 0 && Op::kDepth % 2 == 0 && Op::kSteps % 2 == 0), "whole tiles of two steps");
   const typename Fragments::Place place(warp, lane);
   typename StepsOf<Op, kAgain>::Type steps(operand, ahead, lane);
+  if constexpr (kDealsTiles<Op>) steps.tiles = kHalves / 2;
   Fragments early[kEarly + 1], later[kPipelined ? 2 : 1][kTogether];
   const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
   const auto fragments = [&](u32 i, u32 j) -> Fragments& {
@@ -172,8 +193,11 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
         take(&fragments(i, 0), i, kTogether, steps_of_turn);
       }
 #pragma unroll
-      for (u32 j = 0; j < kTogether; ++j)
-        if (i + j < Order::kCount) multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
+      for (u32 j = 0; j < kTogether; ++j) {
+        if (i + j >= Order::kCount) continue;
+        if constexpr (!Op::kPairsSteps) multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
+        else if (j % 2) multiply_pair<kHalves / 2>(steps, sums, i + j - 1, first, fragments(i, j - 1), fragments(i, j));
+      }
       if constexpr (kLate) {
         const u32 tiles = i + kTogether < Order::kCount ? kTogether : Order::kCount - i, count = (tiles + kSlotTiles - 1) / kSlotTiles;
         ring.release(lane, ring.before(count), count);

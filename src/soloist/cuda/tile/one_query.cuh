@@ -23,7 +23,7 @@ struct Ahead<Op, true> {
       for (u32 i = 0; i < kLoads; ++i) {
         const u32 step = chunk * kConvertedSteps + i * 4 + threadIdx.x % 32 / 8;
         b[i] = make_uint4(0, 0, 0, 0);
-        if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step * (kStepColumns * 2));
+        if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step_column<Op>(step) * 2);
       }
     }
   }
@@ -71,7 +71,7 @@ struct Converted {
 template <class Op, bool kAgain>
 struct Conversion {
   static constexpr u32 kLoads = Ahead<Op>::kLoads, kChunks = Ahead<Op>::kChunks;
-  static constexpr bool kDigits = kArithmetic<Op> == Arithmetic::kIntegers, kScales = kDigits || kBf16;
+  static constexpr bool kDigits = kMakesDigits<Op>, kScales = kDigits || kBf16;
   const GlobalOperand<Op>& operand;
   Ahead<Op>& ahead;
   u32 lane;
@@ -101,7 +101,7 @@ struct Conversion {
 #pragma unroll
       for (u32 i = 0; i < kLoads; ++i) most[i] = magnitude(ahead.b[i]);
 #pragma unroll
-      for (u32 lanes = 1; lanes < 8; lanes *= 2)
+      for (u32 lanes = 1; lanes < kWarpColumns<Op> / 8; lanes *= 2)
 #pragma unroll
         for (u32 i = 0; i < kLoads; ++i) most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], lanes));
     }
@@ -113,7 +113,7 @@ struct Conversion {
         const Scaling scaling(most[i]);
         if constexpr (kDigits) {
           // [step][digit][quarter of 32 columns][which 32]; of odd steps the digits change places, or two steps would share banks.
-          const Digits x(ahead.b[i], scaling.inverse);
+          const Digits<true> x(ahead.b[i], scaling.inverse);
           const u32 high = at + i * 512 + step % 2 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
           store_shared2(high, x.high[0], x.high[1]);
           store_shared2(high ^ 64, x.low[0], x.low[1]);

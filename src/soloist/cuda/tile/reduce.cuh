@@ -49,6 +49,12 @@ struct Reduction {
   template <class Op>
   __device__ __forceinline__ void put(const Sums<Op>& sums, u32 first_row, u32 half_tiles, u32 active_queries,
                                       u32 warp, u32 lane) {
+    if constexpr (kDealsTiles<Op>) {
+      for_each_dealt(sums, half_tiles, lane, [&](u32 row, float sum) {
+        if (row >= first_row && row < first_row + rows) buffer[warp * stride + row - first_row] = sum;
+      });
+      return;
+    }
     const u32 query = lane % 4 * 2;
     if (query >= active_queries) return;
     float* at = buffer + (warp * queries + query) * stride + lane / 4;

@@ -1,7 +1,9 @@
 // A warp's partial sums of its rows, and how activations times weights join them.
 #pragma once
 #include "tile/scaled.cuh"
+#include "tile/super_blocks.cuh"
 
+// With one query tiles of super-blocks are dealt to the four lanes of a quad, see tile/super_blocks.cuh.
 template <class Op>
 struct Sums {
   // Where the sums of a step are scaled there is one chain of them.
@@ -59,15 +61,41 @@ struct PlainSteps {
   }
 };
 
-template <class Op, bool kAgain, Arithmetic = kArithmetic<Op>>
+template <class Op, bool kAgain, Arithmetic = kArithmetic<Op>, bool = Op::kPairsSteps>
 struct StepsOf {
   using Type = PlainSteps<Op, kAgain>;
 };
 template <class Op, bool kAgain>
-struct StepsOf<Op, kAgain, Arithmetic::kScaled> {
+struct StepsOf<Op, kAgain, Arithmetic::kScaled, false> {
   using Type = ScaledSteps<Op, kAgain>;
 };
 template <class Op, bool kAgain>
-struct StepsOf<Op, kAgain, Arithmetic::kIntegers> {
+struct StepsOf<Op, kAgain, Arithmetic::kIntegers, false> {
   using Type = IntegerSteps<Op, kAgain>;
 };
+template <class Op, bool kAgain>
+struct StepsOf<Op, kAgain, Arithmetic::kIntegers, true> {
+  using Type = PairedSteps<Op, kAgain>;
+};
+template <class Op, bool kAgain, bool kPairsSteps>
+struct StepsOf<Op, kAgain, Arithmetic::kSuperBlocks, kPairsSteps> {
+  using Type = SuperBlockSteps<Op, kAgain>;
+};
+
+// Calls `store(row, value)` with the sums that a lane has where tiles were dealt: of tile t, whose rows g and g + 8 are the t % 4-th
+// lane's of each quad, and of 8 rows that are left over.
+template <class Op, class Store>
+__device__ __forceinline__ void for_each_dealt(const Sums<Op>& sums, u32 half_tiles, u32 lane, const Store& store) {
+#pragma unroll
+  for (u32 t = 0; t < Op::kTiles; ++t) {
+    if (2 * t >= half_tiles || lane % kDealtTiles != t % kDealtTiles) continue;
+    const float(&own)[4] = sums.c[t / kDealtTiles * kDealtTiles][0];
+    const u32 row = t * 16 + lane / 4;
+    if (2 * t + 1 == half_tiles) {
+      store(row, own[1]);
+    } else {
+      store(row, own[0]);
+      store(row + 8, own[2]);
+    }
+  }
+}

@@ -54,8 +54,9 @@ class Operand(Exchange):
     def __init__(self, plan: Plan, name: str, dtype: torch.dtype | None = None) -> None:
         super().__init__(plan, name, 2)
         self._dtype = dtype
+        activations = plan.exchanges.operands[name]
         k = torch.arange(self.values.shape[1] * 32).view(-1, 1, 32)
-        self._padding = k >= plan.exchanges.operands[name].matrix.columns
+        self._padding = k % activations.slot_columns >= activations.columns
         self.values.masked_fill_(self._padding, 0)
 
     def clear(self, epoch: int) -> None:
@@ -63,7 +64,7 @@ class Operand(Exchange):
         super().clear(epoch)
         self.values[epoch % EXCHANGE_COPIES].masked_fill_(self._padding, 0)
 
-    def publish(self, epoch: int, queries: range, k: Sequence[int], values: Tensor) -> None:
+    def publish(self, epoch: int, queries: Sequence[int], k: Sequence[int], values: Tensor) -> None:
         """Values [queries, k]."""
         places, query = torch.tensor(k, dtype=torch.int64), torch.tensor(queries)[:, None]
         self.write(epoch, (places // 32, query, places % 32), rounded(values, self._dtype))

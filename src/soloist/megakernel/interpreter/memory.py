@@ -19,6 +19,7 @@ class Memory:
         pool: [pages, layers, K, 2, 2, 32 · D].
         page_tables: int32 [sequences, pages].
         first_head: a lane's first KV head in the pool.
+        experts: packed, of one layer after the other, bytes or values; None where there are none.
     """
 
     image: Tensor
@@ -28,3 +29,4 @@ class Memory:
     pool: Tensor
     page_tables: Tensor
     first_head: int = 0
+    experts: Tensor | None = None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from soloist.megakernel.interpreter.attention import Attention
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
+from soloist.megakernel.interpreter.experts import ExpertPhases
 from soloist.megakernel.interpreter.logits import Logits, Records
 from soloist.megakernel.interpreter.memory import Memory
 from soloist.megakernel.interpreter.projection import Projection
@@ -16,7 +17,7 @@ from soloist.megakernel.interpreter.weights import Weights, rows_of
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import LAYER
+from soloist.megakernel.program import phases_of
 
 
 class Interpreter:
@@ -53,6 +54,7 @@ class Interpreter:
         self._attention = Attention(plan, memory, self._projection, dtype)
         names = {plan.exchanges.gated(kind) for kind in plan.image.kinds}
         self._gated = {name: Operand(plan, name, dtype) for name in names}
+        self._experts = ExpertPhases(plan, self._weights, self._residual)
         self._layers_done = self._round = 0
 
     @torch.inference_mode()
@@ -96,10 +98,11 @@ class Interpreter:
             "qkv": lambda: self._qkv(layer, queries),
             "attention": lambda: self._attention.run(layer, done, sequences, positions),
             "attention_output": lambda: self._attention_output(layer, queries),
+            "router": lambda: self._experts.route(self._mid, layer, done, queries),
             "gate_up": lambda: self._gate_up(layer, queries),
             "down": lambda: self._down(layer, queries),
         }
-        for phase in LAYER:
+        for phase in phases_of(self._plan.model.layers[layer]):
             yield from run[phase.name]() or ()
 
     def _op(self, layer: int, name: str) -> Operation:
@@ -127,6 +130,9 @@ class Interpreter:
         self._clear()
         op = self._op(layer, "gate_up")
         x = self._mid.read_for(op, queries)
+        if self._plan.image.layer(layer).experts is not None:
+            self._experts.gate_up(x, self._gated_in(layer), layer, self._layers_done)
+            return
         for block in self._blocks:
             rows = rows_of(op, block)
             y = self._product(op, x, layer, block, queries)
@@ -154,8 +160,11 @@ class Interpreter:
     ) -> Iterator[None]:
         """The product joins the residual, ranks summed in order; `name` of its next reader."""
         done = self._layers_done
-        x = operand.read_for(op, done, queries)
-        products = [self._product(op, x, layer, block, queries) for block in self._blocks]
+        if name == "in" and self._plan.image.layer(layer).experts is not None:
+            products = self._experts.down(operand, layer, done)
+        else:
+            x = operand.read_for(op, done, queries)
+            products = [self._product(op, x, layer, block, queries) for block in self._blocks]
         if self._plan.ranks > 1:
             for block, y in enumerate(products):
                 self._publish_sums(f"sums_{name}", rows_of(op, block), y)
@@ -184,6 +193,7 @@ class Interpreter:
         epoch = self._layers_done + 2
         self._projection.clear(epoch)
         self._attention.clear(epoch)
+        self._experts.clear(epoch)
         for kept in (*self._gated.values(), *self.sums.values()):
             kept.clear(epoch)
 

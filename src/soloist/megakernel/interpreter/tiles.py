@@ -15,7 +15,7 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import Codes
+from soloist.model.quantized import OFFSET_COLUMNS, Codes
 
 _SCALE_TYPES = {
     Dtype.BF16: torch.bfloat16,
@@ -31,10 +31,17 @@ class Numbers:
     Attributes:
         values: [rows, columns] that are multiplied: numbers, or codes less their zeros.
         scales: [rows, groups of columns] by which sums are multiplied; None where there are none.
+        offsets: [rows, groups of 32 columns], where there are any: integers of super-blocks, or
+            numbers that are added.
+        super_scales: [rows, super-blocks], where scales are integers.
+        super_offsets: likewise, where there are offsets.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    offsets: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_offsets: Tensor | None = None
 
 
 def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Numbers:
@@ -46,9 +53,14 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Num
         rows: that the block owns.
         half: what 16-bit values are.
     """
+    if op.matrix.format.super_block:
+        return _of_super_blocks(packed, op, rows)
+    if op.matrix.pairs_steps:
+        return _of_paired_steps(packed, op, rows)
     stored, steps, at = op.matrix.format, op.matrix.steps, 0
     values = torch.full((rows, steps, STEP_COLUMNS), torch.nan)
     scales = torch.full((rows, steps, stored.step_groups), torch.nan)
+    offsets = torch.full_like(scales, torch.nan)
     for step, tile in _slots(op, rows // HALF_TILE_ROWS):
         end = at + len(tile) * stored.half_tile_bytes // bytes_of_each(packed)
         own = slice(tile.start * HALF_TILE_ROWS, tile.stop * HALF_TILE_ROWS)
@@ -58,11 +70,162 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Num
         elif stored.meaning is None:
             values[own, step] = slot.view(half)[_places_16(len(tile))].float()
         else:
-            codes, shared = _quantised(slot, stored, len(tile))
+            codes, shared, added = _quantised(slot, stored, len(tile))
             values[own, step], scales[own, step] = codes, shared
+            if added is not None:
+                offsets[own, step] = added
         at = end
     assert at == len(packed), f"{op.matrix.name}: slots"
-    return Numbers(values.flatten(1), None if stored.is_plain else scales.flatten(1))
+    if stored.is_plain:
+        return Numbers(values.flatten(1))
+    added = offsets.flatten(1) if stored.offset_bits else None
+    return Numbers(values.flatten(1), scales.flatten(1), added)
+
+
+def _of_paired_steps(packed: Tensor, op: Operation, rows: int) -> Numbers:
+    """The same where two steps are a pair, whose tiles of the same rows follow each other.
+
+    A warp's columns of both steps are neighbours in the matrix. The first tile has the scales and
+    zeros of rows g: [groups of a step][g][step]; the second those of rows g + 8.
+    """
+    stored = op.matrix.format
+    tile_bytes, groups = 2 * stored.half_tile_bytes, 2 * stored.step_groups
+    values = torch.full((rows, op.matrix.steps * STEP_COLUMNS), torch.nan)
+    scales = torch.full((rows, op.matrix.steps * stored.step_groups), torch.nan)
+    column, most, at = torch.arange(STEP_COLUMNS), 2 * op.group_tiles * HALF_TILE_ROWS, 0
+    for start in range(0, rows, most):
+        for pair in range(op.matrix.steps // 2):
+            of_groups = slice(pair * groups, pair * groups + groups)
+            for first in range(start, min(start + most, rows), 2 * HALF_TILE_ROWS):
+                both = packed[at : at + 2 * tile_bytes].split(tile_bytes)
+                zeros = []
+                for half, tile in enumerate(both):
+                    own = slice(first + half * HALF_TILE_ROWS, first + (half + 1) * HALF_TILE_ROWS)
+                    scale, zero = _shared_of_half(tile, stored)
+                    scales[own, of_groups] = scale
+                    zeros.append(zero.repeat_interleave(stored.group, 1))
+                own, zero = slice(first, first + 2 * HALF_TILE_ROWS), torch.cat(zeros)
+                for step, tile in enumerate(both):
+                    place = pair * 2 * STEP_COLUMNS + column // 64 * 128 + step * 64 + column % 64
+                    codes = _codes(tile[: 2 * stored.half_tile_values_bytes], stored)
+                    values[own, place] = codes - zero[:, place % (2 * STEP_COLUMNS)]
+                at += 2 * tile_bytes
+    assert at == len(packed), f"{op.matrix.name}: slots"
+    return Numbers(values, scales)
+
+
+def _codes(codes: Tensor, stored: WeightFormat) -> Tensor:
+    """Integers [16, 512] of a tile."""
+    assert stored.meaning is not None, "they mean something"
+    return (_int4 if stored.meaning.codes is Codes.INT4 else _int8)(codes, 2).float()
+
+
+def _shared_of_half(tile: Tensor, stored: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [8, groups of two steps] that lie in one tile of a pair."""
+    assert stored.meaning is not None, "scales mean something"
+    begin = 2 * stored.half_tile_values_bytes
+    end = begin + 2 * stored.half_tile_scales_bytes
+    scales = tile[begin:end].contiguous().view(_scale_type(stored)).float()
+    is_int4 = stored.meaning.codes is Codes.INT4
+    zeros = torch.full_like(scales, 8 if is_int4 else 0)
+    if stored.zero_bits:
+        found = tile[end : end + 2 * stored.half_tile_zeros_bytes].contiguous()
+        zeros = found.view(torch.uint8 if is_int4 else torch.int8).float()
+    # [group of a step][g][step] → [g, groups of both steps]
+    shape = (stored.step_groups, HALF_TILE_ROWS, 2)
+    scales, zeros = (x.view(shape).permute(1, 2, 0).flatten(1) for x in (scales, zeros))
+    return scales, zeros
+
+
+def _of_super_blocks(packed: Tensor, op: Operation, rows: int) -> Numbers:
+    """The same of super-blocks.
+
+    Scales lie as [warp][g][group of the warp][rows g and g + 8], offsets with rows before groups,
+    what super-blocks have as [super-block][g][rows g and g + 8]. Of a pair of steps the first tile
+    has the latter for rows g in both steps, the second one for rows g + 8:
+    [super-block of a step][g][step].
+    """
+    stored, steps = op.matrix.format, op.matrix.steps
+    has_offsets, at = stored.offset_bits > 0, 0
+    columns = steps * STEP_COLUMNS
+
+    def empty(each: int) -> Tensor:
+        return torch.full((rows, columns // each), torch.nan)
+
+    values, scales = empty(1), empty(stored.group)
+    offsets, supers = empty(OFFSET_COLUMNS), [empty(stored.super_block) for _ in range(2)]
+    sizes = [size for size in stored.half_tile_parts_bytes if size]
+    for step, tile in _slots_of(op, rows // HALF_TILE_ROWS):
+        halves, own = len(tile), slice(tile.start * HALF_TILE_ROWS, tile.stop * HALF_TILE_ROWS)
+        end = at + halves * stored.half_tile_bytes
+        parts = packed[at:end].split([halves * size for size in sizes])
+        column = _columns_of(op, step)
+        values[own, column] = _super_codes(parts[0], stored, halves).float()
+        for found, part, signed in ((scales, parts[1], True), (offsets, parts[2], False)):
+            if found is offsets and not has_offsets:
+                continue
+            each = columns // found.shape[1]
+            whole = part.view(torch.int8) if signed else part
+            if found is scales:
+                by_warp = whole.view(8, HALF_TILE_ROWS, 64 // each, halves).permute(3, 1, 0, 2)
+            else:
+                by_warp = whole.view(8, HALF_TILE_ROWS, halves, 64 // each).permute(2, 1, 0, 3)
+            found[own, column[::each] // each] = by_warp.flatten(0, 1).flatten(1).float()
+        for found, part in zip(supers, parts[2 + has_offsets :], strict=False):
+            halfs = part.contiguous().view(torch.float16).float()
+            blocks = STEP_COLUMNS // stored.super_block
+            by_block = halfs.view(blocks, HALF_TILE_ROWS, -1).permute(2, 1, 0)
+            if not op.matrix.pairs_steps:
+                first = step * blocks
+                found[own, first : first + blocks] = by_block.flatten(0, 1)
+                continue
+            of_rows = slice(own.start + step % 2 * 8, own.start + step % 2 * 8 + 8)
+            for which, of_step in enumerate(by_block):
+                first = (step // 2 * 2 + which) * blocks
+                found[of_rows, first : first + blocks] = of_step
+        at = end
+    assert at == len(packed), f"{op.matrix.name}: slots"
+    if not has_offsets:
+        return Numbers(values, scales, None, supers[0])
+    return Numbers(values, scales, offsets, *supers)
+
+
+def _slots_of(op: Operation, half_tiles: int) -> Iterator[tuple[int, range]]:
+    """`_slots`, also where steps are paired: then tiles of the same rows follow each other."""
+    if not op.matrix.pairs_steps:
+        yield from _slots(op, half_tiles)
+        return
+    most = 2 * op.group_tiles
+    for start in range(0, half_tiles, most):
+        for pair in range(0, op.matrix.steps, 2):
+            for first in range(start, min(start + most, half_tiles), 2):
+                yield from ((pair + step, range(first, first + 2)) for step in range(2))
+
+
+def _columns_of(op: Operation, step: int) -> Tensor:
+    """The matrix's columns [512] that a step has."""
+    k = torch.arange(STEP_COLUMNS)
+    if not op.matrix.pairs_steps:
+        return step * STEP_COLUMNS + k
+    return step // 2 * 2 * STEP_COLUMNS + k // 64 * 128 + step % 2 * 64 + k % 64
+
+
+def _super_codes(codes: Tensor, stored: WeightFormat, half_tiles: int) -> Tensor:
+    """Integers [8 or 16, 512]. Of six bits the upper four lie as integers of four bits do.
+
+    Behind them a byte has the lower two of the same four values that two nibbles of two words have.
+    """
+    if stored.value_bits == 4:
+        return _int4(codes, half_tiles)
+    upper = half_tiles * HALF_TILE_VALUES // 2
+    high, d = _int4(codes[:upper], half_tiles).int(), _digits(half_tiles)
+    if half_tiles == 2:
+        byte, place = d.lane * 8 + d.part * 4 + d.of_four, d.multiply * 2 + d.half
+    else:
+        byte, place = d.lane * 4 + d.of_four, d.multiply * 2 + d.part
+    low = codes[upper:][byte].int() >> 2 * place & 3
+    whole = high * 4 + low
+    return whole - 64 * (whole >= 32)
 
 
 def bytes_of_each(packed: Tensor) -> int:
@@ -125,14 +288,16 @@ def _places_16(half_tiles: int) -> Tensor:
     return half * HALF_TILE_VALUES + warp * 512 + multiply * 256 + lane * 8 + register * 2 + k % 2
 
 
-def _quantised(slot: Tensor, stored: WeightFormat, half_tiles: int) -> tuple[Tensor, Tensor]:
-    """Values [8 or 16, 512] and scales [8 or 16, groups] of a tile's bytes."""
+def _quantised(
+    slot: Tensor, stored: WeightFormat, half_tiles: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values [8 or 16, 512], scales [8 or 16, groups] and any offsets of a tile's bytes."""
     assert stored.meaning is not None, "scales mean something"
     kind, ends, end = stored.meaning.codes, [], 0
     for size in (
         stored.half_tile_values_bytes,
         stored.half_tile_scales_bytes,
-        stored.half_tile_zeros_bytes,
+        stored.half_tile_zeros_bytes + stored.half_tile_offsets_bytes,
     ):
         end += half_tiles * size
         ends.append(end)
@@ -140,13 +305,16 @@ def _quantised(slot: Tensor, stored: WeightFormat, half_tiles: int) -> tuple[Ten
     shared = _scale_type(stored)
     by_row = _of_rows(scales.contiguous().view(shared).float(), stored, half_tiles)
     if kind is Codes.FP8:
-        return _fp8(codes, half_tiles), by_row
+        return _fp8(codes, half_tiles), by_row, None
     values = (_int4 if kind is Codes.INT4 else _int8)(codes, half_tiles).float()
+    if stored.offset_bits:
+        added = zeros.contiguous().view(shared).float()
+        return values, by_row, _of_rows(added, stored, half_tiles)
     if not stored.zero_bits:
-        return values - (8 if kind is Codes.INT4 else 0), by_row
+        return values - (8 if kind is Codes.INT4 else 0), by_row, None
     signed = zeros.contiguous().view(torch.uint8 if kind is Codes.INT4 else torch.int8)
     zero = _of_rows(signed.float(), stored, half_tiles, rows_each=1)
-    return values - zero.repeat_interleave(stored.group, 1), by_row
+    return values - zero.repeat_interleave(stored.group, 1), by_row, None
 
 
 def _scale_type(stored: WeightFormat) -> torch.dtype:

@@ -43,7 +43,7 @@ class Weights:
         numbers = self._matrix(op, layer, block)
         if op.matrix.format.is_permuted:
             x = x[self._columns(op, layer)]
-        return product(numbers, op.matrix.format, x, self._half, rounds=self._rounds)
+        return product(numbers, op.matrix, x, self._half, rounds=self._rounds)
 
     def _matrix(self, op: Operation, layer: int, block: int) -> Numbers:
         name, image = op.matrix.name, self._memory.image[block]
@@ -54,14 +54,36 @@ class Weights:
             self._matrices[name, layer, block] = unpacked(packed, op, rows, self._half)
         return self._matrices[name, layer, block]
 
+    def expert_product(
+        self, op: Operation, x: Tensor, layer: int, expert: int, part: int
+    ) -> Tensor:
+        """[rows, 8] of one expert's rows: a block's of `down`, a tile's of gate_up."""
+        key = (f"{expert}.{op.matrix.name}", layer, part)
+        if key not in self._matrices:
+            memory, layout = self._memory.experts, self._plan.image
+            experts = layout.layer(layer).experts
+            assert memory is not None, "there are experts"
+            assert experts is not None, "in this layer"
+            start = layout.experts_offset(layer) + expert * experts.num_bytes
+            start += experts.gate_up.num_bytes if op.matrix.name == "down" else 0
+            start += op.matrix.first_unit(part) * op.matrix.unit_bytes
+            end, each = start + op.matrix.block_bytes(part), bytes_of_each(memory)
+            packed, rows = memory[start // each : end // each], len(rows_of(op, part))
+            self._matrices[key] = unpacked(packed, op, rows, self._half)
+        return product(self._matrices[key], op.matrix, x, self._half, rounds=self._rounds)
+
     def _columns(self, op: Operation, layer: int) -> Tensor:
         """The activations that a permuted matrix's columns meet, padding included."""
         start = self._plan.image.table_offset(layer, op.matrix.name)
         words = self._memory.vectors[start : start + op.table_values]
-        return words.contiguous().view(torch.uint16).long()
+        columns = words.contiguous().view(torch.uint16).long()
+        if not op.matrix.pairs_steps:
+            return columns
+        # A warp's columns of two steps are neighbours.
+        return columns.view(-1, 2, 8, 64).transpose(1, 2).flatten()
 
     def vector(self, layer: int, name: str, rows: range) -> Tensor:
-        """Norm weights or biases of some rows; a bias that the model has not is zero."""
+        """Norm weights, biases and such of some rows; what the model has not is zero."""
         layout = self._plan.image
         if name == "final_norm":
             start = layout.final_norm_offset
@@ -93,7 +115,7 @@ def _check_owners(plan: Plan) -> None:
     """Every unit is one block's, and no matrices share bytes of the image."""
     taken = torch.zeros(plan.blocks, plan.image.block_stride, dtype=torch.bool)
     for layer in range(plan.model.num_layers):
-        for op in plan.image.layer(layer).operations.values():
+        for op in plan.image.layer(layer).in_blocks.values():
             _take(plan, layer, op, taken)
     _take(plan, 0, plan.head, taken)
 

@@ -1,0 +1,302 @@
+// Products of many tokens with a matrix as it is packed for the decode kernel, on Hopper: out [T, rows] = x [T, K] · matrixᵀ.
+//
+// wgmma takes 64 rows of the matrix from registers in the order in which they are packed, and kTokens tokens from shared memory. Where
+// each warp's 16 rows lie, and where their results go, is in a table (prefill/fragments.py). Activations come with the words of 32
+// columns transposed (`arranged_column` there). Weights that are no numbers of 16 bits become such in registers.
+//
+// In a block one warp has chunks of 64 columns copied to slots, tokens and weights, and kGroups groups of four warps multiply 64 rows
+// each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what lies beside it do not
+// matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32. Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
+#include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tensor.cuh"
+#include "ptx/transposed.cuh"
+#include "ptx/wgmma.cuh"
+#include "sync/slots.cuh"
+#include "tile/fragments.cuh"
+#include "tile/silu.cuh"
+
+inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
+inline constexpr u32 kTokenBytes = kTokens * kChunkColumns * 2;
+// Straight to registers weights need no slots.
+inline constexpr u32 kWeightBytes = kDirect ? 0 : kFragments * kFragmentBytes;
+inline constexpr u32 kSlotBytes = kTokenBytes + kWeightBytes;
+inline constexpr u32 kSums = kTokens / 2;
+// Results leave through a warp's own shared memory, 32 tokens at a time, of which kLeaving are there.
+inline constexpr u32 kBatch = 32, kLeaving = kTokens < kBatch ? kTokens : kBatch;
+inline constexpr u32 kWideRowBytes = 80;  // 16 values of 4 bytes, so spread that no bank has two of them
+inline constexpr u32 kLeavingBytes = kBatch * (kOut == Out::kWide ? kWideRowBytes : 32);
+
+static_assert(kPackedShared == kPackedSlots * kSlotBytes + kMultiplyingWarps * kLeavingBytes, "slots and results");
+static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
+static_assert(kSlotBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
+static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
+
+struct Slots {
+  u32 data, full, empty;  // barriers have 8 bytes each
+};
+using Turn = SlotState<kPackedSlots>;
+// What all tiles have in common.
+struct Product {
+  const u8* image;    // where the first block has the matrix
+  const Half* table;  // [row tiles][BLOCK_FRAGMENTS][2]
+  u8* out;
+  u32 tokens, token_tiles, tiles, pitch;  // of out, in values
+  u32 results;                            // values of a row that there are
+};
+inline constexpr u32 kTableHalves = 16;
+// What a tile is of: rows, and where sums are made in parts, some of their chunks.
+inline constexpr u32 kPartChunks = kChunks / kParts;
+struct Tile {
+  u32 token, row_tile, part;
+  __device__ __forceinline__ Tile(const Product& product, u32 tile)
+      : token(tile % product.token_tiles * kTokens), row_tile(tile / product.token_tiles / kParts),
+        part(kParts > 1 ? tile / product.token_tiles % kParts : 0) {}
+};
+
+// The loading warp: a lane for each piece of weights, and one for tokens.
+__device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, const Product& product, u32 lane) {
+  Turn turn;
+#pragma unroll 1
+  for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
+    const Tile own(product, tile);
+    Half half{};
+    if (!kDirect && lane < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + lane];
+    const bool copies = half.kind != HalfKind::kNone;
+    const u32 bytes = kTokenBytes + __popc(__ballot_sync(~0u, copies)) * kPieceBytes;
+#pragma unroll 1
+    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; ++chunk, turn.next()) {
+      const u32 to = slots.data + turn.slot * kSlotBytes, full = slots.full + turn.slot * 8;
+      wait_or_trap(slots.empty + turn.slot * 8, turn.round ^ 1);
+      if (lane == 0) {
+        mbarrier_expect(full, bytes);
+        load_box(to, x, chunk * kChunkColumns, own.token, full);
+      }
+      __syncwarp();
+      if (copies)
+        copy_bulk(to + kTokenBytes + lane * kPieceBytes, product.image + piece_at(half, lane % 2, chunk), kPieceBytes, full);
+    }
+  }
+}
+
+// A warp's weights of a chunk: from a slot, or from where they are packed.
+__device__ __forceinline__ void read_weights(Stored& stored, u32 lane, const Half (&halves)[2], u32 slot, const u8* image, u32 chunk) {
+  const bool is_tile = halves[0].kind == HalfKind::kTile;
+  if constexpr (kDirect) {
+    const u8 *const first = image + piece_at(halves[0], 0, chunk), *const second = image + piece_at(halves[1], 1, chunk);
+    stored.load(
+        lane, is_tile, [&](u32 piece, u32 at) { return __ldg(reinterpret_cast<const uint4*>((piece ? second : first) + at)); },
+        [&](u32 piece, u32 at) { return __ldg(reinterpret_cast<const uint2*>((piece ? second : first) + at)); });
+  } else {
+    stored.load(
+        lane, is_tile, [&](u32 piece, u32 at) { return load_shared(slot + piece * kPieceBytes + at); },
+        [&](u32 piece, u32 at) { return load_shared2(slot + piece * kPieceBytes + at); });
+  }
+}
+
+// Where those of 8 rows go. Which 8 they are is known at run time, and registers have no addresses.
+struct Results {
+  i32 out;
+  bool exist;
+  __device__ __forceinline__ Results(const Half (&halves)[2], u32 which)
+      : out(which ? halves[1].out : halves[0].out), exist((which ? halves[1].kind : halves[0].kind) != HalfKind::kNone) {}
+};
+
+// kBatch of a tile's tokens, from `first` on, leave as 16-bit values. Of 8 rows a token's results are 16 bytes.
+__device__ __forceinline__ void write_values(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
+                                             u32 shared, u32 token, u32 lane) {
+#pragma unroll
+  for (u32 j = 0; j < kBatch; j += 16) {
+    u32 words[4];  // 8 tokens of rows g and of rows g + 8, and the next 8
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 at = (first + j) / 8 * 4 + i * 2;
+      words[i] = at < kSums ? pack_pair(sums[at % kSums], sums[(at + 1) % kSums]) : 0;
+    }
+    store_matrices_transposed(shared + lane / 8 % 2 * (kBatch * 16) + (j + lane / 16 * 8 + lane % 8) * 16, words);
+  }
+  __syncwarp();
+#pragma unroll
+  for (u32 i = lane; i < 2 * kLeaving; i += 32) {
+    const u32 row = token + first + i / 2;
+    const Results half(halves, i % 2);
+    const i32 left = static_cast<i32>(product.results) - half.out;
+    if (row >= product.tokens || !half.exist || left <= 0) continue;
+    const uint4 v = load_shared(shared + i % 2 * (kBatch * 16) + i / 2 * 16);
+    u16* to = reinterpret_cast<u16*>(product.out) + static_cast<u64>(row) * product.pitch + half.out;
+    if (product.pitch % 8 == 0 && left >= 8) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k)
+        if (static_cast<i32>(k) < left) to[k] = static_cast<u16>(words[k / 2] >> k % 2 * 16);
+    }
+  }
+  __syncwarp();
+}
+
+// The same as fp32.
+__device__ __forceinline__ void write_wide(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
+                                           u32 shared, u32 token, u32 lane) {
+#pragma unroll
+  for (u32 j = 0; j < kLeaving; j += 8)
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i)
+      store_shared1(shared + (j + lane % 4 * 2 + i % 2) * kWideRowBytes + (i / 2 * 8 + lane / 4) * 4,
+                    __float_as_uint(sums[(first + j) / 8 * 4 + i]));
+  __syncwarp();
+#pragma unroll
+  for (u32 i = lane; i < 4 * kLeaving; i += 32) {
+    const u32 row = token + first + i / 4;
+    const Results half(halves, i / 2 % 2);
+    const i32 out = half.out + static_cast<i32>(i % 2 * 4), left = static_cast<i32>(product.results) - out;
+    if (row >= product.tokens || !half.exist || left <= 0) continue;
+    const uint4 v = load_shared(shared + i / 4 * kWideRowBytes + i % 4 * 16);
+    u32* to = reinterpret_cast<u32*>(product.out) + static_cast<u64>(row) * product.pitch + out;
+    if (product.pitch % 4 == 0 && left >= 4) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k)
+        if (static_cast<i32>(k) < left) to[k] = words[k];
+    }
+  }
+  __syncwarp();
+}
+
+// Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
+// multiplies. Where the next product wants them arranged, the group's four warps have 32 neurons in order: 16 bytes of a token
+// are a word of each.
+__device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
+                                            u32 shared, u32 token, u32 warp, u32 lane) {
+  u32 words[4];  // 8 tokens each
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 at = (first / 8 + i) * 4;
+    words[i] = at < kSums ? gated_pair(pack_pair(sums[at % kSums], sums[(at + 1) % kSums]),
+                                       pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
+                          : 0;
+  }
+  store_matrices_transposed(shared + lane * 16, words);
+  u16* const out = reinterpret_cast<u16*>(product.out);
+  const bool exists = halves[0].kind != HalfKind::kNone;
+  if constexpr (kOut == Out::kArranged) {
+    meet_at(1 + warp / 4, 128);
+    const u32 thread = warp % 4 * 32 + lane, part = thread % 4, row = token + first + thread / 4;
+    const u32 at = shared - warp % 4 * kLeavingBytes + thread / 4 * 16 + part * 4;
+    uint4 v;
+    v.x = load_shared1(at), v.y = load_shared1(at + kLeavingBytes);
+    v.z = load_shared1(at + 2 * kLeavingBytes), v.w = load_shared1(at + 3 * kLeavingBytes);
+    const u32 neuron = halves[0].out - warp % 4 * 8;  // the group's first
+    if (thread / 4 < kLeaving && row < product.tokens && exists)
+      *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + neuron + part * 8) = v;
+    meet_at(1 + warp / 4, 128);
+  } else {
+    __syncwarp();
+    const u32 row = token + first + lane;
+    if (lane < kLeaving && row < product.tokens && exists)
+      *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + halves[0].out) = load_shared(shared + lane * 16);
+    __syncwarp();
+  }
+}
+
+// A warp of those that multiply. Its weights of a chunk become operands while the tensor cores multiply by those of the chunk before, whose
+// registers and slot are free once its products are done.
+__device__ __forceinline__ void multiply(const Slots& slots, const Product& product, u32 results, u32 warp, u32 lane) {
+  const u32 shared = results + warp * kLeavingBytes;
+  Turn turn;
+#pragma unroll 1
+  for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
+    const Tile place(product, tile);
+    const u32 start = place.part * kPartChunks, end = start + kPartChunks;
+    const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
+    const Half halves[2] = {own[0], own[1]};
+    // Groups are filled from the first warp on.
+    const bool is_active = own[-static_cast<i32>(warp % 4 * 2)].kind != HalfKind::kNone;
+    const bool is_tile = halves[0].kind == HalfKind::kTile;
+    float sums[kSums];
+    uint4 operands[2][4];
+    Stored ahead;
+    Shared next;
+    u32 before = 0;
+    if (is_active) {
+      next.load(product.image, halves, start, lane);
+      if constexpr (kDirect) read_weights(ahead, lane, halves, 0, product.image, start);
+    }
+    const auto take = [&](u32 chunk, uint4 (&a)[4]) {
+      wait_or_trap(slots.full + turn.slot * 8, turn.round);
+      const u32 from = slots.data + turn.slot * kSlotBytes;
+      if (is_active) {
+        Stored stored;
+        if constexpr (kDirect) stored = ahead;
+        else read_weights(stored, lane, halves, from + kTokenBytes + warp * kFragmentBytes, product.image, chunk);
+        const Shared shared_now = next;
+        if (chunk + 1 < end) {
+          next.load(product.image, halves, chunk + 1, lane);
+          if constexpr (kDirect) read_weights(ahead, lane, halves, 0, product.image, chunk + 1);
+        }
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, shared_now, is_tile, k / 2, k % 2);
+        const u64 tokens = wgmma_operand(from);
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
+        begin_products();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) multiply_rows(sums, a[k], along(tokens, k * kWgmmaDepth), (chunk - start) | k);
+        commit_products();
+        wait_for_products<1>();
+      }
+      if (chunk > start && lane == 0) mbarrier_arrive(slots.empty + before * 8);
+      before = turn.slot;
+      turn.next();
+    };
+#pragma unroll 1
+    for (u32 chunk = start; chunk + 1 < end; chunk += 2) {
+      take(chunk, operands[0]);
+      take(chunk + 1, operands[1]);
+    }
+    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0]);
+    wait_for_products<0>();
+    if (lane == 0) mbarrier_arrive(slots.empty + before * 8);
+    if (!is_active) continue;
+    take_sums(sums);
+    Product to = product;
+    if constexpr (kParts > 1) to.out += static_cast<u64>(place.part) * product.tokens * product.pitch * sizeof(float);
+#pragma unroll
+    for (u32 first = 0; first < kTokens; first += kLeaving) {
+      if constexpr (kOut == Out::kValues) write_values(sums, first, to, halves, shared, place.token, lane);
+      else if constexpr (kOut == Out::kWide) write_wide(sums, first, to, halves, shared, place.token, lane);
+      else write_gated(sums, first, to, halves, shared, place.token, warp, lane);
+    }
+  }
+}
+
+// One block an SM at most. The box of x's map: kTokens × kChunkColumns.
+extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
+    packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
+  extern __shared__ __align__(1024) u8 shared[];
+  __shared__ u64 barriers[2 * kPackedSlots];
+  const u32 data = shared_address(shared), full = shared_address(barriers);
+  const Slots slots{data, full, full + kPackedSlots * 8};
+  // All lanes know that it is one warp's number.
+  const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (u32 i = 0; i < kPackedSlots; ++i) {
+      mbarrier_init(slots.full + i * 8, 1);
+      mbarrier_init(slots.empty + i * 8, kMultiplyingWarps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (warp >= kMultiplyingWarps) {
+    if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
+    if (warp == kMultiplyingWarps) load(slots, x, product, lane);
+  } else {
+    if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
+    multiply(slots, product, data + kPackedSlots * kSlotBytes, warp, lane);
+  }
+}

@@ -1,0 +1,271 @@
+// A layer of experts: the router and the choice, then gate_up and down of those that were chosen.
+//
+// Every block computes the choice for itself from the logits of all blocks, so that it is the same in all. Experts are
+// addressed by the choice: `first_tile` of the generated header says which tiles of gate_up a block has, counted over all
+// slots; of `down` it has its rows of the residual stream of every slot.
+#pragma once
+#include "ops/mlp.cuh"
+#include "tile/slots.cuh"
+
+template <class M>
+__device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
+  static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
+  return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
+}
+template <class M>
+__device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
+  u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
+  return reinterpret_cast<float*>(now) + query * M::kMostExperts;
+}
+
+// One row of the router times all queries: eight columns to a thread at a time.
+template <class M>
+struct RouterRow {
+  static constexpr u32 kColumns = kConsumerThreads * 8, kEach = (M::kHidden + kColumns - 1) / kColumns;
+  // Queries whose activations are in registers; those of more are asked for after them.
+  static constexpr u32 kTogether = kMostQueries < 4 ? kMostQueries : 4;
+  // Weights wait in registers for activations, but for those that would take too many beside several queries.
+  static constexpr bool kWait = kMostQueries == 1 || kEach == 1;
+  const float* row;
+  float4 weights[kWait ? kEach : 1][2];
+
+  __device__ __forceinline__ void load(const float* from, u32 thread) {
+    row = from;
+    if constexpr (kWait)
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i) load_part(i, thread, weights[i]);
+  }
+  __device__ __forceinline__ void load_part(u32 i, u32 thread, float4 (&part)[2]) const {
+    const u32 k = i * kColumns + thread * 8;
+    if (k >= M::kHidden) return;
+    part[0] = __ldg(reinterpret_cast<const float4*>(row + k));
+    part[1] = __ldg(reinterpret_cast<const float4*>(row + k + 4));
+  }
+  // The thread's part of the products of `queries` queries from `first` on. Activations are waited for.
+  __device__ __forceinline__ void multiply(u8* operand, u32 first, u32 queries, u32 thread, float (&sums)[kTogether]) const {
+#pragma unroll
+    for (u32 q = 0; q < kTogether; ++q) sums[q] = 0.0f;
+#pragma unroll(kWait ? kEach : 1)
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 k = i * kColumns + thread * 8;
+      if (k >= M::kHidden) continue;
+      float4 part[2] = {weights[kWait ? i : 0][0], weights[kWait ? i : 0][1]};
+      if constexpr (!kWait) load_part(i, thread, part);
+      uint4 x[kTogether];
+      bool ready = false;
+#pragma unroll 1
+      while (!ready) {
+        ready = true;
+#pragma unroll
+        for (u32 q = 0; q < kTogether; ++q)
+          if (q < queries) x[q] = load_exchanged(operand_value(operand, first + q, k));
+#pragma unroll
+        for (u32 q = 0; q < kTogether; ++q)
+          if (q < queries) ready &= is_present(x[q]);
+      }
+      const float4 low = part[0], high = part[1];
+#pragma unroll
+      for (u32 q = 0; q < kTogether; ++q) {
+        if (q >= queries) continue;
+        sums[q] += low.x * low_half(x[q].x) + low.y * high_half(x[q].x) + low.z * low_half(x[q].y) + low.w * high_half(x[q].y) +
+                   high.x * low_half(x[q].z) + high.y * high_half(x[q].z) + high.z * low_half(x[q].w) + high.w * high_half(x[q].w);
+      }
+    }
+  }
+};
+
+// The choice of this warp's query, once all logits have come.
+template <class L, class M>
+__device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 layer) {
+  constexpr u32 kEach = ExpertChoice<L>::kEach;
+  const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
+  const float* corrections = cx.vectors(L::vectors(layer)) + L::kVecRouterCorrection;
+  float logit[kEach], correction[kEach];
+#pragma unroll
+  for (u32 i = 0; i < kEach; ++i)
+    correction[i] = L::kCorrected && 32 * i + cx.lane < L::kExperts ? __ldg(corrections + 32 * i + cx.lane) : 0.0f;
+#pragma unroll 1
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      logit[i] = 32 * i + cx.lane < L::kExperts ? load_exchanged(logits + 32 * i + cx.lane) : 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(logit[i]);
+    if (__all_sync(~0u, ready)) break;
+  }
+  cx.mark();
+  return ExpertChoice<L>(logit, correction, cx.lane);
+}
+
+template <class L, class M>
+__device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
+  cx.begin(Phase::kRouter);
+  const u32 first = L::first_router_row(cx.block), end = L::first_router_row(cx.block + 1);
+  const float* weights = cx.vectors(L::vectors(layer)) + L::kVecRouter;
+  u8* operand = stream_operand<MidStream<M>>(cx, cx.layers_done);
+  float* parts = reinterpret_cast<float*>(cx.shared.base + M::kShExpertLogits);  // [row % 2][warp][query]
+  RouterRow<M> row;
+  Scale<MidStream<M>> scale;
+  if (first < end) row.load(weights + first * M::kHidden, cx.thread);
+  scale.load(cx, cx.layers_done);
+  // This warp's query; gate_up finds all queries' behind the barriers below.
+  const float factor = scale.take(cx, cx.layers_done);
+  cx.arrived();
+  if (cx.warp < cx.queries && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
+#pragma unroll 1
+  for (u32 r = first; r < end; ++r) {
+    if (r > first) row.load(weights + r * M::kHidden, cx.thread);
+    float* now = parts + r % 2 * (kConsumerWarps * kMostQueries);
+#pragma unroll 1
+    for (u32 from = 0; from < cx.queries; from += row.kTogether) {
+      float sums[row.kTogether];
+      row.multiply(operand, from, cx.queries - from, cx.thread, sums);
+#pragma unroll
+      for (u32 q = 0; q < row.kTogether; ++q) {
+        const float sum = warp_sum(sums[q]);
+        if (cx.lane == 0) now[cx.warp * kMostQueries + from + q] = sum;
+      }
+    }
+    cx.sync();
+    if (cx.warp < cx.queries && cx.lane == 0) {
+      float sum = now[cx.warp];
+#pragma unroll
+      for (u32 w = 1; w < kConsumerWarps; ++w) sum += now[w * kMostQueries + cx.warp];
+      store_exchanged(expert_logits<M>(cx.params, cx.layers_done, cx.warp) + r, present(sum * factor));
+    }
+  }
+  cx.mark();
+  ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  if (cx.warp < cx.queries) {
+    const ExpertChoice<L> choice = choose_experts<L>(cx, layer);
+    slots.template note<L>(choice, cx.warp, cx.lane);
+    // All queries' choices are there.
+    if (kMostQueries > 1) cx.sync();
+    else __syncwarp();
+    slots.template number<L>(choice, cx.warp, cx.queries, cx.lane);
+  } else if (kMostQueries > 1) {
+    cx.sync();
+  }
+  cx.sync();
+  if (cx.thread == 0) mbarrier_arrive(cx.chosen);  // pairs with the producer's wait
+  cx.mark();
+}
+
+// silu(gate) · up of the 8 neurons of a tile, to the queries that chose the expert.
+template <class L, class M>
+__device__ __forceinline__ void publish_tile(Context<M>& cx, const Sums<typename L::GateUp>& sums, u8* now, u32 queries, u32 neuron) {
+  Reduction reduction(cx, 16);
+  reduction.for_each_part(cx, sums, 2, 16, [&](u32, u32) {
+    if (!(queries >> cx.warp & 1)) return;
+    const u32 n = cx.lane % 8;
+    const float factor = cx.shared.control().factor[cx.warp];
+    const float gate = reduction.get(cx.warp, n) * factor, up = reduction.get(cx.warp, n + 8) * factor;
+    publish_pair(now, cx.warp, neuron + n, cx.lane, cx.lane < 8, silu(gate) * up);
+  });
+}
+
+template <class L, class M>
+__device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer) {
+  using GateUp = typename L::GateUp;
+  // Activations stay in registers from tile to tile where there is room for all of them.
+  constexpr bool kStay = GateUp::kSteps == GateUp::kDepth;
+  cx.begin(Phase::kGateUp);
+  cx.let_clean(cx.layers_done + cx.round - 1);
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
+  u8* now = gated_operand<L>(cx, cx.layers_done);
+  const GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
+  Ahead<GateUp> ahead;
+  ahead.fill(operand);
+  cx.arrived();
+#pragma unroll 1
+  for (u32 tile = first; tile < end; ++tile) {
+    if (!kStay && GateUp::kSteps % GateUp::kDepth != 0 && tile > first) ahead.fill(operand);
+    Sums<GateUp> sums;
+    multiply<2, !kStay>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
+    const u32 slot = tile / GateUp::kUnits;
+    if (tile + 1 == end) cx.mark();
+    publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile % GateUp::kUnits * 8);
+  }
+  if (first == end) cx.mark();
+  cx.mark();
+}
+
+// The activations of a slot, zeros for queries that did not choose it.
+template <class L, class M>
+__device__ __forceinline__ GlobalOperand<typename L::Down> slot_operand(const Context<M>& cx, u8* gated, u32 slot, u32 queries, u32 layer) {
+  using Down = typename L::Down;
+  GlobalOperand<Down> operand(gated + slot * (L::kSlotColumns * 2 * kRoomQueries), cx, L::vectors(layer));
+  if constexpr (kRoomQueries > 1) operand.active = queries >> cx.lane / 4 & 1;
+  return operand;
+}
+
+// A block's rows of one expert; activations that come next take the place of those that were used.
+template <bool kAgain, class Op, class M>
+__device__ __forceinline__ void multiply_rows(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
+                                              Ahead<Op>& ahead, Sums<Op>& sums) {
+  constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
+  if (Op::kEven || units == Op::kMaxUnits) {
+    multiply<kMost, kAgain>(ring, warp, lane, operand, ahead, sums, [] {});
+  } else if constexpr (!Op::kEven && kFewer > 0) {
+    multiply<kFewer, kAgain>(ring, warp, lane, operand, ahead, sums, [] {});
+  }
+}
+
+// What a warp has of a slot's rows, times the shares of the queries that chose it, joins its sums: of all chains the first.
+template <class Op, class M>
+__device__ __forceinline__ void add_slot(Sums<Op>& totals, const Sums<Op>& sums, const ExpertSlots<M>& slots, u32 slot, u32 lane) {
+  const u32 query = kRoomQueries > 1 ? lane % 4 * 2 : 0;
+  const u32 chose = slots.queries[slot] >> query;
+  float share[2] = {slots.share[slot][query], 0.0f};
+  if constexpr (kRoomQueries > 1) share[1] = slots.share[slot][query + 1];
+#pragma unroll
+  for (u32 t = 0; t < Op::kTiles; ++t)
+    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2)
+      if (chose >> i % 2 & 1) totals.c[t][0][i] = __fmaf_rn(sums.total(t, i), share[i % 2], totals.c[t][0][i]);
+}
+
+template <class L, class M>
+__device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
+  using Down = typename L::Down;
+  // All of a slot's activations come at once, and the next slot's while they are used.
+  constexpr bool kAhead = Down::kSteps == Down::kDepth;
+  cx.begin(Phase::kDown);
+  const u32 units = Down::num_units(cx.block);
+  RowVectors<Down> vectors;
+  vectors.load(cx, cx.vectors(M::attention_norm(layer + 1)), nullptr);
+  const RankRows<InStream<M>> ranks(cx, cx.next_in(), M::Residual::first_unit(cx.block) * 8 + cx.lane);
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  u8* gated = gated_operand<L>(cx, cx.layers_done);
+  const u32 count = slots.count;
+  Sums<Down> totals;
+  totals.clear();
+  Ahead<Down> ahead;
+  if constexpr (kAhead) {
+    ahead.fill(slot_operand<L>(cx, gated, 0, slots.queries[0], layer));
+    cx.arrived();
+  }
+#pragma unroll 1
+  for (u32 slot = 0; slot < count; ++slot) {
+    Sums<Down> sums;
+    if constexpr (kAhead) {
+      const u32 next = min(slot + 1, count - 1);
+      const auto operand = slot_operand<L>(cx, gated, next, slots.queries[next], layer);
+      multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+      float missing = 0.0f;
+#pragma unroll
+      for (u32 d = 0; d < Down::kDepth; ++d) missing = ahead.missing(d, missing);
+      if (!__all_sync(~0u, missing == 0.0f)) ahead.fill(operand);
+    } else {
+      const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
+      multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
+        if (slot == 0) cx.arrived();
+      });
+    }
+    add_slot<Down>(totals, sums, slots, slot, cx.lane);
+  }
+  cx.mark();
+  add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
+  cx.mark();
+}

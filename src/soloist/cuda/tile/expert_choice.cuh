@@ -1,0 +1,76 @@
+// Which experts a query takes, from their logits: scores, the highest of them, shares. By one warp; lane l has experts l, l + 32, …
+//
+// `L` is a kind of layer of the generated header. Knows nothing of blocks and memory.
+#pragma once
+#include "ptx/mma.cuh"
+
+// The order of numbers as that of integers above 1. Below all of them comes what is no number, and then 0: nothing.
+__device__ __forceinline__ u32 rank_of(float x) {
+  if (x != x) return 1;
+  const u32 bits = __float_as_uint(x + 0.0f);  // of zeros there is one
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (u32 o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  return x;
+}
+
+template <class L>
+struct ExpertChoice {
+  static constexpr u32 kEach = (L::kExperts + 31) / 32;
+  u32 chosen;          // bit i: expert 32 i + lane
+  float share[kEach];  // of those that are chosen
+
+  // `logit` and, if there is one, the correction of each of the lane's experts.
+  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], const float (&correction)[kEach], u32 lane) : chosen(0) {
+    u32 rank[kEach];
+    score(logit, lane);
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      rank[i] = 32 * i + lane < L::kExperts ? rank_of(L::kCorrected ? share[i] + correction[i] : share[i]) : 0;
+#pragma unroll 1
+    for (u32 n = 0; n < L::kChosen; ++n) {
+      u32 best = 0, at = 0;
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i)
+        if (rank[i] > best) best = rank[i], at = i;
+      const u32 top = __reduce_max_sync(~0u, best);
+      const u32 expert = __reduce_min_sync(~0u, best == top ? 32 * at + lane : ~0u);
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i)
+        if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) sum += chosen >> i & 1 ? share[i] : 0.0f;
+    const float of_all = L::kNormalises ? sum_of_lanes(sum) + L::kLeastSum : 1.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) share[i] = share[i] / of_all * L::kRouterScale;
+  }
+
+ private:
+  __device__ __forceinline__ void score(const float (&logit)[kEach], u32 lane) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    if constexpr (L::kSigmoid) {
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i) share[i] = 1.0f / (1.0f + exp2_fast(-kLog2E * logit[i]));
+      return;
+    }
+    float top = -kInfinity;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      if (32 * i + lane < L::kExperts) top = fmaxf(top, logit[i]);
+#pragma unroll
+    for (u32 o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+      share[i] = 32 * i + lane < L::kExperts ? exp2_fast(kLog2E * (logit[i] - top)) : 0.0f;
+      sum += share[i];
+    }
+    sum = sum_of_lanes(sum);
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) share[i] = share[i] / sum;
+  }
+};

@@ -1,0 +1,183 @@
+// Weights as they are packed for the decode kernel, as operands of products with many tokens: 16 rows and 64 columns of a warp at a
+// time, a *chunk* of a *fragment*. In registers they are the numbers that unpacking gives (weights/numbers.py), bit by bit.
+// Where they lie is told by prefill/fragments.py; the orders of values are those of weights/layout.py.
+//
+// spec.cuh: kValueBits, kCodes, kPairsSteps, kSteps, and of quantised weights kGroup, kScaleType, kScaleRows, kHasZeros.
+#pragma once
+#include "ptx/e4m3.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "spec.cuh"
+
+enum class HalfKind : u32 { kNone, kTile, kAlone };
+// 8 rows; see `Half` of prefill/fragments.py.
+struct Half {
+  u64 at;
+  u32 pair_bytes, step_bytes, last_less;
+  i32 out;
+  HalfKind kind;
+  u32 is_upper;
+};
+
+inline constexpr bool kPlain = kCodes == Codes::kPlain;
+inline constexpr u32 kChunkColumns = 64, kStepChunks = kStepColumns / kChunkColumns;
+// Bytes of 8 rows of a chunk, and of those of half a tile's values.
+inline constexpr u32 kPieceBytes = kHalfTileRows * kChunkColumns * kValueBits / 8;
+inline constexpr u32 kValueBytes = kHalfTileValues * kValueBits / 8;
+inline constexpr u32 kFragmentBytes = 2 * kPieceBytes;
+inline constexpr u32 kWords = kFragmentBytes / 512;  // of 16 bytes, of a lane
+inline constexpr u32 kPieceWords = kWords > 1 ? kWords / 2 : 1;
+
+// Of 64 neighbouring columns: which step has them, and which of the step's chunks they are.
+struct ChunkPlace {
+  u32 step, warp;
+  __device__ __forceinline__ explicit ChunkPlace(u32 chunk)
+      : step(kPairsSteps ? chunk / (2 * kStepChunks) * 2 + chunk % 2 : chunk / kStepChunks),
+        warp(kPairsSteps ? chunk % (2 * kStepChunks) / 2 : chunk % kStepChunks) {}
+};
+// Bytes to the tile or half tile that has a half's rows in a step.
+__device__ __forceinline__ u64 in_step(const Half& half, u32 step) {
+  const u32 less = kSteps % 2 == 1 && step == kSteps - 1 ? half.last_less : 0;
+  return half.at + static_cast<u64>(step / 2) * half.pair_bytes + (step % 2) * half.step_bytes - less;
+}
+// Bytes to the part of a fragment's chunk that is copied for one of its halves: kPieceBytes from there. Of a tile the two parts hold
+// rows of both: the columns' first 32 and last 32, or of integers of 4 bits the rows g < 4 and the others.
+__device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk) {
+  const ChunkPlace place(chunk);
+  const u64 at = in_step(half, place.step);
+  if (half.kind == HalfKind::kAlone) return at + place.warp * kPieceBytes;
+  if (kValueBits == 4) return at + (2 * place.warp + which) * kPieceBytes;
+  return at + which * kValueBytes + place.warp * kPieceBytes;
+}
+
+// What a lane has of a chunk as it is stored. `read(piece, offset)`: 16 bytes so far into a half's piece, or into both where they are a tile's
+// integers of 4 bits, which follow each other; `read_few`: 8 bytes.
+struct Stored {
+  uint4 words[kWords];
+
+  template <class Read, class ReadFew>
+  __device__ __forceinline__ void load(u32 lane, bool is_tile, const Read& read, const ReadFew& read_few) {
+    if constexpr (kValueBits == 4) {
+      if (is_tile) {
+        words[0] = read(0, lane * 16);
+      } else {
+        const uint2 first = read_few(0, lane * 8), second = read_few(1, lane * 8);
+        words[0] = make_uint4(first.x, first.y, second.x, second.y);
+      }
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < kWords; ++i) words[i] = read(i / kPieceWords, i % kPieceWords * 512 + lane * 16);
+    }
+  }
+};
+
+#define WORD(v, i) ((i) == 0 ? (v).x : (i) == 1 ? (v).y : (i) == 2 ? (v).z : (v).w)
+
+// Codes of rows g (`half` 0) or g + 8 for multiply `m` of 32 columns `p`: a byte for each of the columns 4 m … 4 m + 3 of the lane's 8.
+__device__ __forceinline__ u32 codes_of(const Stored& stored, bool is_tile, u32 p, u32 m, u32 half) {
+  if constexpr (kCodes == Codes::kInt4) {
+    const uint4& v = stored.words[0];
+    const u32 word = is_tile ? WORD(v, 2 * p + m) : WORD(v, 2 * half + m);
+    return word >> (is_tile ? 4 * half : 4 * p) & 0x0F0F0F0F;
+  } else {
+    const uint4 &tile = stored.words[p % kWords], &alone = stored.words[half % kWords];
+    const u32 of_alone = WORD(alone, 2 * p + m);
+    if constexpr (kCodes == Codes::kInt8) return is_tile ? WORD(tile, 2 * m + half) : of_alone;
+    const u32 of_tile = __byte_perm(WORD(tile, 2 * m), WORD(tile, 2 * m + 1), half ? 0x7632 : 0x5410);
+    return is_tile ? of_tile : of_alone;
+  }
+}
+
+// What rows of a group share, of rows g and g + 8; a chunk has kChunkGroups groups.
+inline constexpr u32 kGroupColumns = kPlain ? kStepColumns : kGroup;
+inline constexpr u32 kChunkGroups = kGroupColumns < kChunkColumns ? kChunkColumns / kGroupColumns : 1;
+inline constexpr u32 kScaleBytes = kPlain ? 0 : kScaleType == ScaleType::kFp32 ? 4 : 2;
+inline constexpr u32 kOwnScales = kPlain ? 1 : kHalfTileRows / kScaleRows;  // of a group, in half a tile
+inline constexpr u32 kHalfScalesBytes = kStepColumns / kGroupColumns * kOwnScales * kScaleBytes;
+
+struct Shared {
+  float scales[2][kChunkGroups];
+  float zeros[2][kChunkGroups];
+
+  // Past the slots, since few bytes are no copy's: of a lane's rows.
+  __device__ __forceinline__ void load(const u8* image, const Half (&halves)[2], u32 chunk, u32 lane) {
+    if constexpr (!kPlain) {
+      const ChunkPlace place(chunk);
+      const u32 g = lane / 4;
+#pragma unroll
+      for (u32 h = 0; h < 2; ++h) {
+        const Half& half = halves[h];
+        const bool is_tile = half.kind == HalfKind::kTile;
+        const u32 tiles = is_tile ? 2 : 1;
+        const u8* at = image + in_step(half, kPairsSteps ? place.step / 2 * 2 + h : place.step) + tiles * kValueBytes;
+#pragma unroll
+        for (u32 n = 0; n < kChunkGroups; ++n) {
+          u32 number;
+          if constexpr (kPairsSteps) {
+            number = (place.warp % 4 * 2 * kChunkColumns / kGroupColumns * kOwnScales + g) * 2 + place.warp / 4;
+          } else {
+            const u32 group = place.warp * kChunkColumns / kGroupColumns + n;
+            number = (group * kOwnScales + g / kScaleRows) * tiles + (is_tile ? h : 0);
+          }
+          scales[h][n] = scale_at(at + number * kScaleBytes);
+          if constexpr (kHasZeros) zeros[h][n] = zero_at(at + tiles * kHalfScalesBytes + number);
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float scale_at(const u8* at) {
+    if constexpr (kScaleType == ScaleType::kFp32) return __ldg(reinterpret_cast<const float*>(at));
+    const u16 bits = __ldg(reinterpret_cast<const u16*>(at));
+    if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(static_cast<u32>(bits) << 16);
+    return from_fp16(bits);
+  }
+  // Of 8 bits codes count from -128 on.
+  static __device__ __forceinline__ float zero_at(const u8* at) {
+    const u8 byte = __ldg(at);
+    if constexpr (kCodes == Codes::kInt8) return static_cast<float>(static_cast<i32>(static_cast<signed char>(byte)));
+    return static_cast<float>(static_cast<u32>(byte));
+  }
+};
+
+// Integers from 0 to 255 become fp32 as the last bits of 2^23's.
+inline constexpr float kIntegerBase = 8388608.0f;
+__device__ __forceinline__ float widened_byte(u32 word, u32 byte) {
+  return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | byte));
+}
+
+// Of four codes two pairs of numbers, (code - zero) · scale, rounded once.
+__device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) {
+  float v[4];
+  if constexpr (kCodes == Codes::kFp8) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const u32 pair = fp16_of_e4m3(static_cast<u16>(codes >> 16 * i));
+      v[2 * i] = from_fp16(static_cast<u16>(pair)), v[2 * i + 1] = from_fp16(static_cast<u16>(pair >> 16));
+    }
+  } else {
+    constexpr bool kSigned = kCodes == Codes::kInt8;
+    const u32 unsigned_codes = kSigned ? codes ^ 0x80808080u : codes;
+    const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = widened_byte(unsigned_codes, i) - base;
+  }
+  return make_uint2(pack_pair(__fmul_rn(v[0], scale), __fmul_rn(v[1], scale)),
+                    pack_pair(__fmul_rn(v[2], scale), __fmul_rn(v[3], scale)));
+}
+
+// The registers of multiply `m` of 32 columns `p`: rows g and g + 8, 2 columns of 16, then the same of the 2 columns after those.
+__device__ __forceinline__ uint4 operand_of(const Stored& stored, const Shared& shared, bool is_tile, u32 p, u32 m) {
+  if constexpr (kPlain) {
+    const uint4 &tile = stored.words[(2 * p + m) % kWords], &low = stored.words[p % kWords], &high = stored.words[(2 + p) % kWords];
+    return make_uint4(is_tile ? tile.x : m ? low.z : low.x, is_tile ? tile.y : m ? high.z : high.x,
+                      is_tile ? tile.z : m ? low.w : low.y, is_tile ? tile.w : m ? high.w : high.y);
+  } else {
+    const u32 n = p % kChunkGroups;
+    const uint2 first = numbers_of(codes_of(stored, is_tile, p, m, 0), shared.scales[0][n], shared.zeros[0][n]);
+    const uint2 last = numbers_of(codes_of(stored, is_tile, p, m, 1), shared.scales[1][n], shared.zeros[1][n]);
+    return make_uint4(first.x, last.x, first.y, last.y);
+  }
+}
+#undef WORD

@@ -1,0 +1,45 @@
+// The slots of a layer with experts: the distinct experts that a round's queries chose, in ascending order. In shared memory.
+#pragma once
+#include "tile/expert_choice.cuh"
+
+template <class M>
+struct ExpertSlots {
+  static constexpr u32 kMost = M::kMostSlots, kWords = (M::kMostExperts + 31) / 32;
+  u32 count;
+  u32 chosen[kMostQueries][kWords];  // bit b of word w: expert 32 w + b
+  u32 expert[kMost];
+  u32 queries[kMost];  // bits of those that chose it
+  float share[kMost][kMostQueries];
+
+  // A query's choice, by a warp. All warps meet between this and `number`.
+  template <class L>
+  __device__ __forceinline__ void note(const ExpertChoice<L>& choice, u32 query, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < ExpertChoice<L>::kEach; ++i) {
+      const u32 word = __ballot_sync(~0u, choice.chosen >> i & 1);
+      if (lane == 0) chosen[query][i] = word;
+    }
+  }
+  // Slots are numbered, and shares go to those of the query. By the same warp; the first says what all need.
+  template <class L>
+  __device__ __forceinline__ void number(const ExpertChoice<L>& choice, u32 query, u32 num_queries, u32 lane) {
+    u32 slot = 0;
+#pragma unroll
+    for (u32 i = 0; i < ExpertChoice<L>::kEach; ++i) {
+      u32 any = 0, who = 0;
+#pragma unroll 1
+      for (u32 q = 0; q < num_queries; ++q) {
+        any |= chosen[q][i];
+        who |= (chosen[q][i] >> lane & 1) << q;
+      }
+      const u32 own = slot + __popc(any & ((1u << lane) - 1));
+      if (choice.chosen >> i & 1) share[own][query] = choice.share[i];
+      if (query == 0 && who) {
+        expert[own] = 32 * i + lane;
+        queries[own] = who;
+      }
+      slot += __popc(any);
+    }
+    if (query == 0 && lane == 0) count = slot;
+  }
+};

@@ -1,0 +1,133 @@
+"""What the kernel that drafts and the host share: constants of soloist.speculation, and its start.
+
+CUDA text is generated from the definition, so that nothing is typed twice; abi.py has the
+structures, cuda/ops/draft.cuh follows the definition. Pure: no torch, no device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soloist.megakernel.abi import DRAFT_KINDS, DRAFT_START, DRAFTER, MOST_DRAFTS
+from soloist.megakernel.limits import MAX_QUERIES
+from soloist.speculation import depth, lookup, matching, prediction
+from soloist.speculation.drafter import FIRST_LOOKUP, Draft, DraftState
+
+# Words that a round of a launch that drafts tells the host: its tokens, then how many of them
+# count, how many were drafted, and of what kind.
+EMITTED_WORDS = MAX_QUERIES + 1
+_COUNT_BITS = 8
+
+# Bits of keys, of which the largest is the best: a match has its length, whether it is of the
+# answer's own text, and the place; a place in a prediction its score, nearness, and its side.
+_PLACE_BITS, _NEARNESS_BITS = 25, 19
+# Tokens of a text that keys have room for.
+MOST_TEXT_TOKENS = 1 << _NEARNESS_BITS
+
+
+def drafting_constants() -> str:
+    """CUDA text of what draft.cuh takes from the definition."""
+    lengths = [least for least, _ in FIRST_LOOKUP]
+    assert len(lengths) + 1 == DRAFT_KINDS, "kinds of drafts"
+    numbers = {
+        "kDraftKinds": DRAFT_KINDS,
+        "kMostDrafts": MOST_DRAFTS,
+        "kEmittedWords": EMITTED_WORDS,
+        "kEmittedCountBits": _COUNT_BITS,
+        "kDraftGap": lookup.NO_TOKEN & 0xFFFFFFFF,
+        "kAcceptanceOne": depth.ONE,
+        "kAcceptanceShift": depth.SHIFT,
+        "kPlainCost": depth.PLAIN_COST,
+        "kFirstPause": depth.FIRST_PAUSE,
+        "kLongestPause": depth.LONGEST_PAUSE,
+        "kLeastMatch": lookup.LEAST_MATCH,
+        "kMostMatch": matching.MOST_MATCH,
+        "kPlaceBits": _PLACE_BITS,
+        "kNearnessBits": _NEARNESS_BITS,
+        "kGoodHere": prediction.GOOD_HERE,
+        "kGoodElsewhere": prediction.GOOD_ELSEWHERE,
+        "kAgreements": len(prediction.WEIGHTS),
+        **{f"kLookupLength{i}": least for i, least in enumerate(lengths)},
+    }
+    lines = [f"constexpr u32 {name} = {value}u;" for name, value in numbers.items()]
+    # What agreement counts: without an array, which would lie in memory.
+    weights = "".join(
+        f"i == {i} ? {weight}u : " for i, weight in enumerate(prediction.WEIGHTS[:-1])
+    )
+    lines.append(
+        "__device__ __forceinline__ constexpr u32 agreement_weight(u32 i) "
+        f"{{ return {weights}{prediction.WEIGHTS[-1]}u; }}"
+    )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingLaunch:
+    """What a launch that drafts is given beside its queries.
+
+    Attributes:
+        state: of the drafter, after `draft`.
+        draft: what the first round checks; None where it has the latest token alone.
+        prompt_ids: of the request.
+        output_ids: of the request, the launch's first input token included.
+        most_tokens: that the launch may make.
+    """
+
+    state: DraftState
+    draft: Draft | None
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    most_tokens: int
+
+    @property
+    def start(self) -> NDArray[np.void]:
+        """A `DRAFT_START`."""
+        state, draft = self.state, self.draft
+        depths = np.zeros(DRAFT_KINDS, DRAFTER.dtype["depths"].base)
+        for record, values in zip(depths, state.depths, strict=True):
+            record["acceptance"], record["pause"], record["left"], record["best"] = values
+        prediction_tokens = 0 if state.prediction is None else len(state.prediction)
+        num_history = len(self.prompt_ids) + len(self.output_ids)
+        assert max(num_history, prediction_tokens, len(state.archive)) < MOST_TEXT_TOKENS, "keys"
+        drafter = DRAFTER.record(
+            depths=depths,
+            num_history=num_history,
+            num_prompt=len(self.prompt_ids),
+            num_prediction=prediction_tokens,
+            num_archive=len(state.archive) if state.looks_up else 0,
+            at=state.at,
+            is_good=state.is_good,
+            left=self.most_tokens,
+            made=0,
+            count=0 if draft is None else len(draft.ids),
+            kind=0 if draft is None else draft.kind,
+        )
+        costs = [*state.costs, *[0] * (MOST_DRAFTS - len(state.costs))]
+        return DRAFT_START.record(
+            drafter=drafter, costs=costs, num_costs=len(state.costs), looks_up=state.looks_up
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRound:
+    """What a round of a launch that drafts tells.
+
+    Attributes:
+        tokens: that it made, one at least.
+        num_drafted: tokens that it checked.
+        kind: of them.
+    """
+
+    tokens: tuple[int, ...]
+    num_drafted: int
+    kind: int
+
+    @classmethod
+    def of_words(cls, words: Sequence[int]) -> "DraftedRound":
+        """From `EMITTED_WORDS` words."""
+        assert len(words) == EMITTED_WORDS, "a round's words"
+        facts, mask = words[MAX_QUERIES], (1 << _COUNT_BITS) - 1
+        count = facts & mask
+        return cls(tuple(words[:count]), facts >> _COUNT_BITS & mask, facts >> 2 * _COUNT_BITS)

@@ -1,0 +1,125 @@
+"""The experts of a layer in the kernel: where they lie, and which block reads what of the chosen.
+
+The distinct experts that a round's queries chose are its *slots*, in ascending order. Which they
+are the kernel knows only in the round, so the plan says everything by slot. Pure integers.
+"""
+
+from dataclasses import dataclass
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.partition import Matrix
+from soloist.megakernel.tile import STEP_COLUMNS
+from soloist.model.config import Mixture, Router
+
+# A lane of a warp ranks every 32nd expert, in registers.
+MOST_EXPERTS = 512
+# Bits of a word: chosen experts of eight queries are found among so many.
+MOST_CHOSEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """All experts of a layer.
+
+    They lie one after the other, as equally many bytes each: first the tiles of gate_up, each with
+    all its steps of columns, then the rows of `down`, those of one block after those of another.
+
+    Attributes:
+        router: chooses.
+        gate_up: of one expert; a unit is a tile, and belongs to no block.
+        down: of one expert; every block has the rows that it owns of the residual stream.
+    """
+
+    router: Router
+    gate_up: Matrix
+    down: Matrix
+
+    @property
+    def blocks(self) -> int:
+        """Over how many the work is spread."""
+        return self.down.blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one expert."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.router.num_experts * self.num_bytes
+
+    @property
+    def slot_columns(self) -> int:
+        """Columns that the activations of a slot take before `down`, padding included."""
+        return self.down.steps * STEP_COLUMNS
+
+    def most_slots(self, queries: int) -> int:
+        """Distinct experts that so many queries can choose."""
+        return min(self.router.num_experts, queries * self.router.num_chosen)
+
+    def first_tile(self, block: int, slots: int) -> int:
+        """Where a block's tiles of gate_up begin, counted over all slots, one after the other."""
+        return block * slots * self.gate_up.units // self.blocks
+
+    def tiles(self, block: int, slots: int) -> list[tuple[int, int]]:
+        """(slot, tile of the expert) of all tiles of gate_up that a block owns."""
+        own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
+        return [divmod(tile, self.gate_up.units) for tile in own]
+
+    def router_rows(self, block: int) -> range:
+        """The experts whose logits a block makes."""
+        count = self.router.num_experts
+        return range(block * count // self.blocks, (block + 1) * count // self.blocks)
+
+    def cuda(self) -> list[str]:
+        """CUDA text of what a block has of the router, and of gate_up by the number of slots."""
+        experts, tiles = self.router.num_experts, self.gate_up.units
+        return [
+            f"static __device__ __forceinline__ u32 {function} {{ return {result}; }}"
+            for function, result in (
+                ("first_router_row(u32 block)", f"block * {experts}u / {self.blocks}u"),
+                (
+                    "first_tile(u32 block, u32 slots)",
+                    f"block * slots * {tiles}u / {self.blocks}u",
+                ),
+            )
+        ]
+
+    def block_bytes(self, block: int) -> int:
+        """What a block streams of the experts of one query."""
+        slots = self.router.num_chosen
+        tiles = self.first_tile(block + 1, slots) - self.first_tile(block, slots)
+        return tiles * self.gate_up.unit_bytes + slots * self.down.block_bytes(block)
+
+    @property
+    def max_block_bytes(self) -> int:
+        """The same of the busiest block."""
+        return max(self.block_bytes(block) for block in range(self.blocks))
+
+
+def require_experts(mixture: Mixture) -> None:
+    """Refuse what the kernel does not know of mixtures.
+
+    Raises:
+        ShapeUnsupported: naming it.
+    """
+    router = mixture.router
+    checks = [
+        (mixture.shared is None, "a mixture with shared experts", "experts that are chosen"),
+        (router.num_groups == 1, "a router with groups of experts", "one group"),
+        (
+            router.num_experts <= MOST_EXPERTS,
+            f"{router.num_experts} experts in a layer",
+            f"at most {MOST_EXPERTS}",
+        ),
+        (
+            router.num_chosen <= MOST_CHOSEN,
+            f"{router.num_chosen} experts for a token",
+            f"at most {MOST_CHOSEN}",
+        ),
+        (not mixture.expert.bias, "experts with biases", "experts without"),
+    ]
+    for fine, given, allowed in checks:
+        if not fine:
+            raise ShapeUnsupported(given, allowed)

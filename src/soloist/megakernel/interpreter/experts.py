@@ -1,0 +1,145 @@
+"""The phases of a layer with experts: the router's logits, the choice, gate_up, down by slot."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soloist.megakernel.experts import Experts
+from soloist.megakernel.interpreter.exchange import Exchange, Operand
+from soloist.megakernel.interpreter.residual import Residual, Stream
+from soloist.megakernel.interpreter.weights import Weights
+from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import HALF_TILE_ROWS
+from soloist.model.config import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the queries of a round chose in a layer.
+
+    Attributes:
+        shares: of each query, the share of each expert that it chose.
+    """
+
+    shares: tuple[dict[int, float], ...]
+
+    @property
+    def slots(self) -> list[int]:
+        """The distinct experts, in ascending order."""
+        return sorted({expert for of_query in self.shares for expert in of_query})
+
+    def queries(self, expert: int) -> list[int]:
+        """Which queries chose an expert."""
+        return [query for query, of_query in enumerate(self.shares) if expert in of_query]
+
+
+def chosen_by(router: Router, logits: Tensor, correction: Tensor) -> dict[int, float]:
+    """The experts that logits [E] choose, in ascending order, and their shares."""
+    if router.scores == "softmax":
+        powers = (logits - logits.max()).exp()
+        scores = powers / powers.sum()
+    else:
+        scores = 1 / (1 + (-logits).exp())
+    ranks = (scores + correction).tolist()
+    # Of equals the lower index, of what is no number the least.
+    order = sorted(
+        range(len(ranks)), key=lambda e: (-ranks[e] if not math.isnan(ranks[e]) else math.inf, e)
+    )
+    experts = sorted(order[: router.num_chosen])
+    shares = scores[experts]
+    if router.normalises:
+        shares = shares / (shares.sum() + router.least_sum)
+    return dict(zip(experts, (shares * router.scale).tolist(), strict=True))
+
+
+class ExpertPhases:
+    """What blocks do in layers with experts.
+
+    Args:
+        plan: who reads what.
+        weights: of the rank.
+        residual: knows by what products with the published stream are multiplied.
+    """
+
+    def __init__(self, plan: Plan, weights: Weights, residual: Residual) -> None:
+        self._plan, self._weights, self._residual = plan, weights, residual
+        self._logits = Exchange(plan, "expert_logits") if plan.has_experts else None
+        self._chosen = Chosen(())
+        self._factor = torch.zeros(plan.blocks, MAX_QUERIES)
+
+    def _experts(self, layer: int) -> Experts:
+        experts = self._plan.image.layer(layer).experts
+        assert experts is not None, "the layer has experts"
+        return experts
+
+    def route(self, stream: Stream, layer: int, epoch: int, queries: int) -> None:
+        """Blocks publish logits of their rows; all of them come to the same choice."""
+        experts, hidden, logits = self._experts(layer), self._plan.model.hidden_size, self._logits
+        assert logits is not None, "there are experts"
+        op = self._plan.image.operation(layer, "gate_up")
+        x = stream.read_for(op, queries)[:hidden, :queries]
+        for block in range(self._plan.blocks):
+            factor = self._residual.factor(stream, block, queries)
+            self._factor[block, :queries] = factor
+            rows = experts.router_rows(block)
+            values = range(rows.start * hidden, rows.stop * hidden)
+            router = self._weights.vector(layer, "router", values).view(-1, hidden)
+            # A query at a time: products of several may be summed in another order.
+            products = torch.stack([router @ of_query for of_query in x.T.contiguous()])
+            where = (slice(queries), slice(rows.start, rows.stop), 0)
+            logits.write(epoch, where, products * factor[:, None])
+        count = experts.router.num_experts
+        everyones = logits.read(epoch, (slice(queries), slice(count), 0))
+        correction = self._weights.vector(layer, "router_correction", range(count))
+        self._chosen = Chosen(
+            tuple(chosen_by(experts.router, own, correction) for own in everyones)
+        )
+
+    def gate_up(self, x: Tensor, gated: Operand, layer: int, epoch: int) -> None:
+        """Each block's tiles of the slots; a slot's neurons go to the queries that chose it."""
+        experts, slots = self._experts(layer), self._chosen.slots
+        op = self._plan.image.operation(layer, "gate_up")
+        for block in range(self._plan.blocks):
+            for slot, tile in experts.tiles(block, len(slots)):
+                queries = self._chosen.queries(slots[slot])
+                y = self._weights.expert_product(op, x, layer, slots[slot], tile)[:, queries]
+                y = y * self._factor[block, queries]
+                gate, up = y.split(HALF_TILE_ROWS)
+                start = slot * experts.slot_columns + tile * HALF_TILE_ROWS
+                neurons = range(start, start + HALF_TILE_ROWS)
+                values = torch.nn.functional.silu(gate) * up
+                gated.publish(epoch, queries, neurons, values.T)
+
+    def down(self, gated: Operand, layer: int, epoch: int) -> list[Tensor]:
+        """Of every block [rows, queries]: the sums of its rows over the experts, ascending."""
+        experts, slots = self._experts(layer), self._chosen.slots
+        op = self._plan.image.operation(layer, "down")
+        x_of = [self._activations(gated, slot, layer, epoch) for slot in range(len(slots))]
+        totals = []
+        for block in range(self._plan.blocks):
+            rows = op.matrix.num_units(block) * HALF_TILE_ROWS
+            total = torch.zeros(rows, len(self._chosen.shares))
+            for expert, x in zip(slots, x_of, strict=True):
+                y = self._weights.expert_product(op, x, layer, expert, block)
+                for query in self._chosen.queries(expert):
+                    total[:, query] += y[:, query] * self._chosen.shares[query][expert]
+            totals.append(total)
+        assert len(slots) <= experts.most_slots(len(self._chosen.shares)), "slots"
+        return totals
+
+    def _activations(self, gated: Operand, slot: int, layer: int, epoch: int) -> Tensor:
+        """[columns, 8] of a slot, zeros for queries that did not choose it."""
+        experts = self._experts(layer)
+        out = torch.zeros(experts.slot_columns, MAX_QUERIES)
+        first, last = slot * experts.slot_columns // 32, (slot + 1) * experts.slot_columns // 32
+        for query in self._chosen.queries(self._chosen.slots[slot]):
+            out[:, query] = gated.read(epoch, (slice(first, last), query)).flatten()
+        return out
+
+    def clear(self, epoch: int) -> None:
+        """See Exchange."""
+        if self._logits is not None:
+            self._logits.clear(epoch)

@@ -1,0 +1,46 @@
+"""Small mixtures of experts, and plans of them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from interpreter.models import CONTEXT
+from soloist.model.config import Attention, Layer, Mixture, Mlp, ModelConfig, Router
+from soloist.model.rope import Rope
+
+_NORMED = Attention(4, 2, 32, qk_norm=True)
+
+
+def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3_moe", hidden_size=hidden_size, vocab_size=203, context_tokens=CONTEXT,
+        norm_epsilon=1e-5, layers=tuple(Layer(_NORMED, mlp) for mlp in mlps),
+        rope=Rope(10_000.0), tied_head=False,
+    )  # fmt: skip
+
+
+_USUAL = Mixture(Router(16, 3, normalises=True), Mlp(40))
+MIXTURES: Mapping[str, ModelConfig] = {
+    "softmax": _model(_USUAL, _USUAL),
+    # Experts are few enough for all of them to be chosen, and as many as blocks or fewer.
+    "mixtral": _model(*[Mixture(Router(4, 2, normalises=True), Mlp(136))] * 2),
+    "not normalised": _model(Mixture(Router(40, 5), Mlp(32)), hidden_size=600),
+    "corrected sigmoids": _model(
+        *[Mixture(Router(16, 4, "sigmoid", is_corrected=True, normalises=True, scale=1.5), Mlp(32))]
+        * 2
+    ),
+    # The kinds take turns; experts of two sizes, one of which wants two steps of columns.
+    "some layers dense": _model(
+        Mlp(136), _USUAL, replace(_USUAL, expert=Mlp(520)), Mlp(136), _USUAL
+    ),
+}
+SMS = 7
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """In four of its layers."""
+    mixture = Mixture(Router(8, 2, normalises=True), Mlp(14336))
+    return ModelConfig(
+        family="mixtral", hidden_size=4096, vocab_size=32000, context_tokens=4096,
+        norm_epsilon=1e-5, layers=(Layer(Attention(32, 8, 128), mixture),) * 4,
+        rope=Rope(1_000_000.0), tied_head=False,
+    )  # fmt: skip

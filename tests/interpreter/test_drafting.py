@@ -1,0 +1,95 @@
+"""Launches that draft make the tokens of launches that do not, from the same logits."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from interpreter.models import Bench, Launch, configured, prompt
+from soloist.megakernel.interpreter.drafting import DraftedTokens, DraftingLaunch
+from soloist.speculation import Archive, Costs, Drafter, Drafting
+from unit.prefill.models import random_weights
+
+PROMPT_TOKENS, TOKENS = 60, 24  # over the end of a page
+DRAFTING = Drafting(Costs(tuple(1010 + 10 * k for k in range(7))), looks_up=True)
+
+
+@pytest.fixture(scope="module", params=["qwen3-norms-128", "mistral-window-96"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    config, plan = configured(request.param, tmp_path_factory.mktemp("model"))
+    return Bench(config, plan, random_weights(config))
+
+
+def read(bench: Bench, sequence: int) -> tuple[list[int], int]:
+    """A prompt in its pages, and the first token behind it."""
+    ids = prompt(bench.plan.model, PROMPT_TOKENS)
+    return ids, int(bench.feed(ids, 8, sequence)[-1].argmax())
+
+
+def launched(bench: Bench) -> Launch:
+    launch = bench.launch()
+    assert isinstance(launch, Launch)
+    return launch
+
+
+@pytest.fixture(scope="module")
+def plain(bench: Bench) -> tuple[list[int], torch.Tensor]:
+    """The answer behind its first token, a round each, and its logits."""
+    ids, token = read(bench, 0)
+    launch, tokens, logits = launched(bench), list[int](), []
+    for step in range(TOKENS):
+        found, chosen = launch.round([token], [0], [len(ids) + step])
+        token = chosen[0]
+        tokens.append(token)
+        logits.append(found)
+    return tokens, torch.cat(logits)
+
+
+def drafted(
+    bench: Bench, prediction: Sequence[int] | None, archive: Archive, stops: Sequence[int] = ()
+) -> list[DraftedTokens]:
+    ids, first = read(bench, 1)
+    drafter = Drafter(DRAFTING, ids, prediction, archive)
+    ranks = launched(bench).ranks
+    launch = DraftingLaunch(ranks, drafter, 1, len(ids), [first], TOKENS, stops)
+    return list(launch.rounds())
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_drafts_change_no_token(
+    bench: Bench, plain: tuple[list[int], torch.Tensor], wrong: float
+) -> None:
+    tokens, logits = plain
+    rng = random.Random(5)
+    first = read(bench, 2)[1]
+    predicted = [first, *(rng.randrange(50) if rng.random() < wrong else t for t in tokens)]
+    rounds = drafted(bench, predicted, Archive())
+    assert [token for made in rounds for token in made.tokens] == tokens
+    seen = torch.cat([made.logits for made in rounds])
+    torch.testing.assert_close(seen, logits, rtol=0, atol=1e-4)
+    if wrong == 0.0:
+        assert len(rounds) == -(-TOKENS // 8)
+
+
+def test_an_earlier_answer_is_drafted_from(
+    bench: Bench, plain: tuple[list[int], torch.Tensor]
+) -> None:
+    tokens, _ = plain
+    archive = Archive()
+    archive.add([read(bench, 2)[1], *tokens])
+    rounds = drafted(bench, None, archive)
+    assert [token for made in rounds for token in made.tokens] == tokens
+    assert sum(made.num_drafted for made in rounds) > 0
+    assert len(rounds) < TOKENS
+
+
+def test_a_stop_within_a_draft_ends_the_launch(
+    bench: Bench, plain: tuple[list[int], torch.Tensor]
+) -> None:
+    tokens, _ = plain
+    stop = tokens[10]
+    first = read(bench, 2)[1]
+    rounds = drafted(bench, [first, *tokens], Archive(), [stop])
+    wanted = tokens[: tokens.index(stop) + 1]
+    assert [token for made in rounds for token in made.tokens] == wanted

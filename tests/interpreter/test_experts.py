@@ -1,0 +1,179 @@
+"""Plans with experts give the reference's logits, and each query the bits that it has alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interpreter.mixtures import MIXTURES, SMS
+from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
+from plan.shapes import MIXTURE
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel import maths
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.interpreter.experts import Chosen, chosen_by
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.model.config import Mixture, Mlp, ModelConfig, Router
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
+from soloist.reference.experts import choose
+from soloist.weights.memory import packed_bytes
+from soloist.weights.packed import pack_weights
+from unit.prefill.models import random_weights
+
+ATOL = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+
+
+def plan_of(config: ModelConfig, ranks: int = 1) -> Plan:
+    return make_plan(config, Dtype.BF16, gpu(SMS), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_give_the_references_logits(name: str, ranks: int) -> None:
+    """One query after the other, then eight at a time."""
+    config = MIXTURES[name]
+    weights, ids = random_weights(config), prompt(config, 40)
+    wanted = reference_logits(config, weights, ids)
+    bench = Bench(config, plan_of(config, ranks), weights)
+    torch.testing.assert_close(bench.feed(ids[:4]), wanted[:4], rtol=0, atol=ATOL)
+    torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["softmax", "corrected sigmoids", "some layers dense"])
+def test_a_query_has_the_bits_that_it_has_alone(name: str, ranks: int) -> None:
+    """Whoever else is in the round, and whatever they choose."""
+    config = MIXTURES[name]
+    plan = plan_of(config, ranks)
+    bench = Bench(config, plan, random_weights(config), torch.bfloat16)
+    ids = prompt(config, 9)
+    one_by_one = bench.feed(ids)
+    assert torch.equal(bench.feed(ids, 8), one_by_one)
+    assert torch.equal(bench.feed(ids, 3), one_by_one)
+
+
+def test_rounding_stays_near() -> None:
+    config = MIXTURES["softmax"]
+    rounded = {k: v.bfloat16() for k, v in random_weights(config).items()}
+    weights = {k: v.float() if "router" in k else v for k, v in rounded.items()}
+    ids = prompt(config, 64)
+    wanted = reference_logits(config, weights, ids)
+    seen = Bench(config, plan_of(config), weights, torch.bfloat16).feed(ids, 8)
+    # Where a choice hangs on rounding a token has another expert, which is no small difference.
+    errors = (seen - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert 1e-5 < float(errors.median()) < 0.02
+
+
+ROUTERS = [
+    Router(16, 4),
+    Router(16, 4, normalises=True),
+    Router(40, 7, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=2.5),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=["softmax", "normalised", "corrected"])
+def test_the_choice_is_the_references(router: Router) -> None:
+    """Many logits are equal: of them the lower index comes first."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(-3, 4, (64, router.num_experts), generator=generator).float()
+    correction = torch.randint(0, 2, (router.num_experts,), generator=generator).float()
+    correction = correction if router.is_corrected else torch.zeros_like(correction)
+    wanted = choose(router, logits, correction)
+    for own, experts, shares in zip(logits, *wanted, strict=True):
+        chosen = chosen_by(router, own, correction)
+        assert list(chosen) == experts.tolist()
+        torch.testing.assert_close(torch.tensor(list(chosen.values())), shares)
+
+
+def test_slots_are_the_distinct_experts_in_ascending_order() -> None:
+    chosen = Chosen(({3: 0.5, 9: 0.5}, {0: 0.1, 9: 0.9}))
+    assert chosen.slots == [0, 3, 9]
+    assert [chosen.queries(expert) for expert in chosen.slots] == [[1], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_tile_and_every_logit_is_one_blocks(name: str, ranks: int) -> None:
+    plan = plan_of(MIXTURES[name], ranks)
+    for kind in plan.image.kinds:
+        experts = kind.experts
+        if experts is None:
+            continue
+        count = experts.router.num_experts
+        rows = [row for block in range(plan.blocks) for row in experts.router_rows(block)]
+        assert rows == list(range(count))
+        for slots in range(1, experts.most_slots(8) + 1):
+            shares = [experts.tiles(block, slots) for block in range(plan.blocks)]
+            owned = [tile for share in shares for tile in share]
+            wanted = [(s, t) for s in range(slots) for t in range(experts.gate_up.units)]
+            assert owned == wanted
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_memory_and_streams_count_experts() -> None:
+    plan = plan_of(MIXTURES["softmax"])
+    tile = 16 * 512 * 2
+    each = 40 // 8 * tile + 72 // 8 * tile // 2
+    assert plan.image.experts_bytes == 2 * 16 * each
+    attention = [op.matrix.num_bytes for op in plan.image.kinds[0].in_blocks.values()]
+    of_layers = 2 * (sum(attention) + 3 * each)  # three experts of a token
+    assert plan.image.streamed_bytes == of_layers + plan.head.matrix.num_bytes
+    assert packed_bytes(plan) - plan.image.num_bytes >= plan.image.experts_bytes
+
+
+@pytest.mark.parametrize(
+    ("mixture", "named"),
+    [
+        (Mixture(Router(16, 3), Mlp(40), shared=Mlp(40)), "shared experts"),
+        (Mixture(Router(16, 3, num_groups=4, num_groups_kept=2), Mlp(40)), "groups of experts"),
+        (Mixture(Router(1024, 3), Mlp(40)), "1024 experts"),
+        (Mixture(Router(64, 40), Mlp(40)), "40 experts for a token"),
+        (Mixture(Router(16, 3), Mlp(36)), "intermediate_size 36"),
+    ],
+)
+def test_what_the_kernel_does_not_know_is_named(mixture: Mixture, named: str) -> None:
+    config = MIXTURES["softmax"]
+    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
+    with pytest.raises(ShapeUnsupported, match=named):
+        plan_of(replace(config, layers=layers))
+
+
+def test_experts_of_too_few_neurons_for_the_ranks_are_refused() -> None:
+    with pytest.raises(ShapeUnsupported, match="experts of 40 neurons on 4 ranks"):
+        plan_of(MIXTURES["softmax"], 4)
+
+
+def test_the_switch_is_off() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maths, "RUNS_EXPERTS", False)
+        with pytest.raises(ShapeUnsupported, match="a mixture of experts"):
+            plan_of(MIXTURES["softmax"])
+
+
+@pytest.mark.parametrize("name", ["softmax", "some layers dense"])
+def test_what_is_packed_for_a_gpu_is_what_the_interpreter_reads(name: str) -> None:
+    config = MIXTURES[name]
+    plan, weights = plan_of(config), random_weights(config)
+    packed = pack_weights(plan, dict(weights), torch.device("cpu"))
+    experts = load_experts(plan, weights, torch.bfloat16)
+    assert packed.experts is not None
+    assert experts is not None
+    assert torch.equal(packed.experts, experts)
+    vectors = load(plan, weights, torch.bfloat16)[1]
+    known = ~vectors.isnan()
+    assert torch.equal(packed.vectors[known], vectors[known])
+
+
+def test_all_blocks_of_qwen3_30b_a3b_stream_as_much() -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    (experts,) = (kind.experts for kind in plan.image.kinds)
+    assert experts is not None
+    assert plan.blocks == 128
+    assert {len(experts.tiles(block, 8)) for block in range(plan.blocks)} == {6}
+    assert len({plan.image.block_bytes(block) for block in range(plan.blocks)}) == 1
