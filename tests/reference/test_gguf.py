@@ -11,6 +11,7 @@ import torch
 
 from reference.compare import assert_close
 from reference.oracle import Case, build, load, oracle_logits, prompt, run
+from soloist.errors import MissingTensor
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -131,3 +132,89 @@ def test_parts_and_mixed_types(tmp_path: Path) -> None:
     ids = prompt(40, 40)
     assert torch.equal(run(load(first), ids, [25, 15]), run(load(whole), ids, [25, 15]))
     assert open_checkpoint(first).num_bytes > 0
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+MIXTURES = [
+    Case("experts", "qwen3_moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    Case("experts", "qwen2_moe", {
+        **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20,
+    }),
+    Case("experts", "olmoe", {"num_experts": 3, "num_experts_per_tok": 2,
+                              "num_key_value_heads": 3}),
+    Case("experts", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2,
+                                "tie_word_embeddings": True}),
+    Case("experts", "glm4_moe", {
+        **EXPERTS, "n_routed_experts": 4, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+        "attention_bias": True, "n_shared_experts": 2,
+    }),
+]  # fmt: skip
+
+
+def mixture_file(
+    case: Case, file: Path, type_of: Any = "F32"
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A random mixture as a GGUF file, and what it was made of."""
+    oracle = build(case)
+    stored, values, metadata = tensors_of(oracle), config_of(oracle, case.family), {}
+    if case.family == "mixtral":
+        for ours, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+            stored = {name.replace(ours, theirs): array for name, array in stored.items()}
+        stored = {name.replace(".mlp.", ".block_sparse_moe."): a for name, a in stored.items()}
+    if case.family == "glm4_moe":
+        values |= {"rotary_dim": values["head_dim"] // 2}
+        metadata = {
+            "glm4moe.expert_weights_norm": True, "glm4moe.expert_gating_func": 2,
+            "glm4moe.block_count": values["num_hidden_layers"] + 1,
+            "glm4moe.nextn_predict_layers": 1,
+        }  # fmt: skip
+        last = f"blk.{values['num_hidden_layers']}"  # drafts, and is left out
+        more = {
+            f"{last}.{name}.weight": np.ones(24, np.float32)
+            for name in ("attn_norm", "nextn.enorm")
+        }
+        write(file, values, stored, type_of, metadata, more)
+    else:
+        write(file, values, stored, type_of)
+    return oracle, stored
+
+
+@pytest.mark.parametrize("case", MIXTURES, ids=lambda c: c.id)
+def test_experts_are_those_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    oracle, _ = mixture_file(case, file)
+    wanted = oracle_logits(oracle, prompt(40, 61))
+    assert_close(run(load(file), prompt(40, 61), [25, 15]), wanted, "transformers", case.id)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_experts_have_the_bits_of_gguf_py(kind: str, tmp_path: Path) -> None:
+    sizes = {**MIXTURES[0].fields, **WIDE, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    case = Case("wide", "qwen3_moe", sizes)
+    file = tmp_path / "model.gguf"
+    _, stored = mixture_file(case, file, kind)
+    specs = tensors(read_config(file))
+    found = open_checkpoint(file)
+    found.check(specs)
+    seen = load_weights(found, specs, Dtype.FP32, torch.device("cpu"))
+    number = gguf.GGMLQuantizationType[kind]
+    for expert in range(4):
+        parts = [
+            gguf.quants.dequantize(encoded(values[expert].numpy(), number), number)
+            for part in ("gate", "up", "down")
+            if (values := stored[f"model.layers.0.mlp.experts.0.{part}_proj.weight"]) is not None
+        ]
+        at = f"layers.0.experts.{expert}."
+        for name, wanted in (("gate_up", np.concatenate(parts[:2])), ("down", parts[2])):
+            assert np.array_equal(seen[at + name].numpy().view("u4"), wanted.view("u4")), name
+
+
+def test_an_expert_that_is_missing_is_named_as_the_file_does(tmp_path: Path) -> None:
+    case, file = MIXTURES[0], tmp_path / "model.gguf"
+    oracle = build(case)
+    stored = tensors_of(oracle)
+    at = "model.layers.1.mlp.experts.0.up_proj.weight"
+    stored[at] = stored[at][:3]
+    write(file, config_of(oracle, case.family), stored)
+    with pytest.raises(MissingTensor, match=r"blk\.1\.ffn_up_exps\.weight"):
+        open_checkpoint(file).check(tensors(read_config(file)))

@@ -9,6 +9,7 @@ import torch
 from soloist.kv.memory import kv_bytes_per_token
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.kv_format import KvName, kv_format, plain
 from soloist.reference.build import build_reference
 from soloist.reference.cache import Scratch
 from soloist.reference.memory import MOST_READERS, rope_table_bytes, scratch_bytes
@@ -16,11 +17,13 @@ from soloist.weights.memory import row_bytes
 from soloist.weights.random import random_weights
 from unit.model.configurations import (
     GEMMA3_1B,
+    GLM_45_AIR,
     LANEFORMER_2B,
     LLAMA_31_8B,
     MISTRAL_7B,
     PUBLISHED,
     QWEN3_17B,
+    QWEN3_30B_A3B,
     changed,
     written,
 )
@@ -41,6 +44,24 @@ TINY: dict[str, dict[str, Any]] = {
     "window": changed(MISTRAL_7B, **SMALL, num_hidden_layers=2, sliding_window=100),
     "norms all around": changed(
         GEMMA3_1B, **SMALL, num_hidden_layers=2, sliding_window=100, sliding_window_pattern=2
+    ),
+    "experts": changed(
+        QWEN3_30B_A3B,
+        **SMALL,
+        num_hidden_layers=2,
+        moe_intermediate_size=40,
+        num_experts=12,
+        num_experts_per_tok=3,
+    ),
+    "shared experts": changed(
+        GLM_45_AIR,
+        **SMALL,
+        num_hidden_layers=3,
+        moe_intermediate_size=72,
+        n_routed_experts=24,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
     ),
     "lanes": changed(
         LANEFORMER_2B,
@@ -72,7 +93,7 @@ def test_the_estimate_holds(
     assert row_bytes(specs, dtype) == held_bytes(*weights.values())
     model = build_reference(config, weights)
     cache = model.new_cache(context)
-    assert cache.num_bytes == kv_bytes_per_token(config, dtype) * context
+    assert cache.num_bytes == kv_bytes_per_token(config, plain(dtype)) * context
     kept, tokens = 0, chunk // MOST_READERS  # of each reader
     for start in range(0, context - tokens, tokens):
         model._scratch = Scratch(model.device)
@@ -86,6 +107,22 @@ def test_the_estimate_holds(
     # What only passes by (copies, and of lanes their partial results) is counted, but not kept.
     most = 6 if config.lanes else 3 if dtype is Dtype.FP32 else 4
     assert needed <= most * kept, "the estimate is far too high"
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.BF16], ids=lambda d: d.value)
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int4"])
+def test_numbers_that_codes_stand_for_are_counted(kv: KvName, dtype: Dtype, tmp_path: Path) -> None:
+    context, chunk = 700, 64
+    config = read_config(written(tmp_path, changed(TINY["norms"], head_dim=32)))
+    stored = kv_format(kv, config, dtype)
+    weights = random_weights(tensors(config), dtype, torch.device("cpu"))
+    cache = build_reference(config, weights, stored).new_cache(context)
+    assert cache.num_bytes == kv_bytes_per_token(config, stored) * context
+    plainly = scratch_bytes(config, dtype, context, chunk)
+    more = scratch_bytes(config, dtype, context, chunk, kv=stored) - plainly
+    read = MOST_READERS * held_bytes(*cache.view(0, 0, context))
+    # In fp32 before it is rounded, and codes of 4 bits apart.
+    assert read < more <= 4 * read
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -12,8 +12,10 @@ from torch import Tensor
 from reference.lanes import FIELDS, random_tensors, write
 from reference.oracle import Case, build, prompt, save
 from soloist.model.checkpoint import open_checkpoint
+from soloist.model.config import Activation
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.reference.blocks import activate
 from soloist.reference.build import build_reference
 from soloist.reference.cache import KVCache, Scratch
 from soloist.reference.device import LogitRows, Reference
@@ -205,6 +207,26 @@ def test_the_number_of_threads_changes_no_bit(dtype: Dtype) -> None:
                     found.append(torch.mm(x, weight))
                 for num_threads, one in enumerate(found[1:], 2):
                     assert torch.equal(one, found[0]), f"{count} rows on {num_threads} threads"
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_number_of_threads_changes_no_bit_of_an_activation(activation: Activation) -> None:
+    """A row that two threads share has other bits where it is cut."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for count, width in ((40, 2432), (64, 2432), (100, 2432), (127, 1001), (1, 100_000)):
+            gate_up, found = torch.randn(count, 2 * width, generator=generator), []
+            for num_threads in (1, 2, 3, 4):
+                torch.set_num_threads(num_threads)
+                found.append(gate_up.clone()[:, :width])
+                activate(found[-1], activation)
+            for num_threads, one in enumerate(found[1:], 2):
+                assert torch.equal(one, found[0]), f"{count} × {width} on {num_threads} threads"
+            alone = gate_up[-1:, :width]
+            activate(alone, activation)
+            assert torch.equal(alone[0], found[0][-1]), "nor does the number of rows"
     finally:
         torch.set_num_threads(1)
 

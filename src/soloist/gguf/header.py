@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from soloist.errors import BadGguf, TruncatedFile, UnsupportedGguf, quoted
 from soloist.files import require_file
+from soloist.gguf.names import MAGIC
 from soloist.gguf.tensor_types import BY_NAME, TYPES, TensorType, name_of
 
-MAGIC: Final = b"GGUF"
-SUFFIX: Final = ".gguf"
 ALIGNMENT: Final = "general.alignment"
 
 _VERSIONS = (2, 3)  # 3 only adds files of the other byte order
@@ -77,19 +76,6 @@ class Header:
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path is meant as a GGUF file: by its ending, or by its first bytes."""
-    if path.suffix.lower() == SUFFIX:
-        return not path.is_dir()
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as opened:
-            return opened.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def read_header(file: Path) -> Header:

@@ -3,20 +3,16 @@
 The first file has the metadata; each has `split.no`, from 0 on, `split.count`, and its own tensors.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from soloist.errors import BadGguf, MissingFile, quoted
 from soloist.files import is_there
 from soloist.gguf.header import Header, TensorInfo, read_header
+from soloist.gguf.names import MOST_FILES, parts_of
 
-_NUMBERED = re.compile(
-    r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
-)
-_MOST_FILES: Final = 10_000
 _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -49,8 +45,8 @@ def read_gguf(file: Path) -> Gguf:
     """
     first = read_header(file)
     count = first.metadata.get(_COUNT, 1)
-    if type(count) is not int or not 0 <= count <= _MOST_FILES:
-        raise BadGguf(str(file), f"'{_COUNT}' is {count!r} (allowed: 0 … {_MOST_FILES:,})")
+    if type(count) is not int or not 0 <= count <= MOST_FILES:
+        raise BadGguf(str(file), f"'{_COUNT}' is {count!r} (allowed: 0 … {MOST_FILES:,})")
     if count <= 1:
         return Gguf(file, first.metadata, first.tensors, dict.fromkeys(first.tensors, file))
     headers = [_part(first, path, no, count) for no, path in enumerate(_paths(file, count))]
@@ -69,31 +65,6 @@ def read_gguf(file: Path) -> Gguf:
             str(file), f"'{_TENSORS}' is {told!r}, but the {count} files hold {len(tensors):,}"
         )
     return Gguf(file, first.metadata, tensors, files)
-
-
-def first_of(name: str) -> str:
-    """The name of the first file that a file belongs to; its own where it is no part."""
-    found = _NUMBERED.fullmatch(name)
-    if found is None:
-        return name
-    return f"{found['stem']}-{1:05}-of-{found['count']}{found['suffix']}"
-
-
-def parts_of(name: str) -> list[str]:
-    """The names of all files that a file belongs to; its own where it is no part."""
-    found = _NUMBERED.fullmatch(name)
-    if found is None:
-        return [name]
-    count = min(int(found["count"]), _MOST_FILES)
-    return [
-        f"{found['stem']}-{i:05}-of-{found['count']}{found['suffix']}" for i in range(1, count + 1)
-    ]
-
-
-def stem_of(name: str) -> str:
-    """A file's name without the numbers of a part and without its ending."""
-    found = _NUMBERED.fullmatch(name)
-    return Path(name).stem if found is None else found["stem"]
 
 
 def _paths(file: Path, count: int) -> list[Path]:

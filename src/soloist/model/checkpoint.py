@@ -7,9 +7,9 @@ every byte a header promises is there; those of GGUF files by `soloist.gguf`.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,20 +24,20 @@ from soloist.errors import (
     quoted,
 )
 from soloist.files import is_there, require_file
-from soloist.gguf.header import is_gguf
-from soloist.gguf.splits import read_gguf
+from soloist.gguf.names import is_gguf
 from soloist.model.dtype import Dtype
+from soloist.model.expert_files import parted
 from soloist.model.folder import CONFIG_FILE
 from soloist.model.foreign import hint_for, require_no_adapter
-from soloist.model.gguf.naming import to_gguf
-from soloist.model.gguf.tensors import stored_tensors
 from soloist.model.quantization import read_quantization
-from soloist.model.quantization.gguf import SCHEMES, method_of
-from soloist.model.quantization.matrices import IGNORED, Quantization, StoredMatrix
 from soloist.model.reading import read_json
 from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_places
 from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from soloist.model.quantization.matrices import Quantization, StoredMatrix
+    from soloist.model.quantization.scheme import Method
 
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 _NAMES = {dtype: name for name, dtype in PLAIN.items()}
@@ -58,7 +58,7 @@ class Checkpoint:
 
     folder: Path
     tensors: dict[str, StoredTensor]
-    quantization: Quantization | None = None
+    quantization: "Quantization | None" = None
     config_dtype: str | None = None
     described_by: str = CONFIG_FILE
     named: Callable[[str], str] = str
@@ -111,6 +111,8 @@ class Checkpoint:
         copies = {name: spec.shape for spec in specs for name in spec.copies}
         patterns = [re.compile(pattern) for pattern in ignored]
         if self.quantization is not None:
+            from soloist.model.quantization.matrices import IGNORED
+
             patterns += [re.compile(pattern) for pattern in IGNORED]
         unexpected = [
             name
@@ -135,8 +137,7 @@ class Checkpoint:
         codes = name.removesuffix("bias") + "qweight"
         if codes not in quantised or not name.endswith(".bias") or stored.dtype == "BF16":
             return False
-        with open_file(stored.file, "np") as handle:
-            return not handle.get_tensor(name).any()
+        return not _read(stored).any()
 
     def _missing(self, spec: TensorSpec) -> list[str]:
         if self.quantization is not None:
@@ -155,7 +156,7 @@ class Checkpoint:
                     quantised |= {stored.name for stored in matrix.tensors.values()}
         return plain, quantised
 
-    def matrices(self, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
+    def matrices(self, spec: TensorSpec) -> "tuple[StoredMatrix | None, ...]":
         """How each source of a tensor is quantised; None for one that stands for itself.
 
         Raises:
@@ -197,18 +198,34 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not tensors:
         raise TruncatedFile(str(files[0]), "it holds no tensors")
     config = _config(folder)
+    tensors = parted(tensors, config.get("model_type"))
     method = read_quantization(folder, config)
     dtype = config.get("dtype", config.get("torch_dtype"))
     return Checkpoint(
         folder,
         tensors,
-        None if method is None else Quantization(method, tensors, cache(_read)),
+        None if method is None else _quantization(method, tensors),
         dtype if isinstance(dtype, str) else None,
     )
 
 
+def _quantization(
+    method: "Method", tensors: Mapping[str, StoredTensor], *, embeds: bool = False
+) -> "Quantization":
+    from soloist.model.quantization.matrices import Quantization
+
+    return Quantization(cache(method), tensors, cache(_read), embeds)
+
+
 def _open_gguf(file: Path) -> Checkpoint:
-    tensors = stored_tensors(read_gguf(file))
+    from soloist.gguf.splits import read_gguf
+    from soloist.model.gguf.configuration import family_of
+    from soloist.model.gguf.naming import to_gguf
+    from soloist.model.gguf.tensors import stored_tensors
+    from soloist.model.quantization.gguf import SCHEMES, method_of
+
+    gguf = read_gguf(file)
+    tensors = stored_tensors(gguf)
     if not tensors:
         raise TruncatedFile(str(file), "it holds no tensors")
     types = {stored.dtype for stored in tensors.values()}
@@ -216,11 +233,11 @@ def _open_gguf(file: Path) -> Checkpoint:
     return Checkpoint(
         file,
         tensors,
-        None if method is None else Quantization(method, tensors, cache(_read), embeds=True),
+        None if method is None else _quantization(method, tensors, embeds=True),
         # Where some matrices are left in 16 bits, these keep theirs.
         next((name for name, dtype in _DTYPES.items() if _NAMES[dtype] in types), None),
         described_by="its metadata",
-        named=to_gguf,
+        named=partial(to_gguf, family=family_of(gguf)),
     )
 
 
@@ -241,7 +258,7 @@ def open_file(file: Path, framework: str) -> Any:  # noqa: ANN401 - the library'
 
 def _read(stored: StoredTensor) -> Any:  # noqa: ANN401 - a numpy array, which is not imported
     with open_file(stored.file, "np") as handle:
-        return handle.get_tensor(stored.name)
+        return stored.in_file(handle.get_tensor)
 
 
 def stored_dtype(checkpoint: Checkpoint, name: str) -> Dtype:

@@ -11,6 +11,7 @@ from soloist.model.rope import Rope
 
 HeadKind = Literal["replicate", "vocab_parallel", "lane"]
 Activation = Literal["silu", "gelu_tanh"]
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +77,80 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """How a token chooses experts, and what their results are multiplied by.
+
+    Logits are a product with a matrix [E, H], in fp32 as all that follows. Scores are made of them
+    and rank the experts; of equal ones the lower index comes first. The results of the chosen
+    experts are multiplied by their scores and added in the order of experts.
+
+    Attributes:
+        num_experts: E.
+        num_chosen: experts of each token.
+        scores: a softmax over all logits, or the sigmoid of each.
+        is_corrected: for the choice alone, each expert has a number that is added to its score.
+        num_groups: experts lie in so many groups of consecutive ones.
+        num_groups_kept: only the experts of so many groups can be chosen. A group ranks by the sum
+            of its two highest (corrected) scores.
+        normalises: the scores of the chosen are divided by their sum.
+        least_sum: is added to that sum.
+        scale: what scores are multiplied by at last.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scores: Scores = "softmax"
+    is_corrected: bool = False
+    num_groups: int = 1
+    num_groups_kept: int = 1
+    normalises: bool = False
+    least_sum: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One layer's mixture of experts, in the place of an MLP.
+
+    Attributes:
+        router: chooses.
+        expert: each of the experts.
+        shared: an MLP that every token takes beside them; None: there is none.
+        gates_shared: its result is multiplied by the sigmoid of a product with one row more.
+    """
+
+    router: Router
+    expert: Mlp
+    shared: Mlp | None = None
+    gates_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One transformer layer; the kinds may differ from layer to layer.
 
     Attributes:
         attention: its attention.
-        mlp: its MLP.
+        mlp: its MLP, or a mixture of experts.
         norms_inputs: RMS norms on what attention and MLP take.
         norms_outputs: RMS norms on what they give, before it joins the residual stream.
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Mixture
     norms_inputs: bool = True
     norms_outputs: bool = False
+
+    @property
+    def dense_mlp(self) -> Mlp:
+        """The MLP of a layer of which the caller knows that it has no experts."""
+        assert isinstance(self.mlp, Mlp), "models with experts were refused"
+        return self.mlp
+
+    @property
+    def each_mlp(self) -> Mlp:
+        """The MLP, or what each of the experts is."""
+        return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +235,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of transformer layers."""
         return len(self.layers)
+
+    @property
+    def mixtures(self) -> tuple[Mixture, ...]:
+        """Of all layers that have experts."""
+        return tuple(x.mlp for x in self.layers if isinstance(x.mlp, Mixture))
+
+    @property
+    def num_chosen(self) -> int:
+        """Experts that a token takes in a layer; 0 where no layer has any."""
+        return max((mixture.router.num_chosen for mixture in self.mixtures), default=0)
 
     @property
     def kv_values_per_token(self) -> int:

@@ -18,11 +18,9 @@ from soloist.errors import (
     ModelNotFound,
 )
 from soloist.files import is_there
-from soloist.gguf.header import SUFFIX, is_gguf
-from soloist.gguf.splits import first_of, stem_of
+from soloist.gguf.names import SUFFIX, first_of, is_gguf, stem_of
 from soloist.model.foreign import ADAPTER_FILE, hint_for, require_no_adapter
 from soloist.model.gguf.choosing import choose, models_in, parts
-from soloist.model.gguf.promise import HEAD_BYTES, require_promising
 from soloist.model.hub_files import download, fetch_head, names_in, names_under
 from soloist.model.shards import INDEX_FILE, SINGLE_FILE, weight_names
 
@@ -224,6 +222,8 @@ def require_readable(hub_id: str, snapshot: Path, name: str) -> None:
     """
     if (snapshot / name).exists():
         return
+    from soloist.model.gguf.promise import HEAD_BYTES, require_promising
+
     with suppress(DownloadFailed):  # fetching all of it will say so
         head, num_bytes = fetch_head(hub_id, snapshot, name, HEAD_BYTES)
         require_promising(f"{hub_id}/{name}", head, num_bytes)

@@ -4,18 +4,24 @@ Every format that checkpoints are quantised in is read into this one. A matrix [
 four tensors, named after the matrix and the part: 'layers.0.qkv' has its codes,
 'layers.0.qkv.scales' and 'layers.0.qkv.zeros' [N, G] what each row's G groups of columns share.
 Some of GGUF's types mean code · scale + offset instead, with 'layers.0.qkv.offsets' [N, G].
+Its K-quants have scales within scales: a super-block of columns has one number, which is multiplied
+with an integer for each of its groups, and likewise for offsets, which are taken off. See
+`Quantized.super_block`.
 Where a file puts columns into groups in an order of its own, codes lie by group, and
 'layers.0.qkv.columns', uint16 [K], says which column of the matrix each column of codes is.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from soloist.errors import NoGroupFits
 from soloist.model.dtype import Dtype
 
 SCALES, ZEROS, OFFSETS, COLUMNS = ".scales", ".zeros", ".offsets", ".columns"
+SUPER_SCALES, SUPER_OFFSETS = ".super_scales", ".super_offsets"
+# Columns that share an offset within a super-block, however many share a scale.
+OFFSET_COLUMNS = 32
 # Columns of a matrix that a table of columns can name.
 MOST_COLUMNS = 1 << 16
 
@@ -27,13 +33,14 @@ class Codes(StrEnum):
     """What is stored of every number."""
 
     INT4 = "int4"  # 0 … 15; uint8 [N, K / 2], an even column in the low half of its byte
+    INT6 = "int6"  # -32 … 31; int8 [N, K]
     INT8 = "int8"  # -128 … 127; int8 [N, K]
     FP8 = "fp8"  # e4m3 without infinities; float8_e4m3fn [N, K]
 
     @property
     def bits(self) -> int:
         """Of one code."""
-        return 4 if self is Codes.INT4 else 8
+        return {Codes.INT4: 4, Codes.INT6: 6}.get(self, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,9 @@ class Quantized:
             each has its own in the tensor.
         permuted: columns of codes are in another order than those of the matrix.
         has_offsets: offsets are stored, in the type of the scales; then no code has a zero.
+        super_block: columns of a row whose scales are integers, int8 [N, G], times one number in
+            `scale_dtype`, '.super_scales' [N, K / super_block]; 0: scales are numbers themselves.
+            Offsets are then uint8 [N, K / `OFFSET_COLUMNS`], times '.super_offsets', and taken off.
     """
 
     codes: Codes
@@ -60,6 +70,7 @@ class Quantized:
     scale_rows: int = 1
     permuted: bool = False
     has_offsets: bool = False
+    super_block: int = 0
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -69,6 +80,8 @@ class Quantized:
             SCALES,
             *((ZEROS,) if self.has_zeros else ()),
             *((OFFSETS,) if self.has_offsets else ()),
+            *((SUPER_SCALES,) if self.super_block else ()),
+            *((SUPER_OFFSETS,) if self.super_block and self.has_offsets else ()),
             *((COLUMNS,) if self.permuted else ()),
         )
 
@@ -84,6 +97,23 @@ class Quantized:
     def groups(self, columns: int) -> int:
         """G of a matrix with so many columns."""
         return -(-columns // self.group) if self.group else 1
+
+
+def widest(kinds: Collection[Quantized]) -> Quantized | None:
+    """One in which rows of all these can be written exactly; None if there is none.
+
+    Different kinds have one if they differ in no more than how wide codes, groups and offsets of
+    equal super-blocks are.
+    """
+    first = next(iter(kinds))
+    found = replace(
+        first,
+        codes=max((one.codes for one in kinds), key=lambda codes: codes.bits),
+        group=min(one.group for one in kinds),
+        has_offsets=any(one.has_offsets for one in kinds),
+    )
+    alike = {replace(found, codes=k.codes, group=k.group, has_offsets=k.has_offsets) for k in kinds}
+    return found if len(kinds) == 1 or (found.super_block and alike == set(kinds)) else None
 
 
 # What people may ask for by name where a 16-bit checkpoint is quantised. All three are symmetric.

@@ -1,10 +1,14 @@
 """One tensor on disk, as a header describes it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from soloist.model.dtype import Dtype
+
+T = TypeVar("T")
 
 # Numbers that stand for themselves, as safetensors spells their types.
 PLAIN = {"F32": Dtype.FP32, "BF16": Dtype.BF16, "F16": Dtype.FP16}
@@ -32,6 +36,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a matrix lies that a safetensors file has not under the name that families know.
+
+    Attributes:
+        name: of the file's tensor.
+        index: of the matrix in a tensor of three dimensions; None: the tensor is the matrix.
+        first_row: of the tensor's matrix.
+    """
+
+    name: str
+    index: int | None = None
+    first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor on disk.
 
@@ -41,6 +60,7 @@ class StoredTensor:
         shape: of its numbers.
         dtype: as safetensors spells it (F32, BF16, F16, F8_E4M3, …), or GGUF (Q4_K, …).
         place: in the file; None where safetensors knows it by name.
+        piece: of a tensor of the file; None where it is that of its name.
     """
 
     name: str
@@ -48,11 +68,23 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     place: Place | None = None
+    piece: Piece | None = None
 
     @property
     def shown(self) -> str:
         """What its file calls it."""
-        return self.name if self.place is None else self.place.name
+        held = self.place or self.piece
+        return self.name if held is None else held.name
+
+    def in_file(self, tensor: "Callable[[str], T]") -> "T":
+        """Its values, as an array or tensor, out of a file that gives tensors by name."""
+        if self.piece is None:
+            return tensor(self.name)
+        whole: Any = tensor(self.piece.name)
+        if self.piece.index is None:
+            return cast("T", whole)
+        rows = slice(self.piece.first_row, self.piece.first_row + self.shape[0])
+        return cast("T", whole[self.piece.index, rows])
 
     @property
     def num_bytes(self) -> int:

@@ -6,8 +6,10 @@ a model with lanes every per-lane tensor has the lane first.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from soloist.model.dtype import Dtype
 
 # Ends of the names of matrices inside layers.
 _LAYER_MATRICES = (
@@ -33,12 +35,16 @@ class TensorSpec:
         sources: tensors of the checkpoint, in order.
         axis: where they are joined.
         copies: names under which a checkpoint may hold the same tensor once more.
+        expert: which of its layer's experts it belongs to; None: to none.
+        is_exact: in fp32 whatever the model's precision is.
     """
 
     name: str
     sources: tuple[Source, ...]
     axis: int = 0
     copies: tuple[str, ...] = ()
+    expert: int | None = None
+    is_exact: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,6 +57,10 @@ class TensorSpec:
     def num_values(self) -> int:
         """Numbers in the tensor."""
         return math.prod(self.shape)
+
+    def held_in(self, dtype: Dtype) -> Dtype:
+        """The type of its numbers in a model of this precision."""
+        return Dtype.FP32 if self.is_exact else dtype
 
     @property
     def is_layer_matrix(self) -> bool:
@@ -72,9 +82,24 @@ def head_name(specs: Iterable[TensorSpec]) -> str:
     return head.sources[0].name
 
 
-def streamed_values(specs: Iterable[TensorSpec], *, tied_head: bool) -> int:
-    """Numbers that one decode step at batch 1 has to read.
+def of_a_token(specs: Iterable[TensorSpec], num_chosen: int) -> list[TensorSpec]:
+    """Tensors that one token needs: of a layer's experts, which are of one size, the first few.
 
-    All weights, but of an untied embedding only one row (left out as too small to matter).
+    Args:
+        specs: of the model.
+        num_chosen: experts that a token chooses in a layer.
     """
-    return sum(s.num_values for s in specs if tied_head or s.name != "embedding")
+    return [spec for spec in specs if spec.expert is None or spec.expert < num_chosen]
+
+
+def streamed(
+    specs: Iterable[TensorSpec], num_chosen: int, *, tied_head: bool
+) -> Iterator[TensorSpec]:
+    """What one decode step at batch 1 has to read.
+
+    All weights that a token needs, but of an untied embedding only one row (left out as too small
+    to matter).
+    """
+    for spec in of_a_token(specs, num_chosen):
+        if tied_head or spec.name != "embedding":
+            yield spec

@@ -15,13 +15,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody calls it that
 from torch import Tensor
 
-from soloist.model.config import Attention, Mlp
+from soloist.model.config import Activation, Attention, Mlp
 from soloist.model.rope import Rope
 from soloist.reference.cache import KVCache, Scratch
 from soloist.reference.memory import MOST_READERS, SCORE_VALUES
 
 # Weights that are widened to fp32 at a time: 2 MB.
 WIDENED_VALUES = 2**19
+# Activations of torch with no more values have one thread: each thread wants at least as many.
+_ONE_THREADS_VALUES = 2**14
 
 
 class Pairs(NamedTuple):
@@ -71,6 +73,9 @@ class Step:
         rotaries: a rope table for each of the model's `ropes`.
         cache: keys and values before and, after the blocks ran, of these positions.
         scratch: buffers for intermediate results of the block that runs.
+        by_rows: give every token the bits of a step of its own: each row is multiplied by itself,
+            and attends to the keys that it sees. The other operations do not mix rows
+            (`rows_keep_bits`).
     """
 
     position: int
@@ -78,6 +83,7 @@ class Step:
     rotaries: Sequence[Rotary]
     cache: KVCache
     scratch: Scratch
+    by_rows: bool = False
     # Of each table cos [T, 1, 1, R / 2] and sin [T, 1, R / 2].
     _angles: list[tuple[Tensor, Tensor]] = field(init=False)
     _masks: dict[int | None, tuple[int, Tensor]] = field(default_factory=dict)
@@ -118,9 +124,9 @@ class Step:
             self._scores[key] = self.scratch.take_growing(name, dtype, shape, most)
         return self._scores[key]
 
-    def first_key(self, window: int | None) -> int:
-        """The earliest key that any of these tokens sees."""
-        return 0 if window is None else max(0, self.position + 1 - window)
+    def first_key(self, window: int | None, row: int = 0) -> int:
+        """The earliest key that any of these tokens sees, from the token `row` on."""
+        return 0 if window is None else max(0, self.position + row + 1 - window)
 
     def mask(self, window: int | None, device: torch.device) -> tuple[int, Tensor] | None:
         """Which keys are hidden from which tokens; None if every token sees all.
@@ -129,7 +135,7 @@ class Step:
             The position of the first key that is hidden from any token, and from there on
             [T, keys] fp32: 0 where a token sees a key, minus infinity where not.
         """
-        if self.num_tokens == 1:
+        if self.num_tokens == 1 or self.by_rows:
             return None
         if window not in self._masks:
             stop = self.position + self.num_tokens
@@ -157,13 +163,30 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor, out: Tensor, scratch: S
     return torch.mul(exact, weight, out=out)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """X [T, in] · weight [in, out] + bias."""
-    if is_quick(weight):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, by_rows: bool = False
+) -> Tensor:
+    """X [T, in] · weight [in, out] + bias; `by_rows` with the bits of each row's own product.
+
+    Libraries multiply several rows in another order than one, and one row in another order where it
+    does not begin at a multiple of 64 bytes. A matrix that stays in a cache from row to row still
+    costs less than as many steps.
+    """
+    if by_rows:
+        for row, row_out in zip(torch.split(x, 1), torch.split(out, 1), strict=True):
+            if _is_aligned(row) and _is_aligned(row_out):
+                linear(row, weight, None, row_out)
+            else:  # a new tensor is
+                row_out.copy_(linear(row.clone(), weight, None, torch.empty_like(row_out)))
+    elif is_quick(weight):
         torch.mm(x, weight, out=out)
     else:
         _widened_product(x, weight, out)
     return out if bias is None else out.add_(bias)
+
+
+def _is_aligned(row: Tensor) -> bool:
+    return row.data_ptr() % 64 == 0
 
 
 def is_quick(weight: Tensor) -> bool:
@@ -262,7 +285,7 @@ class AttentionBlock:
                 self.attention, h.shape[1], step.num_tokens, h.dtype, step, self._rope
             ),
         )
-        linear(h, self._qkv, self._qkv_bias, b.fused)
+        linear(h, self._qkv, self._qkv_bias, b.fused, by_rows=step.by_rows)
         if self._qk_norms or self.attention.rope:
             b.exact.copy_(b.raw)
         for (x, out), weight in zip(b.norms, self._qk_norms, strict=True):
@@ -271,7 +294,7 @@ class AttentionBlock:
             step.rotate(b.before, b.after, self._rope)
         step.cache.append(self._cache_index, step.position, b.keys, b.values)
         self._attend(b, step)
-        return linear(b.mixed, self._output, self._output_bias, b.out)
+        return linear(b.mixed, self._output, self._output_bias, b.out, by_rows=step.by_rows)
 
     def _attend(self, b: AttentionBuffers, step: Step) -> None:
         """softmax(q kᵀ · scale) v of all tokens, some at a time, into `b.mixed`.
@@ -279,12 +302,14 @@ class AttentionBlock:
         The queries that share a KV head are rows of one matrix product: [K, Q / K · t, D].
         """
         a, tokens, dtype = self.attention, step.num_tokens, b.mixed.dtype
-        if tokens == 1 and b.queries.dtype is dtype:
-            self._attend_rows(b.queries[0], b.mixed_heads[0], slice(0, 1), step)
+        if (tokens == 1 or step.by_rows) and b.queries.dtype is dtype:
+            for i in range(tokens):
+                self._attend_rows(b.queries[i], b.mixed_heads[i], slice(i, i + 1), step)
             return
         num_keys = step.position + tokens - step.first_key(a.window)
         most = SCORE_VALUES // MOST_READERS
         tile = max(1, min(tokens, most // (a.num_query_heads * num_keys)))
+        tile = 1 if step.by_rows else tile
         for first in range(0, tokens, tile):
             part = slice(first, min(first + tile, tokens))
             queries, mixed = b.queries[part], b.mixed_heads[part]
@@ -299,7 +324,10 @@ class AttentionBlock:
     def _attend_rows(self, rows: Tensor, out: Tensor, part: slice, step: Step) -> None:
         """Attention of query rows [K, Q / K · t, D] of the tokens `part` of this step."""
         window, heads, dtype = self.attention.window, self.attention.num_query_heads, out.dtype
-        start, stop = step.first_key(window), step.position + step.num_tokens
+        if step.by_rows:  # of one token, which sees nothing behind itself
+            start, stop = step.first_key(window, part.start), step.position + part.stop
+        else:
+            start, stop = step.first_key(window), step.position + step.num_tokens
         keys, values = step.cache.view(self._cache_index, start, stop)
         shape = (rows.shape[0], rows.shape[1], stop - start)
         scores = step.scores("scores", dtype, shape, heads)
@@ -345,19 +373,33 @@ class MlpBlock:
         self._down_bias = weights.get("down_bias")
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:
-        """[T, H] → [T, H]."""
-        tokens, ffn = step.num_tokens, self.mlp.intermediate_size
+        """[T, H] → [T, H]; any rows, also others than the step's tokens."""
+        tokens, ffn = h.shape[0], self.mlp.intermediate_size
         b = step.scratch.made(
             ("mlp", ffn, tokens, h.dtype),
             lambda: MlpBuffers(ffn, h.shape[1], tokens, h.dtype, step.scratch),
         )
-        linear(h, self._gate_up, self._gate_up_bias, b.gate_up)
-        if self.mlp.activation == "silu":
-            F.silu(b.gate, inplace=True)
-        else:  # Hendrycks and Gimpel, arXiv 1606.08415, section 2
-            b.gate.copy_(F.gelu(b.gate, approximate="tanh"))
+        linear(h, self._gate_up, self._gate_up_bias, b.gate_up, by_rows=step.by_rows)
+        activate(b.gate, self.mlp.activation)
         b.gate.mul_(b.up)
-        return linear(b.gate, self._down, self._down_bias, b.out)
+        return linear(b.gate, self._down, self._down_bias, b.out, by_rows=step.by_rows)
+
+
+def activate(gate: Tensor, activation: Activation) -> None:
+    """The activation function of values [T, F], in their place.
+
+    torch cuts values between threads wherever the numbers come out even, and the last few of each
+    part have other bits than they have inside. So it is given what it leaves to one thread.
+    """
+    if gate.numel() > _ONE_THREADS_VALUES:
+        rows = _ONE_THREADS_VALUES // gate.shape[1]
+        size, dim = (rows, 0) if rows else (_ONE_THREADS_VALUES, 1)
+        for part in torch.split(gate, size, dim):
+            activate(part, activation)
+    elif activation == "silu":
+        F.silu(gate, inplace=True)
+    else:  # Hendrycks and Gimpel, arXiv 1606.08415, section 2
+        gate.copy_(F.gelu(gate, approximate="tanh"))
 
 
 def norm_scales(weight: Tensor, offset: float) -> Tensor:

@@ -1,11 +1,14 @@
 """Storage that outlives a step: keys and values, and scratch that is allocated once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from soloist.kv.codes import code_type, codes_of, numbers_of, scale_type
+from soloist.model.kv_format import KvFormat
 
 Made = TypeVar("Made")
 
@@ -13,11 +16,14 @@ Made = TypeVar("Made")
 class KVCache:
     """Keys and values of one sequence, allocated for `capacity` positions at once.
 
-    What was not appended holds any values.
+    What was not appended holds any values. What is read was stored before in any case, the latest
+    position's too: so no bit depends on how a text was cut.
 
     Args:
         shapes: per attention block (KV heads, head dimension).
         capacity: positions it can hold.
+        dtype: what is appended and read.
+        stored: codes and scales instead of numbers, if they are not stored as they are.
     """
 
     def __init__(
@@ -26,17 +32,28 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: KvFormat | None = None,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self._dtype = capacity, dtype
+        self._codes = None if stored is None or stored.is_plain else stored
 
-        def stored() -> list[Tensor]:
-            """[K, capacity, D] for each block, not filled: that would take a second for 3 GB."""
-            return [
-                torch.empty(heads, capacity, dim, dtype=dtype, device=device)
-                for heads, dim in shapes
-            ]
+        def part(heads: int, dim: int) -> tuple[Tensor, ...]:
+            """Keys or values of a block, not filled: that would take a second for 3 GB."""
 
-        self._keys, self._values = stored(), stored()
+            def made(length: int, kind: torch.dtype) -> Tensor:
+                return torch.empty(heads, capacity, length, dtype=kind, device=device)
+
+            if (codes := self._codes) is None:
+                return (made(dim, dtype),)
+            num_codes = dim * codes.value_bits // 8
+            return (
+                made(num_codes, code_type(codes)),
+                made(dim // codes.scale_values, scale_type()),
+            )
+
+        # Of each block: [K, capacity, …], numbers or codes and scales.
+        self._keys = [part(heads, dim) for heads, dim in shapes]
+        self._values = [part(heads, dim) for heads, dim in shapes]
 
     @property
     def num_blocks(self) -> int:
@@ -45,22 +62,48 @@ class KVCache:
 
     def append(self, block: int, position: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [K, T, D] of positions `position` … `position` + T - 1."""
-        count = keys.shape[1]
-        self._keys[block].narrow(1, position, count).copy_(keys)
-        self._values[block].narrow(1, position, count).copy_(values)
+        if self._codes is None:
+            self.restore(block, position, (keys, values))
+        else:
+            self.restore(
+                block, position, (*codes_of(keys, self._codes), *codes_of(values, self._codes))
+            )
 
     def view(self, block: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [K, stop - start, D] of a range of positions."""
-        count = stop - start
+        """Keys and values [K, stop - start, D] of a range of positions.
+
+        A view; of codes and scales the numbers that they stand for, made anew.
+        """
+        parts = self.stored(block, start, stop)
+        if self._codes is None:
+            keys, values = parts
+            return keys, values
+        key_codes, key_scales, value_codes, value_scales = parts
         return (
-            self._keys[block].narrow(1, start, count),
-            self._values[block].narrow(1, start, count),
+            numbers_of(key_codes, key_scales, self._codes, self._dtype),
+            numbers_of(value_codes, value_scales, self._codes, self._dtype),
         )
+
+    def stored(self, block: int, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Views of all that is stored of a range of positions, for `restore`."""
+        parts = (*self._keys[block], *self._values[block])
+        return tuple(part.narrow(1, start, stop - start) for part in parts)
+
+    def restore(self, block: int, position: int, parts: Sequence[Tensor]) -> None:
+        """Store what `stored` gave, of this cache or of one like it."""
+        for here, part in zip(
+            self.stored(block, position, position + parts[0].shape[1]), parts, strict=True
+        ):
+            here.copy_(part)
 
     @property
     def num_bytes(self) -> int:
         """Size of the allocation."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+        return sum(
+            part.numel() * part.element_size()
+            for parts in (*self._keys, *self._values)
+            for part in parts
+        )
 
 
 class Scratch:

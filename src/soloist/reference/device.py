@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from soloist.model.config import ModelConfig
+from soloist.model.kv_format import KvFormat
 from soloist.model.torch_types import Weights
 from soloist.reference.blocks import Rotary, Step, by_columns, rms_norm
 from soloist.reference.cache import KVCache, Scratch
+from soloist.reference.memory import least_rows
 from soloist.reference.passes import Pass
 
 LogitRows = Literal["none", "last", "all"]
@@ -24,12 +26,14 @@ class Reference(ABC):
 
     Args:
         config: what it computes.
-        weights: one tensor for each `TensorSpec`, all of one dtype on one device; taken over, so
-            that a tensor which is laid out anew does not stay in memory twice.
+        weights: one tensor for each `TensorSpec`, on one device and all of one dtype but those that
+            are exact; taken over, so that a tensor which is laid out anew does not stay in memory
+            twice.
+        kv: what caches store keys and values as; None stores them as they are.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, weights: Weights, kv: KvFormat | None = None) -> None:
+        self.config, self.kv = config, kv
         embedding = weights.pop("embedding")
         self._head = by_columns(embedding if config.tied_head else weights.pop("head"))
         self._embedding = None if config.tied_head else embedding
@@ -50,7 +54,7 @@ class Reference(ABC):
     def new_cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence of up to `capacity` tokens."""
         self.reach(capacity)
-        return KVCache(self._cache_shapes(), capacity, self.dtype, self.device)
+        return KVCache(self._cache_shapes(), capacity, self.dtype, self.device, self.kv)
 
     def reach(self, num_positions: int) -> None:
         """Make the rope tables for so many positions, at least; of many it takes a while."""
@@ -62,7 +66,13 @@ class Reference(ABC):
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, position: int, cache: KVCache, rows: LogitRows = "last"
+        self,
+        token_ids: Tensor,
+        position: int,
+        cache: KVCache,
+        rows: LogitRows = "last",
+        *,
+        by_rows: bool = False,
     ) -> Tensor | None:
         """Run T consecutive tokens of one sequence.
 
@@ -71,11 +81,12 @@ class Reference(ABC):
             position: of the first token; the cache holds everything before it.
             cache: gains the keys and values of these positions.
             rows: for which tokens logits are wanted.
+            by_rows: see `Step`.
 
         Returns:
             fp32 logits [T, V] or [1, V], or None; for small T valid until the next call.
         """
-        whole = self.begin(token_ids, position, cache, rows)
+        whole = self.begin(token_ids, position, cache, rows, by_rows=by_rows)
         while not whole.is_over:
             whole.advance(self._scratch)
         if whole.num_tokens > KEPT_TOKENS:
@@ -83,7 +94,13 @@ class Reference(ABC):
         return whole.logits
 
     def begin(
-        self, token_ids: Tensor, position: int, cache: KVCache, rows: LogitRows = "last"
+        self,
+        token_ids: Tensor,
+        position: int,
+        cache: KVCache,
+        rows: LogitRows = "last",
+        *,
+        by_rows: bool = False,
     ) -> Pass:
         """The same as a pass that is computed block by block; arguments as of `forward`.
 
@@ -92,7 +109,7 @@ class Reference(ABC):
         num_tokens = token_ids.shape[0]
         assert position + num_tokens <= cache.capacity, "the caller checked the context"
         assert self._rotaries, "the cache came from new_cache"
-        step = Step(position, num_tokens, self._rotaries, cache, self._scratch)
+        step = Step(position, num_tokens, self._rotaries, cache, self._scratch, by_rows)
         return Pass(step, self._parts(token_ids, step, rows))
 
     def _parts(
@@ -113,6 +130,10 @@ class Reference(ABC):
         """What a block takes: x [..., T, H], normalised, in the model's dtype."""
         out = step.scratch.take("block_input", self.dtype, *x.shape)
         return rms_norm(x, weight, self._epsilon, out, step.scratch)
+
+    def least_rows(self, num_tokens: int) -> int:
+        """Rows of the smallest product in a pass of so many tokens."""
+        return least_rows(self.config, num_tokens)
 
     @abstractmethod
     def _cache_shapes(self) -> list[tuple[int, int]]:

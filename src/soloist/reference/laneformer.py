@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.config import Lanes, Mlp, ModelConfig
+from soloist.model.kv_format import KvFormat
 from soloist.model.torch_types import Weights
 from soloist.reference.blocks import AttentionBlock, MlpBlock, Step, linear, rms_norm
 from soloist.reference.device import Reference, layer_weights
@@ -50,8 +51,8 @@ class DelayLine:
 class LaneTransformer(Reference):
     """Laneformer on one device, lane by lane."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
+    def __init__(self, config: ModelConfig, weights: Weights, kv: KvFormat | None = None) -> None:
+        super().__init__(config, weights, kv)
         assert config.lanes is not None, "build_reference chose this class for its lanes"
         self._lanes = config.lanes
         self._norms: list[tuple[Tensor, Tensor]] = []
@@ -75,7 +76,7 @@ class LaneTransformer(Reference):
         share = {name: own[name][lane] for name in _LANE_TENSORS}
         return (
             AttentionBlock(attention, share, self._epsilon, cache_index=layer * num + lane),
-            MlpBlock(Mlp(whole.mlp.intermediate_size // num), share),
+            MlpBlock(Mlp(whole.dense_mlp.intermediate_size // num), share),
         )
 
     def _scales(self, weight: Tensor) -> Tensor:

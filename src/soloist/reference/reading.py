@@ -81,7 +81,7 @@ class Reading:
     def work(self, scratch: Scratch, most_passes: int, until: float) -> Iterator[int]:
         """Compute parts of passes, in any number of threads at once, at least one in all.
 
-        Yields the number of tokens before each part, so that the thread can get ready for it.
+        Yields the rows of its smallest product before each part, so that the thread can get ready.
 
         Args:
             scratch: the thread's own.
@@ -92,7 +92,7 @@ class Reading:
         while (part := self._claim(most_passes, until, is_first=is_first)) is not None:
             is_first, done = False, False
             try:
-                yield part.work.num_tokens
+                yield self._reference.least_rows(part.work.num_tokens)
                 part.work.advance(scratch)
                 if part.work.logits is not None:
                     part.work.logits = part.work.logits.clone()  # the scratch is used again
@@ -198,5 +198,5 @@ class Readers:
     def _read(
         self, reading: Reading, scratch: Scratch, passes: int, num_threads: int, until: float
     ) -> None:
-        for num_tokens in reading.work(scratch, passes, until):
-            self._threads.use(num_tokens, num_threads)
+        for num_rows in reading.work(scratch, passes, until):
+            self._threads.use(num_rows, num_threads)

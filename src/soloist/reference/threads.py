@@ -42,13 +42,13 @@ class Threads:
         free = self._watch.num_cores - self._watch.others()
         return max(1, min(self.most, int(free + _TAKEN_SHARE)))
 
-    def use(self, num_tokens: int, num_threads: int) -> None:
-        """Let the calling thread's next pass, of so many tokens, run on so many threads."""
+    def use(self, num_rows: int, num_threads: int) -> None:
+        """Let the calling thread's next pass run on so many threads, if products have the rows."""
         if self.most == 1:
             return
         if not self.may_vary:
             num_threads = 1
-        most = num_threads if num_tokens == 1 else max(1, num_tokens // _LEAST_ROWS)
+        most = num_threads if num_rows == 1 else max(1, num_rows // _LEAST_ROWS)
         wanted = min(num_threads, most)
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

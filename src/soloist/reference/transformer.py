@@ -1,4 +1,4 @@
-"""A dense decoder: embedding, layers of attention and MLP, norm, LM head."""
+"""A decoder: embedding, layers of attention and MLP or experts, norm, LM head."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soloist.model.config import ModelConfig
+from soloist.model.config import Layer, Mixture, ModelConfig
+from soloist.model.kv_format import KvFormat
 from soloist.model.torch_types import Weights
 from soloist.reference.blocks import (
     AttentionBlock,
@@ -17,6 +18,7 @@ from soloist.reference.blocks import (
     rms_norm,
 )
 from soloist.reference.device import Reference, layer_weights
+from soloist.reference.experts import MixtureBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +26,21 @@ class _Part:
     """Attention or MLP of a layer, between its norms; None where there is none."""
 
     norm: Tensor | None
-    block: AttentionBlock | MlpBlock
+    block: AttentionBlock | MlpBlock | MixtureBlock
     output_norm: Tensor | None
 
 
-class Transformer(Reference):
-    """Decoder of the dense families."""
+def _mlp_block(layer: Layer, own: Weights) -> MlpBlock | MixtureBlock:
+    if isinstance(layer.mlp, Mixture):
+        return MixtureBlock(layer.mlp, own)
+    return MlpBlock(layer.mlp, own)
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
+
+class Transformer(Reference):
+    """Decoder of all families without lanes."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kv: KvFormat | None = None) -> None:
+        super().__init__(config, weights, kv)
         self._parts_in_order: list[_Part] = []
         for i, layer in enumerate(config.layers):
             own, rope = layer_weights(weights, i), layer.attention.own_rope or config.rope
@@ -44,7 +52,7 @@ class Transformer(Reference):
                 rope=config.ropes.index(rope),
                 norm_offset=config.norm_offset,
             )
-            for name, block in (("attention", attention), ("mlp", MlpBlock(layer.mlp, own))):
+            for name, block in (("attention", attention), ("mlp", _mlp_block(layer, own))):
                 norms = (own.get(f"{name}_norm"), own.get(f"{name}_output_norm"))
                 before, after = (
                     None if norm is None else norm_scales(norm, config.norm_offset)
@@ -88,4 +96,4 @@ class Transformer(Reference):
         h = step.scratch.take("head_normed", self.dtype, *streams.shape)
         rms_norm(streams, self._final_norm, self._epsilon, h, step.scratch)
         out = step.scratch.take("logits", self.dtype, h.shape[0], self.config.vocab_size)
-        return linear(h, self._head, None, out).float()
+        return linear(h, self._head, None, out, by_rows=step.by_rows).float()

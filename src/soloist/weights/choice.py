@@ -8,8 +8,9 @@ from soloist.errors import CheckpointError, SettingError
 from soloist.model.checkpoint import Checkpoint, stored_dtype
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.quantization.matrices import in_words, joined
+from soloist.model.families import tensors
 from soloist.model.quantized import Codes, Quantized, rounded
+from soloist.model.stored import PLAIN
 from soloist.model.tensors import Source, TensorSpec
 
 
@@ -69,15 +70,40 @@ def choose(
                 _require_plain(checkpoint, spec, codes)
             dtypes = [dtype_of(checkpoint, source) for source in spec.sources]
             rounding[spec.name] = rounded(spec.sources[0].name, spec.shape[-1], codes, dtypes[0])
-    found = {
-        spec.name: joined(checkpoint.quantization, spec)
-        for spec in specs
-        if spec.name not in rounding
-    }
-    stored = {name: quantized for name, quantized in found.items() if quantized is not None}
+    stored = _stored(checkpoint, [spec for spec in specs if spec.name not in rounding])
     neurons = _neurons(checkpoint, specs, stored)
     stored |= {name: replace(stored[name], permuted=False) for name in neurons}
     return Chosen(config, specs, {**stored, **rounding}, rounding, in_files, neurons)
+
+
+def left_in_files(chosen: Chosen, checkpoint: Checkpoint, dtype: Dtype) -> frozenset[str]:
+    """Names of experts that a CPU can multiply with as they lie in the files, or none.
+
+    All of them are stored as numbers of the run's precision. Then they need no memory of their own:
+    files may be larger than that, and what tokens choose stays in it as long as there is room.
+    """
+    experts = [spec for spec in chosen.specs if spec.expert is not None]
+    for spec in experts:
+        if spec.name in chosen.stored or any(checkpoint.matrices(spec)):
+            return frozenset()
+        if any(PLAIN.get(checkpoint.tensors[s.name].dtype) is not dtype for s in spec.sources):
+            return frozenset()
+    return frozenset(spec.name for spec in experts)
+
+
+def held_tensors(config: ModelConfig, in_files: frozenset[str]) -> tuple[TensorSpec, ...]:
+    """All tensors of a model but those that stay in the files."""
+    return tuple(spec for spec in tensors(config) if spec.name not in in_files)
+
+
+def _stored(checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> dict[str, Quantized]:
+    """Quantised matrices of the files, by name."""
+    if checkpoint.quantization is None:
+        return {}
+    from soloist.model.quantization.matrices import joined
+
+    found = {spec.name: joined(checkpoint.quantization, spec) for spec in specs}
+    return {name: quantized for name, quantized in found.items() if quantized is not None}
 
 
 def _neurons(
@@ -169,6 +195,8 @@ def _require_plain(checkpoint: Checkpoint, spec: TensorSpec, codes: Codes) -> No
     quantised = [matrix for matrix in checkpoint.matrices(spec) if matrix is not None]
     if not quantised:
         return
+    from soloist.model.quantization.matrices import in_words
+
     is_head = spec.name == "head"
     option, what = ("--head-weights", "head is") if is_head else ("--weights", "layers are")
     raise SettingError(

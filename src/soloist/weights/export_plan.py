@@ -165,7 +165,7 @@ def plan_export(source: Path, asked: Asked, adapter_folder: Path | None = None) 
     specs = tensors(config)
     _require_matrices(config, specs)
     checkpoint = open_checkpoint(source)
-    checkpoint.check(specs, FAMILIES[config.family].ignored)
+    checkpoint.check(specs, FAMILIES[config.family].ignored(config))
     for tensor in checkpoint.tensors.values():
         stored_dtype(checkpoint, tensor.dtype)  # refuses codes, which only config.json explains
     adapter = None
@@ -202,6 +202,12 @@ def _require_text_alone(config: ModelConfig, fields: dict[str, Any]) -> None:
 
 
 def _require_matrices(config: ModelConfig, specs: tuple[TensorSpec, ...]) -> None:
+    if config.mixtures:
+        raise CheckpointError(
+            f"the family '{config.family}' has mixtures of experts, of which no quantised copies "
+            "are made (allowed: models with an MLP in every layer)",
+            "give --weights to the command that runs the model: it rounds while it loads",
+        )
     sources = (source for spec in specs if spec.is_layer_matrix for source in spec.sources)
     for source in sources:
         if len(source.shape) != 2:

@@ -45,10 +45,16 @@ def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> We
         if stored.permuted and _is_cut_by_columns(short):
             return None
         common = _common_columns(name, config, ranks)
+        if stored.super_block:
+            return None if common % stored.super_block else _readable(stored)
         group = next((g for g in GROUPS if stored.group % g == 0 and common % g == 0), 0)
         if not group:
             return None
         stored = replace(stored, group=group)
+    return _readable(stored)
+
+
+def _readable(stored: Quantized) -> WeightFormat | None:
     try:
         return quantized_format(stored)
     except ShapeUnsupported:
@@ -71,7 +77,7 @@ def _common_columns(name: str, config: ModelConfig, ranks: int) -> int:
     """A number of columns that divides every piece of a row that a rank may have."""
     if name == "head":
         return config.hidden_size
-    _, layer, short = name.split(".")
+    _, layer, *_, short = name.split(".")
     whole, own = (x.layers[int(layer)] for x in (config, share_of(config, ranks)))
     phase: Phase = _PHASES[short]
     sizes = [matrix_shape(phase, x, config.hidden_size)[1] for x in (whole, own)]

@@ -5,7 +5,7 @@ letters: b block, t tile, s step, n group of columns, and the digits of `megaker
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,15 +13,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from soloist.megakernel.partition import Matrix
 from soloist.megakernel.tile import (
     COLUMN_DIGITS,
     HALF_TILE_ORDER,
     HALF_TILE_ROWS,
+    HALF_TILE_VALUES,
     STEP_COLUMNS,
     TILE_ORDER,
+    WARP_COLUMNS,
 )
 from soloist.megakernel.weight_format import WeightFormat
-from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import (
+    OFFSET_COLUMNS,
+    OFFSETS,
+    SCALES,
+    SUPER_OFFSETS,
+    SUPER_SCALES,
+    ZEROS,
+    Codes,
+    Quantized,
+)
 from soloist.model.torch_types import TORCH_DTYPES
 
 
@@ -129,11 +141,15 @@ def _parted_nibbles(values: Tensor) -> Tensor:
 
 
 class QuantizedLayout(Layout):
-    """Codes, then scales, then zeros, as the kernel's readers find them (cuda/tile/formats.cuh)."""
+    """Codes, scales, and zeros or offsets, as the kernel's readers find them (tile/formats.cuh).
 
-    def __init__(self, stored: WeightFormat) -> None:
+    Where steps are paired, the tile of the first has the scales and zeros of rows g in both steps,
+    the tile of the second the ones of rows g + 8.
+    """
+
+    def __init__(self, stored: WeightFormat, *, pairs_steps: bool) -> None:
         assert stored.meaning is not None, "values that stand for themselves have no scales"
-        self._format, self._meaning = stored, stored.meaning
+        self._format, self._meaning, self._pairs_steps = stored, stored.meaning, pairs_steps
         tile, half_tile = {
             Codes.INT4: ("wgqpmreh", "wgqmrep"),
             Codes.INT8: ("pwgqmhre", "wgqpmre"),
@@ -142,7 +158,7 @@ class QuantizedLayout(Layout):
         groups = (("n", stored.step_groups),)
         self._orders = [Order(_COLUMNS, tile, half_tile)]
         self._orders.append(Order(groups, "ngh", "ng", stored.scale_rows))
-        if stored.zero_bits:
+        if stored.zero_bits or stored.offset_bits:
             self._orders.append(Order(groups, "ngh", "ng"))
 
     def by_row(self, parts: Mapping[str, Tensor], steps: int) -> list[Tensor]:
@@ -154,14 +170,19 @@ class QuantizedLayout(Layout):
         shared = [parts[SCALES].to(self._scale_type)]
         if ZEROS in parts:
             shared.append(parts[ZEROS].view(torch.uint8))
+        if OFFSETS in parts:
+            shared.append(parts[OFFSETS].to(self._scale_type))
         regrouped = [in_groups(x, self._meaning, self._format.group, columns) for x in shared]
+        stepped = _in_steps(codes.view(torch.uint8), steps, STEP_COLUMNS)
         return [
-            _in_steps(codes.view(torch.uint8), steps, STEP_COLUMNS),
+            with_paired_columns(stepped) if self._pairs_steps else stepped,
             *(_in_steps(x, steps, self._format.step_groups) for x in regrouped),
         ]
 
     def packed(self, units: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """See Layout."""
+        if self._pairs_steps:
+            units = [units[0], *map(_halves_for_steps, units[1:])]
         tiles = [order.of_tiles(x) for order, x in zip(self._orders, units, strict=True)]
         halves = [order.of_half_tiles(x) for order, x in zip(self._orders, units, strict=True)]
         return self._bytes(tiles, 2), self._bytes(halves, 1)
@@ -169,15 +190,21 @@ class QuantizedLayout(Layout):
     def unpacked(self, tiles: Tensor, halves: Tensor) -> list[Tensor]:
         """See Layout."""
         parted = zip(self._orders, self._values(tiles, 2), self._values(halves, 1), strict=True)
-        return [order.to_units(tile, half) for order, tile, half in parted]
+        units = [order.to_units(tile, half) for order, tile, half in parted]
+        return [units[0], *map(_halves_for_steps, units[1:])] if self._pairs_steps else units
 
     def parts(self, by_row: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
         """See Layout."""
-        codes, scales, *zeros = (x.flatten(1) for x in by_row)
+        stepped, *shared = by_row
+        if self._pairs_steps:
+            stepped = without_paired_columns(stepped)
+        codes, scales, *zeros = (x.flatten(1) for x in (stepped, *shared))
         codes, groups = codes[:, :columns], -(-columns // self._format.group)
         scales = scales[:, :groups]
         found = {"": _as_stored(codes, self._meaning.codes), SCALES: scales}
-        if zeros:
+        if zeros and self._format.offset_bits:
+            found[OFFSETS] = zeros[0][:, :groups]
+        elif zeros:
             zero = torch.uint8 if self._meaning.codes is Codes.INT4 else torch.int8
             found[ZEROS] = zeros[0][:, :groups].contiguous().view(zero)
         return found
@@ -192,18 +219,13 @@ class QuantizedLayout(Layout):
 
     def _values(self, tiles: Tensor, half_tiles: int) -> list[Tensor]:
         stored = self._format
-        sizes = [
-            half_tiles * size
-            for size in (
-                stored.half_tile_values_bytes,
-                stored.half_tile_scales_bytes,
-                stored.half_tile_zeros_bytes,
-            )
-        ]
+        sizes = [half_tiles * size for size in stored.half_tile_parts_bytes[:3]]
         codes, scales, zeros = tiles[..., : sum(sizes)].split(sizes, dim=-1)
         if self._meaning.codes is Codes.INT4:
             codes = _parted_nibbles(codes)
         found = [codes, scales.contiguous().view(self._scale_type)]
+        if stored.offset_bits:
+            return [*found, zeros.contiguous().view(self._scale_type)]
         return [*found, zeros] if stored.zero_bits else found
 
     @property
@@ -212,10 +234,190 @@ class QuantizedLayout(Layout):
         return torch.float32 if is_fp8 else TORCH_DTYPES[self._meaning.scale_dtype]
 
 
+_WARPS = COLUMN_DIGITS["w"]
+_TILE_NIBBLES, _HALF_TILE_NIBBLES = "wgqpmreh", "wgqmrep"
+
+
+class SuperBlockLayout(Layout):
+    """Codes, what groups have, then what super-blocks have, as the kernel's reader finds them.
+
+    Codes of six bits lie in two places: the upper four bits of all, then the lower two. What groups
+    have lies by warp. Where steps are paired, what super-blocks have lies as scales of other
+    formats do: the tile of the first step has that of rows g in both.
+    """
+
+    def __init__(self, stored: WeightFormat, *, pairs_steps: bool) -> None:
+        assert stored.meaning is not None, "super-blocks have scales"
+        self._format, self._meaning, self._pairs_steps = stored, stored.meaning, pairs_steps
+        self._codes = [Order(_COLUMNS, _TILE_NIBBLES, _HALF_TILE_NIBBLES)]
+        if self._is_in_two:
+            self._codes.append(Order(_COLUMNS, "wgqpremh", "wgqremp"))
+        supers = Order((("n", STEP_COLUMNS // stored.super_block),), "ngh", "ng")
+        self._shared = {
+            part: supers if part in _OF_SUPER_BLOCKS else _by_warp(each, part)
+            for part, each in self._columns_of.items()
+        }
+
+    @property
+    def _is_in_two(self) -> bool:
+        return self._meaning.codes is Codes.INT6
+
+    @property
+    def _columns_of(self) -> dict[str, int]:
+        """Columns that share a number of each part but the codes, in the order of the parts."""
+        stored = self._format
+        each = {
+            SCALES: stored.group, OFFSETS: OFFSET_COLUMNS,
+            SUPER_SCALES: stored.super_block, SUPER_OFFSETS: stored.super_block,
+        }  # fmt: skip
+        return {part: each[part] for part in self._meaning.parts if part in each}
+
+    def by_row(self, parts: Mapping[str, Tensor], steps: int) -> list[Tensor]:
+        """See Layout."""
+        codes = parts[""]
+        codes = codes.view(torch.uint8) if self._is_in_two else _parted_nibbles(codes)
+        found = [_in_steps(codes, steps, STEP_COLUMNS)]
+        for part, each in self._columns_of.items():
+            values = parts[part]
+            values = values if part in _OF_SUPER_BLOCKS else values.view(torch.uint8)
+            found.append(_in_steps(values, steps, STEP_COLUMNS // each))
+        return self._columns_changed(found, with_paired_columns)
+
+    def _columns_changed(
+        self, by_row: Sequence[Tensor], change: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """What each warp has of paired steps, or the inverse; super-blocks stay in order."""
+        if not self._pairs_steps:
+            return list(by_row)
+        codes, *shared = by_row
+        named = zip(self._shared, shared, strict=True)
+        return [
+            change(codes),
+            *(x if part in _OF_SUPER_BLOCKS else change(x) for part, x in named),
+        ]
+
+    def _supers_changed(self, units: Sequence[Tensor]) -> list[Tensor]:
+        if not self._pairs_steps:
+            return list(units)
+        codes, *shared = units
+        named = zip(self._shared, shared, strict=True)
+        return [
+            codes,
+            *(_halves_for_steps(x) if part in _OF_SUPER_BLOCKS else x for part, x in named),
+        ]
+
+    def packed(self, units: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """See Layout."""
+        units = self._supers_changed(units)
+        return self._bytes(units, 2), self._bytes(units, 1)
+
+    def _bytes(self, units: Sequence[Tensor], half_tiles: int) -> Tensor:
+        def of(order: Order, values: Tensor) -> Tensor:
+            return order.of_tiles(values) if half_tiles == 2 else order.of_half_tiles(values)
+
+        codes, *shared = units
+        if self._is_in_two:
+            high, low = (codes & 63) >> 2, codes & 3
+            made = [
+                _joined_nibbles(of(self._codes[0], high)),
+                _joined_pairs(of(self._codes[1], low)),
+            ]
+        else:
+            made = [_joined_nibbles(of(self._codes[0], codes))]
+        for order, values in zip(self._shared.values(), shared, strict=True):
+            made.append(of(order, values).contiguous().view(torch.uint8))
+        return torch.cat(made, dim=-1)
+
+    def unpacked(self, tiles: Tensor, halves: Tensor) -> list[Tensor]:
+        """See Layout."""
+        parted = zip(self._values(tiles, 2), self._values(halves, 1), strict=True)
+        orders = [*self._codes, *self._shared.values()]
+        units = [order.to_units(*both) for order, both in zip(orders, parted, strict=True)]
+        if self._is_in_two:
+            high, low, *shared = units
+            # Six bits with a sign.
+            units = [((high << 2 | low) ^ 32) - 32, *shared]
+        return self._supers_changed(units)
+
+    def _values(self, tiles: Tensor, half_tiles: int) -> list[Tensor]:
+        sizes = [half_tiles * size for size in self._format.half_tile_parts_bytes if size]
+        codes, *shared = tiles[..., : sum(sizes)].split(sizes, dim=-1)
+        nibbles = half_tiles * HALF_TILE_VALUES // 2
+        found = [_parted_nibbles(codes[..., :nibbles])]
+        if self._is_in_two:
+            found.append(_parted_pairs(codes[..., nibbles:]))
+        for part, values in zip(self._shared, shared, strict=True):
+            is_super = part in _OF_SUPER_BLOCKS
+            found.append(values.contiguous().view(self._super_type) if is_super else values)
+        return found
+
+    def parts(self, by_row: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
+        """See Layout."""
+        stepped, *shared = self._columns_changed(by_row, without_paired_columns)
+        found = {"": _as_stored(stepped.flatten(1)[:, :columns], self._meaning.codes)}
+        for (part, each), values in zip(self._columns_of.items(), shared, strict=True):
+            found[part] = values.flatten(1)[:, : -(-columns // each)].contiguous()
+        found[SCALES] = found[SCALES].view(torch.int8)
+        return found
+
+    @property
+    def _super_type(self) -> torch.dtype:
+        return TORCH_DTYPES[self._meaning.scale_dtype]
+
+
+_OF_SUPER_BLOCKS = (SUPER_SCALES, SUPER_OFFSETS)
+
+
+def _by_warp(each: int, part: str) -> Order:
+    """What groups of so many columns have: a lane reads that of its warp's columns at once.
+
+    Two offsets of a row are multiplied together.
+    """
+    tile = "wghn" if part == OFFSETS else "wgnh"
+    return Order((("w", _WARPS), ("n", WARP_COLUMNS // each)), tile, "wgn")
+
+
+def _joined_pairs(values: Tensor) -> Tensor:
+    """Four values of two bits to a byte, the first one lowest."""
+    pairs = _joined_halves(values, 2)
+    return _joined_halves(pairs, 4)
+
+
+def _joined_halves(values: Tensor, bits: int) -> Tensor:
+    return values[..., ::2] | values[..., 1::2] << bits
+
+
+def _parted_pairs(values: Tensor) -> Tensor:
+    return torch.stack([values >> 2 * i & 3 for i in range(4)], dim=-1).flatten(-2)
+
+
 def _in_steps(values: Tensor, steps: int, each: int) -> Tensor:
     """[rows, columns] → [rows, steps, each], with columns of padding."""
     padded = pad(values, (0, steps * each - values.shape[1]))
     return padded.view(-1, steps, each)
+
+
+def with_paired_columns(stepped: Tensor) -> Tensor:
+    """[..., steps, columns or groups] → the same with a warp's neighbouring ones in two steps."""
+    each = stepped.shape[-1] // COLUMN_DIGITS["w"]
+    by_warp = stepped.reshape(*stepped.shape[:-2], -1, COLUMN_DIGITS["w"], 2, each)
+    paired: Tensor = by_warp.transpose(-3, -2).reshape(stepped.shape)
+    return paired
+
+
+def without_paired_columns(stepped: Tensor) -> Tensor:
+    """The inverse of `with_paired_columns`."""
+    each = stepped.shape[-1] // COLUMN_DIGITS["w"]
+    by_step = stepped.reshape(*stepped.shape[:-2], -1, 2, COLUMN_DIGITS["w"], each)
+    parted: Tensor = by_step.transpose(-3, -2).reshape(stepped.shape)
+    return parted
+
+
+def _halves_for_steps(units: Tensor) -> Tensor:
+    """[blocks, half tiles, 8, steps, …]: halves of a tile and steps of a pair change places."""
+    parted = units.unflatten(3, (-1, 2)).unflatten(1, (-1, 2))
+    changed: Tensor = parted.transpose(2, 5).flatten(4, 5).flatten(1, 2)
+    return changed
 
 
 def in_groups(values: Tensor, given: Quantized, group: int, columns: int) -> Tensor:
@@ -227,10 +429,18 @@ def in_groups(values: Tensor, given: Quantized, group: int, columns: int) -> Ten
 def _as_stored(codes: Tensor, kind: Codes) -> Tensor:
     if kind is Codes.INT4:
         return codes[:, ::2] | codes[:, 1::2] << 4
-    return codes.contiguous().view(torch.int8 if kind is Codes.INT8 else torch.float8_e4m3fn)
+    return codes.contiguous().view(torch.float8_e4m3fn if kind is Codes.FP8 else torch.int8)
+
+
+def layout_of(matrix: Matrix) -> Layout:
+    """That of a matrix."""
+    return _layout_of(matrix.format, pairs_steps=matrix.pairs_steps)
 
 
 @cache
-def layout_of(stored: WeightFormat) -> Layout:
-    """That of a format."""
-    return PlainLayout() if stored.is_plain else QuantizedLayout(stored)
+def _layout_of(stored: WeightFormat, *, pairs_steps: bool) -> Layout:
+    if stored.is_plain:
+        return PlainLayout()
+    if stored.super_block:
+        return SuperBlockLayout(stored, pairs_steps=pairs_steps)
+    return QuantizedLayout(stored, pairs_steps=pairs_steps)

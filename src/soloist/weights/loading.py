@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from soloist.megakernel.weight_format import WeightFormat
-from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -21,6 +20,9 @@ from soloist.weights.layout import in_groups
 from soloist.weights.reading import Forms, LoadProgress, read_tensors
 from soloist.weights.upload import Upload
 from soloist.weights.uploaded import early_files
+
+if TYPE_CHECKING:
+    from soloist.model.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Source:
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
     upload: Upload | None = None
     neurons: Mapping[str, Any] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Destination:
             only rank gets whole tensors, for the reference.
         stays_on_host: they wait there to be packed, for want of room on the GPU.
         formats: of matrices that the kernel takes quantised.
+        in_files: as of `Forms`; for the reference on a CPU.
     """
 
     devices: tuple[torch.device, ...]
@@ -66,6 +69,7 @@ class Destination:
     for_kernel: bool
     stays_on_host: bool
     formats: Mapping[str, WeightFormat] = field(default_factory=dict)
+    in_files: frozenset[str] = frozenset()
 
     @property
     def home(self) -> torch.device:
@@ -90,7 +94,7 @@ def load_ranks(
     """
     start, upload = time.perf_counter(), source.upload
     keep = {name: source.stored[name] for name in to.formats}
-    forms = Forms(keep, source.rounding, source.adapter, made_on=to.devices[0])
+    forms = Forms(keep, source.rounding, source.adapter, to.devices[0], to.in_files)
     with early_files(upload, to.home) as open_stored:
         read = read_tensors(
             source.checkpoint, source.specs, to.dtype, to.home, on_progress, open_stored, forms

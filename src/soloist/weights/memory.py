@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES
 from soloist.megakernel.weight_format import WeightFormat
-from soloist.model.adapter import Adapter, Change
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.tensors import TensorSpec, parameters
+from soloist.model.tensors import TensorSpec, streamed
+
+if TYPE_CHECKING:
+    from soloist.model.adapter import Adapter, Change
 
 # Of a quantised matrix on its way to the kernel's order or back; each takes up to so many bytes.
 VALUES_AT_ONCE = 1 << 23
@@ -24,13 +27,14 @@ _FACTOR_BYTES_EACH = 12  # as they are read, and in fp64
 
 def row_bytes(specs: Iterable[TensorSpec], dtype: Dtype) -> int:
     """All tensors as they are read."""
-    return parameters(specs) * dtype.num_bytes
+    return sum(spec.num_values * spec.held_in(dtype).num_bytes for spec in specs)
 
 
 def packed_bytes(plan: Plan) -> int:
-    """What a rank streams and looks up: its image, and the embedding where the head is not tied."""
+    """What a rank streams and looks up: its image, experts, and an embedding that is not tied."""
     table_values = 0 if plan.share.tied_head else plan.model.vocab_size * plan.model.hidden_size
-    return plan.image.num_bytes + table_values * plan.dtype.num_bytes
+    weights = plan.image.num_bytes + plan.image.experts_bytes
+    return weights + table_values * plan.dtype.num_bytes
 
 
 def stored_bytes(
@@ -45,7 +49,7 @@ def stored_bytes(
 
 def _stored_bytes(spec: TensorSpec, dtype: Dtype, stored: WeightFormat | None) -> int:
     if stored is None:
-        return spec.num_values * dtype.num_bytes
+        return spec.num_values * spec.held_in(dtype).num_bytes
     table_bytes = 2 * spec.shape[-1] if stored.is_permuted else 0
     return spec.num_values * stored.half_tile_bytes // HALF_TILE_VALUES + table_bytes
 
@@ -55,10 +59,15 @@ def parts_bytes(
 ) -> int:
     """All tensors before they are packed, and if they have formats in parts, which are larger.
 
-    There every row has scales of its own.
+    There every row has scales of its own, and a code of six bits a byte.
     """
-    own_scales = {name: replace(stored, scale_rows=1) for name, stored in formats.items()}
-    return stored_bytes(specs, dtype, own_scales)
+    in_rows = {
+        name: replace(
+            stored, scale_rows=1, value_bits=8 if stored.value_bits == 6 else stored.value_bits
+        )
+        for name, stored in formats.items()
+    }
+    return stored_bytes(specs, dtype, in_rows)
 
 
 def streamed_bytes(
@@ -69,20 +78,20 @@ def streamed_bytes(
 ) -> int:
     """What one decode step of one request has to read of them.
 
-    All weights, but of an untied embedding only one row (left out as too small to matter).
+    As of `streamed`.
     """
-    read = (spec for spec in specs if config.tied_head or spec.name != "embedding")
+    read = streamed(specs, config.num_chosen, tied_head=config.tied_head)
     return stored_bytes(read, dtype, formats)
 
 
-def merging_bytes(adapter: Adapter | None) -> int:
+def merging_bytes(adapter: "Adapter | None") -> int:
     """What merging takes beside the weights: one tensor, its factors, and some rows in fp64."""
     if adapter is None:
         return 0
     return max(map(_merging_bytes, adapter.changes.values()))
 
 
-def _merging_bytes(change: Change) -> int:
+def _merging_bytes(change: "Change") -> int:
     whole = 0 if change.whole is None else 2 * change.whole.num_bytes
     if change.low_rank is None:
         return whole

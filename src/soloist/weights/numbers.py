@@ -1,6 +1,7 @@
 """What quantised tensors stand for: (code - zero) · scale, in fp32. Torch, any device.
 
-Where there are offsets, code · scale + offset.
+Where there are offsets, code · scale + offset. Of scales within scales a group's is the product of
+an integer and a number of 16 bits, which fp32 holds exactly.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +10,17 @@ import torch
 from torch import Tensor
 
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import COLUMNS, OFFSETS, SCALES, ZEROS, Codes, Quantized
+from soloist.model.quantized import (
+    COLUMNS,
+    OFFSET_COLUMNS,
+    OFFSETS,
+    SCALES,
+    SUPER_OFFSETS,
+    SUPER_SCALES,
+    ZEROS,
+    Codes,
+    Quantized,
+)
 from soloist.model.torch_types import TORCH_DTYPES
 
 # Zero of a matrix without zeros of its own.
@@ -33,6 +44,9 @@ def numbers(
         _with_shared(torch.Tensor.sub_, values, parts[ZEROS], quantized.group, groups)
     elif not quantized.has_offsets and (middle := _MIDDLE.get(quantized.codes)) is not None:
         values -= middle
+    if quantized.super_block:
+        _with_super_blocks(quantized, parts, values)
+        return values
     _with_shared(torch.Tensor.mul_, values, parts[SCALES], quantized.group, groups)
     if quantized.has_offsets:
         _with_shared(torch.Tensor.add_, values, parts[OFFSETS], quantized.group, groups)
@@ -64,6 +78,39 @@ def as_numbers(quantized: Quantized, parts: Mapping[str, Tensor], dtype: Dtype) 
     out = torch.empty(codes.shape[0], columns, dtype=TORCH_DTYPES[dtype], device=codes.device)
     write_numbers(quantized, parts, out)
     return out
+
+
+def _with_super_blocks(quantized: Quantized, parts: Mapping[str, Tensor], values: Tensor) -> None:
+    """Codes [N, K] become numbers, in place."""
+
+    def of_groups(within: Tensor, of_super_blocks: Tensor, group: int) -> Tensor:
+        wide = of_super_blocks.float().repeat_interleave(quantized.super_block // group, 1)
+        return wide[:, : within.shape[1]].mul_(within)
+
+    scales = of_groups(parts[SCALES], parts[SUPER_SCALES], quantized.group)
+    _with_shared(torch.Tensor.mul_, values, scales, quantized.group, None)
+    if quantized.has_offsets:
+        offsets = of_groups(parts[OFFSETS], parts[SUPER_OFFSETS], OFFSET_COLUMNS)
+        _with_shared(torch.Tensor.sub_, values, offsets, OFFSET_COLUMNS, None)
+
+
+def widened(given: Quantized, parts: Mapping[str, Tensor], to: Quantized) -> Mapping[str, Tensor]:
+    """Parts of a matrix as those of one of the `widest` kinds, with the same numbers."""
+    if not to.super_block:
+        return parts
+    made = dict(parts)
+    if given.codes is not to.codes and given.codes is Codes.INT4:
+        made[""] = unpacked(parts[""]).view(torch.int8)
+    if given.group != to.group:
+        made[SCALES] = parts[SCALES].repeat_interleave(given.group // to.group, 1)
+    if to.has_offsets and not given.has_offsets:
+        supers = parts[SUPER_SCALES]
+        each = to.super_block // OFFSET_COLUMNS
+        made[SUPER_OFFSETS] = torch.zeros_like(supers)
+        made[OFFSETS] = supers.new_zeros(
+            (supers.shape[0], supers.shape[1] * each), dtype=torch.uint8
+        )
+    return made
 
 
 def _with_shared(

@@ -1,15 +1,17 @@
 """A rank's whole share in the kernel's order: every matrix packed and placed, every vector."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import Matrix
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import PRODUCTS
+from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
-from soloist.weights.packing import ordered, pack, place, table_of
+from soloist.weights.packing import ordered, pack, place, place_expert, table_of
 
 
 def pack_weights(
@@ -54,15 +56,34 @@ def pack_weights(
     for layer in range(shape.num_layers):
         kind = layout.layer(layer)
         biased = {f"{name}_bias": op.matrix for name, op in kind.operations.items()}
-        for phase in PRODUCTS:
-            put_matrix(layer, phase.name, f"layers.{layer}.{phase.name}")
+        for name in kind.in_blocks:
+            put_matrix(layer, name, f"layers.{layer}.{name}")
         for name in kind.vectors:
             values = take(f"layers.{layer}.{name}")
+            values = values.flatten() if name == "router" else values
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
+    experts = _packed_experts(plan, take, device)
     put_vector(layout.final_norm_offset, take("final_norm"))
     if plan.share.tied_head:
         put_matrix(0, "head", "embedding")
-        return PackedWeights(image, vectors.flatten(), None)
+        return PackedWeights(image, vectors.flatten(), None, experts)
     put_matrix(0, "head", "head")
     table = take("embedding").to(device, dtype).contiguous()
-    return PackedWeights(image, vectors.flatten(), table)
+    return PackedWeights(image, vectors.flatten(), table, experts)
+
+
+def _packed_experts(
+    plan: Plan, take: Callable[[str], Tensor], device: torch.device
+) -> Tensor | None:
+    """Those of all layers, if there are any."""
+    if not plan.has_experts:
+        return None
+    dtype, layout = TORCH_DTYPES[plan.dtype], plan.image
+    packed = torch.empty(layout.experts_bytes, dtype=torch.uint8, device=device)
+    for layer in range(plan.shape.num_layers):
+        experts = layout.layer(layer).experts
+        for number in range(experts.router.num_experts if experts else 0):
+            at = f"layers.{layer}.experts.{number}."
+            parts = {name: take(at + name).to(device, dtype) for name in OF_EXPERTS}
+            place_expert(plan, layer, number, parts, packed)
+    return packed

@@ -3,7 +3,8 @@
 `partition.py` says which rows a block owns; here a block's rows become tiles in which every lane
 of a warp finds its m16n8k16 fragments as 16 consecutive bytes. A tile of one step is a slot: two
 halves of 32 columns for each of the 8 warps. A half tile is half a slot: 64 columns for each warp.
-Half tiles of two steps make a slot, so that the ring has no half empty ones. Each half of a slot
+Half tiles of two steps make a slot, so that the ring has no half empty ones. Where steps are paired
+(`Matrix.pairs_steps`) a warp's columns of both are neighbours in the matrix. Each half of a slot
 has all parts of a format: its values, then their scales.
 """
 
@@ -20,8 +21,8 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES
-from soloist.weights.layout import layout_of
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.weights.layout import layout_of, with_paired_columns, without_paired_columns
 from soloist.weights.memory import VALUES_AT_ONCE
 
 # Partitions that are remembered: every layer has the same, of a few matrices on each rank.
@@ -61,12 +62,17 @@ def table_of(operation: Operation, columns: Tensor) -> Tensor:
     """
     in_order = torch.arange(2 * operation.table_values, dtype=torch.int32, device=columns.device)
     in_order[: len(columns)] = columns.to(torch.int32)
+    if operation.matrix.pairs_steps:
+        in_order = with_paired_columns(in_order.view(-1, STEP_COLUMNS)).flatten()
     return in_order.to(torch.uint16).view(torch.int32)
 
 
 def columns_of(operation: Operation, values: Tensor) -> Tensor:
     """The inverse of `table_of`: uint16 [K]."""
-    return values.view(torch.uint16)[: operation.matrix.columns]
+    found = values.view(torch.uint16)
+    if operation.matrix.pairs_steps:
+        found = without_paired_columns(found.view(-1, STEP_COLUMNS)).flatten()
+    return found[: operation.matrix.columns]
 
 
 def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tensor:
@@ -78,7 +84,7 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
         parts: by part of its format, as `Quantized` says. A matrix whose values stand for
             themselves may have values of any size; then the result has them too, in place of bytes.
     """
-    matrix, layout = operation.matrix, layout_of(operation.matrix.format)
+    matrix, layout = operation.matrix, layout_of(operation.matrix)
     by_row = layout.by_row(parts, matrix.steps)
     rows = matrix.units * matrix.unit_rows
     half_tiles = rows // HALF_TILE_ROWS
@@ -90,7 +96,8 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
     packed = None
     for part in _pieces(operation):
         index = part.to(ready[0].device)
-        slots = _to_slots(*layout.packed([values[index] for values in ready]))
+        tiles = layout.packed([values[index] for values in ready])
+        slots = _to_slots(*tiles, pairs_steps=matrix.pairs_steps)
         if packed is None:
             packed = slots.new_empty(half_tiles, slots[0].numel() // index.shape[1])
         packed[index] = slots.view(*index.shape, -1)
@@ -100,13 +107,14 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack`; scales and zeros are those of the format's groups."""
-    matrix, layout = operation.matrix, layout_of(operation.matrix.format)
+    matrix, layout = operation.matrix, layout_of(operation.matrix)
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.view(half_tiles, -1)
     ready: list[Tensor] = []
     for part in _pieces(operation):
         index = part.to(packed.device)
-        tiles, halves = _from_slots(by_half_tile[index], matrix.steps)
+        slots = by_half_tile[index]
+        tiles, halves = _from_slots(slots, matrix.steps, pairs_steps=matrix.pairs_steps)
         for place_, values in enumerate(layout.unpacked(tiles, halves)):
             if place_ == len(ready):
                 ready.append(values.new_empty(half_tiles, *values.shape[2:]))
@@ -125,6 +133,30 @@ def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: T
     for blocks, units in _shares(operation.matrix):
         part = by_unit[units.to(packed.device)].flatten(1)
         image[blocks.to(image.device), start : start + part.shape[1]] = part
+
+
+def place_expert(
+    plan: Plan, layer: int, number: int, parts: Mapping[str, Tensor], experts: Tensor
+) -> None:
+    """Pack the matrices of one expert into the experts of all layers, bytes or values.
+
+    Args:
+        plan: of the kernel.
+        layer: the expert's.
+        number: of the expert.
+        parts: rows of its gate_up and down, of what `experts` consists of.
+        experts: [experts_bytes], or values in place of bytes.
+    """
+    kind = plan.image.layer(layer)
+    assert kind.experts is not None, "a mixture"
+    start = plan.image.experts_offset(layer) + number * kind.experts.num_bytes
+    for name, values in parts.items():
+        packed = pack(plan, kind.operations[name], {"": values}).flatten()
+        num_bytes = kind.operations[name].matrix.num_bytes
+        own = packed.view(experts.dtype)
+        at = start * own.numel() // num_bytes
+        experts[at : at + own.numel()] = own
+        start += num_bytes
 
 
 def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
@@ -199,22 +231,29 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
     )
 
 
-def _to_slots(tiles: Tensor, halves: Tensor) -> Tensor:
+def _to_slots(tiles: Tensor, halves: Tensor, *, pairs_steps: bool) -> Tensor:
     """[blocks, steps, tiles or half tiles, values] → [blocks, values] as they stream.
 
-    Two steps at a time: tiles of the first, tiles of the second, the half tiles that both have.
+    Two steps at a time: tiles of the first, tiles of the second, the half tiles that both have. Of
+    paired steps the tiles of the same rows follow each other.
     """
+    if pairs_steps:
+        paired: Tensor = tiles.unflatten(1, (-1, 2)).transpose(2, 3).flatten(1)
+        return paired
     steps = range(0, tiles.shape[1], 2)
     return torch.cat(
         [part[:, at : at + 2].flatten(1) for at in steps for part in (tiles, halves)], dim=1
     )
 
 
-def _from_slots(slots: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def _from_slots(slots: Tensor, steps: int, *, pairs_steps: bool) -> tuple[Tensor, Tensor]:
     """The inverse of `_to_slots`, of [blocks, half tiles, values]."""
     blocks, count, each = slots.shape
     each //= steps
     full = count // 2 * 2
+    if pairs_steps:
+        tiles = slots.reshape(blocks, steps // 2, full // 2, 2, 2 * each).transpose(2, 3)
+        return tiles.flatten(1, 2), slots.new_empty(blocks, steps, 0, each)
     sizes = [
         part * min(2, steps - at) * each
         for at in range(0, steps, 2)

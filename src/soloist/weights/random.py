@@ -46,7 +46,7 @@ def random_weights(
             values.fill_(1.0)
         else:
             values.normal_(0.0, spec.shape[-1] ** -0.5, generator=generator)
-        weights[spec.name] = values.to(TORCH_DTYPES[dtype]).to(home or device)
+        weights[spec.name] = values.to(TORCH_DTYPES[spec.held_in(dtype)]).to(home or device)
     return weights
 
 

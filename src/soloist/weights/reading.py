@@ -6,27 +6,25 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from soloist.errors import CheckpointError
-from soloist.model.adapter import Adapter
 from soloist.model.checkpoint import Checkpoint, open_file, stored_dtype
 from soloist.model.dtype import Dtype
-from soloist.model.quantization.matrices import StoredMatrix, joined
-from soloist.model.quantization.scheme import Layout, Role
 from soloist.model.quantized import COLUMNS, Quantized
 from soloist.model.tensors import Source, TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
-from soloist.weights.decoding import decode
-from soloist.weights.decoding.parts import Decoded
 from soloist.weights.finite import require_finite
 from soloist.weights.mapped import map_file, tensor_in
-from soloist.weights.merging import merged
-from soloist.weights.numbers import as_numbers, write_numbers
-from soloist.weights.quantizing import quantize
+
+if TYPE_CHECKING:
+    from soloist.model.adapter import Adapter
+    from soloist.model.quantization.matrices import StoredMatrix
+    from soloist.model.quantization.scheme import Role
+    from soloist.weights.decoding.parts import Decoded
 
 
 class StoredFile(Protocol):
@@ -39,6 +37,8 @@ class StoredFile(Protocol):
 
 # Of a matrix that is decoded some rows after the other.
 _VALUES_AT_ONCE = 1 << 22
+# The same where codes are kept: fewer pieces for a GPU, that each are a fraction of a matrix.
+_BLOCKS_AT_ONCE = 1 << 25
 
 OpenStored = Callable[[Path], AbstractContextManager[StoredFile]]
 
@@ -63,14 +63,19 @@ class Forms:
         rounding: 16-bit matrices whose numbers are first rounded to codes, as they are stored.
         adapter: is merged into tensors of the files before anything else is done with them.
         made_on: the device that rounds and merges; None where tensors are read to.
+        in_files: these come as they lie in the files, a tensor for each source, under the name and
+            the source's number; see `left_in_files`.
     """
 
     keep: Mapping[str, Quantized] = field(default_factory=dict)
     rounding: Mapping[str, Quantized] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     made_on: torch.device | None = None
+    in_files: frozenset[str] = frozenset()
 
-    def matrices(self, checkpoint: Checkpoint, spec: TensorSpec) -> tuple[StoredMatrix | None, ...]:
+    def matrices(
+        self, checkpoint: Checkpoint, spec: TensorSpec
+    ) -> "tuple[StoredMatrix | None, ...]":
         """How each source of a tensor is quantised in the files; None where it is not."""
         if spec.name in self.rounding:
             return (None,) * len(spec.sources)
@@ -135,11 +140,14 @@ def read_tensors(
         files = _Files(checkpoint, _Handles(stack, open_with), device, forms)
         progress = _Progress(checkpoint, specs, forms, on_progress)
         for spec in specs:
+            if spec.name in forms.in_files:
+                yield from _mapped(files, spec, progress)
+                continue
             to = forms.rounding.get(spec.name)
             if spec.name in forms.keep and to is None:
                 yield from _kept(files, spec, forms.keep[spec.name], progress)
                 continue
-            read_in = dtype if to is None else to.scale_dtype
+            read_in = spec.held_in(dtype) if to is None else to.scale_dtype
             whole = torch.empty(spec.shape, dtype=TORCH_DTYPES[read_in], device=device)
             sources = zip(
                 spec.sources, forms.matrices(checkpoint, spec), _parts(whole, spec), strict=True
@@ -157,32 +165,64 @@ def read_tensors(
             if to is None:
                 yield spec.name, whole
                 continue
-            parts = quantize(whole.to(forms.made_on or device), to)
-            parts = {part: values.to(device) for part, values in parts.items()}
-            if spec.name in forms.keep:
-                yield from ((spec.name + part, values) for part, values in parts.items())
-            else:
-                yield spec.name, as_numbers(to, parts, dtype)
+            yield from _rounded(whole, spec.name, to, forms, dtype)
 
 
-def _write(files: "_Files", matrix: StoredMatrix, out: Tensor) -> None:
+def _mapped(
+    files: "_Files", spec: TensorSpec, progress: "_Progress"
+) -> Iterator[tuple[str, Tensor]]:
+    """Each source as a part of its file's memory, read and let go by the system."""
+    for i, source in enumerate(spec.sources):
+        values = files.tensor(source.name)
+        require_finite(files.checkpoint.named(source.name), values)
+        progress.add(files.checkpoint, source, None)
+        yield f"{spec.name}.{i}", values
+
+
+def _rounded(
+    whole: Tensor, name: str, to: Quantized, forms: Forms, dtype: Dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A 16-bit matrix as codes: their parts where they are kept, otherwise the numbers."""
+    from soloist.weights.numbers import as_numbers
+    from soloist.weights.quantizing import quantize
+
+    parts = quantize(whole.to(forms.made_on or whole.device), to)
+    parts = {part: values.to(whole.device) for part, values in parts.items()}
+    if name in forms.keep:
+        yield from ((name + part, values) for part, values in parts.items())
+    else:
+        yield name, as_numbers(to, parts, dtype)
+
+
+def _write(files: "_Files", matrix: "StoredMatrix", out: Tensor) -> None:
     """The numbers of a quantised matrix; where rows stand alone, some after the other."""
+    from soloist.model.quantization.scheme import Layout, Role
+    from soloist.weights.decoding import decode
+    from soloist.weights.numbers import write_numbers
+
     if matrix.scheme.layout is not Layout.BLOCKS:
         decoded = files.decoded(matrix)
         write_numbers(decoded.quantized, decoded.parts, out, decoded.groups)
         return
     (blocks,) = files.parts(matrix).values()
-    step = max(1, _VALUES_AT_ONCE // matrix.columns)
-    for start in range(0, matrix.rows, step):
-        rows = slice(start, start + step)
+    for rows in _some_rows(matrix, _VALUES_AT_ONCE):
         decoded = decode(matrix, {Role.CODES: blocks[rows]})
         write_numbers(decoded.quantized, decoded.parts, out[rows])
+
+
+def _some_rows(matrix: "StoredMatrix", values: int) -> Iterator[slice]:
+    """All rows of a matrix, about so many values at a time."""
+    step = max(1, values // matrix.columns)
+    return (slice(start, start + step) for start in range(0, matrix.rows, step))
 
 
 def _kept(
     files: "_Files", spec: TensorSpec, wanted: Quantized, progress: "_Progress"
 ) -> Iterator[tuple[str, Tensor]]:
     """A tensor's parts, each with the rows of all sources."""
+    from soloist.model.quantization.matrices import joined
+    from soloist.weights.numbers import widened
+
     found = joined(files.checkpoint.quantization, spec)
     assert found is not None, f"{spec.name} is no one matrix"
     # Where its activations come in the order of its codes nobody needs the table of columns.
@@ -191,7 +231,7 @@ def _kept(
     parts: dict[str, list[Tensor]] = {part: [] for part in wanted.parts}
     for source, matrix in zip(spec.sources, files.checkpoint.matrices(spec), strict=True):
         assert matrix is not None, f"{source.name} stands for itself"
-        values = files.decoded(matrix).by_group()
+        values = widened(matrix.quantized, files.decoded(matrix).by_group(), wanted)
         for part, rows in parts.items():
             rows.append(values[part])
         progress.add(files.checkpoint, source, matrix)
@@ -225,24 +265,41 @@ class _Files:
     def tensor(self, name: str) -> Tensor:
         """In the type in which it is stored, wherever its file is open or where it was merged."""
         values, change = self._stored(name), self._changes.get(name)
-        return values if change is None else merged(name, values, change, self._made_on)
+        if change is None:
+            return values
+        from soloist.weights.merging import merged
+
+        return merged(name, values, change, self._made_on)
 
     def _stored(self, name: str) -> Tensor:
         stored = self.checkpoint.tensors[name]
         if stored.place is not None:
             return tensor_in(self._map(stored.file), stored, stored.place)
-        return self._handles.open(stored.file).get_tensor(name)
+        return stored.in_file(self._handles.open(stored.file).get_tensor)
 
-    def parts(self, matrix: StoredMatrix) -> dict[Role, Tensor]:
+    def parts(self, matrix: "StoredMatrix") -> "dict[Role, Tensor]":
         """The tensors that a quantised matrix is stored in, on the device."""
         return {
             role: self.tensor(stored.name).to(self.device)
             for role, stored in matrix.tensors.items()
         }
 
-    def decoded(self, matrix: StoredMatrix) -> Decoded:
+    def decoded(self, matrix: "StoredMatrix") -> "Decoded":
         """A quantised matrix, on the device."""
-        return decode(matrix, self.parts(matrix))
+        from soloist.model.quantization.scheme import Layout, Role
+        from soloist.weights.decoding import decode
+        from soloist.weights.decoding.parts import Decoded
+
+        tensors = self.parts(matrix)
+        if matrix.scheme.layout is not Layout.BLOCKS:
+            return decode(matrix, tensors)
+        # What blocks are taken apart into takes several times their room.
+        pieces = [
+            decode(matrix, {Role.CODES: tensors[Role.CODES][rows]}).parts
+            for rows in _some_rows(matrix, _BLOCKS_AT_ONCE)
+        ]
+        parts = {part: torch.cat([own[part] for own in pieces]) for part in pieces[0]}
+        return Decoded(matrix.quantized, parts)
 
 
 class _Progress:
@@ -262,7 +319,7 @@ class _Progress:
             for source, matrix in zip(spec.sources, forms.matrices(checkpoint, spec), strict=True)
         )
 
-    def add(self, checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> None:
+    def add(self, checkpoint: Checkpoint, source: Source, matrix: "StoredMatrix | None") -> None:
         """One more source has been read."""
         self._done += _stored_bytes(checkpoint, source, matrix)
         self._tell(LoadProgress(self._done, self._total, time.perf_counter() - self._start))
@@ -289,7 +346,7 @@ def _parts(whole: Tensor, spec: TensorSpec) -> Iterator[Tensor]:
         start += rows
 
 
-def _stored_bytes(checkpoint: Checkpoint, source: Source, matrix: StoredMatrix | None) -> int:
+def _stored_bytes(checkpoint: Checkpoint, source: Source, matrix: "StoredMatrix | None") -> int:
     if matrix is not None:
         return matrix.num_bytes
     stored = checkpoint.tensors[source.name]

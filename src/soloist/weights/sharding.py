@@ -45,10 +45,10 @@ def _cut(share: Share, layer: int, short: str, values: Tensor) -> Tensor:
         columns = _columns_of(share.query_heads, attention.head_dim)
         return _own_columns(values, columns, attention.num_query_heads * attention.head_dim)
     if short in ("gate_up", "gate_up_bias", "down"):
-        places = padded(share.neurons(layer), sizes.mlp.intermediate_size)
+        places = padded(share.neurons(layer), sizes.each_mlp.intermediate_size)
         if short != "down":
             return torch.cat([_taken(half, places) for half in values.chunk(2)])
-        return _own_columns(values, places, share.whole.layers[layer].mlp.intermediate_size)
+        return _own_columns(values, places, share.whole.layers[layer].each_mlp.intermediate_size)
     if short == "head":
         rows = share_of(share.whole, share.ranks).vocab_size
         return _taken(values, padded(share.vocabulary, rows))
@@ -65,11 +65,14 @@ def _in_halves(model: ModelConfig, layer: int, short: str, values: Tensor) -> Te
 
 
 def _place(name: str) -> tuple[int, str]:
-    """(layer, name in it) of a tensor; of one outside the layers 0 and its whole name."""
+    """(layer, name in it) of a tensor; of one outside the layers 0 and its whole name.
+
+    Tensors of experts have the names that those of an MLP have.
+    """
     if not name.startswith("layers."):
         return 0, name.split(".", maxsplit=1)[0]
-    _, layer, short, *_ = name.split(".")
-    return int(layer), short
+    _, layer, short, *more = name.split(".")
+    return int(layer), more[1] if short == "experts" else short
 
 
 def _columns_of(heads: Sequence[int | None], head_dim: int) -> list[int | None]:

@@ -57,6 +57,25 @@ class Unpacked:
         return as_numbers(meaning, parts, self._plan.dtype)
 
 
+def tables_of_columns(plan: Plan, packed: PackedWeights) -> dict[str, Tensor]:
+    """Of permuted matrices, by name: uint16 [K], which column of the matrix codes' columns are."""
+    image = plan.image
+    names = [
+        (layer, name)
+        for layer in range(plan.shape.num_layers)
+        for name in image.layer(layer).operations
+    ]
+    tables = {}
+    for layer, short in [*names, (0, "head")]:
+        operation = image.operation(layer, short)
+        if operation.matrix.format.is_permuted:
+            start = image.table_offset(layer, short)
+            words = packed.vectors[start : start + operation.table_values]
+            name = short if short == "head" else f"layers.{layer}.{short}"
+            tables[name] = columns_of(operation, words)
+    return tables
+
+
 def parts_to_rows(plan: Plan, weights: Weights) -> None:
     """Replace the parts of a rank's quantised matrices by rows, one matrix after the other."""
     for name, stored in plan.formats.items():

@@ -13,10 +13,11 @@ from soloist.megakernel.weight_format import quantized_format
 from soloist.model.quantization.gguf import SCHEMES
 from soloist.model.quantization.matrices import StoredMatrix, meaning
 from soloist.model.quantization.scheme import Role
+from soloist.model.quantized import widest
 from soloist.model.stored import Place, StoredTensor
 from soloist.model.tensors import Source
 from soloist.weights.decoding import decode
-from soloist.weights.numbers import numbers
+from soloist.weights.numbers import numbers, widened
 
 # Where each type's blocks have 16-bit floats.
 HALVES = {
@@ -68,7 +69,7 @@ def test_scales_that_are_not_finite_are_refused(name: str) -> None:
 
 
 def test_the_kernel_keeps_what_its_formats_hold() -> None:
-    """Others are read as 16-bit numbers: the kernel has no offsets, and no groups of 16."""
+    """All of GGUF's types of blocks that are read."""
     kept = {}
     for name in SCHEMES:
         with suppress(ShapeUnsupported):
@@ -76,4 +77,34 @@ def test_the_kernel_keeps_what_its_formats_hold() -> None:
     assert kept == {
         "Q8_0": "Int8<ScaleType::kFp16, 32u, false>",
         "Q4_0": "Int4<ScaleType::kFp16, 32u, false>",
+        "Q4_1": "Int4Offsets<ScaleType::kFp16, 32u>",
+        "Q4_K": "SuperBlocks<4u, 32u, true>",
+        "Q5_K": "SuperBlocks<6u, 32u, true>",
+        "Q6_K": "SuperBlocks<6u, 16u, false>",
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "reader"),
+    [
+        (("Q4_K", "Q6_K"), "SuperBlocks<6u, 16u, true>"),
+        (("Q5_K", "Q4_K"), "SuperBlocks<6u, 32u, true>"),
+        (("Q4_K", "Q5_K", "Q6_K"), "SuperBlocks<6u, 16u, true>"),
+    ],
+)
+def test_rows_of_several_k_quants_become_one_kind(names: tuple[str, ...], reader: str) -> None:
+    """q and k in Q4_K beside v in Q6_K: not a number changes."""
+    to = widest({matrix(name).quantized for name in names})
+    assert to is not None
+    assert quantized_format(to).reader == reader
+    for name in names:
+        blocks = torch.from_numpy(random_blocks(name))
+        found = decode(matrix(name), {Role.CODES: blocks})
+        made = widened(found.quantized, found.parts, to)
+        assert tuple(part for part in to.parts if part in made) == to.parts
+        assert torch.equal(numbers(to, made), numbers(found.quantized, found.parts))
+
+
+@pytest.mark.parametrize("other", ["Q8_0", "Q4_0", "Q4_1"])
+def test_other_kinds_do_not_mix(other: str) -> None:
+    assert widest({matrix("Q4_K").quantized, matrix(other).quantized}) is None

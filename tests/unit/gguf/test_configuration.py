@@ -88,7 +88,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"llama.rope.dimension_count": 2}, UnsupportedField, "'llama.rope.dimension_count' is 2",
     ),
     "value length": ({"llama.attention.value_length": 8}, UnsupportedField, "value_length' is 8"),
-    "experts": ({"llama.expert_count": 8}, UnsupportedField, "'llama.expert_count' is 8"),
+    "experts alone": ({"llama.expert_count": 8}, MissingField, "llama.expert_used_count"),
+    "too few experts": (
+        {"llama.expert_count": 2, "llama.expert_used_count": 3}, WrongType, "the 2 experts",
+    ),
+    "another router": (
+        {"llama.expert_count": 4, "llama.expert_used_count": 2, "llama.expert_gating_func": 2},
+        UnsupportedField, "'llama.expert_gating_func' is 2",
+    ),
+    "experts elsewhere": (
+        {"llama.expert_used_count": 2}, UnsupportedField, "'llama.expert_used_count' is 2",
+    ),
     "window": ({"llama.attention.sliding_window": 16}, UnsupportedField, "sliding_window"),
     "unknown": ({"llama.twist": 1.5}, UnknownField, "'llama.twist' is 1.5"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, UnsupportedField, "'longrope'"),

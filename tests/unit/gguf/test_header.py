@@ -20,8 +20,9 @@ from soloist.errors import (
     TruncatedFile,
     UnsupportedGguf,
 )
-from soloist.gguf.header import is_gguf, read_header
-from soloist.gguf.splits import first_of, parts_of, read_gguf, stem_of
+from soloist.gguf.header import read_header
+from soloist.gguf.names import first_of, is_gguf, parts_of, stem_of
+from soloist.gguf.splits import read_gguf
 from unit.gguf.writing import add, encoded
 
 

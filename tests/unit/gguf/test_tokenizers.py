@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from soloist.errors import MissingField, TokenizerError, WrongType
 from soloist.model.folder import shipped_folder
-from soloist.text import ChatTemplate, Tokenizer
+from soloist.text import Tokenizer
+from soloist.text.chat import ChatTemplate
 from soloist.text.files import read_eos_ids
 from soloist.text.gguf.splitting import SPLITTINGS
 from unit.gguf.writing import add, tokenizer_of

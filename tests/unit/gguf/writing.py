@@ -25,6 +25,16 @@ KEYS = {
     "num_attention_heads": "attention.head_count", "head_dim": "attention.key_length",
     "num_key_value_heads": "attention.head_count_kv", "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "vocab_size": "vocab_size",
+    "num_experts": "expert_count", "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale",
+    "first_k_dense_replace": "leading_dense_block_count", "rotary_dim": "rope.dimension_count",
+}  # fmt: skip
+# What llama.cpp calls families.
+NAMES = {
+    "qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "mixtral": "llama",
 }  # fmt: skip
 PERMUTED = ("llama", "smollm3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
@@ -52,7 +62,8 @@ def write(
         more: further tensors by the file's names, in F32.
         options: of `GGUFWriter`.
     """
-    architecture = config["model_type"]
+    family = config["model_type"]
+    architecture = NAMES.get(family, family)
     writer = gguf.GGUFWriter(file, architecture, **options)
     values = {f"{architecture}.{key}": config[name] for name, key in KEYS.items() if name in config}
     values |= {"general.name": "test", "general.file_type": 0}
@@ -65,11 +76,13 @@ def write(
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         count = heads.get(name.split(".")[-2], 0) if architecture in PERMUTED else 0
         rows = permuted(values.float(), count) if count else values.float()
-        wanted = (
-            "F32" if rows.dim() == 1 else type_of if isinstance(type_of, str) else type_of(name)
-        )
+        is_exact = rows.dim() == 1 or name.endswith((".gate.weight", "_gate.weight"))
+        wanted = "F32" if is_exact else type_of if isinstance(type_of, str) else type_of(name)
         kind = GGMLQuantizationType[wanted]
-        writer.add_tensor(to_gguf(name), encoded(rows.numpy(), kind), raw_dtype=kind)
+        flat = rows.flatten(0, -2) if rows.dim() > 1 else rows
+        array = encoded(flat.numpy(), kind)
+        array = array.reshape(*rows.shape[:-1], -1) if rows.dim() > 2 else array.squeeze()
+        writer.add_tensor(to_gguf(name, family), array, raw_dtype=kind)
     for name, array in (more or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -215,5 +228,20 @@ def _q6_k(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A transformers model's parameters by the names of families."""
-    return {name: values.detach().clone() for name, values in model.named_parameters()}
+    """A transformers model's parameters by the names of families; experts of a layer together.
+
+    The number of an expert is then 0.
+    """
+    found = {}
+    corrections = [(k, v) for k, v in model.named_buffers() if k.endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
+        values = parameter.detach().clone()
+        layer, _, matrix = name.partition(".mlp.experts.")
+        if matrix == "gate_up_proj":
+            for part, half in zip(("gate_proj", "up_proj"), values.chunk(2, 1), strict=True):
+                found[f"{layer}.mlp.experts.0.{part}.weight"] = half
+        elif matrix:
+            found[f"{layer}.mlp.experts.0.down_proj.weight"] = values
+        else:
+            found[name] = values
+    return found

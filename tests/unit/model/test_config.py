@@ -19,10 +19,10 @@ from soloist.errors import (
     UnsupportedField,
     WrongType,
 )
-from soloist.model.config import Lanes, ModelConfig
+from soloist.model.config import Lanes, Mlp, ModelConfig, Router
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from soloist.model.tensors import parameters, streamed_values
+from soloist.model.tensors import of_a_token, parameters, streamed
 from unit.model.configurations import (
     ABSENT,
     LANEFORMER_2B,
@@ -58,6 +58,11 @@ PARAMETERS = {
     "glm-4-9b-0414": 9_400_279_040,
     "gemma-3-1b": 999_885_952,
     "gemma-3-4b": 3_880_263_168,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "olmoe-1b-7b": 6_919_161_856,
+    "mixtral-8x7b": 46_702_792_704,
+    "glm-4.5-air": 106_852_245_504 + 45 * 128,  # with the corrections, which are buffers
 }
 
 
@@ -98,7 +103,12 @@ def test_published_shapes_keep_their_sizes(name: str, tmp_path: Path) -> None:
     assert config.rope.theta == values["rope_theta"]
     assert first.attention.num_query_heads == values["num_attention_heads"]
     assert first.attention.num_kv_heads == values["num_key_value_heads"]
-    assert first.mlp.intermediate_size == values["intermediate_size"]
+    if isinstance(first.mlp, Mlp):
+        assert first.mlp.intermediate_size == values["intermediate_size"]
+    for mixture in config.mixtures:
+        size = values.get("moe_intermediate_size", values["intermediate_size"])
+        assert mixture.expert.intermediate_size == size
+        assert mixture.router.num_chosen == values["num_experts_per_tok"]
     tied = config.family not in {"mistral", "mistral3"}
     assert config.tied_head is values.get("tie_word_embeddings", tied)
 
@@ -140,12 +150,12 @@ def test_a_null_field_is_an_absent_one(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA_32_1B, head_dim=None) == config
 
 
-def test_streamed_values_leave_out_an_untied_embedding(tmp_path: Path) -> None:
+def test_what_a_token_reads_leaves_out_an_untied_embedding(tmp_path: Path) -> None:
     for name in ("llama-3.2-1b", "llama-3.1-8b"):
         config = read(tmp_path, PUBLISHED[name])
         specs = tensors(config)
         embedding = 0 if config.tied_head else config.vocab_size * config.hidden_size
-        seen = streamed_values(specs, tied_head=config.tied_head)
+        seen = parameters(streamed(specs, config.num_chosen, tied_head=config.tied_head))
         assert seen == parameters(specs) - embedding
 
 
@@ -367,7 +377,12 @@ REQUIRED = [
 ]
 DENSE = [n for n in PUBLISHED if n != "laneformer-2b"]
 # Families that take such a field, whose value is tested with them.
-TAKEN = {"partial_rotary_factor": ("phi", "glm"), "residual_multiplier": ("granite",)}
+TAKEN = {
+    "partial_rotary_factor": ("phi", "glm"),
+    "residual_multiplier": ("granite",),
+    "num_experts": ("qwen3-30b", "qwen1.5", "olmoe", "mixtral"),
+    "num_nextn_predict_layers": ("glm-4.5",),
+}
 
 
 def path(name: str, field: str) -> str:
@@ -378,7 +393,9 @@ def path(name: str, field: str) -> str:
 @pytest.mark.parametrize("field", REQUIRED)
 @pytest.mark.parametrize("name", DENSE)
 def test_missing_fields_are_named(name: str, field: str, tmp_path: Path) -> None:
-    if "gemma" in name and field in {*OF_GEMMA, "rms_norm_eps"}:
+    # Of mixtures it is the size of layers without experts, where there are any.
+    is_idle = field == "intermediate_size" and name.startswith(("qwen3-30b", "qwen1.5"))
+    if is_idle or ("gemma" in name and field in {*OF_GEMMA, "rms_norm_eps"}):
         read(tmp_path, PUBLISHED[name], **{field: ABSENT})
         return
     with pytest.raises(MissingField, match=f"'{path(name, field)}'") as caught:
@@ -469,6 +486,9 @@ def test_what_changes_nothing_is_accepted(name: str, tmp_path: Path) -> None:
 def test_other_values_of_the_same_fields_are_refused(
     name: str, field: str, value: object, tmp_path: Path
 ) -> None:
+    if name.startswith(TAKEN.get(field, ())):
+        read(tmp_path, PUBLISHED[name], **{field: value})
+        return
     with pytest.raises(UnsupportedField, match=f"'{path(name, field)}'.*allowed: absent or"):
         read(tmp_path, PUBLISHED[name], **{field: value})
 
@@ -559,6 +579,9 @@ def test_heads_must_divide(tmp_path: Path) -> None:
 def test_unknown_families_are_named_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily, match="gpt_oss") as caught:
         read(tmp_path, LLAMA_32_1B, model_type="gpt_oss")
+    with pytest.raises(UnknownFamily) as caught:
+        read(tmp_path, LLAMA_32_1B, model_type="q" * 3_000_000)
+    assert len(caught.value.message) < 1000, "a long name is not told whole"
     assert all(family in str(caught.value) for family in FAMILIES)
     with pytest.raises(MissingField, match="model_type"):
         read(tmp_path, LLAMA_32_1B, model_type=ABSENT)
@@ -739,3 +762,76 @@ def test_laneformer_refuses(
 def test_laneformer_takes_no_generic_default(field: str, tmp_path: Path) -> None:
     with pytest.raises(MissingField, match=f"'{field}'"):
         read(tmp_path, LANEFORMER_2B, **{field: ABSENT})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "named"),
+    [
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "at most the 128 experts that there are"),
+        ("qwen3-30b-a3b", {"num_experts_per_tok": ABSENT}, "num_experts_per_tok"),
+        ("qwen3-30b-a3b", {"num_experts": ABSENT}, "num_experts"),
+        ("qwen3-30b-a3b", {"num_local_experts": 64}, "num_local_experts"),
+        ("qwen3-30b-a3b", {"num_experts": 10_000}, "131,072 in all layers"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [48]}, "mlp_only_layers"),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": ABSENT}, "moe_intermediate_size"),
+        ("qwen3-30b-a3b", {"n_group": 4}, "n_group"),
+        ("qwen3-30b-a3b", {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ("qwen3-30b-a3b", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("qwen3-30b-a3b", {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate"),
+        ("qwen3-30b-a3b", {"num_zero_experts": 2}, "num_zero_experts"),
+        ("qwen1.5-moe-a2.7b", {"shared_expert_intermediate_size": ABSENT}, "shared_expert_inter"),
+        ("qwen1.5-moe-a2.7b", {"use_sliding_window": True}, "layer_types"),
+        ("olmoe-1b-7b", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmoe-1b-7b", {"head_dim": 64}, "head_dim"),
+        ("mixtral-8x7b", {"num_local_experts": 1}, "num_experts_per_tok"),
+        ("mixtral-8x7b", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("glm-4.5-air", {"n_group": 3}, "n_group"),
+        ("glm-4.5-air", {"n_group": 128, "topk_group": 128}, "n_group"),
+        ("glm-4.5-air", {"topk_group": 2}, "topk_group"),
+        ("glm-4.5-air", {"n_group": 32, "num_experts_per_tok": 5}, "at most the 4 experts"),
+        ("glm-4.5-air", {"scoring_func": "softmax"}, "scoring_func"),
+        ("glm-4.5-air", {"topk_method": "greedy"}, "topk_method"),
+        ("glm-4.5-air", {"first_k_dense_replace": 47}, "first_k_dense_replace"),
+        ("glm-4.5-air", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+    ],
+)
+def test_what_a_router_cannot_be_is_named(
+    name: str, fields: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read(tmp_path, PUBLISHED[name], **fields)
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    def sparse(name: str, **fields: object) -> list[int]:
+        layers = read(tmp_path, PUBLISHED[name], num_hidden_layers=6, **fields).layers
+        return [i for i, layer in enumerate(layers) if not isinstance(layer.mlp, Mlp)]
+
+    assert sparse("qwen3-30b-a3b") == [0, 1, 2, 3, 4, 5]
+    assert sparse("qwen3-30b-a3b", decoder_sparse_step=2, mlp_only_layers=[3]) == [1, 5]
+    assert sparse("glm-4.5-air") == [1, 2, 3, 4, 5]
+    assert sparse("glm-4.5-air", first_k_dense_replace=3) == [3, 4, 5]
+
+
+def test_routers_are_what_files_say(tmp_path: Path) -> None:
+    def router(name: str, **fields: object) -> Router:
+        return read(tmp_path, PUBLISHED[name], **fields).mixtures[0].router
+
+    assert router("qwen3-30b-a3b") == Router(128, 8, normalises=True)
+    assert router("qwen1.5-moe-a2.7b") == Router(60, 4)
+    assert router("mixtral-8x7b") == Router(8, 2, normalises=True)
+    assert router("glm-4.5-air", n_group=4, topk_group=2, routed_scaling_factor=2.5) == Router(
+        128, 8, "sigmoid", is_corrected=True, num_groups=4, num_groups_kept=2, normalises=True,
+        least_sum=1e-20, scale=2.5,
+    )  # fmt: skip
+    shared = read(tmp_path, PUBLISHED["qwen1.5-moe-a2.7b"]).mixtures[0]
+    assert (shared.shared, shared.gates_shared) == (Mlp(5632), True)
+    shared = read(tmp_path, PUBLISHED["glm-4.5-air"], n_shared_experts=2).mixtures[0]
+    assert (shared.shared, shared.gates_shared) == (Mlp(2 * 1408), False)
+
+
+def test_a_token_needs_its_own_experts(tmp_path: Path) -> None:
+    config = read(tmp_path, PUBLISHED["qwen3-30b-a3b"])
+    active = parameters(of_a_token(tensors(config), config.num_chosen))
+    idle = 48 * (128 - 8) * 3 * 2048 * 768
+    assert active == PARAMETERS["qwen3-30b-a3b"] - idle

@@ -33,7 +33,7 @@ from soloist.errors import (
 )
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.dtype import Dtype
-from soloist.model.families import FAMILIES
+from soloist.model.families.llama import IGNORED
 from soloist.model.quantization import read_quantization
 from soloist.model.quantization.matrices import describe, in_words
 from soloist.model.tensors import TensorSpec
@@ -86,7 +86,7 @@ def random_tensors(form: Format, specs: tuple[TensorSpec, ...]) -> dict[str, Ten
 
 def checked(folder: Path, specs: tuple[TensorSpec, ...]) -> Checkpoint:
     checkpoint = open_checkpoint(folder)
-    checkpoint.check(specs, FAMILIES["llama"].ignored)
+    checkpoint.check(specs, IGNORED)
     return checkpoint
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from interpreter import quantised
+from interpreter.quantised import FORMATS
 from plan.shapes import LANEFORMER, SHAPES
 from soloist.engine import support as support_module
 from soloist.engine.support import support_on
@@ -18,7 +20,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.folder import CONFIG_FILE, shipped_folder
-from soloist.model.quantized import COLUMNS, Codes, Quantized
+from soloist.model.quantized import AT_LOAD, COLUMNS, Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.parallel.share import part_of
 from soloist.weights import packing as packing_module
@@ -84,6 +86,22 @@ def test_groups_that_ranks_can_have(one: Quantized, ranks: int, groups: dict[str
             assert found.meaning == replace(one, group=group)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, one in FORMATS.items() if one.super_block])
+def test_super_blocks_are_not_cut(kind: str) -> None:
+    """Ranks that would have a part of one read numbers; other matrices stay codes."""
+    config, one = read_config(SHAPES[LLAMA]), FORMATS[kind]
+    for ranks in (1, 2, 8):
+        formats = formats_of(alike(config, one), config, ranks)
+        assert {found.meaning for found in formats.values()} == {one}
+        names = {name.rpartition(".")[2] for name in formats}
+        # Heads of 128 columns are dealt to ranks.
+        cut = set() if ranks == 1 else {"attention_output"}
+        assert names == {"qkv", "attention_output", "gate_up", "down", "head"} - cut
+    narrow = model(*[Attention(8, 4, 64)] * 2, hidden_size=256, ffn=768, vocab_size=1000)
+    assert "layers.0.down" not in formats_of(alike(narrow, one), narrow, 2)
+    assert "layers.0.down" in formats_of(alike(narrow, one), narrow, 1)
+
+
 def test_other_matrices_stay_numbers() -> None:
     tied = replace(DENSE, tied_head=True)
     stored = {"embedding": INT4, "head": INT4, "layers.0.latents": INT4, "layers.0.down": INT4}
@@ -137,6 +155,10 @@ def random_parts(config: ModelConfig, stored: dict[str, Quantized]) -> Weights:
         if one is None:
             weights[spec.name] = torch.randn(spec.shape, generator=generator).bfloat16()
             continue
+        if one.super_block:
+            for part, values in quantised.random_parts(*spec.shape, one).items():
+                weights[spec.name + part] = values
+            continue
         rows, columns = spec.shape
         dtype = {Codes.INT4: torch.uint8, Codes.INT8: torch.int8}.get(
             one.codes, torch.float8_e4m3fn
@@ -179,6 +201,8 @@ def rows_of(config: ModelConfig, weights: Weights, stored: dict[str, Quantized])
         (Attention(4, 2, 128), Quantized(Codes.FP8, 0, Dtype.BF16)),
         (Attention(8, 4, 64), replace(INT4, group=64, permuted=True)),
         (Attention(6, 2, 32), Quantized(Codes.INT8, 32, Dtype.FP16, True, permuted=True)),
+        (Attention(8, 4, 64), FORMATS["super-int4"]),
+        (Attention(6, 2, 32), FORMATS["super-mixed"]),
     ],
     ids=[
         "int4",
@@ -190,18 +214,22 @@ def rows_of(config: ModelConfig, weights: Weights, stored: dict[str, Quantized])
         "fp8",
         "permuted",
         "permuted-zeros",
+        "super-blocks",
+        "mixed super-blocks",
     ],
 )
 def test_shards_of_parts_are_shards_of_numbers(
     attention: Attention, one: Quantized, ranks: int
 ) -> None:
-    config = model(*[attention] * 2, hidden_size=384, ffn=640, vocab_size=1003)
+    hidden_size = 512 if one.super_block else 384  # whole super-blocks
+    config = model(*[attention] * 2, hidden_size=hidden_size, ffn=640, vocab_size=1003)
     stored = alike(config, one)
     formats = formats_of(stored, config, ranks)
     found = {name.rpartition(".")[2] for name in formats}
     assert found >= {"qkv", "gate_up", "head"}
     # Ranks have some of its columns each, which lie in no order of their own.
-    assert ("attention_output" in found) is (ranks == 1 or not one.permuted)
+    # Super-blocks are not cut, and heads have less than one.
+    assert ("attention_output" in found) is (ranks == 1 or not (one.permuted or one.super_block))
     given = random_parts(config, stored)
     wanted = rows_of(config, given, stored)
     # What the kernel does not take was read as numbers.
@@ -228,7 +256,7 @@ def test_shards_of_parts_are_shards_of_numbers(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("codes", list(Codes))
+@pytest.mark.parametrize("codes", list(AT_LOAD.values()))
 def test_rounding_on_loading_gives_the_bits_of_the_folder(
     codes: Codes, ranks: int, tmp_path: Path
 ) -> None:
@@ -273,7 +301,7 @@ def test_matrices_of_three_dimensions_are_refused(to: Rounding) -> None:
     require_matrices(config.family, tensors(config), Rounding())
 
 
-@pytest.mark.parametrize("one", [INT4, *(Quantized(c, 0, Dtype.BF16) for c in Codes)])
+@pytest.mark.parametrize("one", [INT4, *(Quantized(c, 0, Dtype.BF16) for c in AT_LOAD.values())])
 def test_random_codes_stand_for_numbers_of_the_size_of_random_ones(one: Quantized) -> None:
     stored = alike(DENSE, one)
     weights = random_weights(decoder_tensors(DENSE), Dtype.BF16, CPU, stored=stored)

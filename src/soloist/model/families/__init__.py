@@ -1,69 +1,82 @@
 """The families that Soloist loads: one file each, one row of the table.
 
-A family file has two functions and one tuple:
+A family file has the first two of these names, and may have the others:
 
     read(fields)     config.json → ModelConfig, refusing what it does not implement
     tensors(config)  ModelConfig → the tensors of a checkpoint
     IGNORED          patterns of checkpoint tensors that carry no weights
+    ignored(config)  further ones, which depend on the model
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
 
 from soloist.errors import MissingField, UnknownFamily, WrongType
-from soloist.gguf.header import is_gguf
-from soloist.gguf.splits import read_gguf
+from soloist.gguf.names import is_gguf
 from soloist.model.config import ModelConfig
-from soloist.model.families import (
-    gemma3,
-    gemma3_text,
-    glm,
-    glm4,
-    granite,
-    laneformer,
-    llama,
-    mistral,
-    mistral3,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    smollm3,
-)
 from soloist.model.foreign import require_not_mlx
-from soloist.model.gguf.configuration import as_config
-from soloist.model.gguf.rope_freqs import with_rope_freqs
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import Fields, read_json
 from soloist.model.tensors import TensorSpec
 
 
+class _Module(Protocol):
+    """A family's file."""
+
+    def read(self, fields: Fields) -> ModelConfig: ...
+
+    def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read one `model_type`."""
+    """How to read one `model_type`: its file, imported when a model is of the family."""
 
-    read: Callable[[Fields], ModelConfig]
-    tensors: Callable[[ModelConfig], tuple[TensorSpec, ...]]
-    ignored: tuple[str, ...] = ()
+    file: str
+
+    def read(self, fields: Fields) -> ModelConfig:
+        """What config.json says."""
+        return self._module.read(fields)
+
+    def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Those of a checkpoint."""
+        return self._module.tensors(config)
+
+    def ignored(self, config: ModelConfig) -> tuple[str, ...]:
+        """Patterns of a checkpoint's tensors that carry no weights."""
+        always: tuple[str, ...] = getattr(self._module, "IGNORED", ())
+        of_model = getattr(self._module, "ignored", None)
+        return always if of_model is None else (*always, *of_model(config))
+
+    @property
+    def _module(self) -> _Module:
+        return cast("_Module", import_module(f"soloist.model.families.{self.file}"))
 
 
 FAMILIES = {
-    "llama": Family(llama.read, llama.tensors, llama.IGNORED),
-    "mistral": Family(mistral.read, mistral.tensors),
-    "mistral3": Family(mistral3.read, mistral3.tensors, mistral3.IGNORED),
-    "qwen2": Family(qwen2.read, qwen2.tensors),
-    "qwen3": Family(qwen3.read, qwen3.tensors),
-    "smollm3": Family(smollm3.read, smollm3.tensors),
-    "phi3": Family(phi3.read, phi3.tensors),
-    "granite": Family(granite.read, granite.tensors),
-    "olmo2": Family(olmo2.read, olmo2.tensors),
-    "glm": Family(glm.read, glm.tensors),
-    "glm4": Family(glm4.read, glm4.tensors),
-    "gemma3": Family(gemma3.read, gemma3.tensors, gemma3.IGNORED),
-    "gemma3_text": Family(gemma3_text.read, gemma3_text.tensors),
-    "laneformer": Family(laneformer.read, laneformer.tensors),
-    "laneformer_tp": Family(laneformer.read, laneformer.tensors),
+    "llama": Family("llama"),
+    "mistral": Family("mistral"),
+    "mistral3": Family("mistral3"),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "smollm3": Family("smollm3"),
+    "phi3": Family("phi3"),
+    "granite": Family("granite"),
+    "olmo2": Family("olmo2"),
+    "glm": Family("glm"),
+    "glm4": Family("glm4"),
+    "qwen3_moe": Family("qwen3_moe"),
+    "qwen2_moe": Family("qwen2_moe"),
+    "olmoe": Family("olmoe"),
+    "mixtral": Family("mixtral"),
+    "glm4_moe": Family("glm4_moe"),
+    "gemma3": Family("gemma3"),
+    "gemma3_text": Family("gemma3_text"),
+    "laneformer": Family("laneformer"),
+    "laneformer_tp": Family("laneformer"),
 }
 
 
@@ -102,6 +115,10 @@ def read_config(path: Path, accepted: Collection[str] = ()) -> ModelConfig:
 
 
 def _read_gguf(path: Path, accepted: Collection[str]) -> ModelConfig:
+    from soloist.gguf.splits import read_gguf
+    from soloist.model.gguf.configuration import as_config
+    from soloist.model.gguf.rope_freqs import with_rope_freqs
+
     gguf = read_gguf(path)
     values = as_config(gguf, accepted)
     fields = Fields(values, str(path), values["model_type"])

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from soloist.errors import MissingField, WrongType
-from soloist.model.config import Activation, Attention, Layer, Mlp, ModelConfig
+from soloist.model.config import Activation, Attention, Layer, Mixture, Mlp, ModelConfig
+from soloist.model.expert_files import USUAL, ExpertNames
+from soloist.model.families.mixture import mixture_tensors
 from soloist.model.reading import Fields
 from soloist.model.rope import (
     LinearScaling,
@@ -40,6 +42,7 @@ class Special:
         qk_norm_joins_heads, own_scale: as of `Attention`.
         activation: as of `Mlp`.
         norms_inputs, norms_outputs: as of `Layer`.
+        mlps: of each layer; empty means a dense MLP of `intermediate_size` everywhere.
     """
 
     default_theta: float | None = None
@@ -59,6 +62,7 @@ class Special:
     activation: Activation = "silu"
     norms_inputs: bool = True
     norms_outputs: bool = False
+    mlps: Sequence[Mlp | Mixture] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Names:
         fused_gate_up: gate and up are one.
         attention_norm, attention_output_norm, mlp_norm, mlp_output_norm: norms of a layer; which of
             them there are, the configuration says.
+        experts: of layers with experts.
     """
 
     root: str = "model."
@@ -82,6 +87,7 @@ class Names:
     attention_output_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_output_norm: str = "post_feedforward_layernorm"
+    experts: ExpertNames = USUAL
 
 
 LLAMA_NAMES = Names()
@@ -108,7 +114,7 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
         share=special.rotary_share,
         interleaved=special.rope_interleaved,
     )
-    mlp = Mlp(fields.integer("intermediate_size"), special.mlp_bias, special.activation)
+    mlps = special.mlps or [read_mlp(fields, special)] * num_layers
     windows = special.windows or (None,) * num_layers
     rope_layers = special.rope_layers or (True,) * num_layers
     own_ropes = special.own_ropes or (None,) * num_layers
@@ -137,11 +143,18 @@ def read_dense(fields: Fields, special: Special) -> ModelConfig:
                 special.norms_inputs,
                 special.norms_outputs,
             )
-            for window, rotates, own_rope in zip(windows, rope_layers, own_ropes, strict=True)
+            for window, rotates, own_rope, mlp in zip(
+                windows, rope_layers, own_ropes, mlps, strict=True
+            )
         ),
         rope=rope,
         tied_head=fields.flag("tie_word_embeddings", special.tied_head),
     )
+
+
+def read_mlp(fields: Fields, special: Special) -> Mlp:
+    """The MLP of layers without experts."""
+    return Mlp(fields.integer("intermediate_size"), special.mlp_bias, special.activation)
 
 
 def read_heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
@@ -263,7 +276,8 @@ def layer_windows(fields: Fields, default_kinds: Sequence[str]) -> tuple[int | N
         default_kinds: kind of each layer where the file has no `layer_types`.
     """
     used = fields.flag("use_sliding_window", default=False)
-    window = fields.integer("sliding_window", None)
+    # transformers writes 0 for Qwen2's mixtures without one.
+    window = fields.integer("sliding_window", None, minimum=1 if used else 0)
     kinds = fields.texts(
         "layer_types", len(default_kinds), ("full_attention", "sliding_attention")
     ) or list(default_kinds)
@@ -299,7 +313,10 @@ def decoder_tensors(config: ModelConfig, names: Names = LLAMA_NAMES) -> tuple[Te
         specs += _norm_tensors(theirs, ours, layer, "attention", names, hidden)
         specs += _attention_tensors(theirs, ours, layer.attention, names, hidden)
         specs += _norm_tensors(theirs, ours, layer, "mlp", names, hidden)
-        specs += _mlp_tensors(theirs, ours, layer.mlp, names, hidden)
+        if isinstance(layer.mlp, Mixture):
+            specs += mixture_tensors(theirs, ours, layer.mlp, names.experts, hidden)
+        else:
+            specs += _mlp_tensors(theirs, ours, layer.mlp, names, hidden)
     specs.append(_one("final_norm", f"{names.root}norm.weight", hidden))
     if not config.tied_head:
         specs.append(_one("head", names.head, vocab, hidden))

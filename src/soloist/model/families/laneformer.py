@@ -65,7 +65,7 @@ def tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
         a = layer.attention
         queries = a.num_query_heads * a.head_dim // num
         keys = a.num_kv_heads * a.head_dim // num
-        ffn = layer.mlp.intermediate_size // num
+        ffn = layer.dense_mlp.intermediate_size // num
         qkv = {"wq": queries, "wk": keys, "wv": keys}
         specs += [
             norm(f"{ours}attention_norm", f"{theirs}attention_norm"),

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from soloist.errors import GgufChoice
-from soloist.gguf.header import SUFFIX
-from soloist.gguf.splits import first_of, parts_of, stem_of
+from soloist.gguf.names import SUFFIX, first_of, parts_of, stem_of
 
 # Beside models lie projectors of images and what quantisers learned of activations.
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)

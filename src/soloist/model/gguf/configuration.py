@@ -25,22 +25,31 @@ class Architecture:
     """What sets one architecture's files apart.
 
     Attributes:
+        family: ours; of files with experts another one, where it has a name of its own.
         pairs: rows of each query and key head come in pairs of neighbours, as llama.cpp rotates
             them there; families have the halves of a head one after the other.
         divides: `rope_freqs.weight` may divide rope's frequencies.
     """
 
+    family: str
     pairs: bool
     divides: bool
 
 
-# By the names that llama.cpp gives them, which are our families' names.
+# By the names that llama.cpp gives them.
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(pairs=True, divides=True),
-    "qwen2": Architecture(pairs=False, divides=False),
-    "qwen3": Architecture(pairs=False, divides=False),
-    "smollm3": Architecture(pairs=True, divides=True),
+    "llama": Architecture("llama", pairs=True, divides=True),
+    "qwen2": Architecture("qwen2", pairs=False, divides=False),
+    "qwen3": Architecture("qwen3", pairs=False, divides=False),
+    "smollm3": Architecture("smollm3", pairs=True, divides=True),
+    "qwen3moe": Architecture("qwen3_moe", pairs=False, divides=False),
+    "qwen2moe": Architecture("qwen2_moe", pairs=False, divides=False),
+    "olmoe": Architecture("olmoe", pairs=False, divides=False),
+    "glm4moe": Architecture("glm4_moe", pairs=False, divides=False),
 }
+_SIGMOID = 2  # of `expert_gating_func`
+
+_OF_EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe")
 
 # Keys that only say how a file was made.
 _HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
@@ -88,6 +97,17 @@ def architecture_of(gguf: Gguf) -> str:
     return name
 
 
+def family_of(gguf: Gguf) -> str:
+    """The family that reads a file; experts make a Mixtral of a Llama.
+
+    Raises:
+        MissingField, WrongType, UnsupportedGguf: as from `architecture_of`.
+    """
+    architecture = architecture_of(gguf)
+    family = ARCHITECTURES[architecture].family
+    return "mixtral" if family == "llama" and gguf.metadata.get("llama.expert_count") else family
+
+
 def as_config(gguf: Gguf, accepted: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a config.json that describes the same model.
 
@@ -100,16 +120,19 @@ def as_config(gguf: Gguf, accepted: Collection[str] = ()) -> dict[str, Any]:
             accepted one is none that is unknown.
         UnsupportedGguf: as from `architecture_of`.
     """
-    fields = _own_fields(gguf, accepted)
+    fields, family = _own_fields(gguf, accepted), family_of(gguf)
+    # Qwen2's mixtures have a name of their own for it.
+    attention_bias = "qkv_bias" if family == "qwen2_moe" else "attention_bias"
     values = {
-        "model_type": fields.family,
+        "model_type": family,
         **_sizes(fields, gguf),
         **_rope(fields),
         # A matrix that is not there is no matrix of its own.
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        attention_bias: "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
     }
+    values |= _experts(fields, gguf, family, values)
     fields.refuse_rest(_HARMLESS, _NEUTRAL)
     fields.require_passed()
     return values
@@ -145,8 +168,9 @@ def _sizes(fields: Fields, gguf: Gguf) -> dict[str, Any]:
         expected = f"a number, since {hidden} dimensions are no multiple of {heads} heads"
         raise MissingField(fields.file, fields.path("attention.key_length"), expected)
     head_dim = head_dim or hidden // heads
-    for same in ("attention.value_length", "rope.dimension_count"):
-        fields.only(same, head_dim)
+    fields.only("attention.value_length", head_dim)
+    if fields.family != "glm4moe":  # of which a share of a head rotates
+        fields.only("rope.dimension_count", head_dim)
     return {
         "num_hidden_layers": fields.integer("block_count"),
         "hidden_size": hidden,
@@ -157,6 +181,52 @@ def _sizes(fields: Fields, gguf: Gguf) -> dict[str, Any]:
         "rms_norm_eps": _decimal(fields.number("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": fields.integer("context_length"),
         "vocab_size": fields.integer("vocab_size", _num_tokens(gguf)),
+    }
+
+
+def _experts(fields: Fields, gguf: Gguf, family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts, sizes and the router; what files do not say is what llama.cpp computes."""
+    if family not in _OF_EXPERTS:
+        return {}
+    count = "num_local_experts" if family == "mixtral" else "num_experts"
+    count = "n_routed_experts" if family == "glm4_moe" else count
+    found = {
+        count: fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+    }
+    if family == "glm4_moe":
+        return found | _glm_experts(fields, gguf, values)
+    fields.only("expert_gating_func", 1)  # softmax
+    if family == "qwen3_moe":
+        found["norm_topk_prob"] = True
+    if family in ("qwen3_moe", "qwen2_moe"):
+        found["moe_intermediate_size"] = fields.integer("expert_feed_forward_length")
+    if family == "qwen2_moe":
+        size = fields.integer("expert_shared_feed_forward_length", values["intermediate_size"])
+        found["shared_expert_intermediate_size"] = size
+    return found
+
+
+def _glm_experts(fields: Fields, gguf: Gguf, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that draft are counted among all; they are left out."""
+    fields.only("expert_gating_func", _SIGMOID)
+    drafting, layers = fields.integer("nextn_predict_layers", 0, minimum=0), "num_hidden_layers"
+    if drafting >= values[layers]:
+        allowed = f"fewer than the {values[layers]} layers"
+        raise fields.unsupported("nextn_predict_layers", drafting, allowed)
+    rotated = fields.integer("rope.dimension_count", values["head_dim"])
+    return {
+        layers: values[layers] - drafting,
+        "num_nextn_predict_layers": drafting,
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "n_shared_experts": fields.integer("expert_shared_count", minimum=0),
+        "first_k_dense_replace": fields.integer("leading_dense_block_count", 0, minimum=0),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": _decimal(fields.number("expert_weights_scale", 1.0)),
+        "n_group": fields.integer("expert_group_count", 1),
+        "topk_group": fields.integer("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
+        "partial_rotary_factor": rotated / values["head_dim"],
     }
 
 

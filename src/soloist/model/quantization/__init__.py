@@ -13,32 +13,36 @@
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from soloist.errors import ConfigError, UnsupportedQuantization, WrongType
 from soloist.model.folder import CONFIG_FILE
-from soloist.model.quantization import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from soloist.model.quantization.fields import QuantizationFields
-from soloist.model.quantization.scheme import Method
 from soloist.model.reading import read_json
 
-METHODS: Mapping[str, Callable[[QuantizationFields], Method]] = {
-    "compressed-tensors": compressed_tensors.read,
-    "fp8": fp8.read,
-    "fbgemm_fp8": fp8.read_fbgemm,
-    "modelopt": modelopt.read,
-    "awq": awq.read,
-    "gptq": gptq.read,
-    "auto-round": auto_round.read,
-    "intel/auto-round": auto_round.read,  # what early versions wrote
+if TYPE_CHECKING:
+    from soloist.model.quantization.scheme import Method
+
+# Where the function is that reads a method, in a file that is imported for models of the method.
+METHODS: Mapping[str, str] = {
+    "compressed-tensors": "compressed_tensors.read",
+    "fp8": "fp8.read",
+    "fbgemm_fp8": "fp8.read_fbgemm",
+    "modelopt": "modelopt.read",
+    "awq": "awq.read",
+    "gptq": "gptq.read",
+    "auto-round": "auto_round.read",
+    "intel/auto-round": "auto_round.read",  # what early versions wrote
 }
+HF_QUANT_CONFIG = "hf_quant_config.json"
 
 # Older files of compressed-tensors have the second name.
 FIELDS = ("quantization_config", "compression_config")
 
 
-def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
+def read_quantization(folder: Path, config: Mapping[str, Any]) -> "Method | None":
     """What a folder's files say of its quantisation; None where nothing is quantised.
 
     Args:
@@ -56,7 +60,7 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
             "remove the one that does not belong to these weights",
         )
     name = given[0] if given else None
-    own = folder / modelopt.HF_QUANT_CONFIG
+    own = folder / HF_QUANT_CONFIG
     if name is None:
         return _read_own(own) if own.exists() else None
     values = config[name]
@@ -72,8 +76,17 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Method | None:
             "remove the file that does not belong to these weights",
         )
     if own.exists():
+        from soloist.model.quantization import modelopt
+
         _require_same(modelopt.algorithm(values), file, modelopt.algorithm(read_json(own)), own)
-    return METHODS[method](QuantizationFields(values, str(file), method, f"{name}."))
+    return _reader(method)(QuantizationFields(values, str(file), method, f"{name}."))
+
+
+def _reader(method: str) -> "Callable[[QuantizationFields], Method]":
+    module, _, function = METHODS[method].partition(".")
+    found = import_module(f"soloist.model.quantization.{module}")
+    reader: Callable[[QuantizationFields], Method] = getattr(found, function)
+    return reader
 
 
 def _require_same(algorithm: object, file: Path, other: object, own: Path) -> None:
@@ -85,11 +98,11 @@ def _require_same(algorithm: object, file: Path, other: object, own: Path) -> No
         )
 
 
-def _read_own(file: Path) -> Method | None:
+def _read_own(file: Path) -> "Method | None":
     values = read_json(file)
     inner = values.get("quantization")
     if not isinstance(inner, dict):
         raise ConfigError(f"{file} has no usable 'quantization'", "download the file again")
     if inner.get("quant_algo") is None:
         return None
-    return modelopt.read(QuantizationFields(inner, str(file), "modelopt", "quantization."))
+    return _reader("modelopt")(QuantizationFields(inner, str(file), "modelopt", "quantization."))

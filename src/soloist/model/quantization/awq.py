@@ -2,7 +2,7 @@
 
 from soloist.model.quantization.fields import QuantizationFields
 from soloist.model.quantization.names import by_substring, by_transformers
-from soloist.model.quantization.scheme import Layout, Method, Scheme, all_but
+from soloist.model.quantization.scheme import Layout, Method, Scheme, all_but, is_router
 from soloist.model.quantized import Codes
 
 _VERSIONS = ("gemm", "GEMM")
@@ -21,10 +21,21 @@ def read(fields: QuantizationFields) -> Method:
     # GPTQModel writes both names, and its reader lets zero_point decide.
     has_zeros = fields.flag("zero_point", fields.flag("sym", default=False) is not True)
     is_listed = by_transformers(fields, "modules_to_not_convert")
-    is_part_listed = by_substring(fields, "modules_to_not_convert")
+    # 'gate' is listed for routers: whether gate_proj was left out as well the tensors know.
+    is_router_listed = by_substring(fields, "modules_to_not_convert", is_router)
+    is_part_listed = by_substring(
+        fields, "modules_to_not_convert", lambda name: not is_router(name)
+    )
     fields.refuse_rest()
     scheme = Scheme("awq", Layout.AWQ, Codes.INT4, group=max(size, 0), symmetric=not has_zeros)
-    return all_but(lambda module: is_listed(module) or is_part_listed(module), scheme)
+    of_listed = all_but(lambda module: is_listed(module) or is_part_listed(module), scheme)
+
+    def of(module: str) -> tuple[Scheme | None, ...]:
+        if is_router_listed(module) and not is_listed(module):
+            return (scheme, None)
+        return of_listed(module)
+
+    return of
 
 
 def _read_group_size(fields: QuantizationFields) -> int:

@@ -14,21 +14,25 @@ from soloist.model.stored import StoredTensor
 
 
 def _scheme(
-    name: str, codes: Codes, scales: Dtype, group: int = 32, *, has_offsets: bool = False
+    name: str, codes: Codes, group: int = 32, *, has_offsets: bool = False, super_block: int = 0
 ) -> Scheme:
-    return Scheme(name, Layout.BLOCKS, codes, group, inner_scales=scales, has_offsets=has_offsets)
+    return Scheme(
+        name, Layout.BLOCKS, codes, group, inner_scales=Dtype.FP16, has_offsets=has_offsets,
+        super_block=super_block,
+    )  # fmt: skip
 
 
-# Types with scales within scales get those multiplied, in fp32.
+# Columns of a block of a K-quant.
+_SUPER = 256
 SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        _scheme("Q8_0", Codes.INT8, Dtype.FP16),
-        _scheme("Q4_0", Codes.INT4, Dtype.FP16),
-        _scheme("Q4_1", Codes.INT4, Dtype.FP16, has_offsets=True),
-        _scheme("Q4_K", Codes.INT4, Dtype.FP32, has_offsets=True),
-        _scheme("Q5_K", Codes.INT8, Dtype.FP32, has_offsets=True),
-        _scheme("Q6_K", Codes.INT8, Dtype.FP32, 16),
+        _scheme("Q8_0", Codes.INT8),
+        _scheme("Q4_0", Codes.INT4),
+        _scheme("Q4_1", Codes.INT4, has_offsets=True),
+        _scheme("Q4_K", Codes.INT4, has_offsets=True, super_block=_SUPER),
+        _scheme("Q5_K", Codes.INT6, has_offsets=True, super_block=_SUPER),
+        _scheme("Q6_K", Codes.INT6, 16, super_block=_SUPER),
     )
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 from soloist.errors import QuantizationMismatch, WrongShape
 from soloist.model.dtype import Dtype
 from soloist.model.quantization.column_order import CONSECUTIVE, column_order
-from soloist.model.quantization.scheme import Layout, Method, Part, Role, Scheme
-from soloist.model.quantized import Quantized
+from soloist.model.quantization.scheme import Layout, Method, Part, Role, Scheme, is_router
+from soloist.model.quantized import Quantized, widest
 from soloist.model.stored import PLAIN, StoredTensor
 from soloist.model.tensors import Source, TensorSpec
 
@@ -135,7 +135,10 @@ class Quantization:
 
     def _allowed(self, source: Source) -> tuple[str, tuple[Scheme | None, ...]]:
         module = source.name.removesuffix(_WEIGHT)
-        return module, self.method(module)
+        allowed = self.method(module)
+        if is_router(module) and None not in allowed:
+            allowed = (*allowed, None)
+        return module, allowed
 
     def _choose(
         self, source: Source, module: str, allowed: tuple[Scheme | None, ...]
@@ -196,6 +199,7 @@ def meaning(scheme: Scheme, scales: Dtype) -> Quantized:
         scale_dtype=scales,
         has_zeros=not scheme.symmetric,
         has_offsets=scheme.has_offsets,
+        super_block=scheme.super_block,
         scale_rows=scheme.rows or 1,
     )
 
@@ -203,8 +207,8 @@ def meaning(scheme: Scheme, scales: Dtype) -> Quantized:
 def joined(quantization: Quantization | None, spec: TensorSpec) -> Quantized | None:
     """What the whole tensor is once its sources are put below each other.
 
-    None where they cannot be one: a part is in 16 bits, or of another kind, or in another order of
-    columns, or in an order that cannot be kept.
+    None where they cannot be one: a part is in 16 bits, or of a kind that no `widest` one holds, or
+    in another order of columns, or in an order that cannot be kept.
     """
     if quantization is None or spec.axis != 0:
         return None
@@ -215,10 +219,11 @@ def joined(quantization: Quantization | None, spec: TensorSpec) -> Quantized | N
         matrices.append(matrix)
     kinds = {replace(matrix.quantized, scale_rows=1) for matrix in matrices}
     orders = {quantization.column_order(matrix) for matrix in matrices}
-    if len(kinds) > 1 or len(orders) > 1 or None in orders:
+    kind = widest(kinds)
+    if kind is None or len(orders) > 1 or None in orders:
         return None
     permuted = orders != {CONSECUTIVE}
-    return replace(kinds.pop(), scale_rows=_rows_sharing(matrices), permuted=permuted)
+    return replace(kind, scale_rows=_rows_sharing(matrices), permuted=permuted)
 
 
 def describe(quantization: Quantization, specs: Iterable[TensorSpec]) -> str:

@@ -8,7 +8,6 @@ from soloist.model.quantization.names import by_wildcards
 from soloist.model.quantization.scheme import Layout, Method, Scheme
 from soloist.model.quantized import Codes
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
 _ROWS_SHARING = {"FP8": 0, "FP8_PER_CHANNEL_PER_TOKEN": 1}
 
 

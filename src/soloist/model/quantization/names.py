@@ -10,6 +10,8 @@ from soloist.model.quantization.patterns import compile_bounded
 
 IsListed = Callable[[str], bool]
 
+# Expressions that can be alternatives of one.
+_PLAIN = re.compile(r"[\w.-]+")
 # A name up to here is a whole one: 'layers.1' is in 'layers.1.mlp', not in 'layers.11'.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
@@ -26,10 +28,15 @@ def read_names(fields: QuantizationFields, name: str) -> tuple[str, ...]:
 def by_transformers(fields: QuantizationFields, name: str) -> IsListed:
     """A regular expression for the beginning of the module's name, or the end of it."""
     keys = read_names(fields, name)
-    patterns = [compiled(fields, name, f"(?:{key}){_BOUNDARY}") for key in keys]
+    # Mixtures have hundreds of keys for ten thousands of modules: plain ones become one pattern.
+    plain = [key for key in keys if _PLAIN.fullmatch(key)]
+    expressions = [
+        *(key for key in keys if key not in plain),
+        *(["|".join(plain)] if plain else []),
+    ]
+    patterns = [compiled(fields, name, f"(?:{key}){_BOUNDARY}") for key in expressions]
     return lambda module: (
-        any(pattern.match(module) for pattern in patterns)
-        or any(module.endswith(key) for key in keys)
+        any(pattern.match(module) for pattern in patterns) or module.endswith(keys)
     )
 
 
@@ -58,9 +65,11 @@ def by_wildcards(fields: QuantizationFields, name: str) -> IsListed:
     )
 
 
-def by_substring(fields: QuantizationFields, name: str) -> IsListed:
-    """Some part of the module's name."""
-    keys = read_names(fields, name)
+def by_substring(
+    fields: QuantizationFields, name: str, is_meant: Callable[[str], bool] = lambda _: True
+) -> IsListed:
+    """Some part of the module's name, of those entries that are meant."""
+    keys = tuple(filter(is_meant, read_names(fields, name)))
     return lambda module: any(key in module for key in keys)
 
 

@@ -14,6 +14,8 @@ from soloist.model.quantized import Codes
 
 # The last part of the name of the LM head's module.
 _HEAD = "lm_head"
+# The same of what decides over experts.
+_ROUTERS = ("gate", "shared_expert_gate")
 
 
 class Layout(StrEnum):
@@ -69,6 +71,7 @@ class Scheme:
         scales: suffix of the scales' name, in formats that do not agree on it.
         inner_scales: the type of scales that lie in one tensor with codes.
         has_offsets: numbers are code · scale + offset.
+        super_block: columns whose scales, and offsets, are integers times one number.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Scheme:
     scales: str = "weight_scale"
     inner_scales: Dtype | None = None
     has_offsets: bool = False
+    super_block: int = 0
 
     def parts(self, shape: tuple[int, int], module: str) -> dict[Role, Part]:
         """The tensors that stand for a matrix.
@@ -98,6 +102,11 @@ class Scheme:
 def is_head(module: str) -> bool:
     """Whether a module is the LM head, of a model that may have others beside its text."""
     return module.rpartition(".")[2] == _HEAD
+
+
+def is_router(module: str) -> bool:
+    """Whether a module chooses experts: libraries leave it out, whether they say so or not."""
+    return module.rpartition(".")[2] in _ROUTERS
 
 
 # What a configuration says of a module: how it may be stored, in order of preference, and None

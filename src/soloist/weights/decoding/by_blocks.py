@@ -12,11 +12,11 @@ from soloist.errors import NotFinite
 from soloist.gguf.tensor_types import BY_NAME
 from soloist.model.quantization.matrices import StoredMatrix
 from soloist.model.quantization.scheme import Role
-from soloist.model.quantized import OFFSETS, SCALES
+from soloist.model.quantized import OFFSETS, SCALES, SUPER_OFFSETS, SUPER_SCALES
 from soloist.weights.decoding.parts import Decoded
 
-# Codes, scales and offsets of blocks [N, B, bytes]; each [N, B, …].
-_Parts = tuple[Tensor, Tensor, Tensor | None]
+# Parts of blocks [N, B, …], by the ends of their names.
+_Parts = dict[str, Tensor]
 
 
 def decode(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Decoded:
@@ -27,38 +27,37 @@ def decode(matrix: StoredMatrix, tensors: Mapping[Role, Tensor]) -> Decoded:
     """
     name = matrix.scheme.name
     blocks = tensors[Role.CODES].unflatten(1, (-1, BY_NAME[name].num_bytes))
-    codes, scales, offsets = _READERS[name](blocks)
-    parts = {"": codes.flatten(1), SCALES: scales.flatten(1)}
-    if offsets is not None:
-        parts[OFFSETS] = offsets.flatten(1)
-    for part in (SCALES, OFFSETS):
-        if part in parts and (bad := int((~torch.isfinite(parts[part])).sum())):
-            raise NotFinite(matrix.tensors[Role.CODES].shown, bad, parts[part].numel())
-    return Decoded(matrix.quantized, parts)
+    parts = {part: values.flatten(1) for part, values in _READERS[name](blocks).items()}
+    for values in parts.values():
+        if values.is_floating_point() and (bad := int((~torch.isfinite(values)).sum())):
+            raise NotFinite(matrix.tensors[Role.CODES].shown, bad, values.numel())
+    return Decoded(matrix.quantized, {part: parts[part] for part in matrix.quantized.parts})
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
-    return blocks[..., 2:].contiguous().view(torch.int8), _fp16(blocks, 0), None
+    return {"": blocks[..., 2:].contiguous().view(torch.int8), SCALES: _fp16(blocks, 0)}
 
 
 def _q4_0(blocks: Tensor) -> _Parts:
-    return _in_pairs(blocks[..., 2:]), _fp16(blocks, 0), None
+    return {"": _in_pairs(blocks[..., 2:]), SCALES: _fp16(blocks, 0)}
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
-    return _in_pairs(blocks[..., 4:]), _fp16(blocks, 0), _fp16(blocks, 2)
+    codes = _in_pairs(blocks[..., 4:])
+    return {"": codes, SCALES: _fp16(blocks, 0), OFFSETS: _fp16(blocks, 2)}
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
     # Bytes 32 i … 32 i + 31 hold sub-block 2 i in their low halves, 2 i + 1 in their high ones.
-    return _in_pairs(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2), *_with_minima(blocks)
+    codes = _in_pairs(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2)
+    return {"": codes, **_with_minima(blocks)}
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
     quads = blocks[..., 48:].unflatten(-1, (4, 1, 32))
     low = torch.cat((quads & 15, quads >> 4), dim=-2).flatten(-3, -2)  # [N, B, 8, 32]
     high = blocks[..., None, 16:48] >> _shifts(blocks, 8, 1) & 1
-    return (low | high << 4).flatten(-2).view(torch.int8), *_with_minima(blocks)
+    return {"": (low | high << 4).flatten(-2).view(torch.int8), **_with_minima(blocks)}
 
 
 def _q6_k(blocks: Tensor) -> _Parts:
@@ -69,7 +68,7 @@ def _q6_k(blocks: Tensor) -> _Parts:
     high = pairs >> _shifts(blocks, 4, 2) & 3
     codes = (low | high << 4).sub_(32).flatten(-3).view(torch.int8)
     within = blocks[..., 192:208].contiguous().view(torch.int8)
-    return codes, _fp16(blocks, 208).float() * within, None
+    return {"": codes, SCALES: within, SUPER_SCALES: _fp16(blocks, 208)}
 
 
 _READERS: Mapping[str, Callable[[Tensor], _Parts]] = {
@@ -77,13 +76,18 @@ _READERS: Mapping[str, Callable[[Tensor], _Parts]] = {
 }  # fmt: skip
 
 
-def _with_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets [N, B, 8] of sub-blocks, from two fp16 and eight pairs of six bits."""
+def _with_minima(blocks: Tensor) -> _Parts:
+    """Eight pairs of six bits, for sub-blocks, and two fp16. Minima are taken off."""
     packed = blocks[..., 4:16].unflatten(-1, (3, 4))
     first, second, rest = packed.unbind(-2)  # [N, B, 4]
-    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
+    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1).view(torch.int8)
     minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)
-    return _fp16(blocks, 0).float() * scales, -(_fp16(blocks, 2).float() * minima)
+    return {
+        SCALES: scales,
+        OFFSETS: minima,
+        SUPER_SCALES: _fp16(blocks, 0),
+        SUPER_OFFSETS: _fp16(blocks, 2),
+    }
 
 
 def _fp16(blocks: Tensor, start: int) -> Tensor:
