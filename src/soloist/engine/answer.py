@@ -3,6 +3,7 @@
 from soloist.engine.events import Chunk, Completion, FinishReason, Timings
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs
+from soloist.speculation import Draft, Tally
 from soloist.text import TextStream
 
 
@@ -13,6 +14,7 @@ class Answer:
         finish_reason: None while the request goes on.
         decode_bytes: see `Timings`.
         num_forced: see `Chunk`.
+        drafts: what became of drafts.
 
     Args:
         sampler: of the request.
@@ -33,29 +35,46 @@ class Answer:
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.decode_bytes = self.num_forced = 0
+        self.drafts = Tally()
         self._stream, self._pieces = text, list[str]()
         self._sampler, self._prompt_tokens = sampler, prompt_tokens
         self._scores_end = scores_end
         self._accepted = self._started = self._first = self._last = accepted
         self._made: list[int] = []
+        self._longest_gap_s = 0.0
 
     @property
     def num_made(self) -> int:
         """Tokens taken."""
         return len(self._made)
 
+    def count_draft(self, draft: Draft) -> None:
+        """A draft was checked."""
+        self.drafts = self.drafts.with_draft(draft)
+
+    def count_accepted(self, draft: Draft, place: int) -> None:
+        """The token of a draft at this place, from 0 on, is one of the answer."""
+        self.drafts = self.drafts.with_accepted(draft, place)
+
     def start(self, now: float) -> None:
         """Work on the request begins."""
         self._started = now
 
     def take(
-        self, token_id: int, logprobs: TokenLogprobs | None, now: float, *, is_forced: bool = False
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        *,
+        is_forced: bool = False,
+        is_drafted: bool = False,
     ) -> Chunk:
         """The next token; sets `finish_reason` if it is the last one."""
         self.num_forced += is_forced
-        self._last = now
         if not self._made:
-            self._first = now
+            self._first = self._last = now
+        self._longest_gap_s = max(self._longest_gap_s, now - self._last)
+        self._last = now
         self._made.append(token_id)
         stop_test = self._sampler.stop_test
         is_shown = token_id not in stop_test.ending_ids
@@ -67,7 +86,7 @@ class Answer:
             self._pieces.append(piece)
         is_scored = logprobs is not None and (is_shown or self._scores_end)
         scores = (logprobs,) if is_scored and logprobs is not None else ()
-        return Chunk(piece, (token_id,), scores, int(is_forced))
+        return Chunk(piece, (token_id,), scores, int(is_forced), int(is_drafted))
 
     def take_none(self, now: float) -> None:
         """The prompt is read, and no token wanted."""
@@ -106,6 +125,8 @@ class Answer:
                 cached_tokens=num_cached,
                 decode_bytes=self.decode_bytes,
                 forced_tokens=self.num_forced,
+                drafts=self.drafts,
+                longest_gap_s=self._longest_gap_s,
             ),
             seed=self._sampler.params.seed,
             stop=self._stop,

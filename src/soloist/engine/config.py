@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from soloist.engine.memory import Footprint, MemoryEstimate
@@ -12,12 +13,16 @@ from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
 from soloist.weights.choice import Rounding
 
 # Of the host's free memory, for cached prompts.
 HOST_CACHE_SHARE = 4
+
+# Of files in the folder of saved prompts, where nobody says.
+CACHE_DIR_BYTES = 20 * 10**9
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 GpuCount = int | Literal["auto"]
@@ -31,9 +36,10 @@ class EngineConfig:
         model: a folder, a GGUF file, a shipped model's name or a hub id; 'FOLDER:Q4_K_M' and
             'owner/name:Q4_K_M' where there are several GGUF files.
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
-        precision: of weights and KV cache; 'auto' takes fp32 on a CPU where it fits, else bf16, and
-            the checkpoint's own on a GPU. A CPU that has no products in a 16-bit precision, as
-            most have none in fp16, multiplies in fp32 what it stores in 16 bits.
+        precision: of weights and, without `kv`, of the KV cache; 'auto' takes fp32 on a CPU where
+            it fits, else bf16, and the checkpoint's own on a GPU. A CPU that has no products in a
+            16-bit precision, as most have none in fp16, multiplies in fp32 what it stores in 16
+            bits.
         context_tokens: room for prompt and answer; None takes the model's own, as far as it fits.
             It chooses the factors of LongRoPE; None chooses those of the model's own context.
         revision: branch, tag or commit on the hub.
@@ -46,6 +52,8 @@ class EngineConfig:
         measures_bandwidth: read memory for half a second while loading, so that MBU is known.
         host_cache_bytes: of pinned host memory, at most, for cached prompts that the GPU has no
             pages for; None takes a share of what is free.
+        cache_dir: a folder where cached prompts are saved and found again; None saves none.
+        cache_dir_bytes: of all files there, at most; None takes 20 GB.
         gpus: how many run the model together: 1, 2, 4 or 8; 'auto' takes as many as there are with
             access to each other's memory and as the model can use.
         rank_devices: instead, the GPU of each rank by number, such as (0, 0, 1, 1). Ranks that
@@ -53,8 +61,15 @@ class EngineConfig:
         weights: what the matrices of the layers of a 16-bit checkpoint are rounded to; also by its
             name, 'int4', 'int8' or 'fp8'.
         head_weights: likewise of the LM head.
+        kv: what keys and values are rounded to, 'int8', 'fp8' or 'int4'; None stores them in the
+            precision of the model. On a CPU only.
+        speculates: check several drafted tokens in a step, where that pays (docs/speculation.md).
         adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
             it is loaded, before anything is rounded.
+        packed_prompts: prompts are read from the packed weights, and rows are never kept; no GPU
+            has shown yet that this is right and quick.
+        page_attention: prompts attend to KV pages by a kernel of ours, without a copy of what was
+            cached; no GPU has shown yet that this is right and quick.
         accepted_fields: of config.json, that Soloist does not know and that do not change the
             model's output, as the caller knows; a field inside another as 'outer.inner'.
     """
@@ -69,12 +84,18 @@ class EngineConfig:
     keeps_prefixes: bool = False
     measures_bandwidth: bool = False
     host_cache_bytes: int | None = None
+    cache_dir: Path | None = None
+    cache_dir_bytes: int | None = None
     gpus: GpuCount = 1
     rank_devices: tuple[int, ...] = ()
     weights: Codes | None = None
     head_weights: Codes | None = None
+    kv: KvName | None = None
+    packed_prompts: bool = False
+    page_attention: bool = False
     accepted_fields: tuple[str, ...] = ()
     adapter: str | None = None
+    speculates: bool = True
 
     @property
     def rounding(self) -> Rounding:
@@ -92,10 +113,11 @@ class Resolved:
 
     Attributes:
         device: torch device name; of several ranks the first one's.
-        dtype: of weights and KV cache.
+        dtype: of weights.
         context_tokens: room for prompt and answer.
         memory: what will be allocated, on each of several GPUs.
         kv_tokens: positions of the KV cache, shared by all requests: at least one context.
+        kv: how keys and values are stored.
         rank_devices: of each rank, where there are several.
     """
 
@@ -104,6 +126,7 @@ class Resolved:
     context_tokens: int
     memory: MemoryEstimate
     kv_tokens: int
+    kv: KvFormat
     rank_devices: tuple[str, ...] = ()
 
     @property
@@ -135,7 +158,7 @@ def resolve_device(asked: str, present: Sequence[str]) -> str:
 def resolve(
     asked: EngineConfig,
     model: ModelConfig,
-    specs: tuple[TensorSpec, ...],
+    specs_in: Callable[[Dtype], tuple[TensorSpec, ...]],
     stored: Dtype,
     device: str,
     available_bytes: int,
@@ -143,16 +166,22 @@ def resolve(
 ) -> Resolved:
     """Decide precision and context, and hold the sum against the memory there is.
 
-    `plan_in` gives the decode kernel's plan in a precision, or None where it does not run.
+    `specs_in` gives the tensors that take memory in a precision, `plan_in` the decode kernel's
+    plan, or None where it does not run.
 
     Raises:
-        SettingError: a context beyond the model's.
+        SettingError: a context beyond the model's, or a KV cache that there is not.
         OutOfMemory: it does not fit; the hint names what would.
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise SettingError("precision", asked.precision, "auto, fp32, bf16, fp16")
     if not 1 <= asked.sequences <= MAX_QUERIES:
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
+    if asked.kv is not None and device != "cpu":
+        raise SettingError(
+            "--kv", asked.kv, "none on a GPU, where keys and values are stored in 16 bits",
+            "leave out --kv, or take --device cpu",
+        )  # fmt: skip
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(
@@ -160,7 +189,9 @@ def resolve(
         )
 
     def footprint(dtype: Dtype) -> Footprint:
-        return Footprint(model, specs, dtype, plan_in(dtype))
+        specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
+        ways = asked.packed_prompts, asked.page_attention
+        return Footprint(model, specs, dtype, plan, *ways, kv)
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)
@@ -173,11 +204,36 @@ def resolve(
     memory = footprint(dtype).require(context, available_bytes)
     # Further contexts for requests side by side take half of what is then left. The other half
     # serves what may, but need not, be in memory: on a GPU, rows for prefill.
-    left, token_bytes = available_bytes - memory.needed_bytes, kv_bytes_per_token(model, dtype)
+    kv = kv_format(asked.kv, model, dtype)
+    left, token_bytes = available_bytes - memory.needed_bytes, kv_bytes_per_token(model, kv)
     further = min(left // 2 // token_bytes, (asked.sequences - 1) * context)
     further -= further % PAGE_POSITIONS
     memory = replace(memory, kv_bytes=memory.kv_bytes + further * token_bytes)
-    return Resolved(device, dtype, context, memory, context + further)
+    return Resolved(device, dtype, context, memory, context + further, kv)
+
+
+def cache_dir_bytes(asked: EngineConfig) -> int:
+    """What the folder of saved prompts may hold; 0 where there is none.
+
+    Raises:
+        SettingError: a bound or a folder that would have no effect.
+    """
+    wanted, folder = asked.cache_dir_bytes, asked.cache_dir
+    if folder is None:
+        if wanted is not None:
+            raise SettingError(
+                "cache dir's bound", gigabytes(wanted), "only with a folder",
+                "name one with --cache-dir",
+            )  # fmt: skip
+        return 0
+    if not asked.keeps_prefixes:
+        raise SettingError(
+            "cache dir", str(folder), "none without the prefix cache",
+            "leave out --cache-dir or --no-prefix-cache",
+        )  # fmt: skip
+    if wanted is not None and wanted <= 0:
+        raise SettingError("cache dir's bound", f"{wanted / 1e9:g} GB", "more than 0 GB")
+    return CACHE_DIR_BYTES if wanted is None else wanted
 
 
 def host_cache_bytes(asked: EngineConfig, *, has_kernel: bool, free_bytes: int) -> int:

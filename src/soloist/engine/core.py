@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 
 from soloist.engine.events import Chunk, Event, Failure
-from soloist.engine.executor import Executor, Outcome, is_lost, own_failure
+from soloist.engine.executor import Executor, Outcome, Picked, Verified, is_lost, own_failure
 from soloist.engine.request import Request
 from soloist.engine.scheduler import Decode, Join, Read, Scheduler, Step
 from soloist.engine.traffic import Burst, Traffic
 from soloist.errors import MemoryNotFreed, RequestError, SoloistError, StepFailed
 from soloist.kv.prefix import Divergence
+from soloist.speculation import Archive
 from soloist.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class EngineCore:
         flush_s: how often listeners are told of new tokens, all at once; 0 for each token.
 
     Attributes:
+        archive: earlier answers, for drafts; None where the executor looks nothing up.
         scheduler: says which step is next.
         changed: guards it, `requests` and `has_news`; notified where there may be a step.
         requests: that are not over, in the order in which they came.
@@ -73,6 +75,8 @@ class EngineCore:
     ) -> None:
         self.executor, self._tokenizer, self._flush_s = executor, tokenizer, flush_s
         self._traffic, self._burst = traffic, Burst(None, ())
+        looks_up = executor.drafting is not None and executor.drafting.looks_up
+        self.archive = Archive() if looks_up else None
         self.scheduler: Scheduler[Request] = Scheduler(executor.max_running, most_waiting)
         self.changed = threading.Condition()
         self.requests: dict[Request, None] = {}
@@ -260,7 +264,7 @@ class EngineCore:
         with closing(self.executor.rounds(requests, most)) as rounds:
             for outcomes in rounds:
                 now = self.moved_at = time.perf_counter()
-                self._burst.num_rounds += 1
+                self._burst.add_round([_num_columns(outcome) for outcome in outcomes])
                 for request, outcome in zip(requests, outcomes, strict=True):
                     if not request.is_finished:
                         self._take(request, outcome, now)
@@ -294,15 +298,29 @@ class EngineCore:
             return
         if outcome is None:
             return
-        for i, token_id in enumerate(outcome.token_ids):
-            request.put_token(token_id, outcome.logprobs, now, is_forced=i > 0)
-            if request.answer.finish_reason is not None:
-                self._finish(request, now)
-                return
+        picks: tuple[Picked, ...]
+        if isinstance(outcome, Verified):
+            picks, num_accepted = outcome.picks, outcome.num_accepted
+            request.answer.count_draft(outcome.draft)
+        else:
+            picks, num_accepted = (outcome,), 0
+        for place, picked in enumerate(picks):
+            for i, token_id in enumerate(picked.token_ids):
+                is_drafted = i == 0 and place < num_accepted
+                if isinstance(outcome, Verified) and is_drafted:
+                    request.answer.count_accepted(outcome.draft, place)
+                request.put_token(
+                    token_id, picked.logprobs, now, is_forced=i > 0, is_drafted=is_drafted
+                )
+                if request.answer.finish_reason is not None:
+                    self._finish(request, now)
+                    return
 
     def _finish(self, request: Request, now: float) -> None:
         request.answer.decode_bytes += self._burst.num_bytes
         request.finish(now)
+        if self.archive is not None:
+            self.archive.add(request.sampler.output_ids[: request.answer.num_made])
 
     def release(self, request: Request, error: SoloistError | None = None) -> None:
         """A request leaves, and what it has is freed; if not finished, it fails or was cancelled.
@@ -340,6 +358,11 @@ def tokens_of(
         for event in events:
             if isinstance(event, Chunk):
                 yield from event.token_ids
+
+
+def _num_columns(outcome: Outcome) -> int:
+    """Positions by which a request's rounds have come further."""
+    return len(outcome.picks) if isinstance(outcome, Verified) else 1
 
 
 def _events_of(request: Request) -> Iterator[Event]:

@@ -5,29 +5,38 @@ It owns the tokenizer, the weights and the KV cache; it knows nothing of termina
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from soloist.device import available_memory_bytes, cpu_name, usable_cores
 from soloist.engine.bandwidth import brief_bandwidth
-from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve, resolve_device
+from soloist.engine.config import (
+    EngineConfig,
+    Resolved,
+    cache_dir_bytes,
+    host_cache_bytes,
+    resolve,
+    resolve_device,
+)
 from soloist.engine.core import EngineCore
 from soloist.engine.events import Cancel, Chunk, Completion
 from soloist.engine.executor import Executor
 from soloist.engine.gpus import Placement, place
-from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, KernelModel, load_kernel
+from soloist.engine.identity import facts_of, open_cache_dir
 from soloist.engine.memory import require_host_memory, require_merging_memory, stage
-from soloist.engine.opening import open_adapter_of, open_model
-from soloist.engine.reference import ReferenceModel
+from soloist.engine.opening import adapter_files, open_adapter_of, open_model
 from soloist.engine.request import Request
 from soloist.engine.support import Support
 from soloist.engine.traffic import Traffic
+from soloist.errors import ShapeUnsupported
 from soloist.megakernel.plan import Plan
+from soloist.model.checkpoint import Checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
@@ -36,17 +45,19 @@ from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
 from soloist.model.tensors import parameters
 from soloist.model.torch_types import Weights
-from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
-from soloist.text import ChatTemplate, Message, TextStream, Tokenizer
-from soloist.text.grammar import Grammar, Grammars
+from soloist.text import Message, TextStream, Tokenizer
 from soloist.text.processor import Processor, ProcessorFiles
-from soloist.weights.choice import Chosen
+from soloist.weights.choice import Chosen, held_tensors, left_in_files
 from soloist.weights.loading import Destination, Source, load_ranks
 from soloist.weights.memory import merging_bytes, streamed_bytes
 from soloist.weights.reading import LoadProgress
 from soloist.weights.upload import Upload
+
+if TYPE_CHECKING:
+    from soloist.text.chat import ChatTemplate
+    from soloist.text.grammar import Grammar, Grammars
 
 OnProgress = Callable[[LoadProgress], None]
 ExecutorName = Literal["decode kernel", "reference"]
@@ -68,6 +79,8 @@ class LoadReport:
         refusal: on a GPU, why the decode kernel does not; otherwise empty.
         bandwidth_gb_per_s: measured read bandwidth, of all GPUs; None if it was not measured.
         host_cache_bytes: of host memory that cached prompts may take.
+        cache_dir: where cached prompts are saved; None where none are.
+        cache_dir_bytes: that files there may have together.
         weights: how the kernel stores the layers' matrices, and the head where it is quantised; on
             the reference, what their numbers were rounded to. Such as 'int4+int8 head'.
         weights_in_words: the same for people.
@@ -88,6 +101,8 @@ class LoadReport:
     refusal: str = ""
     bandwidth_gb_per_s: float | None = None
     host_cache_bytes: int = 0
+    cache_dir: Path | None = None
+    cache_dir_bytes: int = 0
     weights: str = ""
     weights_in_words: str = ""
     free_gpu_bytes: int | None = None
@@ -157,7 +172,12 @@ class Engine:
             UserError: the model, its files or an option cannot be used.
             DeviceError: it does not fit, or the device does not exist.
         """
-        with nullcontext() if upload is None else closing(upload):
+        if cache_dir_bytes(asked) and asked.cache_dir is not None:
+            open_cache_dir(asked.cache_dir)
+        if upload is None:
+            return cls._load(asked, on_progress, upload)
+        with closing(upload):
+            import_module("soloist.engine.kernel")  # while weights are on their way
             return cls._load(asked, on_progress, upload)
 
     @classmethod
@@ -184,8 +204,9 @@ class Engine:
 
         held = placed.share_of(config)  # by each GPU
         resolved = resolve(
-            asked, held, tensors(held), checkpoint.dtype, str(device), free_bytes,
-            lambda dtype: support_in(dtype).plan,
+            asked, held,
+            lambda dtype: held_tensors(held, _in_files(asked, chosen, checkpoint, device, dtype)),
+            checkpoint.dtype, str(device), free_bytes, lambda dtype: support_in(dtype).plan,
         )  # fmt: skip
         if placed.ranks > 1:
             resolved = replace(resolved, rank_devices=tuple(map(str, placed.devices)))
@@ -206,6 +227,7 @@ class Engine:
         to = Destination(
             placed.devices, resolved.dtype,
             for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
+            in_files=_in_files(asked, chosen, checkpoint, device, resolved.dtype),
         )  # fmt: skip
         source = Source(
             checkpoint,
@@ -223,8 +245,9 @@ class Engine:
         else:
             model = _kernel(
                 asked, plan, weights, resolved, placed.devices, host_bytes,
-                keep_rows=staging.keeps_rows,
+                keep_rows=staging.keeps_rows and not asked.packed_prompts,
             )  # fmt: skip
+        _save_prompts(asked, model, checkpoint, config, resolved, keeps_rows=staging.keeps_rows)
         label, words = _weights_names(chosen, plan, resolved.dtype)
         report = LoadReport(
             folder=folder,
@@ -240,6 +263,8 @@ class Engine:
             if bandwidth is None
             else bandwidth.gb_per_s * max(1, resolved.num_gpus),
             host_cache_bytes=host_bytes,
+            cache_dir=asked.cache_dir,
+            cache_dir_bytes=cache_dir_bytes(asked),
             weights=label,
             weights_in_words=words,
             free_gpu_bytes=free_bytes if is_on_gpu else None,
@@ -255,7 +280,7 @@ class Engine:
         return self.processor.tokenizer
 
     @property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
         """The model's own template.
 
         Raises:
@@ -264,7 +289,7 @@ class Engine:
         return self.processor.chat_template
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> "Grammars":
         """Compiles what answers must look like, for this model's tokens."""
         return self.processor.grammars
 
@@ -272,7 +297,7 @@ class Engine:
     def traffic(self) -> Traffic:
         """What tokens make the device read."""
         return Traffic(
-            self.report.streamed_bytes, self.config, self.resolved.dtype, self.model.shares_steps
+            self.report.streamed_bytes, self.config, self.resolved.kv, self.model.shares_steps
         )
 
     def gpu_memory(self) -> GpuMemory | None:
@@ -299,7 +324,9 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams,
         cancel: Cancel | None = None,
-        grammar: Grammar | None = None,
+        grammar: "Grammar | None" = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
     ) -> Iterator[Chunk | Completion]:
         """Answer one prompt: chunks as tokens come, one completion at the end.
 
@@ -308,6 +335,7 @@ class Engine:
             params: how to sample and when to stop.
             cancel: ends the request at its next token once set.
             grammar: of the answer, made by `grammars`.
+            prediction: text that the answer will mostly repeat, or its token ids.
 
         Raises:
             RequestError: empty or too long a prompt, or parameters outside the vocabulary; raised
@@ -320,9 +348,15 @@ class Engine:
             params, self.config.vocab_size, prompt_ids, self.tokenizer.eos_ids,
             None if grammar is None else grammar.start(),
         )  # fmt: skip
-        request = Request(
-            prompt_ids, sampler, TextStream(self.tokenizer, params.stop), accepted=accepted
+        predicted = (
+            self.processor.encode_prediction(prediction)
+            if isinstance(prediction, str)
+            else prediction
         )
+        request = Request(
+            prompt_ids, sampler, TextStream(self.tokenizer, params.stop), accepted=accepted,
+            drafter=self.model.drafter(prompt_ids, predicted),
+        )  # fmt: skip
         return self._events(request, cancel or Cancel())
 
     def _events(self, request: Request, cancel: Cancel) -> Iterator[Chunk | Completion]:
@@ -356,10 +390,17 @@ def _place_name(resolved: Resolved) -> str:
 
 def _reference(
     asked: EngineConfig, config: ModelConfig, weights: Weights, resolved: Resolved
-) -> ReferenceModel:
+) -> Executor:
+    from soloist.engine.reference import ReferenceModel
+
+    if asked.page_attention:
+        raise ShapeUnsupported(f"attention from KV pages on {resolved.device}", "Hopper GPUs")
+    if asked.packed_prompts:
+        raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "Hopper GPUs")
     return ReferenceModel(
-        config, weights, resolved.kv_tokens, asked.sequences, keeps_prefixes=asked.keeps_prefixes
-    )
+        config, weights, resolved.kv_tokens, asked.sequences,
+        keeps_prefixes=asked.keeps_prefixes, drafts=asked.speculates, kv=resolved.kv,
+    )  # fmt: skip
 
 
 def _kernel(
@@ -371,7 +412,11 @@ def _kernel(
     host_bytes: int,
     *,
     keep_rows: bool,
-) -> KernelModel:
+) -> Executor:
+    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
+    from soloist.engine.kernel_executor import PREDICTIONS
+    from soloist.prefill.widths import MOST_PASS_TOKENS
+
     capacity = Capacity(
         resolved.context_tokens,
         asked.sequences,
@@ -379,12 +424,37 @@ def _kernel(
         chunk_tokens=MOST_PASS_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
         keeps_prefixes=asked.keeps_prefixes,
         host_bytes=host_bytes,
+        page_attention=asked.page_attention,
     )
     cache = read_settings().cache
-    model = load_kernel(plan, weights, devices, capacity, cache, keep_rows=keep_rows)
+    model = load_kernel(
+        plan, weights, devices, capacity, cache,
+        keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
+    )  # fmt: skip
+    model.drafting = PREDICTIONS if asked.speculates else None
     if asked.prepare:
         model.prepare()
     return model
+
+
+def _save_prompts(
+    asked: EngineConfig,
+    model: Executor,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    resolved: Resolved,
+    *,
+    keeps_rows: bool,
+) -> None:
+    """Have cached prompts saved, if that is asked for; hashes the weights if they are new."""
+    if asked.cache_dir is None:
+        return
+    adapter = adapter_files(asked, offline=read_settings().hub_offline)
+    facts = facts_of(
+        asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
+        asked.rounding, asked.packed_prompts, keeps_rows, asked.page_attention,
+    )  # fmt: skip
+    model.save_to(asked.cache_dir, cache_dir_bytes(asked), facts)
 
 
 def _weights_names(chosen: Chosen, plan: Plan | None, dtype: Dtype) -> tuple[str, str]:
@@ -400,3 +470,15 @@ def _weights_names(chosen: Chosen, plan: Plan | None, dtype: Dtype) -> tuple[str
 def _gpu_dtype(asked: EngineConfig, stored: Dtype) -> Dtype:
     """What weights on a GPU are in; `resolve` refuses other names of precisions."""
     return next((dtype for dtype in Dtype if dtype.value == asked.precision), stored)
+
+
+def _in_files(
+    asked: EngineConfig,
+    chosen: Chosen,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: Dtype,
+) -> frozenset[str]:
+    """Names of experts that stay in the files."""
+    is_left = device.type == "cpu" and asked.adapter is None
+    return left_in_files(chosen, checkpoint, dtype) if is_left else frozenset()

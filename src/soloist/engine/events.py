@@ -1,11 +1,12 @@
 """What a request yields: pieces of text as they come, and at the end what happened and how fast."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from soloist.errors import SoloistError
 from soloist.sampling import FinishReason as StopReason
 from soloist.sampling.logprobs import TokenLogprobs
+from soloist.speculation import Tally
 
 FinishReason = StopReason | Literal["cancelled"]
 
@@ -21,12 +22,14 @@ class Chunk:
             where the prompt is scored, for that one too.
         num_forced: of the tokens, those that the form of the answer left no choice for and that
             were given out without a step of their own.
+        num_drafted: of the tokens, those that were drafted, and checked in one step with others.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_forced: int = 0
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Timings:
         decode_bytes: that the device had to read from the first token to the last: weights, keys
             and values of this request and of those it shared steps with; 0 if not counted.
         forced_tokens: of the new tokens; see `Chunk.num_forced`.
+        drafts: what became of tokens that were drafted.
+        longest_gap_s: the longest time between two tokens; 0 where there are no two.
     """
 
     prompt_tokens: int
@@ -66,6 +71,18 @@ class Timings:
     cached_tokens: int = 0
     decode_bytes: int = 0
     forced_tokens: int = 0
+    drafts: Tally = field(default_factory=Tally)
+    longest_gap_s: float = 0.0
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens behind the first one, for each round that made some; None where none did.
+
+        Forced ones are left out: they come without a round of their own.
+        """
+        made = self.new_tokens - 1 - self.forced_tokens
+        rounds = made - self.drafts.accepted
+        return made / rounds if rounds > 0 else None
 
     @property
     def decode_tokens_per_s(self) -> float | None:

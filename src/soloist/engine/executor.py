@@ -6,16 +6,19 @@ from one thread at a time.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from soloist.engine.request import Request
 from soloist.errors import DeviceError, RequestError, StepFailed
+from soloist.kv.saving import SavedTokens
 from soloist.kv.tiers import CachedTokens
 from soloist.sampling.logprobs import TokenLogprobs, logprobs
+from soloist.speculation import Archive, Draft, Drafter, Drafting
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,24 @@ class Picked:
         return (self.token_id, *self.forced)
 
 
-# What a round brings for one request: a token; why it cannot go on; or nothing, since the request
-# waits for the next rounds.
-Outcome = Picked | RequestError | None
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Tokens of one round that checked a draft; the sampler has observed them.
+
+    Attributes:
+        picks: at least one: the drafts that were right, and what was chosen behind them.
+        draft: what was checked.
+        num_accepted: of its tokens; the first of `picks`.
+    """
+
+    picks: tuple[Picked, ...]
+    draft: Draft
+    num_accepted: int
+
+
+# What a round brings for one request: a token; several, where some were drafted; why it cannot go
+# on; or nothing, since the request waits for the next rounds.
+Outcome = Picked | Verified | RequestError | None
 
 
 class Executor(ABC):
@@ -55,10 +73,30 @@ class Executor(ABC):
     Attributes:
         max_running: requests that may be open at once.
         shares_steps: whether a round reads the weights once for all its requests.
+        drafting: how requests may draft; None where drafts are not checked.
     """
 
     max_running: int
     shares_steps: bool = True
+    drafting: Drafting | None = None
+
+    def drafter(
+        self,
+        prompt_ids: Sequence[int],
+        prediction_ids: Sequence[int] | None,
+        archive: Archive | None = None,
+    ) -> Drafter | None:
+        """What drafts for one request; None where nothing would be checked.
+
+        Args:
+            prompt_ids: its prompt.
+            prediction_ids: of a text that the answer will mostly repeat; None without.
+            archive: earlier answers; None where none are kept.
+        """
+        drafting = self.drafting
+        if drafting is None or not (drafting.looks_up or prediction_ids is not None):
+            return None
+        return Drafter(drafting, prompt_ids, prediction_ids, archive)
 
     def bind(self) -> None:  # noqa: B027 - most executors need nothing
         """Make the calling thread the one that uses the device; the loading thread already is."""
@@ -91,6 +129,29 @@ class Executor(ABC):
     def cached(self) -> CachedTokens:
         """What the prefix cache holds; may be asked from any thread."""
         return CachedTokens()
+
+    def save_to(  # executors that cache nothing are not asked to
+        self, root: Path, most_bytes: int, facts: tuple[object, ...]
+    ) -> None:
+        """From now on save cached prompts to a folder, and find there what was saved before.
+
+        Args:
+            root: the folder; it exists.
+            most_bytes: of all files in it.
+            facts: what the bits of keys and values depend on, beside the executor itself.
+        """
+        raise AssertionError(f"it caches no prompts: {root}, {most_bytes}, {facts}")
+
+    @property
+    def saved(self) -> SavedTokens | None:
+        """What became of saved prompts; None where none are. May be asked from any thread."""
+        return None
+
+    def forget(self) -> None:  # noqa: B027 - most executors cache nothing
+        """Drop cached prompts from memory that no request uses; what is saved stays."""
+
+    def flush(self, within_s: float) -> None:  # noqa: B027 - most executors save nothing
+        """Wait until prompts that are being saved are written, for so long at most."""
 
     @property
     def num_pages(self) -> int:
@@ -198,6 +259,39 @@ def picked(request: Request, token_id: int, logits: Tensor) -> Picked:
     if wanted is not None:
         return Picked(token_id, logprobs(logits, token_id, wanted))
     return Picked(token_id, forced=take_forced(request))
+
+
+def verify(request: Request, draft: Draft, pick_at: Callable[[int], Picked]) -> Verified:
+    """Choose tokens column by column, as far as the draft has what was chosen.
+
+    Each is chosen as it would be without drafts: from the logits behind the same tokens, after
+    all of them were observed, with the noise of its position. So the answer has the same tokens.
+
+    Args:
+        request: that drafted.
+        draft: its tokens were fed behind the latest one.
+        pick_at: chooses and observes the token behind column 0, 1, …, each called once.
+
+    Raises:
+        BadLogits, GrammarFailed: no token can be chosen right behind the latest one.
+    """
+    picks, num_accepted, is_wrong = [pick_at(0)], 0, False
+    for column, token_id in enumerate(draft.ids, 1):
+        if picks[-1].token_id != token_id:
+            is_wrong = True
+            break
+        num_accepted += 1
+        # Behind forced tokens other columns would be needed.
+        ends = token_id in request.sampler.stop_test.ending_ids
+        if picks[-1].forced or request.has_all_tokens or ends:
+            break
+        try:
+            picks.append(pick_at(column))
+        except RequestError:
+            break  # the next round meets it at once
+    if request.drafter is not None:
+        request.drafter.judge(draft, num_accepted + is_wrong, num_accepted)
+    return Verified(tuple(picks), draft, num_accepted)
 
 
 def take_forced(request: Request, least: int = 1) -> tuple[int, ...]:

@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from soloist.engine.identity import identity_of
 from soloist.engine.kernel_executor import KernelExecutor
 from soloist.kv.allocator import num_pages_of
+from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.offload import HostPages, HostPagesOfRanks
+from soloist.kv.page_copies import PageCopies
 from soloist.kv.pool import PagePool
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.plan import Plan
@@ -21,13 +25,16 @@ from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
+from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts
+from soloist.prefill.page_attention import require_page_attention
+from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
-from soloist.prefill.products import Matrices
+from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
-from soloist.weights.unpacking import Unpacked, parts_to_rows
+from soloist.weights.unpacking import Unpacked, parts_to_rows, tables_of_columns
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -49,6 +56,8 @@ class Capacity:
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
         host_bytes: of pinned host memory, at most, for cached prompts whose pages others need.
+        page_attention: prefill attends to KV pages by a kernel of ours, and has memory for that
+            (`PageAttention`).
     """
 
     context_tokens: int
@@ -57,6 +66,7 @@ class Capacity:
     chunk_tokens: int = MOST_PASS_TOKENS
     keeps_prefixes: bool = False
     host_bytes: int = 0
+    page_attention: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -73,6 +83,14 @@ class Capacity:
             [page % self.num_pages for page in range(s * pages, (s + 1) * pages)]
             for s in range(self.sequences)
         ]
+
+
+class _Reads(Enum):
+    """Which weights prefill multiplies by."""
+
+    ROWS = auto()  # a second copy
+    UNPACKED = auto()  # packed ones, which become rows matrix by matrix
+    PACKED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +110,7 @@ def load_kernel(
     cache_root: Path | None,
     *,
     keep_rows: bool,
+    packed_prompts: bool = False,
 ) -> "KernelModel":
     """Pack every rank's weights, and build what runs them.
 
@@ -105,23 +124,33 @@ def load_kernel(
         cache_root: where compiled kernels are kept; None keeps none on disk.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill, with numbers
             in place of parts; otherwise prefill unpacks one matrix at a time.
+        packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
 
     Raises:
+        ShapeUnsupported: prompts cannot be read from packed weights, or attention not from pages.
         DeviceError: the kernels cannot be compiled, loaded or started.
     """
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
+    assert not (keep_rows and packed_prompts), "one copy"
+    if capacity.page_attention:
+        require_page_attention(page_form(plan.share, plan.dtype, plan.gpu.arch), plan.gpu.arch)
+    reads = _Reads.ROWS if keep_rows else _Reads.UNPACKED
+    if packed_prompts:
+        require_packed_prompts(plan)
+        reads = _Reads.PACKED
 
     def load(rank: int) -> LoadedRank:
         device, own = devices[rank], weights[rank]
         naming_rank = nullcontext() if plan.ranks == 1 else failures_of(rank, device)
         with torch.cuda.device(device), naming_rank:
-            return _load_rank(plan, rank, own, device, capacity, cache_root, keep_rows=keep_rows)
+            return _load_rank(plan, rank, own, device, capacity, cache_root, reads)
 
     ranks = [load(0)]  # the first one compiles for all
     if plan.ranks > 1:
         with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
             ranks += pool.map(load, range(1, plan.ranks))
-    return KernelModel(plan, ranks, devices, capacity, keeps_rows=keep_rows)
+    stays = reads is not _Reads.UNPACKED
+    return KernelModel(plan, ranks, devices, capacity, stays_in_place=stays)
 
 
 def _load_rank(
@@ -131,8 +160,7 @@ def _load_rank(
     device: torch.device,
     capacity: Capacity,
     cache_root: Path | None,
-    *,
-    keep_rows: bool,
+    reads: _Reads,
 ) -> LoadedRank:
     config, dtype = plan.share, TORCH_DTYPES[plan.dtype]
     pool = PagePool(
@@ -154,21 +182,30 @@ def _load_rank(
     table = None if config.tied_head else weights["embedding"].to(device, dtype)
     if table is not None:
         weights["embedding"] = table  # prefill and the kernel share it
-    packed = pack_weights(plan, weights, device, keep_rows=keep_rows)
-    if keep_rows:
+    packed = pack_weights(plan, weights, device, keep_rows=reads is _Reads.ROWS)
+    if reads is _Reads.ROWS:
         parts_to_rows(plan, weights)
     decoder = Decoder(
         plan, packed, rope, pool.tensor,
         rank=rank, max_sequences=capacity.sequences, cache=cache_root,
     )  # fmt: skip
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
-    matrices: Matrices = weights.__getitem__ if keep_rows else Unpacked(plan, packed)
     share = plan.part_of(rank)
     operations = partial(
         FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks
     )
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
+    matrices: Matrices | Products
+    if reads is _Reads.ROWS:
+        matrices = weights.__getitem__
+    elif reads is _Reads.UNPACKED:
+        matrices = Unpacked(plan, packed)
+    else:
+        tables = tables_of_columns(plan, packed)
+        matrices = PackedMatrices(plan, packed, tables, most, cache_root)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
+    if capacity.page_attention and prefill.fused is not None:
+        prefill.fused.attend_to_pages()
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)
 
@@ -181,7 +218,7 @@ class KernelModel(KernelExecutor):
         ranks: all of them, in order.
         devices: the GPU of each rank.
         capacity: what its ranks have room for.
-        keeps_rows: row-major weights lie beside the packed ones, always at the same addresses.
+        stays_in_place: what prefill multiplies by is always at the same addresses.
 
     Raises:
         DeviceError: ranks cannot work together.
@@ -194,10 +231,10 @@ class KernelModel(KernelExecutor):
         devices: Sequence[torch.device],
         capacity: Capacity,
         *,
-        keeps_rows: bool,
+        stays_in_place: bool,
     ) -> None:
         self.plan = plan
-        self.devices, self._keeps_rows = tuple(devices), keeps_rows
+        self.devices, self._stays_in_place = tuple(devices), stays_in_place
         self.page_tables = capacity.page_tables
         self.pools = [rank.pool for rank in ranks]
         decoders = [rank.decoder for rank in ranks]
@@ -217,6 +254,16 @@ class KernelModel(KernelExecutor):
     def device(self) -> torch.device:
         """The first rank's."""
         return self.devices[0]
+
+    def save_to(self, root: Path, most_bytes: int, facts: tuple[object, ...]) -> None:
+        """See Executor; how prompts are cut and read is part of what bits depend on."""
+        pools = [pool.tensor for pool in self.pools]
+        own = (
+            "pages", self.chunks, self.prefill.widths, self._stays_in_place, self.plan.ranks,
+            self.plan.gpu, [tuple(pool.shape[1:]) for pool in pools],
+        )  # fmt: skip
+        folder = ChunkFolder(root, identity_of([*facts, *own]))
+        self.save_in(folder, most_bytes, PageCopies(pools))
 
     def fill_pools(self) -> None:
         """Random keys and values at all positions, to measure what reading them takes."""
@@ -245,7 +292,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._keeps_rows:
+            if self._stays_in_place:
                 sizes = self.prefill.widths or (self.chunks.width(0),)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
         self.synchronize()

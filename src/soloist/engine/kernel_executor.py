@@ -5,7 +5,14 @@ The host chooses the first token from the prompt's logits, the kernel all others
 a launch.
 """
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from soloist.engine.decode_path import DecodePath, choice_of
 from soloist.engine.executor import (
@@ -13,23 +20,32 @@ from soloist.engine.executor import (
     Executor,
     Outcome,
     Picked,
+    Verified,
     own_failure,
     pick,
     picked,
     take_forced,
+    verify,
 )
+from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
-from soloist.errors import BadLogits
+from soloist.errors import BadLogits, GrammarFailed
 from soloist.kv.allocator import KvAllocator, SequenceAllocation
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
+from soloist.kv.folder import ChunkFolder
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.page_copies import PageCopies
+from soloist.kv.saving import SavedChunks, SavedTokens, Source, Trail
 from soloist.kv.tiers import CachedTokens, Host
 from soloist.megakernel.abi import MAX_STOPS
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
-from soloist.megakernel.sampling_header import bad_score
+from soloist.megakernel.sampling_header import NO_TOKEN, bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.speculation import Costs, Draft, Drafting
 
 # Prompts of up to so many tokens are read by the decode kernel: three rounds of eight queries take
 # less time than the launches of one pass of prefill.
@@ -46,6 +62,15 @@ _ASSURED_ROUNDS = 64
 # Tokens of an answer that are read again at a time: eight rounds, as others then have.
 _REPLAYED_TOKENS = 64
 
+# Predictions alone are drafted, as long as the host drafts. A round that checks some takes a launch
+# of its own and has more queries; what both cost is taken to be this, in thousandths of a round.
+PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False)
+# Rounds of a launch, at least, before a prediction that the answer has left is looked at again.
+_UNDRAFTED_ROUNDS = 8
+
+# Instead of a token, where no score was a number.
+_NO_SCORE = NO_TOKEN["NAN"][0]
+
 # What a request's own part of a round is, for people.
 _CHOOSING = "choosing a token"
 
@@ -56,6 +81,9 @@ class KernelExecutor(Executor):
     A request takes pages of the pool as it comes to their positions. One that is preempted frees
     them all, and reads again what it had come to: the prompt as before, its answer in rounds of
     eight queries, which give the bits of one.
+
+    A request that decodes alone and has a prediction is checked against it: a launch of one round,
+    with a query for each drafted token. The host drafts, so only predictions are worth a launch.
 
     Args:
         decoder: launches rounds; its page tables have a row for each request.
@@ -68,7 +96,13 @@ class KernelExecutor(Executor):
         keeps_prefixes: cache prompts in their pages, as far as no request needs these, for later
             ones that begin alike.
         host: offloads cached pages that are needed for something else; None where nobody does.
+
+    Attributes:
+        drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says.
+            No GPU has run that yet, so it is off, and only tests switch it on.
     """
+
+    drafts_in_kernel = False
 
     def __init__(
         self,
@@ -91,14 +125,22 @@ class KernelExecutor(Executor):
         whole = [w for w in prefill.widths if w % LEAST_CHUNK_TOKENS == 0]
         if keeps_prefixes and (narrow := [w for w in whole if w <= most]):
             self._widest = narrow[-1], whole[-1]
+            self._pace = PassPace(narrow)
             self.chunks = PrefixChunks(LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS)
         self.max_running = min(MAX_QUERIES, decoder.page_tables.shape[0])
         self.allocator = KvAllocator(
             self.max_running, num_pages, self.chunks, keeps_prefixes=keeps_prefixes, host=host
         )
         self.tiers = self.allocator.tiers
+        self._is_asked_to_stop = False
+        # Width, position and beginning of passes since the last round, the latest two of them.
+        self._passes: list[tuple[int, int, float]] = []
         # Of open requests; None where one is preempted.
         self._allocations: dict[Request, SequenceAllocation | None] = {}
+        self._copies: PageCopies | None = None
+        self._saved: SavedChunks | None = None
+        # Of open requests whose prompts are cached and saved.
+        self._trails: dict[Request, Trail] = {}
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -120,6 +162,14 @@ class KernelExecutor(Executor):
         self._allocations[request] = allocation
         request.num_to_read = max(prompt, request.position)
         request.num_read, request.num_behind = allocation.num_joined, 0
+        if self._saved is not None and request.prompt_scores is None:
+            if request not in self._trails:
+                self._trails[request] = self._saved.trail(request.prompt_ids, allocation.num_cached)
+            # What is still to come from the host is saved by a later request.
+            self._saved.catch_up(
+                self._trails[request], allocation.num_joined,
+                lambda start: self._download(request, start),
+            )  # fmt: skip
         return True
 
     def allocation_of(self, request: Request) -> SequenceAllocation:
@@ -152,7 +202,10 @@ class KernelExecutor(Executor):
         if self._widest is None:
             return self.chunks.width(start)
         beside_others, alone = self._widest
-        return alone if self.allocator.num_open == 1 else beside_others
+        if self.allocator.num_open == 1:
+            return alone
+        has_streams = any(r.is_read and a is not None for r, a in self._allocations.items())
+        return self._pace.widest(start) if has_streams else beside_others
 
     def preempt(self, request: Request) -> None:
         """See Executor."""
@@ -164,6 +217,8 @@ class KernelExecutor(Executor):
         if (allocation := self._allocations[request]) is not None:
             self.allocator.free(allocation)
         del self._allocations[request]
+        if self._saved is not None and (trail := self._trails.pop(request, None)) is not None:
+            self._saved.forget(trail)
 
     @property
     def cached(self) -> CachedTokens:
@@ -212,11 +267,72 @@ class KernelExecutor(Executor):
             request.num_read += num_adopted
             request.num_cached += 0 if is_resumed else num_adopted
             return None
+        if num_loaded := self._load(request, start, chunk[:-1] if is_last else chunk):
+            request.num_read += num_loaded
+            request.num_cached += 0 if is_resumed else num_loaded
+            return None
         prompt_ids = request.sampler.counts.prompt_ids[start : start + len(chunk)]
+        width = next((w for w in self.prefill.widths if w >= len(chunk)), len(chunk))
+        self._passes = [*self._passes[-1:], (width, start, time.perf_counter())]
         logits = self.prefill.run(prompt_ids, start, allocation.pages, want_logits=is_last)
         request.num_read += len(chunk)
         self.allocator.cache(allocation, start, chunk)
+        self._save(request, start, chunk)
         return None if logits is None or is_resumed else pick(request, logits)
+
+    # --- saved prompts ----------------------------------------------------------------------------
+
+    def save_in(self, folder: ChunkFolder, most_bytes: int, copies: PageCopies) -> None:
+        """From now on save cached prompts to a folder, and find there what was saved before."""
+        assert self.allocator.tree is not None, "it caches prompts"
+        self._copies = copies
+        self._saved = SavedChunks(folder, most_bytes, self.chunks, copies.bytes_of, copies.buffer)
+        self.tiers.before_reuse = copies.settle
+
+    @property
+    def saved(self) -> SavedTokens | None:
+        """See Executor."""
+        return None if self._saved is None else self._saved.counts
+
+    def forget(self) -> None:
+        """See Executor."""
+        self.tiers.forget()
+
+    def flush(self, within_s: float) -> None:
+        """See Executor."""
+        if self._saved is not None:
+            self._saved.flush(within_s)
+
+    def _pages_at(self, request: Request, start: int) -> list[int]:
+        """Of the whole chunk that begins at `start`."""
+        stop = start + self.chunks.width(start)
+        pages = self.allocation_of(request).pages
+        return pages[start // PAGE_POSITIONS : stop // PAGE_POSITIONS]
+
+    def _download(self, request: Request, start: int) -> Source | None:
+        assert self._copies is not None, "it saves"
+        return self._copies.download(self._pages_at(request, start))
+
+    def _save(self, request: Request, start: int, ids: Sequence[int]) -> None:
+        """Save the whole chunks of tokens that were read and cached."""
+        trail = self._trails.get(request)
+        if self._saved is None or trail is None:
+            return
+        for begin in trail.between(start, start + len(ids)):
+            self._saved.save(trail, begin, partial(self._download, request, begin))
+
+    def _load(self, request: Request, start: int, ids: Sequence[int]) -> int:
+        """Take whole chunks of tokens from the folder; how many tokens need not be read."""
+        trail, num_loaded = self._trails.get(request), 0
+        if self._saved is None or self._copies is None or trail is None:
+            return 0
+        for begin in trail.between(start, start + len(ids)):
+            if (data := self._saved.load(trail, begin)) is None:
+                break
+            self._copies.upload(data, self._pages_at(request, begin))
+            num_loaded += self.chunks.width(begin)
+        self.allocator.cache(self.allocation_of(request), start, ids[:num_loaded])
+        return num_loaded
 
     def _join_chunks(self, allocation: SequenceAllocation, start: int) -> int:
         """Let next cached chunks join, as many as a pass would read; how many positions."""
@@ -234,11 +350,42 @@ class KernelExecutor(Executor):
     def rounds(
         self, requests: Sequence[Request], most: int
     ) -> Generator[list[Outcome], None, None]:
-        """See Executor.
+        """See Executor."""
+        passes, told_at, is_first = self._passes, 0.0, True
+        self._passes = []
+        with closing(self._rounds(requests, most)) as rounds:
+            for outcomes in rounds:
+                now = time.perf_counter()
+                if self._widest is not None and is_first and len(passes) == 1:
+                    width, start, began = passes[0]
+                    self._pace.add_pass(width, start, now - began)
+                elif self._widest is not None and not is_first:
+                    self._pace.add_round(now - told_at)
+                is_first = False
+                yield outcomes
+                told_at = time.perf_counter()
+
+    def _rounds(
+        self, requests: Sequence[Request], most: int
+    ) -> Generator[list[Outcome], None, None]:
+        """`rounds`, without a look at the clock.
 
         Where log probabilities are wanted a launch has one round: the kernel leaves the logits of
         its last round only.
         """
+        self._is_asked_to_stop = False
+        if self.drafts_in_kernel and _may_draft_in_kernel(requests):
+            yield from self._drafted_rounds(requests[0], most)
+            return
+        if len(requests) == 1 and (drafter := requests[0].drafter) is not None:
+            had_drafts = yield from self._verified_rounds(requests[0], most)
+            if had_drafts:
+                return
+            if drafter.may_draft:
+                # The host looks for the place in a prediction between launches.
+                most = min(
+                    most, max(_UNDRAFTED_ROUNDS, drafter.num_since(requests[0].sampler.output_ids))
+                )
         shows_logits = any(r.top_logprobs is not None for r in requests)
         count = 1 if shows_logits else min(most, self.decoder.max_rounds)
         count = self._take_pages(requests, min(count, *(r.num_wanted for r in requests)))
@@ -272,6 +419,107 @@ class KernelExecutor(Executor):
             for one in requests:
                 self.allocator.came_to(self.allocation_of(one), one.position)
 
+    def _drafted_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, None]:
+        """A launch whose rounds check what the kernel drafts.
+
+        The host follows with the same drafter, so it knows each round's draft, and tells it.
+        """
+        drafter, decoder = request.drafter, self.decoder
+        assert drafter is not None, "it drafts"
+        assert self.drafting is not None, "it drafts"
+        assert isinstance(decoder, _DraftingLauncher), "several ranks do not"
+        allocation = self.allocation_of(request)
+        count = min(most, decoder.max_rounds, request.num_wanted)
+        left = self._take_pages([request], count)
+        self._decode_path.feed(
+            request, allocation, request.position - request.num_behind, request.position
+        )
+        request.num_behind = 0
+        most_drafts = self.drafting.costs.most
+        try:
+            draft = request.draft(min(most_drafts, left - 1))
+            query = _query(request, self._decode_path.row_of(allocation))
+            launch = DraftingLaunch(
+                drafter.state, draft, request.prompt_ids, list(request.sampler.output_ids), left
+            )
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+            yield [own_failure(_CHOOSING, error)]
+            return
+        decoder.start_drafting(query, launch)
+        rounds = decoder.drafted_rounds()
+        is_first = True
+        try:
+            for made in rounds:
+                if not is_first:
+                    draft = request.draft(min(most_drafts, left - 1))
+                is_first = False
+                assert made.num_drafted == (0 if draft is None else len(draft.ids)), "drafts differ"
+                left -= len(made.tokens)
+                outcome = self._drafted(request, draft, made.tokens)
+                yield [outcome]
+                if not isinstance(outcome, Picked | Verified):
+                    return
+        finally:
+            decoder.abandon()
+            for _ in rounds:
+                pass
+            self.allocator.came_to(allocation, request.position)
+
+    def _drafted(self, request: Request, draft: Draft | None, tokens: Sequence[int]) -> Outcome:
+        """What a round's tokens mean."""
+        try:
+            if draft is None:
+                return self._pick(request, tokens[0], None)
+
+            def pick_at(column: int) -> Picked:
+                # What the kernel does not tell had no finite score.
+                token_id = tokens[column] if column < len(tokens) else _NO_SCORE
+                return self._pick(request, token_id, None)
+
+            return verify(request, draft, pick_at)
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+            return own_failure(_CHOOSING, error)
+
+    def _verified_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
+        """Launches of one round that check what the request drafts; whether there was one."""
+        assert self.drafting is not None, "it drafts"
+        count = 0
+        while not (count >= most or request.has_all_tokens or self._is_asked_to_stop):
+            draft = request.draft(self.drafting.costs.most)
+            # `reserve` was called before the first one.
+            if draft is None or (count and not self.reserve([request])):
+                break
+            outcome = self._verify(request, draft)
+            count += 1
+            yield [outcome]
+            if not isinstance(outcome, Verified):
+                break
+        return count > 0
+
+    def _verify(self, request: Request, draft: Draft) -> Outcome:
+        """A round with a query for the latest token and for each of the draft.
+
+        Keys and values of drafts that are wrong stay in the request's own pages, behind all that
+        anyone sees, until the answer comes there and writes its own.
+        """
+        allocation = self.allocation_of(request)
+        try:
+            queries = _columns(request, self._decode_path.row_of(allocation), draft)
+            draft = replace(draft, ids=draft.ids[: len(queries) - 1])
+            chosen = self.decoder.run(queries, 1)[-1]
+            logits = None if request.top_logprobs is None else self.decoder.logits
+
+            def pick_at(column: int) -> Picked:
+                return self._pick(
+                    request, chosen[column], None if logits is None else logits[column]
+                )
+
+            return verify(request, draft, pick_at)
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+            return own_failure(_CHOOSING, error)
+        finally:
+            self.allocator.came_to(allocation, request.position)
+
     def _take_pages(self, requests: Sequence[Request], count: int) -> int:
         """As many rounds, at most `count`, as there are pages for."""
         assert self.reserve(requests), "the caller did so before"
@@ -301,12 +549,10 @@ class KernelExecutor(Executor):
     def _chosen(
         self, query: int, request: Request, token_id: int, settled: dict[int, Outcome]
     ) -> Outcome:
-        if token_id >= self._vocab_size:
-            raise BadLogits(request.position + 1, bad_score(token_id))
-        request.sampler.observe(token_id)
-        if request.top_logprobs is not None:
-            return picked(request, token_id, self.decoder.logits[query, : self._vocab_size])
-        outcome = Picked(token_id, forced=take_forced(request, SPAN_TOKENS))
+        is_scored = request.top_logprobs is not None
+        outcome = self._pick(request, token_id, self.decoder.logits[query] if is_scored else None)
+        if is_scored:
+            return outcome
         if request.sampler.is_constrained:
             # As soon as it is known: the kernel may be waiting for it.
             ends = bool(request.num_behind) or request.has_all_tokens
@@ -315,9 +561,76 @@ class KernelExecutor(Executor):
                 settled[query] = None
         return outcome
 
+    def _pick(self, request: Request, token_id: int, logits: Tensor | None) -> Picked:
+        """A token that the kernel chose, observed; with `logits` [rows] its log probabilities.
+
+        Raises:
+            BadLogits: it is none.
+            GrammarFailed: it is not allowed.
+        """
+        if token_id >= self._vocab_size:
+            raise BadLogits(request.position + 1, bad_score(token_id))
+        request.sampler.observe(token_id)
+        if logits is not None:
+            return picked(request, token_id, logits[: self._vocab_size])
+        return Picked(token_id, forced=take_forced(request, SPAN_TOKENS))
+
     def stop(self) -> None:
         """See Executor."""
+        self._is_asked_to_stop = True
         self.decoder.stop()
+
+
+@runtime_checkable
+class _DraftingLauncher(Protocol):
+    """What of a decoder launches rounds that draft."""
+
+    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """See Decoder."""
+
+    def drafted_rounds(self) -> Iterator[DraftedRound]:
+        """See Decoder."""
+
+
+def _may_draft_in_kernel(requests: Sequence[Request]) -> bool:
+    """Whether the kernel can do alone what a column of the only request needs."""
+    request = requests[0]
+    return (
+        len(requests) == 1
+        and request.drafter is not None
+        and request.top_logprobs is None
+        and not request.sampler.is_constrained
+        and not request.sampler.params.has_penalties
+        and len(request.sampler.stop_test.ending_ids) <= MAX_STOPS
+    )
+
+
+def _columns(request: Request, row: int, draft: Draft) -> list[Query]:
+    """Queries for the latest token and the draft; each chooses as if those before it stood.
+
+    Behind a token that leads to a dead end of the form there are none: whoever comes there fails
+    then, and not before.
+
+    Raises:
+        GrammarFailed: nothing can follow the latest token.
+    """
+    sampler, position, queries = request.sampler, request.position, list[Query]()
+    try:
+        for column, token_id in enumerate((request.last, *draft.ids)):
+            if column:
+                sampler.observe(token_id)
+            try:
+                choice = choice_of(sampler)
+            except GrammarFailed:
+                if not column:
+                    raise
+                break
+            if choice is not None:
+                choice = replace(choice, counts=choice.counts.as_they_are())
+            queries.append(Query(row, position + column, [token_id], choice=choice))
+    finally:
+        sampler.rollback(max(0, request.position - position))
+    return queries
 
 
 def _query(request: Request, row: int) -> Query:

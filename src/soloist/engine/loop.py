@@ -16,6 +16,7 @@ from soloist.engine.request import Request
 from soloist.engine.scheduler import Step
 from soloist.engine.traffic import Traffic
 from soloist.errors import EngineStopped, QueueFull, ShuttingDown, SoloistError
+from soloist.kv.saving import SavedTokens
 from soloist.kv.tiers import CachedTokens
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import Constraint
@@ -23,6 +24,9 @@ from soloist.sampling.params import Scores
 from soloist.text import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
+
+# For prompts that wait to be saved when the loop ends.
+_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,11 @@ class EngineLoop:
         return self._core.executor.cached
 
     @property
+    def saved(self) -> SavedTokens | None:
+        """What became of saved prompts; None where none are."""
+        return self._core.executor.saved
+
+    @property
     def pages(self) -> Pages:
         """How many pages there are, and how many are free."""
         return Pages(self._core.executor.num_pages, self._core.executor.num_pages_free)
@@ -145,6 +154,7 @@ class EngineLoop:
         accepted: float | None = None,
         constraint: Constraint | None = None,
         scores: Scores = "answer",
+        prediction_ids: Sequence[int] | None = None,
     ) -> Request:
         """Queue a request; arguments that are not named here are those of `Request`.
 
@@ -157,6 +167,7 @@ class EngineLoop:
             accepted: see `Request`.
             constraint: the form that the answer must have; taken over.
             scores: see `Request`.
+            prediction_ids: of a text that the answer will mostly repeat.
 
         Raises:
             QueueFull: as many wait as may.
@@ -172,6 +183,7 @@ class EngineLoop:
             scores=scores,
             accepted=accepted,
             listen=listen,
+            drafter=self._core.executor.drafter(prompt_ids, prediction_ids, self._core.archive),
         )
         with self._core.changed:
             self.require_open()
@@ -244,6 +256,7 @@ class EngineLoop:
             while (step := self._next()) is not None:
                 for _ in self._core.do(step):
                     pass
+            self._core.executor.flush(_FLUSH_S)
         except BaseException as error:  # noqa: BLE001 - who waits for an answer has to get one
             self._fail(error)
 

@@ -9,13 +9,18 @@ from dataclasses import dataclass, replace
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.kv.allocator import num_pages_of
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_per_token
 from soloist.megakernel.memory import workspace_bytes
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat, plain
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.buffers import prefill_bytes
+from soloist.prefill.packed_form import arranged_bytes, parted_bytes
+from soloist.prefill.page_form import MOST_PARTIAL_BYTES
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
 from soloist.weights.memory import packed_bytes, parts_bytes, row_bytes, unpacking_bytes
 
@@ -45,15 +50,21 @@ class Footprint:
 
     Attributes:
         config: what the device holds.
-        specs: its tensors.
-        dtype: of weights and KV cache.
+        specs: its tensors, but those that a CPU leaves in files.
+        dtype: of weights and, where nothing else is said, KV cache.
         plan: of the decode kernel; without, the reference runs.
+        packed_prompts: prompts are read from the packed weights.
+        page_attention: prompts attend to KV pages by a kernel of ours.
+        kv: what the reference stores keys and values as; None stores them as they are.
     """
 
     config: ModelConfig
     specs: tuple[TensorSpec, ...]
     dtype: Dtype
     plan: Plan | None = None
+    packed_prompts: bool = False
+    page_attention: bool = False
+    kv: KvFormat | None = None
 
     def estimate(self, context_tokens: int) -> MemoryEstimate:
         """With so many positions of KV cache.
@@ -65,15 +76,26 @@ class Footprint:
         if plan is None:
             return MemoryEstimate(
                 weights_bytes=row_bytes(self.specs, dtype),
-                kv_bytes=kv_bytes_per_token(config, dtype) * context_tokens,
-                scratch_bytes=scratch_bytes(config, dtype, context_tokens),
+                kv_bytes=kv_bytes_per_token(config, self.kv or plain(dtype)) * context_tokens,
+                scratch_bytes=scratch_bytes(config, dtype, context_tokens, kv=self.kv),
             )
         num_pages = num_pages_of(context_tokens)
-        prefill = prefill_bytes(config, plan, num_pages) + unpacking_bytes(plan, self.specs)
+        prefill = prefill_bytes(config, plan, num_pages)
+        if self.page_attention:
+            prefill += MOST_PARTIAL_BYTES
+        # On its way to the kernel's order a matrix takes what it takes on its way back.
+        packing = unpacking_bytes(plan, self.specs)
+        running = workspace_bytes(plan) + prefill
+        if self.packed_prompts:
+            most_tokens = min(MOST_PASS_TOKENS, num_pages * PAGE_POSITIONS)
+            own = arranged_bytes(plan, most_tokens) + parted_bytes(plan)
+            scratch = max(packing, running + own)
+        else:
+            scratch = running + packing
         return MemoryEstimate(
             weights_bytes=packed_bytes(plan),
             kv_bytes=plan.kv_layout.pool_bytes(num_pages),
-            scratch_bytes=workspace_bytes(plan) + prefill,
+            scratch_bytes=scratch,
         )
 
     def fitting_context(self, available_bytes: int) -> int:

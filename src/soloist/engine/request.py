@@ -15,6 +15,7 @@ from soloist.kv.prefix import Divergence
 from soloist.sampling import Sampler
 from soloist.sampling.logprobs import TokenLogprobs, logprobs_of_rows
 from soloist.sampling.params import Scores
+from soloist.speculation import Draft, Drafter
 from soloist.text import TextStream
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Request:
             beside the chosen one.
         scores: what log probabilities are for. With 'prompt' no token is made.
         accepted: when the request came, by `time.perf_counter`; default: now.
+        drafter: drafts what may follow; None where nobody does.
         listen: called in the engine's thread when `take` has something; must not block. It is told
             of the first token and of the end at once, of events between them when the loop says so:
             waking a reader costs more than a token. If it fails nobody reads on, and the request
@@ -58,7 +60,7 @@ class Request:
         divergence: where the prompt leaves one that is cached, if it does.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what requests may differ in
         self,
         prompt_ids: Sequence[int],
         sampler: Sampler,
@@ -67,11 +69,13 @@ class Request:
         top_logprobs: int | None = None,
         scores: Scores = "answer",
         accepted: float | None = None,
+        drafter: Drafter | None = None,
         listen: Callable[[], None] = lambda: None,
     ) -> None:
         if scores == "prompt":
             sampler.stop_test = replace(sampler.stop_test, max_tokens=0)
         self.prompt_ids, self.sampler, self.top_logprobs = prompt_ids, sampler, top_logprobs
+        self.drafter = drafter
         self.accepted = time.perf_counter() if accepted is None else accepted
         self.answer = Answer(
             sampler, len(prompt_ids), self.accepted, text, scores_end=scores != "answer"
@@ -134,6 +138,21 @@ class Request:
         made = self.sampler.output_ids
         return made[len(made) - 1 - self.num_behind : len(made) - 1]
 
+    def draft(self, most: int) -> Draft | None:
+        """What may follow the latest token, and could be told if it does; None for nothing.
+
+        Args:
+            most: tokens.
+        """
+        if self.drafter is None or self.num_behind:
+            return None
+        # One token more is made in any case.
+        draft = self.drafter.draft(self.sampler.output_ids, min(most, self.num_wanted - 1))
+        if draft is None:
+            return None
+        ids = draft.ids[: self.sampler.num_fitting(draft.ids)]
+        return replace(draft, ids=ids) if ids else None
+
     def score(self, position: int, logits: Tensor) -> None:
         """Take logits [T, V] of tokens of the prompt; those that were taken before change nothing.
 
@@ -163,11 +182,19 @@ class Request:
             self.answer.take_none(now)
 
     def put_token(
-        self, token_id: int, logprobs: TokenLogprobs | None, now: float, *, is_forced: bool = False
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        *,
+        is_forced: bool = False,
+        is_drafted: bool = False,
     ) -> None:
         """Tell of the next token."""
         is_first = not self.answer.num_made
-        chunk = self.answer.take(token_id, logprobs, now, is_forced=is_forced)
+        chunk = self.answer.take(
+            token_id, logprobs, now, is_forced=is_forced, is_drafted=is_drafted
+        )
         self._put(chunk, is_urgent=is_first)
 
     def finish(self, now: float) -> None:

@@ -6,7 +6,7 @@ prompt begins with them; what finds no place is evicted. Pure: pages are integer
 them is told what to copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,7 @@ class CacheTiers:
         pages: of the pool.
         host_pages: of the host's memory.
         tree: of what is cached; None where nothing ever is.
+        before_reuse: called before pages of a cached chunk are given to somebody else.
 
     Args:
         num_pages: of the pool.
@@ -82,6 +83,7 @@ class CacheTiers:
         self.host_pages = FreeList(0 if host is None else host.num_pages)
         self.tree: PrefixTree[list[int]] | None = None if chunks is None else PrefixTree(chunks)
         self._host = host
+        self.before_reuse: Callable[[], None] = lambda: None
         self._num_offloaded = self._num_fetched = self._num_evicted = 0  # tokens, since the start
 
     @property
@@ -139,12 +141,26 @@ class CacheTiers:
         if self._host is not None:
             self._host.join()
 
+    def forget(self) -> None:
+        """Drop every chunk that nobody uses, from both."""
+        if self.tree is None:
+            return
+        self.before_reuse()
+        self.join()
+        for is_offloaded in (True, False):
+            while (node := self.tree.oldest(is_offloaded=is_offloaded)) is not None:
+                pages = node.held
+                self._evict(node)
+                if not is_offloaded:
+                    self.pages.free(reversed(pages))
+
     def _reclaim(self) -> None:
         """Free the pages of the least recently used idle chunk: offload it, or evict it."""
         assert self.tree is not None, "without cached chunks all available pages are free"
         node = self.tree.oldest(is_offloaded=False)
         assert node is not None, "the caller counted what is available"
         pages = node.held
+        self.before_reuse()
         if (host_pages := self._offload(pages)) is not None:
             self.tree.move(node, host_pages, is_offloaded=True)
             self._num_offloaded += len(node.tokens)

@@ -128,7 +128,7 @@ def num_bytes(*tensors: Tensor) -> int:
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
-    a, ffn = config.layers[0].attention, max(x.mlp.intermediate_size for x in config.layers)
+    a, ffn = config.layers[0].attention, max(x.dense_mlp.intermediate_size for x in config.layers)
     streams, hidden = residual_streams_of(config), config.hidden_size
     given = 0 if streams.ring_modules else hidden
     return {

@@ -34,24 +34,31 @@ class ChunkAttention:
         self._widths: tuple[int, ...] = ()
 
     def take_widths(self, widths: tuple[int, ...]) -> None:
-        """Have passes of these widths read gathered keys and values, and a place for these."""
+        """Have passes of these widths read gathered keys and values, and a place for these.
+
+        Where operations attend to pages nothing is gathered.
+        """
+        self._widths = widths
+        if self._operations.attends_pages:
+            return
         a, pool = self._config.layers[0].attention, self._pool
         reach = min(REACH_TOKENS, len(self._operations.rope_table))
         shape = (reach, a.num_kv_heads, a.head_dim)
         self.gathered = tuple(
             torch.empty(shape, dtype=pool.dtype, device=pool.device) for _ in range(2)
         )
-        self._widths = widths
 
     def fits_graph(self, chunk: Chunk) -> bool:
         """Whether a recorded pass of as many rows attends to what this chunk sees."""
+        if self._operations.attends_pages:
+            return True
         if chunk.num_rows in self._widths:
             return chunk.stop <= len(self.gathered[0])
         return chunk.position == 0
 
     def can_attend_whole(self, b: Buffers) -> bool:
         """Whether that library can; it sets itself up for as many rows."""
-        if self._operations.attends:
+        if self._operations.attends or self._operations.attends_pages:
             return False  # nobody asks for it
         try:
             attend_whole(b.queries, b.keys, b.values)
@@ -61,6 +68,8 @@ class ChunkAttention:
 
     def of_all(self, layer: int, chunk: Chunk, heads: Heads) -> Tensor:
         """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
+        if self._operations.attends_pages:
+            return self._operations.attend_pages(layer, chunk, heads.queries, chunk.query_bounds)
         window = self._window(layer)
         if chunk.num_rows in self._widths:
             return self._of_gathered(layer, chunk, heads.queries, chunk.query_bounds)
@@ -73,6 +82,8 @@ class ChunkAttention:
 
     def of_last(self, layer: int, chunk: Chunk, query: Tensor, heads: Heads) -> Tensor:
         """[1, Q · D] of the last token's query [1, Q, D]."""
+        if self._operations.attends_pages:
+            return self._operations.attend_pages(layer, chunk, query, chunk.last_ends[:2])
         window = self._window(layer)
         if chunk.num_rows in self._widths:
             return self._of_gathered(layer, chunk, query, chunk.last_ends[:2])

@@ -156,6 +156,8 @@ class Nobody(Communicator):
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
         """See the base class."""
+        if self._work.products.look_up(chunk.ids, rows.buffers.residual):
+            return
         table = self._work.products.matrix("embedding")
         self._operations.embed(table, chunk, rows.buffers.residual)
 

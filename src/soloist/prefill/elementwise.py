@@ -241,6 +241,24 @@ class Elementwise(ABC):
         """
         return attend(heads.queries, heads.keys, heads.values, window)
 
+    @property
+    def attends_pages(self) -> bool:
+        """Whether `attend_pages` is there, whose bits do not depend on how a prompt is cut."""
+        return False
+
+    def attend_pages(
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+    ) -> Tensor:
+        """What a sequence's last queries attend to, [rows, Q · D], with keys and values in pages.
+
+        Args:
+            layer: which one.
+            chunk: with `qkv_rope_store` done.
+            queries: [rows, Q, D]; what comes out for those behind the last one is undefined.
+            query_bounds: [2] int32, 0 and the number of queries.
+        """
+        raise NotImplementedError("where it `attends_pages`")
+
 
 MakeElementwise = Callable[[ModelConfig, Vectors, PagePool], Elementwise]
 
@@ -358,7 +376,7 @@ def _rotated(heads: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVectors:
-    attention, mlp = config.layers[layer].attention, config.layers[layer].mlp
+    attention, mlp = config.layers[layer].attention, config.layers[layer].dense_mlp
 
     def own(name: str, *, there: bool) -> Tensor | None:
         return vectors[f"layers.{layer}.{name}"] if there else None

@@ -29,6 +29,8 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.first_attention import FirstAttention
 from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import AWAIT_NS, THREADS
+from soloist.prefill.page_attention import PageAttention, require_page_attention
+from soloist.prefill.page_form import page_form
 from soloist.prefill.sources import prefill_sources
 
 _ACCESS_VALUES = 8
@@ -151,6 +153,7 @@ class FusedElementwise(Elementwise):
             self._attention = (
                 None if own is None else FirstAttention(attention.head_dim, own, cache_root)
             )
+        self._pages: PageAttention | None = None
         self.stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -315,6 +318,37 @@ class FusedElementwise(Elementwise):
         out = torch.empty_like(heads.queries)
         self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self.stream)
         return out.flatten(1)
+
+    def attend_to_pages(self) -> None:
+        """Have all passes attend to KV pages by a kernel of ours, from the first pass on.
+
+        Raises:
+            ShapeUnsupported: there is none for this model on this GPU.
+            DeviceError: it cannot be compiled or loaded.
+        """
+        found = page_form(self.config, DTYPES[self.pool.dtype], self._arch)
+        form = require_page_attention(found, self._arch)
+        with torch.cuda.device(self.pool.device):
+            self._pages = PageAttention(form, self.pool, self._cache_root)
+
+    @property
+    def attends_pages(self) -> bool:
+        """See the base class."""
+        return self._pages is not None and self._is_alone
+
+    def attend_pages(
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+    ) -> Tensor:
+        """See the base class."""
+        assert self._pages is not None, "it attends to pages"
+        window, out = self.config.layers[layer].attention.window, torch.empty_like(queries)
+        self._pages.launch(queries, chunk, query_bounds, layer, window, out, self.stream)
+        return out.flatten(1)
+
+    @property
+    def page_attention_bytes(self) -> int:
+        """What `attend_pages` has in memory."""
+        return 0 if self._pages is None else self._pages.num_bytes
 
     def _launch(self, entry: str, blocks: int, args: KernelArgs, threads: int = THREADS) -> None:
         self._kernels.launch(entry, blocks, args, self.stream, threads)

@@ -24,7 +24,7 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, neurons: int | Non
         neurons: of the MLPs that the kernels are for; None: of the first layer's.
     """
     attention = config.layers[0].attention
-    neurons = config.layers[0].mlp.intermediate_size if neurons is None else neurons
+    neurons = config.layers[0].dense_mlp.intermediate_size if neurons is None else neurons
     streams = residual_streams_of(config)
     pages = KvLayout(
         config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]

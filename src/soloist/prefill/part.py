@@ -41,7 +41,8 @@ class Part:
         share: which part of a model. Layers have the same heads; all else may differ.
         matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, cut for
             the share (`shard_all`): [out, in], of lanes [l, out, in]; 'embedding' [V, H] is the
-            whole table, and on several ranks there is a 'head' in any case.
+            whole table, and on several ranks there is a 'head' in any case. Or what multiplies by
+            matrices that lie otherwise.
         vectors: fp32 norm weights and biases of the share by the name of their `TensorSpec`.
         pool: gains keys and values of the share's heads.
         operations: what runs between products: `FusedElementwise` with its last arguments bound,
@@ -59,7 +60,7 @@ class Part:
     def __init__(
         self,
         share: Share | LaneShare,
-        matrices: Matrices,
+        matrices: Matrices | Products,
         vectors: Vectors,
         pool: PagePool,
         operations: MakeElementwise = TorchElementwise,
@@ -70,7 +71,8 @@ class Part:
 
         def workspace() -> Workspace:
             made = operations(config, vectors, pool)
-            return Workspace(config, pool, made, Products(matrices), most_tokens)
+            products = matrices if isinstance(matrices, Products) else Products(matrices)
+            return Workspace(config, pool, made, products, most_tokens)
 
         self.share, self.pool, self.most_tokens = share, pool, most_tokens
         self.communicator: Communicator
@@ -118,7 +120,8 @@ class Part:
         work, gathered = self.work, self._attention.gathered
         rope = work.operations.rope_table
         held = (*work.buffers, *work.last, work.logits, self._upload.words, rope, *gathered)
-        return num_bytes(*held) + self.communicator.num_bytes
+        pages = 0 if self.fused is None else self.fused.page_attention_bytes
+        return num_bytes(*held) + self.communicator.num_bytes + pages
 
     def take_widths(self, widths: Widths) -> None:
         """Have passes of these widths, and a place for gathered keys and values."""
@@ -197,6 +200,8 @@ def require_prefill(config: ModelConfig) -> None:
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
     require_maths(config)
+    if config.mixtures:
+        raise ShapeUnsupported("prompts of a mixture of experts", "an MLP in every layer")
     heads = {
         (a.num_query_heads, a.num_kv_heads, a.head_dim)
         for a in (layer.attention for layer in config.layers)

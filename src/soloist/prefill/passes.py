@@ -8,12 +8,11 @@ brings earlier keys together.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import Tensor
-
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, Heads
+from soloist.prefill.products import Factor
 
 
 class Names(NamedTuple):
@@ -96,11 +95,17 @@ class Pass:
         """Rows of queries, after which keys begin."""
         return self._work.buffers.queries[0].numel()
 
-    def activate(self, layer: int, b: Buffers) -> Tensor:
+    def activate(self, layer: int, b: Buffers) -> Factor:
         """`activated` of `normed`: gate_up and SwiGLU, as one kernel where there is one."""
         operations, products = self._work.operations, self._work.products
-        b = b.of_layer(self._work.config.layers[layer].mlp.intermediate_size)
+        b = b.of_layer(self._work.config.layers[layer].dense_mlp.intermediate_size)
         name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
+        if bias is None and (activated := products.gated(b.normed, name, b.activated)) is not None:
+            return activated
+        if not products.in_rows:
+            products.multiply(b.normed, name, b.gate_up)
+            operations.silu_mul(b.gate_up, bias, b.activated)
+            return b.activated
         matrix = products.matrix(name)
         x, product, out = products.lengthened(name, b.normed, b.gate_up, b.activated)
         if not operations.gate_up(x, matrix, bias, out):

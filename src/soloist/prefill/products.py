@@ -1,11 +1,23 @@
 """Matrix products by the device's library."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Matrices = Callable[[str], Tensor]
+# Libraries ask no more of where a matrix lies.
+_MOST_ALIGNMENT = 256
+
+
+class Arranged(NamedTuple):
+    """A product's factor whose columns are in the order in which a kernel of ours reads them."""
+
+    values: Tensor
+
+
+Factor = Tensor | Arranged
 
 
 class Products:
@@ -16,19 +28,46 @@ class Products:
             `TensorSpec`, valid until the next call.
 
     Attributes:
+        in_rows: all matrices can be had row by row; otherwise the embedding alone, unless it is
+            the head.
         matrix: `matrices`.
         padded_rows: as of `Widths.products`.
     """
+
+    in_rows = True
 
     def __init__(self, matrices: Matrices) -> None:
         self.matrix = matrices
         self.padded_rows: Mapping[tuple[str, int], int] = {}
 
-    def multiply(self, x: Tensor, name: str, out: Tensor, first: int = 0) -> None:
+    def behaviour(self, name: str) -> tuple[int, Hashable]:
+        """Columns of a matrix, and what decides how it is multiplied, beside the number of rows."""
+        matrix = self.matrix(name)
+        alignment = min(matrix.data_ptr() & -matrix.data_ptr(), _MOST_ALIGNMENT)
+        return matrix.shape[-1], (alignment, tuple(matrix.shape))
+
+    def look_up(self, ids: Tensor, residual: Tensor) -> bool:  # noqa: ARG002 - tables lie in rows
+        """Rows of the embedding as the residual stream, [T, H] fp32.
+
+        Returns:
+            Whether that was done: only where the embedding lies otherwise than row by row.
+        """
+        return False
+
+    def gated(self, x: Tensor, name: str, out: Tensor) -> Factor | None:  # noqa: ARG002 - the same
+        """silu(gate) · up of `x`'s product with a gate_up that has no bias, in `out` [T, F].
+
+        Returns:
+            `out`, or None where products are not made that way.
+        """
+        return None
+
+    def multiply(self, x: Factor, name: str, out: Tensor, first: int = 0) -> None:
         """`out` [T, rows] = `x` [T, columns] · matrixᵀ, summed in fp32; rows from `first` on.
 
         Batched, `out` is [l, T, rows], and `x` [l, T, columns] or [T, l · columns].
         """
+        assert isinstance(x, Tensor), "libraries take columns in their order"
         x, out = self.lengthened(name, x, out)
         self.multiply_by(x, self.matrix(name)[..., first:, :], out[..., first:])
 

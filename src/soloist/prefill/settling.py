@@ -8,12 +8,10 @@ from torch import Tensor
 
 from soloist.prefill.invariance import attention_is_invariant, product_behaviours
 from soloist.prefill.part import Part
+from soloist.prefill.products import Arranged
 from soloist.prefill.widths import Widths, batch_invariant_widths, candidate_widths
 
 Behaviours = dict[int, dict[str, Hashable | None]]
-
-# Libraries ask no more of where a matrix lies.
-_MOST_ALIGNMENT = 256
 
 
 def settled_widths(parts: Sequence[Part]) -> Widths | None:
@@ -43,7 +41,7 @@ def behaviours(part: Part) -> Behaviours:
     candidates, like = candidate_widths(part.most_tokens), part.work.buffers.normed
     of_products: dict[str, list[dict[int, int | None]]] = {}
     for name, first in products_of(part):
-        columns = part.work.products.matrix(name).shape[-1]
+        columns, _ = part.work.products.behaviour(name)
         multiply = partial(multiply_as_a_pass, part, name, first)
         seen = product_behaviours(multiply, columns, candidates, like)
         of_products.setdefault(name.rpartition(".")[2], []).append(seen)
@@ -58,7 +56,9 @@ def behaviours(part: Part) -> Behaviours:
 
 @torch.inference_mode()
 def attention_is_invariant_at(part: Part, widths: tuple[int, ...]) -> bool:
-    """Whether attention gives the same bits at these widths."""
+    """Whether attention gives the same bits at these widths; what reads pages does at all."""
+    if part.work.operations.attends_pages:
+        return True
     config = part.work.config
     a, most_keys = config.layers[0].attention, config.context_tokens
     heads = (a.num_query_heads, a.num_kv_heads, a.head_dim)
@@ -72,12 +72,11 @@ def products_of(part: Part) -> list[tuple[str, int]]:
 
     That is one for each size of matrix and each way in which its address is aligned.
     """
-    found: dict[tuple[str, int, tuple[int, ...]], str] = {}
+    found: dict[tuple[str, Hashable], str] = {}
     for names in part.model_pass.names:
         for short, name in names._asdict().items():
-            matrix = part.work.products.matrix(name)
-            alignment = min(matrix.data_ptr() & -matrix.data_ptr(), _MOST_ALIGNMENT)
-            found.setdefault((short, alignment, tuple(matrix.shape)), name)
+            _, behaviour = part.work.products.behaviour(name)
+            found.setdefault((short, behaviour), name)
     products = [(name, 0) for name in found.values()]
     if part.work.streams.leaves_queries:
         products.append((part.model_pass.names[-1].qkv, part.model_pass.keys_at))
@@ -91,13 +90,14 @@ def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
     """
     work, (_, layer, short) = part.work, name.split(".")
     rows = part.communicator.rows(len(x))
-    b = rows.buffers.of_layer(work.config.layers[int(layer)].mlp.intermediate_size)
+    b = rows.buffers.of_layer(work.config.layers[int(layer)].dense_mlp.intermediate_size)
     if short == "attention_output":
         factor = x.repeat(1, work.streams.count)
     else:
         factor = (b.activated if short == "down" else b.normed).copy_(x)
     if short == "gate_up":
-        out = part.model_pass.activate(int(layer), rows.buffers)
+        activated = part.model_pass.activate(int(layer), rows.buffers)
+        out = activated.values if isinstance(activated, Arranged) else activated
     else:
         out = b.qkv if short == "qkv" else part.communicator.output(int(short == "down"), rows)
         work.products.multiply(factor, name, out, first)

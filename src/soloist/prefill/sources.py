@@ -50,7 +50,7 @@ def prefill_sources(config: ModelConfig, dtype: Dtype, arch: str, ranks: int = 1
         ranks: over how many the model is spread.
     """
     streams = residual_streams_of(config)
-    mlps = dict.fromkeys(layer.mlp.intermediate_size for layer in config.layers)  # in order
+    mlps = dict.fromkeys(layer.dense_mlp.intermediate_size for layer in config.layers)  # in order
     specs = {n // streams.count: header(config, dtype, ranks, n) for n in mlps}
     spec, head_dim = next(iter(specs.values())), config.layers[0].attention.head_dim
     return PrefillSources(

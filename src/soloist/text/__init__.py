@@ -3,9 +3,8 @@
 Knows nothing of models, devices or requests, and imports no torch.
 """
 
-from soloist.text.chat import ChatTemplate
 from soloist.text.messages import Message, Tool
 from soloist.text.stream import TextStream
 from soloist.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Message", "TextStream", "Tokenizer", "Tool"]
+__all__ = ["Message", "TextStream", "Tokenizer", "Tool"]

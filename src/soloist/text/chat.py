@@ -13,10 +13,9 @@ from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, me
 
 from soloist.errors import RequestError, TokenizerError
 from soloist.files import is_there
-from soloist.gguf.header import is_gguf
+from soloist.gguf.names import is_gguf
 from soloist.text.bounded import is_bounded
 from soloist.text.files import read_json, read_special_tokens, read_text
-from soloist.text.gguf.vocabulary import read_templates, read_vocabulary
 from soloist.text.jinja import Refusal, environment
 from soloist.text.messages import Message, Tool, plain, plain_messages, plain_tools
 
@@ -181,6 +180,8 @@ def _compile(made: Environment, source: str, label: str) -> Template:
 
 def _special_texts(path: Path) -> dict[str, str]:
     if is_gguf(path):
+        from soloist.text.gguf.vocabulary import read_vocabulary
+
         return read_vocabulary(path).special_texts
     return read_special_tokens(path).texts
 
@@ -188,6 +189,8 @@ def _special_texts(path: Path) -> dict[str, str]:
 def _read_sources(folder: Path) -> tuple[Path, dict[str, str]]:
     """The templates by name, and the file or folder they are from."""
     if is_gguf(folder):
+        from soloist.text.gguf.vocabulary import read_templates
+
         return folder, read_templates(folder)
     file = folder / "chat_template.jinja"
     sources = {"default": read_text(file)} if is_there(file) else {}

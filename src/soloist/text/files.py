@@ -13,8 +13,7 @@ from tokenizers import AddedToken
 
 from soloist.errors import TokenizerError, WrongType, quoted, shortened
 from soloist.files import is_there, parsed_object, require_file
-from soloist.gguf.header import is_gguf
-from soloist.text.gguf.vocabulary import read_vocabulary
+from soloist.gguf.names import is_gguf
 
 _STANDARD_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -109,6 +108,8 @@ def read_eos_ids(folder: Path, vocab_size: int | None = None) -> frozenset[int]:
         WrongType: they are no token ids, or none of this vocabulary.
     """
     if is_gguf(folder):
+        from soloist.text.gguf.vocabulary import read_vocabulary
+
         return read_vocabulary(folder).ending_ids
     expected = "a token id or a list of them"
     if vocab_size is not None:

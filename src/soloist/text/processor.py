@@ -4,12 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from soloist.errors import BadTokenId, EmptyPrompt, PromptTooLong, TokenizerError
-from soloist.text.chat import ChatTemplate
+from soloist.errors import (
+    BadTokenId,
+    EmptyPrompt,
+    PredictionTooLong,
+    PromptTooLong,
+    TokenizerError,
+)
 from soloist.text.files import read_default_tokens
-from soloist.text.grammar import Grammars
 from soloist.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from soloist.text.chat import ChatTemplate
+    from soloist.text.grammar import Grammars
 
 # Prompts that are too long by less are encoded to their end, so that an error can say by how much.
 _COUNTED_TOKENS = 65_536
@@ -59,19 +68,23 @@ class Processor:
         self.most_tokens = max(_COUNTED_TOKENS, 2 * files.context_tokens)
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
         """The model's own template.
 
         Raises:
             TokenizerError: it has none.
         """
+        from soloist.text.chat import ChatTemplate
+
         if self.files.templates is not None:
             return ChatTemplate(self.files.templates)
         return ChatTemplate.from_folder(self.files.folder)
 
     @cached_property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> "Grammars":
         """Compiles what answers must look like, for this model's tokens."""
+        from soloist.text.grammar import Grammars
+
         return Grammars(self.tokenizer, self.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -86,6 +99,21 @@ class Processor:
             text, add_special_tokens=add_special_tokens, most_tokens=self.most_tokens
         )
         self._check_least(len(ids), self.most_tokens)
+        return ids
+
+    def encode_prediction(self, text: str) -> list[int]:
+        """The ids of a text that an answer is expected to repeat.
+
+        Raises:
+            PredictionTooLong: no answer could be so long.
+            RequestError: half a character.
+        """
+        least, most = self.tokenizer.least_tokens(text), self.context_tokens
+        if least > most:
+            raise PredictionTooLong(least, most, is_least=True)
+        ids = self.tokenizer.encode_inside(text, self.most_tokens)
+        if len(ids) > most:
+            raise PredictionTooLong(len(ids), most, is_least=len(ids) > self.most_tokens)
         return ids
 
     def check_length(self, text: str) -> None:

@@ -14,7 +14,7 @@ from tokenizers import models
 
 from soloist.errors import MissingFile, RequestError, TokenizerError, quoted
 from soloist.files import is_there
-from soloist.gguf.header import is_gguf
+from soloist.gguf.names import is_gguf
 from soloist.text.decoder import Decoder
 from soloist.text.detokenizer import Detokenizer
 from soloist.text.files import (
@@ -24,8 +24,6 @@ from soloist.text.files import (
     read_special_tokens,
     require_readable,
 )
-from soloist.text.gguf.backend import build
-from soloist.text.gguf.vocabulary import read_vocabulary
 from soloist.text.metaspace import SPACE_MARK, follow_llama_class
 from soloist.text.pieces import Pieces, longest_token
 
@@ -114,6 +112,9 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, file: Path) -> "Tokenizer":
+        from soloist.text.gguf.backend import build
+        from soloist.text.gguf.vocabulary import read_vocabulary
+
         vocabulary = read_vocabulary(file)
         return cls(
             build(vocabulary),

@@ -1,7 +1,7 @@
 """A decoder and a prefill without a GPU: logits are drawn with a checksum of all tokens so far."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from soloist.engine.request import Request
 from soloist.errors import BadLogits
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.choice import pack_choices
-from soloist.megakernel.launch import Query
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.launch import Query, pack_drafting
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling import Sampler
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
 from soloist.sampling.sample import sample
+from soloist.speculation import Archive, Costs, Drafter, Drafting
+from soloist.speculation.tokens import Tokens
 
 VOCAB = 61
 # As in the decoder, rows of padding lie behind the vocabulary.
@@ -99,6 +102,20 @@ class FakeSampler:
         self._counts.add(token_id)
 
 
+def resumed(launch: DraftingLaunch) -> Drafter:
+    """A drafter that goes on from what a launch was given."""
+    state, archive = launch.state, Archive()
+    archive._tokens = Tokens(state.archive)
+    drafting = Drafting(Costs(state.costs), state.looks_up)
+    drafter = Drafter(drafting, launch.prompt_ids, state.prediction, archive)
+    drafter._see(launch.output_ids)
+    if (place := drafter._prediction) is not None:
+        place.at, place._is_good = state.at, state.is_good
+    for depth, values in zip(drafter._depths, state.depths, strict=True):
+        depth.acceptance, depth._pause, depth._num_left, depth._best = values
+    return drafter
+
+
 class FakeDecoder:
     """Runs a round whenever the next tokens are asked for."""
 
@@ -112,6 +129,7 @@ class FakeDecoder:
         self.fault: Exception | None = None
         self.forced_choice: int | None = None
         self._samplers: list[FakeSampler | None] = []
+        self._drafting: DraftingLaunch | None = None
 
     def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
         assert not self.is_running, "no launch reads them"
@@ -150,6 +168,55 @@ class FakeDecoder:
             yield chosen
             if is_last:
                 return
+
+    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        pack_drafting(query, launch, VOCAB)
+        if (choice := query.choice) is not None:  # the kernel has counts of its own
+            query = replace(query, choice=replace(choice, counts=choice.counts.as_they_are()))
+        self.start([query], launch.most_tokens)
+        self._drafting = launch
+
+    def drafted_rounds(self) -> Iterator[DraftedRound]:  # noqa: C901 - the kernel's round
+        """As the kernel makes them, with a drafter that begins as the launch was given."""
+        assert self._drafting is not None
+        launch, query = self._drafting, self.launches[-1].queries[0]
+        drafter = resumed(launch)
+        output, draft, left = [*launch.output_ids], launch.draft, launch.most_tokens
+        while True:
+            made: list[int] = []
+            fed = [output[-1], *(draft.ids if draft else ())]
+            position = query.position + len(output) - len(launch.output_ids)
+            columns = [replace(query, position=position + c, stride=0) for c in range(len(fed))]
+            self._samplers = []
+            for c, column in enumerate(columns):
+                self._samplers.append(FakeSampler(column) if column.choice else None)
+                if (sampler := self._samplers[c]) is not None:
+                    sampler._counts.num_output += len(output) + c - len(launch.output_ids)
+            chosen = self._round(Launch(tuple(columns), 1), 0, fed)
+            num_right = num_checked = 0
+            for column in range(len(fed)):
+                if column:
+                    num_checked += 1
+                    if fed[column] != made[-1]:
+                        break
+                    num_right += 1
+                    if made[-1] in query.stops or chosen[column] >= VOCAB:
+                        break
+                made.append(chosen[column])
+            if draft is not None:
+                drafter.judge(draft, num_checked, num_right)
+            output, left = [*output, *made], left - len(made)
+            stops = not set(query.stops).isdisjoint(made) or made[0] >= VOCAB
+            is_last = self._is_asked_to_stop or stops or left == 0
+            self.is_running = not is_last
+            yield DraftedRound(tuple(made), len(fed) - 1, draft.kind if draft else 0)
+            if is_last:
+                return
+            draft = drafter.draft(output, min(len(launch.state.costs), left - 1))
+            if draft is not None:
+                ends = (n for n, token in enumerate(draft.ids) if token in query.stops)
+                draft = replace(draft, ids=draft.ids[: next(ends, len(draft.ids))])
+                draft = draft if draft.ids else None
 
     def _round(self, launch: Launch, number: int, fed: list[int]) -> list[int]:
         self.num_rounds += 1

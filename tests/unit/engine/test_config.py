@@ -20,7 +20,9 @@ TOKEN_BYTES = 2 * 2 * 2 * 64 * 4
 
 def resolved(available_bytes: int, sequences: int, context: int = 500) -> Resolved:
     asked = EngineConfig(context_tokens=context, sequences=sequences)
-    return resolve(asked, DENSE, decoder_tensors(DENSE), Dtype.FP32, "cpu", available_bytes)
+    return resolve(
+        asked, DENSE, lambda _: decoder_tensors(DENSE), Dtype.FP32, "cpu", available_bytes
+    )
 
 
 def test_every_sequence_gets_a_context_where_there_is_memory() -> None:
@@ -53,7 +55,7 @@ def test_auto_on_a_cpu_is_fp32_or_bf16_and_never_fp16(stored: Dtype) -> None:
 
     def made(available_bytes: int, device: str = "cpu") -> Resolved:
         specs = decoder_tensors(large)
-        return resolve(EngineConfig(), large, specs, stored, device, available_bytes)
+        return resolve(EngineConfig(), large, lambda _: specs, stored, device, available_bytes)
 
     plenty = made(10**11)
     assert plenty.dtype is Dtype.FP32

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Failure, Request
+from soloist.engine import Completion, Engine, EngineConfig, Failure, Request
 from soloist.engine.executor import is_lost
 from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.loop import EngineLoop
 from soloist.engine.scheduler import Scheduler
 from soloist.errors import (
     EngineStopped,
@@ -488,13 +489,13 @@ def test_a_sequence_that_fails_on_the_reference_fails_alone() -> None:
     passes: dict[int, int] = {}
     caches: list[object] = []
 
-    def broken(ids, start, cache, logits):
+    def broken(ids, start, cache, logits, **more):
         if cache not in caches:
             caches.append(cache)
         passes[id(cache)] = passes.get(id(cache), 0) + 1
         if caches.index(cache) == 1 and passes[id(cache)] == 5:
             raise Broken
-        return forward(ids, start, cache, logits)
+        return forward(ids, start, cache, logits, **more)
 
     etude.model.reference.forward = broken
     loop = EngineLoop(etude.model, etude.tokenizer, etude.config.vocab_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from plan.shapes import LANEFORMER
+from plan.shapes import LANEFORMER, MIXTURE
 from soloist.engine import support as support_module
 from soloist.engine.config import EngineConfig, resolve
 from soloist.engine.core import tokens_of
@@ -20,6 +20,7 @@ from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
+from soloist.model.quantized import Codes, Quantized
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after, opened
 from unit.prefill.models import model
@@ -347,6 +348,19 @@ def test_refusals_say_why_and_what_runs(
     assert "\n" not in found.refusal
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_are_refused_however_they_are_stored(ranks: int) -> None:
+    """In 16 bits, quantised, and over several GPUs: always in words, and never by an assertion."""
+    config = read_config(MIXTURE)
+    codes = Quantized(Codes.FP8, group=128, scale_dtype=Dtype.FP32, scale_rows=128)
+    stored = {spec.name: codes for spec in tensors(config) if spec.is_layer_matrix}
+    for matrices in (None, stored):
+        found = support_on(*H200, config, Dtype.BF16, ranks, matrices)
+        assert found.plan is None
+        assert "does not support a mixture of experts" in found.refusal
+        assert found.refusal.endswith("running the reference implementation")
+
+
 def test_lanes_are_supported() -> None:
     config = read_config(LANEFORMER)
     found = support_on(*H200, config, Dtype.FP16)
@@ -355,7 +369,13 @@ def test_lanes_are_supported() -> None:
     assert found.plan.image.num_bytes > 2 * 2_222_000_000
     asked = EngineConfig(context_tokens=None)
     available = resolve(
-        asked, config, tensors(config), Dtype.FP16, "cuda:0", 10**11, lambda _: found.plan
+        asked,
+        config,
+        lambda _: tensors(config),
+        Dtype.FP16,
+        "cuda:0",
+        10**11,
+        lambda _: found.plan,
     )
     embedding_bytes = 2 * 32_000 * 3_072
     assert available.memory.weights_bytes == found.plan.image.num_bytes + embedding_bytes
@@ -384,7 +404,9 @@ def test_the_estimate_is_the_kernels() -> None:
 
     def resolved(available_bytes: int, context: int | None = None):
         asked = EngineConfig(context_tokens=context)
-        return resolve(asked, DENSE, specs, Dtype.BF16, "cuda:0", available_bytes, lambda _: plan)
+        return resolve(
+            asked, DENSE, lambda _: specs, Dtype.BF16, "cuda:0", available_bytes, lambda _: plan
+        )
 
     all_of_it = resolved(10**10)
     assert all_of_it.context_tokens == DENSE.context_tokens

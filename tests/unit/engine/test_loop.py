@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Failure, Request
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, Failure, Request
 from soloist.engine.executor import Executor
 from soloist.engine.kernel_executor import KernelExecutor
-from soloist.engine.loop import Progress
+from soloist.engine.loop import EngineLoop, Progress
 from soloist.errors import (
     BadLogits,
     EngineStopped,
@@ -24,6 +24,7 @@ from soloist.errors import (
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.sampling_header import NO_TOKEN
 from soloist.sampling import Sampler, SamplingParams
+from timing import judged
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill, opened
 from unit.engine.test_kernel import EOS, PARAMS, expected, prompt_of
 from unit.engine.test_traffic import TRAFFIC
@@ -519,13 +520,13 @@ def test_bytes_of_decoding_count_every_round_once(parts) -> None:
     prompt = prompt_of(30)
     alone = ended(p.loop.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))[2]
     # The first token comes from the prompt; the round after it sees 31 positions.
-    seen = [kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(39)]
+    seen = [kv_bytes_seen(TRAFFIC.config, TRAFFIC.kv, 31 + n) for n in range(39)]
     assert alone.timings.decode_bytes == 39 * TRAFFIC.weights_bytes + sum(seen)
     p.decoder.pause_s = 0.001
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     both = [ended(t)[2].timings for t in [p.loop.submit(prompt, params) for _ in range(2)]]
     # Weights are read once for both, caches for each.
-    cache = sum(kv_bytes_seen(TRAFFIC.config, TRAFFIC.dtype, 31 + n) for n in range(199))
+    cache = sum(kv_bytes_seen(TRAFFIC.config, TRAFFIC.kv, 31 + n) for n in range(199))
     for t in both:
         assert 199 * TRAFFIC.weights_bytes + 1.5 * cache < t.decode_bytes
         assert t.decode_bytes <= 199 * TRAFFIC.weights_bytes + 2 * cache
@@ -738,16 +739,23 @@ def test_a_second_turn_over_4000_tokens_begins_ten_times_as_soon() -> None:
         "etude", device="cpu", context_tokens=4400, sequences=2, keeps_prefixes=True
     )
     etude = Engine.load(asked)
-    loop = EngineLoop(etude.model, etude.tokenizer, etude.config.vocab_size)
-    shared, turns = shared_and_turns(etude)
-    answered(loop, shared[:300])  # warm
-    first = answered(loop, turns[0])[0].timings
-    assert first.cached_tokens == 256
-    others = [answered(loop, turn)[0].timings for turn in turns[1:6]]
-    loop.close()
-    assert all(t.cached_tokens == 3968 for t in others)
-    # The machine may be busy with something else, but not all the time.
-    assert min(t.ttft_s for t in others) < first.ttft_s / 10
+
+    def ttft_s() -> tuple[float, list[float]]:
+        loop = EngineLoop(etude.model, etude.tokenizer, etude.config.vocab_size)
+        shared, turns = shared_and_turns(etude)
+        answered(loop, shared[:300])  # warm
+        first = answered(loop, turns[0])[0].timings
+        assert first.cached_tokens == 256
+        others = [answered(loop, turn)[0].timings for turn in turns[1:6]]
+        loop.close()
+        assert all(t.cached_tokens == 3968 for t in others)
+        return first.ttft_s, [t.ttft_s for t in others]
+
+    def check(ttft_s: tuple[float, list[float]]) -> None:
+        first, others = ttft_s
+        assert min(others) < first / 10
+
+    judged(ttft_s, check, 1)
 
 
 def test_cached_prompts_are_evicted_for_requests(keeping: Engine) -> None:

@@ -18,9 +18,10 @@ from soloist.megakernel.memory import workspace_bytes
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.quantized import Codes
+from soloist.model.quantized import AT_LOAD, Codes
 from soloist.parallel.share import Share
 from soloist.prefill.buffers import num_bytes
+from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.part import Part
 from soloist.weights.choice import Rounding, rounding_of
 from soloist.weights.formats import formats_of
@@ -114,6 +115,8 @@ def test_of_the_kernel_what_is_packed_and_pooled_is_counted(tied: bool) -> None:
     assert needs.kv_bytes == num_bytes(pool.tensor)
     part = Part(Share(config, 1, 0), weights.__getitem__, vectors, pool, most_tokens=128)
     assert needs.scratch_bytes > workspace_bytes(plan) + part.num_bytes
+    of_pages = Footprint(config, specs, Dtype.BF16, plan, page_attention=True).estimate(65)
+    assert of_pages.scratch_bytes == needs.scratch_bytes + MOST_PARTIAL_BYTES
 
 
 def test_the_host_holds_weights_and_the_reserve() -> None:
@@ -125,7 +128,7 @@ def test_the_host_holds_weights_and_the_reserve() -> None:
 # Quantised weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codes", [None, *Codes])
+@pytest.mark.parametrize("codes", [None, *AT_LOAD.values()])
 def test_packing_is_staged_by_the_room_there_is(codes: Codes | None) -> None:
     config = model(*[Attention(8, 4, 64)] * 2, hidden_size=256, ffn=512, vocab_size=1000)
     specs = tensors(config)

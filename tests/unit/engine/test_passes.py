@@ -6,9 +6,9 @@ from collections import deque
 import pytest
 import torch
 
-from soloist.engine import EngineLoop
 from soloist.engine.core import tokens_of
 from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.loop import EngineLoop
 from soloist.engine.request import Request
 from soloist.sampling import Sampler, SamplingParams
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakeHost, FakePrefill, opened

@@ -17,7 +17,7 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.folder import shipped_folder
-from soloist.model.quantized import Codes, Quantized
+from soloist.model.quantized import AT_LOAD, Codes, Quantized
 from soloist.model.torch_types import Weights
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
@@ -48,11 +48,14 @@ class Loaded:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple[Engine, Loaded]:
-    def load_kernel(plan: Plan, weights: list[Weights], *_: object, keep_rows: bool) -> Loaded:
+    def load_kernel(
+        plan: Plan, weights: list[Weights], *_: object, keep_rows: bool, packed_prompts: bool
+    ) -> Loaded:
+        assert not packed_prompts
         return Loaded(plan, weights, keep_rows)
 
     monkeypatch.setattr(engine_module, "place", lambda *_: _Card((CPU,) * ranks))
-    monkeypatch.setattr(engine_module, "load_kernel", load_kernel)
+    monkeypatch.setattr("soloist.engine.kernel.load_kernel", load_kernel)
     config = EngineConfig(**{"model": "etude", "precision": "bf16", "context_tokens": 256, **asked})
     engine = Engine.load(config)
     assert isinstance(engine.model, Loaded)
@@ -60,7 +63,7 @@ def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("codes", list(Codes))
+@pytest.mark.parametrize("codes", list(AT_LOAD.values()))
 def test_the_kernel_gets_codes_from_a_folder_and_when_rounded(
     codes: Codes, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

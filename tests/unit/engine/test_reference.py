@@ -3,7 +3,7 @@
 import random
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
 from soloist.model.config import Attention
 from soloist.sampling import Sampler, SamplingParams
+from timing import judged
 from unit.prefill.models import model, random_weights
 from unit.sampling.constraints import Steps
 
@@ -228,9 +229,10 @@ def sampler_of(prompt: list[int], most: int) -> Sampler:
 @pytest.mark.timed
 def test_a_stream_beside_a_long_prompt_is_never_held_up_for_long(etude: Engine) -> None:
     require_quiet(2)
-    worst = []
-    for seed in range(3):
-        rng, one = random.Random(seed), etude.model
+    seeds = count()
+
+    def worst_gap_s() -> float:
+        rng, one = random.Random(next(seeds)), etude.model
         short, long = ([rng.randrange(1, 8000) for _ in range(n)] for n in (20, 3000))
         stream = Request(short, sampler_of(short, 2000))
         assert one.open(stream)
@@ -243,11 +245,14 @@ def test_a_stream_beside_a_long_prompt_is_never_held_up_for_long(etude: Engine) 
             one.read(beside)
             for _ in one.rounds([stream], 8):
                 times.append(time.perf_counter())
-        gaps = [b - a for a, b in pairwise(times)]
-        worst.append(max(gaps))
         for running in (stream, beside):
             one.free(running)
-    assert min(worst) < 0.1, f"gaps of up to {worst} s"
+        return max(b - a for a, b in pairwise(times))
+
+    def check(gap_s: float) -> None:
+        assert gap_s < 0.1
+
+    judged(worst_gap_s, check, 3)
 
 
 @pytest.mark.timed
@@ -273,12 +278,19 @@ def test_one_busy_process_does_not_stop_the_others_cores(etude: Engine) -> None:
         made = [speeds() for _ in range(tries)]
         return [sorted(values)[tries // 2] for values in zip(*made, strict=True)]
 
-    found = []
-    for _ in range(3):
-        alone = median_of(3)
-        with others_counted(1):
-            busy = median_of(3)
-        found.append([b / a for a, b in zip(alone, busy, strict=True)])
-    decode, reading = (sorted(values)[1] for values in zip(*found, strict=True))
-    assert decode > 0.7, found
-    assert reading > 0.35, found  # one core is all that is due beside another group
+    def kept() -> list[float]:
+        """Of both speeds, beside one busy process."""
+        found = []
+        for _ in range(3):
+            alone = median_of(3)
+            with others_counted(1):
+                busy = median_of(3)
+            found.append([b / a for a, b in zip(alone, busy, strict=True)])
+        return [sorted(values)[1] for values in zip(*found, strict=True)]
+
+    def check(kept: list[float]) -> None:
+        decode, reading = kept
+        assert decode > 0.7
+        assert reading > 0.35  # one core is all that is due beside another group
+
+    judged(kept, check, 1)

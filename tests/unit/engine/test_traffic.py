@@ -10,12 +10,13 @@ from soloist.engine.events import Timings
 from soloist.engine.traffic import Burst, Traffic
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import plain
 from soloist.model.rope import Rope
 
 WIDE = Layer(Attention(4, 2, 8), Mlp(32))  # 2 · 2 · 8 = 32 numbers a position
 NARROW = Layer(Attention(4, 1, 8, window=10), Mlp(32))  # 16 numbers of at most 10 positions
 CONFIG = ModelConfig("x", 32, 100, 4096, 1e-6, (WIDE, NARROW), Rope(1e4), tied_head=True)
-TRAFFIC = Traffic(1000, CONFIG, Dtype.BF16, shares_steps=True)
+TRAFFIC = Traffic(1000, CONFIG, plain(Dtype.BF16), shares_steps=True)
 
 
 def num_bytes(traffic: Traffic, positions: list[int], rounds: int) -> int:

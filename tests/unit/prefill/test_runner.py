@@ -12,9 +12,12 @@ from soloist.kv.memory import kv_bytes_per_token
 from soloist.kv.pool import PagePool
 from soloist.model.config import Attention, Lanes, ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import plain
 from soloist.model.rope import Rope, YarnScaling
 from soloist.parallel.share import Share
 from soloist.prefill import chunk_attention, settling
+from soloist.prefill.attention import attend
+from soloist.prefill.elementwise import Chunk, TorchElementwise
 from soloist.prefill.part import Part, require_prefill
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
@@ -147,7 +150,7 @@ def test_passes_of_settled_widths_are_the_references(name: str) -> None:
     part.take_widths(Widths((256, 512, 768), {("down", 256): 512, ("qkv", 256): 768}))
     assert part.most_tokens == 768
     # The estimate counts three times as much for what is gathered.
-    kv_bytes = kv_bytes_per_token(config, Dtype.FP32) * 1024
+    kv_bytes = kv_bytes_per_token(config, plain(Dtype.FP32)) * 1024
     assert part.num_bytes - before == kv_bytes // config.num_layers
     pages = [7, 3, 1, 0, 2, 5, 4, 6, 19, 18, 17, 16, 15, 14, 13]
     wanted = reference_logits(config, ids)
@@ -172,6 +175,47 @@ def test_beyond_the_reach_of_graphs_keys_are_gathered_elsewhere(
         logits = run.run(ids[start:stop], start, SCATTERED_WIDE)
     wanted = reference_logits(config, ids)[-1]
     torch.testing.assert_close(logits, wanted, rtol=0, atol=3e-5)
+
+
+class AttendsPages(TorchElementwise):
+    """As a kernel does that finds in pages what a pass attends to, by what the device knows."""
+
+    attends_pages = True
+
+    def attend_pages(
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+    ) -> Tensor:
+        count, stop = int(query_bounds[1]), int(chunk.key_bounds[1])
+        keys, values = (x.transpose(0, 1) for x in self.pool.read(layer, chunk.page_table, 0, stop))
+        window = self.config.layers[layer].attention.window
+        out = torch.full_like(queries, torch.nan).flatten(1)
+        out[:count] = attend(queries[:count], keys, values, window)
+        return out
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("name", ["windows", "qwen3", "head-128"])
+def test_where_passes_attend_to_pages_nothing_is_gathered(name: str, cuts: list[int]) -> None:
+    """Neither of a first pass nor of a later one, with rows to spare or without."""
+    config, ids = MODELS[name], prompt(MODELS[name])
+    wanted = reference_logits(config, ids)
+    for widths in (None, Widths((256,))):
+        weights = shard_all(Share(config, 1, 0), random_weights(config))
+        a = config.layers[0].attention
+        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 6, torch.float32, CPU)
+        held = matrices(weights, torch.float32)
+        part = Part(
+            Share(config, 1, 0), held.__getitem__, vectors(weights), pool, AttendsPages, 256
+        )
+        if widths is not None:
+            part.take_widths(widths)
+        run = Prefill([part])
+        for start, stop in pairwise(cuts):
+            logits = run.run(ids[start:stop], start, SCATTERED)
+            torch.testing.assert_close(logits, wanted[stop - 1], rtol=0, atol=2e-5)
+        chunk = part.placed(ids[:3], 190, SCATTERED, want_logits=True)
+        part.graphs.by_rows[chunk.num_rows] = []
+        assert part.has_graph(chunk), "a recorded pass serves every position"
 
 
 def test_widths_are_not_asked_for_where_products_are_not_16_bit_on_a_gpu() -> None:

@@ -1,0 +1,234 @@
+"""What a product with a packed matrix is compiled for: the text of its header. Pure.
+
+The kernel is `cuda/kernels/packed_product.cu`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from soloist.jit.source import Source
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import Plan
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.weight_format import WeightFormat
+from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes
+from soloist.prefill.fragments import CHUNK_COLUMNS, GROUP_FRAGMENTS, chunk_bytes, num_chunks
+from soloist.prefill.header import AWAIT_NS
+
+KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
+ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "look_up")
+ARCH = "sm_90a"
+# Tokens that a tile may have, ascending.
+WIDTHS = (8, 64, 128, 256)
+# Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
+PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
+# What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
+_BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
+_MOST_SLOTS = 16
+_BARRIER_BYTES = 16  # of a slot
+_LANES, _GROUP_WARPS = 32, 4
+# Of threads, once groups of warps have traded those that the launch gives all of them.
+_LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
+_CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
+_SCALES = {Dtype.BF16: "kBf16", Dtype.FP16: "kFp16", Dtype.FP32: "kFp32"}
+
+
+class Out(StrEnum):
+    """What becomes of sums; values are CUDA's names."""
+
+    VALUES = "kValues"  # 16 bits
+    WIDE = "kWide"  # fp32
+    GATED = "kGated"  # SwiGLU of gate and up
+    ARRANGED = "kArranged"  # the same, in the order in which the next product reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to multiply.
+
+    Attributes:
+        stored: how the matrix is stored.
+        dtype: of activations, and of what quantised weights become.
+        steps: of the matrix.
+        columns: of the matrix.
+        pairs_steps: as of the matrix.
+        tokens: of a tile, one of `WIDTHS`.
+        out: what becomes of sums.
+        groups: of four warps that multiply 64 rows each.
+        direct: weights come straight to registers, and not through shared memory.
+        most_slots: that lie in shared memory, where there is room for them.
+        parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
+            added (`PackedRows.add_parts`).
+    """
+
+    stored: WeightFormat
+    dtype: Dtype
+    steps: int
+    columns: int
+    pairs_steps: bool
+    tokens: int
+    out: Out
+    groups: int = 2
+    direct: bool = False
+    most_slots: int = _MOST_SLOTS
+    parts: int = 1
+
+    @property
+    def fragments(self) -> int:
+        """Of a block, at most."""
+        return self.groups * GROUP_FRAGMENTS
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one group of warps more than multiply."""
+        return (self.groups + 1) * _GROUP_WARPS * _LANES
+
+    @property
+    def slot_bytes(self) -> int:
+        """A chunk of tokens and of weights."""
+        weights = 0 if self.direct else self.fragments * 2 * chunk_bytes(self.stored.value_bits)
+        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes + weights
+
+    @property
+    def results_bytes(self) -> int:
+        """What results take on their way."""
+        row = _WIDE_ROW_BYTES if self.out is Out.WIDE else _ROW_BYTES
+        return self.groups * _GROUP_WARPS * _BATCH * row
+
+    @property
+    def slots(self) -> int:
+        """As many as shared memory has room for."""
+        room = TYPICAL[ARCH].shared_bytes - self.results_bytes
+        return min(self.most_slots, room // (self.slot_bytes + _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.slots * self.slot_bytes + self.results_bytes
+
+    @property
+    def source(self) -> Source:
+        """What is compiled."""
+        return Source(KERNEL, self._header)
+
+    @property
+    def _header(self) -> str:
+        numbers = {
+            "kTokens": self.tokens,
+            "kGroups": self.groups,
+            "kChunks": num_chunks(self.columns),
+            "kParts": self.parts,
+            "kPackedThreads": self.threads,
+            "kPackedSlots": self.slots,
+            "kPackedShared": self.shared_bytes,
+            "kLoadRegisters": _LOAD_REGISTERS,
+            "kMultiplyRegisters": _MULTIPLY_REGISTERS,
+        }
+        lines = [
+            weights_header(self.stored, self.dtype, self.steps, pairs_steps=self.pairs_steps),
+            f"enum class Out : u32 {{ {', '.join(Out)} }};",
+            f"constexpr Out kOut = Out::{self.out};",
+            f"constexpr bool kDirect = {str(self.direct).lower()};",
+            f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
+            *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
+            f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
+            multiply_rows(self.tokens, self.dtype),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
+    """How a matrix is multiplied by tiles of so many tokens."""
+    return Form(matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out)
+
+
+def operations_of(plan: Plan) -> list[Operation]:
+    """Every multiply of a plan, of layers of each kind and the head."""
+    return [*(op for kind in plan.image.kinds for op in kind.operations.values()), plan.image.head]
+
+
+def arranged_bytes(plan: Plan, most_tokens: int) -> int:
+    """What a pass's activations take in the order in which packed matrices meet them."""
+    widest = max(op.matrix.columns for op in operations_of(plan))
+    return most_tokens * widest * plan.dtype.num_bytes
+
+
+def parts_of(columns: int) -> list[int]:
+    """Into how many equal parts columns can be cut, of an even number of chunks each."""
+    chunks = num_chunks(columns)
+    return [parts for parts in PARTS if parts == 1 or chunks % (2 * parts) == 0]
+
+
+def parted_bytes(plan: Plan) -> int:
+    """What products in parts take, in fp32: neither of gate_up nor of the head, with many rows."""
+    layers = [op for kind in plan.image.kinds for op in kind.operations.values()]
+    rows = max(op.matrix.rows for op in layers if op.matrix.order is not RowOrder.PAIRED)
+    return PARTS[-1] * MOST_PARTED_TOKENS * rows * Dtype.FP32.num_bytes
+
+
+def rows_source(stored: WeightFormat, dtype: Dtype, steps: int) -> Source:
+    """Of the kernels that arrange activations and look up rows of an embedding stored like this."""
+    return Source(ROWS_KERNEL, weights_header(stored, dtype, steps, pairs_steps=False) + "\n")
+
+
+def weights_header(stored: WeightFormat, dtype: Dtype, steps: int, *, pairs_steps: bool) -> str:
+    """What `cuda/tile/fragments.cuh` wants to know of a matrix."""
+    meaning = stored.meaning
+    codes = None if meaning is None else meaning.codes
+    scale = Dtype.FP32 if meaning is None or codes is Codes.FP8 else meaning.scale_dtype
+    bools = {
+        "kBf16": dtype is Dtype.BF16,
+        "kPairsSteps": pairs_steps,
+        "kHasZeros": stored.zero_bits > 0,
+    }
+    numbers = {
+        "kStepColumns": STEP_COLUMNS,
+        "kHalfTileRows": HALF_TILE_ROWS,
+        "kHalfTileValues": HALF_TILE_VALUES,
+        "kValueBits": stored.value_bits,
+        "kSteps": steps,
+        "kGroup": stored.group or STEP_COLUMNS,
+        "kScaleRows": stored.scale_rows,
+    }
+    return "\n".join(
+        [
+            "// Generated; see prefill/packed_form.py.",
+            "#pragma once",
+            '#include "ptx/types.cuh"',
+            f"enum class Codes : u32 {{ {', '.join(_CODES.values())} }};",
+            f"constexpr Codes kCodes = Codes::{_CODES[codes]};",
+            f"enum class ScaleType : u32 {{ {', '.join(_SCALES.values())} }};",
+            f"constexpr ScaleType kScaleType = ScaleType::{_SCALES[scale]};",
+            *(f"constexpr bool {name} = {str(x).lower()};" for name, x in bools.items()),
+            *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
+        ]
+    )
+
+
+def multiply_rows(tokens: int, dtype: Dtype) -> str:
+    """CUDA text: wgmma of 64 rows in registers and so many tokens in shared memory.
+
+    Rows `a` are of m64k16, tokens an operand of ptx/wgmma.cuh; s[4 j + 2 h + i] of lane l in warp w
+    is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
+    """
+    sums, kind = tokens // 2, dtype.value.replace("fp16", "f16")
+    places = ", ".join(f"%{i}" for i in range(sums))
+    a = ", ".join(f"%{sums + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(s[{i}])' for i in range(sums))
+    return (
+        f"__device__ __forceinline__ void multiply_rows(float (&s)[{sums}], const uint4& a, u64 b, "
+        "u32 adds) {\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{sums + 5}, 0; '
+        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} "
+        f'{{{places}}}, {{{a}}}, %{sums + 4}, p, 1, 1, 0; }}"\n'
+        f"      : {outputs}\n"
+        '      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(adds));\n'
+        "}\n"
+        "// Its registers are written before the fence that products begin with.\n"
+        "__device__ __forceinline__ void finish_operand(uint4& a) {\n"
+        '  asm volatile("" : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w)::"memory");\n'
+        "}"
+    )

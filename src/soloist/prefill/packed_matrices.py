@@ -1,0 +1,267 @@
+"""Products with a model's packed matrices: prompts read what decoding reads, on one Hopper GPU."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.megakernel.layer_kind import Operation
+from soloist.megakernel.packed_weights import PackedWeights
+from soloist.megakernel.partition import RowOrder
+from soloist.megakernel.plan import Plan
+from soloist.model.torch_types import TORCH_DTYPES
+from soloist.prefill.fragments import (
+    ARRANGED_COLUMNS,
+    GROUP_FRAGMENTS,
+    Fragment,
+    Load,
+    Tiling,
+    best_shares,
+    fragments,
+    half_tiles_of_rows,
+    halves_table,
+    has_fragments,
+    tiled,
+)
+from soloist.prefill.packed_form import (
+    ARCH,
+    MOST_PARTED_TOKENS,
+    PARTS,
+    WIDTHS,
+    Form,
+    Out,
+    arranged_bytes,
+    form_of,
+    operations_of,
+    parted_bytes,
+    parts_of,
+    rows_source,
+)
+from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
+from soloist.prefill.products import Arranged, Factor, Products
+
+_HEAD = "head"
+# Wider tiles of quantised matrices leave no registers for results of this kind.
+_MOST_GATED_TOKENS = 128
+
+
+def require_packed_prompts(plan: Plan) -> None:
+    """Refuse what these products cannot do, before anything is allocated.
+
+    Raises:
+        ShapeUnsupported: other GPUs, several of them, lanes, or matrices of other sizes or formats.
+    """
+    if plan.gpu.arch != ARCH:
+        raise ShapeUnsupported(f"prompts from packed weights on {plan.gpu.arch}", ARCH)
+    if plan.ranks > 1 or plan.shape.has_lanes:
+        raise ShapeUnsupported("prompts from packed weights on several GPUs or lanes", "one GPU")
+    for op in operations_of(plan):
+        matrix = op.matrix
+        if matrix.columns % ARRANGED_COLUMNS:
+            given = f"{matrix.columns} columns of {matrix.name}"
+            raise ShapeUnsupported(given, f"multiples of {ARRANGED_COLUMNS}")
+        if matrix.format.offset_bits or matrix.format.super_block:
+            given = f"{matrix.name} in {matrix.format.name}"
+            raise ShapeUnsupported(given, "formats without offsets and super-blocks")
+        assert has_fragments(op), "a rank that is alone has units of whole halves"
+
+
+class _Launch(NamedTuple):
+    """All that a product needs beside its factor."""
+
+    kernel: PackedProduct
+    image: int
+    table: Tensor
+    tiling: Tiling
+
+    def __call__(self, x: Tensor, out: Tensor, stream: int) -> None:
+        self.kernel.launch(x, self.image, self.table, self.tiling, out, stream)
+
+
+class PackedMatrices(Products):
+    """Multiplies by a model's packed matrices.
+
+    Factors that are not arranged are copied first.
+
+    Args:
+        plan: of the decode kernel, as `require_packed_prompts` wants it.
+        packed: its weights.
+        columns: of permuted matrices: which columns of activations theirs meet, by name.
+        most_tokens: of a pass.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
+    """
+
+    in_rows = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        packed: PackedWeights,
+        columns: dict[str, Tensor],
+        most_tokens: int,
+        cache_root: Path | None,
+    ) -> None:
+        super().__init__(self._embedding)
+        require_packed_prompts(plan)
+        self._plan, self._packed, self._cache_root = plan, packed, cache_root
+        self._columns = columns
+        image = packed.image
+        self._address, self._device = image.data_ptr(), image.device
+        room = arranged_bytes(plan, most_tokens) // plan.dtype.num_bytes
+        dtype = TORCH_DTYPES[plan.dtype]
+        self._arranged = torch.empty(room, dtype=dtype, device=image.device)
+        parts = parted_bytes(plan) // torch.float32.itemsize
+        self._parts = torch.empty(parts, dtype=torch.float32, device=image.device)
+        self._kernels: dict[Form, PackedProduct] = {}
+        self._launches: dict[tuple[str, int, Out, int], _Launch] = {}
+        self._found: dict[tuple[Operation, int, bool], tuple[Fragment, ...]] = {}
+        self._tables: dict[tuple[Operation, int, bool, int], tuple[Tiling, Tensor]] = {}
+
+    def _embedding(self, name: str) -> Tensor:
+        assert name == "embedding", "matrices are packed"
+        assert self._packed.embedding is not None, "the head's rows are looked up"
+        return self._packed.embedding
+
+    @cached_property
+    def _rows(self) -> PackedRows:
+        head = self._plan.image.head.matrix
+        source = rows_source(head.format, self._plan.dtype, head.steps)
+        with torch.cuda.device(self._device):
+            return PackedRows(source, self._cache_root)
+
+    @cached_property
+    def _head_table(self) -> Tensor:
+        plan = self._plan
+        halves = half_tiles_of_rows(plan.shape, plan.image.head, plan.image.block_stride)
+        return on_device(halves_table(halves), self._device)
+
+    def operation(self, name: str) -> Operation:
+        """The decode kernel's of a matrix."""
+        layer, short = _place(name)
+        return self._plan.image.operation(layer, short)
+
+    def behaviour(self, name: str) -> tuple[int, Hashable]:
+        """See Products: among more rows than short passes have, bits depend on the matrix alone."""
+        operation = self.operation(name)
+        return operation.matrix.columns, operation
+
+    def look_up(self, ids: Tensor, residual: Tensor) -> bool:
+        """See Products; an embedding that is no head's lies row by row."""
+        if self._packed.embedding is not None:
+            return False
+        place = self._address + self._plan.image.matrix_offset(0, _HEAD)
+        self._rows.look_up(place, self._head_table, ids, residual, self._stream)
+        return True
+
+    def multiply(self, x: Factor, name: str, out: Tensor, first: int = 0) -> None:
+        """See Products."""
+        kind = Out.WIDE if out.dtype is torch.float32 else Out.VALUES
+        self._launch(x, name, out, kind, first)
+
+    def gated(self, x: Tensor, name: str, out: Tensor) -> Factor | None:
+        """See Products; neurons leave as `down` reads them, if it reads them in their order."""
+        operation = self.operation(name)
+        if operation.matrix.order is not RowOrder.PAIRED:
+            return None
+        down = name.rpartition(".")[0] + ".down"
+        is_plain = down not in self._columns and out.shape[1] % ARRANGED_COLUMNS == 0
+        self._launch(x, name, out, Out.ARRANGED if is_plain else Out.GATED, 0)
+        return Arranged(out) if is_plain else out
+
+    @property
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _launch(self, x: Factor, name: str, out: Tensor, kind: Out, first: int) -> None:
+        stream = self._stream
+        if isinstance(x, Arranged):
+            arranged = x.values
+        else:
+            arranged = self._arranged[: x.numel()].view(x.shape)
+            self._rows.arrange(x, self._columns.get(name), arranged, stream)
+        which = (name, len(arranged), kind, first)
+        if which not in self._launches:
+            self._launches[which] = self._prepared(name, len(arranged), kind, first, out)
+        launch = self._launches[which]
+        if (count := launch.kernel.form.parts) == 1:
+            launch(arranged, out, stream)
+            return
+        parts = self._parts[: count * out.numel()].view(count, *out.shape)
+        launch(arranged, parts, stream)
+        self._rows.add_parts(parts, out, stream)
+
+    def _prepared(self, name: str, tokens: int, kind: Out, first: int, out: Tensor) -> _Launch:
+        layer, short = _place(name)
+        operation = self.operation(name)
+        form, each = self._form(operation, tokens, kind, first, out)
+        if form not in self._kernels:
+            with torch.cuda.device(self._device):
+                self._kernels[form] = PackedProduct(form, self._cache_root)
+        tiling, table = self._table(operation, first, each, gated=is_gated(kind))
+        image = self._address + self._plan.image.matrix_offset(layer, short)
+        return _Launch(self._kernels[form], image, table, tiling)
+
+    def _form(
+        self, operation: Operation, tokens: int, kind: Out, first: int, out: Tensor
+    ) -> tuple[Form, int]:
+        """How so many tokens are multiplied, and fragments of a tile of rows.
+
+        Only short passes have sums in parts: bits of others are the same for any number of tokens.
+        """
+        matrix, width = operation.matrix, width_for(tokens, kind)
+        found = self._fragments(operation, first, gated=is_gated(kind))
+        may_part = tokens <= MOST_PARTED_TOKENS and not is_gated(kind) and first == 0
+        fits = may_part and PARTS[-1] * out.numel() <= self._parts.numel() and out.numel() % 4 == 0
+        load = Load(
+            len(found), matrix.columns, matrix.format.value_bits, width, -(-tokens // width)
+        )
+        each, parts = best_shares(
+            load, self._plan.gpu.num_sms,
+            parts=parts_of(matrix.columns) if fits else (1,),
+            multiple=GROUP_FRAGMENTS if kind is Out.ARRANGED else 1,
+        )  # fmt: skip
+        form = form_of(matrix, self._plan.dtype, width, kind if parts == 1 else Out.WIDE)
+        return replace(form, parts=parts), each
+
+    def _fragments(self, operation: Operation, first: int, *, gated: bool) -> tuple[Fragment, ...]:
+        which = (operation, first, gated)
+        if which not in self._found:
+            plan = self._plan
+            self._found[which] = fragments(
+                plan.shape, operation, plan.image.block_stride, gated=gated, first=first
+            )
+        return self._found[which]
+
+    def _table(
+        self, operation: Operation, first: int, each: int, *, gated: bool
+    ) -> tuple[Tiling, Tensor]:
+        which = (operation, first, gated, each)
+        if which not in self._tables:
+            found = self._fragments(operation, first, gated=gated)
+            tiling, table = tiled(found, each, operation.matrix.rows // (2 if gated else 1))
+            self._tables[which] = tiling, on_device(table, self._device)
+        return self._tables[which]
+
+
+def width_for(tokens: int, out: Out) -> int:
+    """Of tiles, for so many tokens: the narrowest that holds them, or one that wastes few."""
+    least = WIDTHS[1] if out is Out.ARRANGED else WIDTHS[0]
+    most = _MOST_GATED_TOKENS if out is Out.GATED else WIDTHS[-1]
+    fit = [width for width in WIDTHS if least <= width <= most]
+    if tokens <= fit[-1]:
+        return next(width for width in fit if width >= tokens)
+    half = fit[-1] // 2
+    return half if 0 < tokens % fit[-1] <= half and tokens < 4 * fit[-1] else fit[-1]
+
+
+def _place(name: str) -> tuple[int, str]:
+    """(layer, the operation's name); the head's where the embedding is the same."""
+    if name in ("embedding", _HEAD):
+        return 0, _HEAD
+    _, number, short = name.split(".")
+    return int(number), short

@@ -1,0 +1,121 @@
+"""Attention of passes straight from KV pages, by a kernel of ours on Hopper."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soloist.errors import ShapeUnsupported
+from soloist.jit.tensor_map import TensorMap, boxes_map
+from soloist.kv.pool import PagePool
+from soloist.prefill import hopper
+from soloist.prefill.elementwise import Chunk
+from soloist.prefill.page_form import (
+    ENTRY,
+    MERGE_ENTRY,
+    MERGE_THREADS,
+    MOST_PARTIAL_BYTES,
+    THREADS,
+    PageForm,
+    launch_scale,
+)
+
+
+def require_page_attention(form: PageForm | None, arch: str) -> PageForm:
+    """Refuse models and GPUs for which there is no such kernel.
+
+    Raises:
+        ShapeUnsupported: there is none.
+    """
+    if form is None:
+        given = f"attention of prompts from KV pages on {arch}, for these heads"
+        raise ShapeUnsupported(given, f"{hopper.ARCH}, and 32, 64, 96 or 128 numbers a head")
+    return form
+
+
+class PageAttention:
+    """The kernels, compiled and loaded, and memory for sums of splits.
+
+    Args:
+        form: for the model.
+        pool: has keys and values.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
+        most_partial_bytes: of sums of splits; a pass that has more does without splits.
+
+    Raises:
+        DeviceError: it cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self,
+        form: PageForm,
+        pool: PagePool,
+        cache_root: Path | None,
+        most_partial_bytes: int = MOST_PARTIAL_BYTES,
+    ) -> None:
+        self.form = form
+        self._attend = hopper.load(form.source, ENTRY, form.shared_bytes, cache_root)
+        self._merge = hopper.load(form.source, MERGE_ENTRY, 0, cache_root)
+        self._slots = most_partial_bytes // form.partial_bytes
+        num_bytes = max(1, self._slots) * form.partial_bytes
+        self._partials = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
+        address, pages = hopper.address(pool.tensor), pool.num_pages
+        self._of_pool = (
+            *(boxes_map(address, boxes) for boxes in form.keys(pages)),
+            boxes_map(address, form.values(pages)),
+        )
+        self._maps_type = type(
+            "PageMaps", (ctypes.Structure,),
+            {"_fields_": [("maps", TensorMap * (1 + len(self._of_pool)))]},
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Of sums of splits."""
+        return self._partials.numel()
+
+    def launch(
+        self,
+        queries: Tensor,
+        chunk: Chunk,
+        query_bounds: Tensor,
+        layer: int,
+        window: int | None,
+        out: Tensor,
+        stream: int,
+    ) -> None:
+        """`out` = softmax(q kᵀ / √D) v, each query over the pool's keys up to its own position.
+
+        A row's bits depend neither on how many rows there are, nor on which others. Where splits of
+        its keys begin, and the order in which these are added, follow from positions.
+
+        Args:
+            queries: [rows, Q, D]; what `out` has for those behind the last one is undefined.
+            chunk: whose keys and values are in the pool; the device reads where it ends.
+            query_bounds: [2] int32, 0 and the number of queries, the last of which is at the
+                chunk's end.
+            layer: which one.
+            window: how many of the latest keys a query sees, itself included; None means all.
+            out: [rows, Q, D].
+            stream: handle.
+        """
+        rows, _, head_dim = queries.shape
+        of_queries = boxes_map(hopper.address(queries), self.form.queries(rows))
+        maps = self._maps_type((TensorMap * (1 + len(self._of_pool)))(of_queries, *self._of_pool))
+        to, partials = (ctypes.c_void_p(x.data_ptr()) for x in (out, self._partials))
+        bounds = [ctypes.c_void_p(x.data_ptr()) for x in (query_bounds, chunk.key_bounds)]
+        slots, own_window = ctypes.c_uint32(self._slots), ctypes.c_uint32(window or 0)
+        scale, blocks = ctypes.c_float(launch_scale(head_dim)), self._attend.num_sms
+        table = ctypes.c_void_p(chunk.page_table.data_ptr())
+        # Every SM gets a block: which work there is the device knows.
+        self._attend.launch(
+            blocks, THREADS, self.form.shared_bytes,
+            (maps, to, partials, slots, table, *bounds, ctypes.c_uint32(layer), own_window, scale),
+            stream, cooperative=False,
+        )  # fmt: skip
+        self._merge.launch(
+            self.form.merging_blocks(rows), MERGE_THREADS, 0,
+            (to, partials, slots, *bounds, own_window, scale, ctypes.c_uint32(blocks)),
+            stream, cooperative=False,
+        )  # fmt: skip

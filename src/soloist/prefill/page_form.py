@@ -1,0 +1,176 @@
+"""Attention straight from KV pages: what is compiled, and how the copy engine takes pages apart.
+
+Of `cuda/kernels/attend_pages.cu`. Pure: no torch, no device.
+"""
+
+import math
+from dataclasses import dataclass
+
+from soloist.jit.source import Source
+from soloist.jit.tensor_map import Boxes
+from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
+from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.kv_format import PAGE_FORMATS
+from soloist.prefill.header import AWAIT_NS
+
+KERNEL, ENTRY, MERGE_ENTRY = "kernels/attend_pages.cu", "attend_pages", "merge_splits"
+ARCH = "sm_90a"
+THREADS, MERGE_THREADS = 384, 256
+# Positions whose sums begin anew. As many items of one row tile may be under way as it has splits:
+# 25 at 100,000 positions. Sums of a split take as long to write and read again as 100 positions.
+SPLIT_KEYS = 4096
+# Rows of an item, and keys of a product.
+TILE = 128
+# By head dimension: as many tiles of keys or values ahead as shared memory has room for.
+_SLOTS = {32: 12, 64: 8, 96: 6, 128: 4}
+# Sums of splits in memory: what a pass of 256 rows of llama-3.1-8b over 100,000 positions has.
+MOST_PARTIAL_BYTES = 112 * 1024 * 1024
+_VALUE_BYTES, _SUM_BYTES = 2, 4
+_BOX_COLUMNS = 32
+_BOX_BYTES = _BOX_COLUMNS * _VALUE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """The kernel for one model, or for one rank's share of it.
+
+    Attributes:
+        layout: of the pool.
+        group: query heads that share keys.
+        dtype: 16-bit.
+        split_keys: positions of a split, a multiple of `TILE`.
+    """
+
+    layout: KvLayout
+    group: int
+    dtype: Dtype
+    split_keys: int = SPLIT_KEYS
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.layout.head_dim
+
+    @property
+    def item_tokens(self) -> int:
+        """Tokens whose queries of one KV head are an item."""
+        return TILE // self.group
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of keys or of values; of queries as well."""
+        return TILE * self.head_dim * _VALUE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: queries, slots, and sums of splits before."""
+        slots = (1 + _SLOTS[self.head_dim]) * self.tile_bytes
+        return slots + TILE * self.head_dim * _SUM_BYTES
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of one split's sums of one item."""
+        return TILE * self.head_dim * _SUM_BYTES + MERGE_THREADS * 4 * _SUM_BYTES
+
+    def merging_blocks(self, rows: int) -> int:
+        """Of the kernel that merges splits of up to so many rows: one for 32 columns of an item."""
+        return -(-rows // self.item_tokens) * self.layout.num_heads * self.head_dim // _BOX_COLUMNS
+
+    @property
+    def source(self) -> Source:
+        """What is compiled."""
+        counts = {
+            "kLayers": self.layout.num_layers,
+            "kHeadDim": self.head_dim,
+            "kGroupHeads": self.group,
+            "kSplitKeys": self.split_keys,
+            "kAttendThreads": THREADS,
+            "kAttendSlots": _SLOTS[self.head_dim],
+            "kAttendShared": self.shared_bytes,
+        }
+        spec = "\n".join(
+            [
+                "// Generated; see prefill/page_form.py.",
+                "#pragma once",
+                '#include "ptx/types.cuh"',
+                f"constexpr bool kBf16 = {str(self.dtype is Dtype.BF16).lower()};",
+                *(f"constexpr unsigned {name} = {n}u;" for name, n in counts.items()),
+                f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
+                self.layout.cuda,
+                "",
+            ]
+        )
+        return Source(KERNEL, spec)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def queries(self, rows: int) -> Boxes:
+        """Of queries [rows, Q, D]; a copy takes 32 columns of an item's rows."""
+        kv_heads, group, head = self.layout.num_heads, self.group, self.head_dim * _VALUE_BYTES
+        return Boxes(
+            0,
+            (_BOX_COLUMNS, group, rows, kv_heads, self.head_dim // _BOX_COLUMNS),
+            (head, kv_heads * group * head, group * head, _BOX_BYTES),
+            (_BOX_COLUMNS, group, self.item_tokens, 1, 1),
+        )
+
+    def keys(self, num_pages: int) -> tuple[Boxes, ...]:
+        """Of a pool, by parity of rows and side; a copy takes one side of half of a half page.
+
+        The rows of a copy are those of one parity, 0 8 2 10 4 12 6 14 and on for even ones: a
+        thread then has scores of neighbours. A side is every other box of 32 columns where odd rows
+        swap these; then odd rows' columns of a side lie where the other side's are of even rows.
+        The fifth dimension counts 16 rows; a half page has keys first, then values.
+        """
+        row = self.head_dim * _VALUE_BYTES
+        sides = 2 if self.layout.swaps_chunks else 1
+        boxes = self.head_dim // _BOX_COLUMNS // sides
+        sixteens = 2 * self._num_half_pages(num_pages) * HALF_PAGE_POSITIONS // 16
+        return tuple(
+            Boxes(
+                parity * row + (side ^ parity if sides > 1 else side) * _BOX_BYTES,
+                (_BOX_COLUMNS, 2, 4, boxes, sixteens),
+                (8 * row, 2 * row, sides * _BOX_BYTES, 16 * row),
+                (_BOX_COLUMNS, 2, 4, boxes, HALF_PAGE_POSITIONS // 16),
+            )
+            for parity in range(2)
+            for side in range(sides)
+        )
+
+    def values(self, num_pages: int) -> Boxes:
+        """Of a pool: a copy takes a half page, a row for each column of a head."""
+        half_page, dim = self.layout.half_page_bytes, self.head_dim
+        stride = 2 * half_page
+        return Boxes(
+            half_page,
+            (HALF_PAGE_POSITIONS, dim, self._num_half_pages(num_pages), 1, 1),
+            (HALF_PAGE_POSITIONS * _VALUE_BYTES, stride, stride, stride),
+            (HALF_PAGE_POSITIONS, dim, 1, 1, 1),
+        )
+
+    def _num_half_pages(self, num_pages: int) -> int:
+        return num_pages * self.layout.num_layers * self.layout.num_heads * PAGE_HALVES
+
+
+def launch_scale(head_dim: int) -> float:
+    """What scores are multiplied by before 2 to their power is taken."""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def page_form(config: ModelConfig, dtype: Dtype, arch: str) -> PageForm | None:
+    """The kernel for a model whose layers have the same heads; None where a library attends.
+
+    Args:
+        config: what the rank has, with heads of all its streams.
+        dtype: of the pool.
+        arch: such as 'sm_90a'.
+    """
+    a = config.layers[0].attention
+    if arch != ARCH or dtype not in PAGE_FORMATS or a.head_dim not in _SLOTS:
+        return None
+    group = a.num_query_heads // a.num_kv_heads
+    if group > TILE or PAGE_FORMATS[dtype].num_bytes(1) != _VALUE_BYTES:
+        return None
+    layout = KvLayout(config.num_layers, a.num_kv_heads, a.head_dim, PAGE_FORMATS[dtype])
+    return PageForm(layout, group, dtype)

@@ -1,0 +1,210 @@
+"""One request's drafts: of a prediction where the answer follows one, else looked up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from soloist.speculation.depth import ONE, Costs, Depth
+from soloist.speculation.lookup import Archive, as_ids, following, look_up
+from soloist.speculation.prediction import Prediction
+from soloist.speculation.tokens import Ids, Tokens
+
+# Where there is no archive.
+_NOTHING = as_ids(())
+
+Source = Literal["prediction", "lookup"]
+
+# Kinds of drafts, which are accepted differently often: of a prediction, and looked up by the
+# length of the match; with the share that is assumed at first.
+_FIRST_PREDICTION = ONE * 9 // 10
+FIRST_LOOKUP = ((16, ONE * 9 // 10), (8, ONE * 3 // 4), (4, ONE // 2), (0, ONE * 3 // 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How an executor has requests draft.
+
+    Attributes:
+        costs: of its steps.
+        looks_up: whether drafts come from the texts that are there, too, or of predictions alone.
+    """
+
+    costs: Costs
+    looks_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next.
+
+    Attributes:
+        ids: at least one.
+        source: where they come from.
+        kind: whose acceptance they belong to; for the drafter.
+    """
+
+    ids: tuple[int, ...]
+    source: Source
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What an answer's next drafts depend on, for whoever drafts in the drafter's place.
+
+    Attributes:
+        prediction: the predicted text; None where there is none.
+        archive: earlier answers.
+        at: index of the token of `prediction` that is expected next.
+        is_good: whether the answer follows `prediction` there.
+        depths: by kind, see `Depth.state`.
+        costs: of a step, by drafts.
+        looks_up: whether drafts come from other texts than the prediction.
+    """
+
+    prediction: Ids | None
+    archive: Ids
+    at: int
+    is_good: bool
+    depths: tuple[tuple[int, int, int, int], ...]
+    costs: tuple[int, ...]
+    looks_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of the drafts of an answer.
+
+    Attributes:
+        rounds: that checked a draft.
+        drafted: tokens of these drafts.
+        accepted: of them, those that are tokens of the answer.
+        predicted: of the drafted ones, those of a prediction.
+        predicted_accepted: of these, those that are tokens of the answer.
+        by_place: accepted tokens by their place in a draft.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+    by_place: tuple[int, ...] = ()
+
+    def with_draft(self, draft: Draft) -> "Tally":
+        """The same, and a draft that was checked."""
+        is_predicted, count = draft.source == "prediction", len(draft.ids)
+        return replace(
+            self,
+            rounds=self.rounds + 1,
+            drafted=self.drafted + count,
+            predicted=self.predicted + count * is_predicted,
+        )
+
+    def with_accepted(self, draft: Draft, place: int) -> "Tally":
+        """The same, and a token that was right, at this place of its draft, from 0 on."""
+        places = [*self.by_place, *[0] * (place + 1 - len(self.by_place))]
+        places[place] += 1
+        return replace(
+            self,
+            accepted=self.accepted + 1,
+            predicted_accepted=self.predicted_accepted + (draft.source == "prediction"),
+            by_place=tuple(places),
+        )
+
+
+class Drafter:
+    """Drafts what may follow in one answer; one thread at a time.
+
+    Args:
+        drafting: how.
+        prompt_ids: the prompt.
+        prediction_ids: of the predicted text; None where there is none.
+        archive: earlier answers; None where none are kept.
+    """
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        prompt_ids: Sequence[int],
+        prediction_ids: Sequence[int] | None = None,
+        archive: Archive | None = None,
+    ) -> None:
+        self._looks_up, self._archive = drafting.looks_up, archive
+        self._prompt_ids = prompt_ids
+        self._history: Tokens | None = None
+        self._num_seen = self._drafted_at = 0
+        self._prediction = None if prediction_ids is None else Prediction(as_ids(prediction_ids))
+        self._costs = costs = drafting.costs
+        self._depths = [Depth(costs, _FIRST_PREDICTION)]
+        self._depths += [Depth(costs, first) for _, first in FIRST_LOOKUP]
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether there may be drafts later, though there is none now."""
+        return self._looks_up or (self._prediction is not None and not self._prediction.is_over)
+
+    @property
+    def state(self) -> DraftState:
+        """After the latest draft; its arrays are valid until the next one."""
+        place = self._prediction
+        return DraftState(
+            prediction=None if place is None else place.ids,
+            archive=_NOTHING if self._archive is None else self._archive.ids,
+            at=0 if place is None else place.at,
+            is_good=place is not None and place.is_good,
+            depths=tuple(depth.state for depth in self._depths),
+            costs=self._costs.of_drafts,
+            looks_up=self._looks_up,
+        )
+
+    def num_since(self, output_ids: Sequence[int]) -> int:
+        """Tokens of the answer since its latest draft."""
+        return len(output_ids) - self._drafted_at
+
+    def draft(self, output_ids: Sequence[int], most: int) -> Draft | None:
+        """What may follow the answer so far; None in a pause, or where nothing is known.
+
+        Args:
+            output_ids: all of the answer.
+            most: tokens.
+        """
+        self._see(output_ids)
+        if self._prediction is not None:
+            ids = self._prediction.next_ids(max(0, most)).tolist()
+            if ids and (draft := self._cut("prediction", 0, ids)) is not None:
+                return draft
+        if not self._looks_up or most < 1:
+            return None
+        assert self._history is not None, "it was seen"
+        archive = _NOTHING if self._archive is None else self._archive.ids
+        found = look_up(self._history.ids, archive)
+        if found is None:
+            return None
+        match, text = found
+        kind = 1 + next(i for i, (least, _) in enumerate(FIRST_LOOKUP) if match.length >= least)
+        return self._cut("lookup", kind, following(text, match.at, min(most, match.length)))
+
+    def judge(self, draft: Draft, num_checked: int, num_accepted: int) -> None:
+        """Of the draft's first tokens so many were checked, and so many of these accepted."""
+        self._depths[draft.kind].judge(num_checked, num_accepted)
+
+    def _see(self, output_ids: Sequence[int]) -> None:
+        """Take what came since the last time."""
+        if self._looks_up and self._history is None:
+            self._history = Tokens(self._prompt_ids)
+        new = output_ids[self._num_seen :]
+        self._num_seen += len(new)
+        if self._history is not None:
+            self._history.extend(new)
+        if self._prediction is not None:
+            self._prediction.take(*new)
+
+    def _cut(self, source: Source, kind: int, ids: Sequence[int]) -> Draft | None:
+        most = self._depths[kind].most
+        if not most:
+            self._depths[kind].skip()
+        if not ids[:most]:
+            return None
+        self._drafted_at = self._num_seen
+        return Draft(tuple(ids[:most]), source, kind)

@@ -1,0 +1,346 @@
+"""Drafts change no token: with and without them, whatever is drafted and whatever is asked for."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from soloist.engine import Completion, Failure
+from soloist.engine.core import EngineCore
+from soloist.engine.events import Chunk
+from soloist.engine.executor import Executor
+from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
+from soloist.engine.reference import COLUMN_COSTS, ReferenceModel
+from soloist.engine.request import Request
+from soloist.model.config import Attention, ModelConfig
+from soloist.reference.build import build_reference
+from soloist.reference.columns import columns_pay, rows_keep_bits
+from soloist.sampling import Sampler, SamplingParams
+from soloist.speculation import Archive, Costs, Drafter, Drafting
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
+from unit.prefill.models import MODELS, model, random_weights
+from unit.sampling.constraints import Drawn, Steps
+
+EOS = (3,)
+CONFIG = model(*[Attention(4, 2, 16), replace(Attention(4, 2, 16), window=20)], context_tokens=600)
+# Drafts as often as they can be had, however seldom they are right; and as the engine does.
+ALWAYS = Drafting(Costs((1,) * 7), looks_up=True)
+USUAL = Drafting(COLUMN_COSTS, looks_up=True)
+
+
+def reference() -> ReferenceModel:
+    torch.set_num_threads(1)
+    return ReferenceModel(CONFIG, random_weights(CONFIG), 3 * 600, 3, 32, keeps_prefixes=True)
+
+
+def kernel(sequences: int = 3) -> KernelExecutor:
+    cache = Cache()
+    decoder = FakeDecoder(cache, 4096, sequences)
+    # Three requests that grow do not fit: some are preempted.
+    return KernelExecutor(decoder, FakePrefill(cache), 14, VOCAB, keeps_prefixes=True)
+
+
+def drafting_kernel(sequences: int = 3) -> KernelExecutor:
+    executor = kernel(sequences)
+    executor.drafts_in_kernel = True
+    return executor
+
+
+class Asked:
+    """A random request, which may be made more than once."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        rng = random.Random(seed)
+        words = [[rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 6))] for _ in range(6)]
+        self.prompt = [3, *chain.from_iterable(rng.choices(words, k=rng.randint(1, 12)))]
+        sampled = rng.random() < 0.7
+        self.params = SamplingParams(
+            max_tokens=rng.randint(1, most),
+            min_tokens=0,
+            temperature=rng.choice((0.05, 0.3, 1.0)) if sampled else 0.0,
+            seed=rng.randrange(2**64) if sampled else None,
+            top_k=rng.choice((None, 3, 20)) if sampled else None,
+            top_p=rng.choice((1.0, 0.9)) if sampled else 1.0,
+            min_p=rng.choice((0.0, 0.05)) if sampled else 0.0,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3, 0.7)),
+            presence_penalty=rng.choice((0.0, 0.0, 0.7)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5, -0.6)),
+            logit_bias=rng.choice(({}, {5: 6.0, 9: 6.0}, {3: 2.0})),
+            stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 2)))),
+            ignore_eos=rng.random() < 0.5,
+        )
+        if rng.random() < 0.2:
+            self.params = replace(self.params, min_tokens=self.params.max_tokens // 2)
+        self.form = rng.choice((None, None, None, "steps", "drawn"))
+        self.top_logprobs = rng.choice((None, None, None, 0, 3))
+        self.scores = rng.choice(("answer",) * 8 + ("both",))
+        self.seed = seed
+
+    def sampler(self) -> Sampler:
+        rng = random.Random(self.seed)
+        constraint = None
+        if self.form == "steps":
+            sets: list[set[int]] = []
+            while len(sets) < 60:
+                sets += [{rng.randrange(4, VOCAB)} for _ in range(rng.choice((0, 0, 2, 7)))]
+                sets += [{rng.randrange(4, VOCAB) for _ in range(3)}]
+            constraint = Steps(VOCAB, sets)
+        elif self.form == "drawn":
+            constraint = Drawn(VOCAB, self.seed, share=0.1)
+        return Sampler(self.params, VOCAB, self.prompt, EOS, constraint)
+
+
+def answers(
+    executor: Executor, asked: Sequence[Asked], drafters: Sequence[Drafter | None]
+) -> tuple[list[tuple[object, ...]], list[Completion | None]]:
+    """What clients see of requests side by side, in order; and how each ended."""
+    core = EngineCore(executor, most_waiting=len(asked))
+    requests = [
+        Request(one.prompt, one.sampler(), top_logprobs=one.top_logprobs, scores=one.scores,
+                drafter=drafter)
+        for one, drafter in zip(asked, drafters, strict=True)
+    ]  # fmt: skip
+    for request in requests:
+        core.submit(request)
+    seen: dict[Request, list[object]] = {r: [] for r in requests}
+    ends: dict[Request, Completion] = {}
+    while core.requests:
+        step = core.next()
+        if step is None:
+            continue
+        for _ in core.do(step):
+            pass
+        for request in requests:
+            for event in request.take():
+                if isinstance(event, Completion):
+                    ends[request] = event
+                    seen[request].append((event.token_ids, event.finish_reason, event.stop))
+                elif isinstance(event, Chunk):
+                    seen[request].append((event.token_ids, event.logprobs, event.num_forced))
+                elif isinstance(event, Failure):
+                    seen[request].append(event.error.message)
+                else:
+                    seen[request].append(event)
+    executor.check()
+    return [tuple(seen[r]) for r in requests], [ends.get(r) for r in requests]
+
+
+def edited(rng: random.Random, text: Sequence[int], share: float) -> list[int]:
+    """A text in which a share of the tokens is replaced, left out or preceded by others."""
+    made: list[int] = []
+    for token_id in text:
+        if rng.random() >= share:
+            made.append(token_id)
+            continue
+        kind = rng.randrange(3)
+        if kind != 1:
+            made.append(rng.randrange(VOCAB))
+        if kind == 2:
+            made.append(token_id)
+    return made
+
+
+def drafters(asked: Sequence[Asked], ends: Sequence[Completion | None]) -> list[Drafter | None]:
+    """Predictions that are right, nearly right, wrong or absent."""
+    made: list[Drafter | None] = []
+    for one, end in zip(asked, ends, strict=True):
+        rng = random.Random(one.seed)
+        drafting = rng.choice((ALWAYS, USUAL))
+        share = rng.choice((None, 0.0, 0.1, 0.3, 1.0))
+        text = one.prompt if end is None else end.token_ids
+        predicted = None if share is None else edited(rng, text, share)
+        archive = Archive() if rng.random() < 0.5 else None
+        if archive is not None:
+            archive.add(edited(rng, text, 0.1))
+        made.append(Drafter(drafting, one.prompt, predicted, archive))
+    return made
+
+
+def compare(
+    make: Callable[[], Executor], seeds: Sequence[int], most: int, at_once: int
+) -> tuple[int, int]:
+    """Tokens that were accepted and drafted, where no answer differs."""
+    plain_executor, executor = make(), make()
+    executor.drafting = ALWAYS
+    accepted = drafted = 0
+    for first in range(0, len(seeds), at_once):
+        asked = [Asked(seed, most) for seed in seeds[first : first + at_once]]
+        plain, plain_ends = answers(plain_executor, asked, [None] * len(asked))
+        found, ends = answers(executor, asked, drafters(asked, plain_ends))
+        for one, ours, wanted in zip(asked, found, plain, strict=True):
+            assert ours == wanted, f"request {one.seed}"
+        for end in filter(None, ends):
+            t = end.timings.drafts
+            assert 0 <= t.predicted_accepted <= t.predicted <= t.drafted
+            assert t.predicted_accepted <= t.accepted <= min(t.drafted, len(end.token_ids))
+            assert sum(t.by_place) == t.accepted
+            accepted, drafted = accepted + t.accepted, drafted + t.drafted
+    return accepted, drafted
+
+
+def test_the_reference_gives_the_same_answers() -> None:
+    accepted, drafted = compare(reference, range(60), 60, 3)
+    assert accepted > 300
+    assert drafted - accepted > 300, "there were wrong ones, too"
+
+
+@pytest.mark.slow
+def test_the_reference_gives_the_same_answers_to_a_thousand_requests() -> None:
+    accepted, drafted = compare(reference, range(1000, 2000), 60, 4)
+    assert accepted > 5000
+    assert drafted - accepted > 5000
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_the_decode_kernel_gives_the_same_answers(at_once: int) -> None:
+    accepted, drafted = compare(kernel, range(3000, 3060), 150, at_once)
+    assert accepted > 100
+    assert drafted - accepted > 100
+
+
+def test_drafts_before_a_dead_end_of_a_form_fail_nobody_too_early() -> None:
+    compare(kernel, [4071], 150, 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_launches_that_draft_give_the_same_answers(at_once: int) -> None:
+    accepted, drafted = compare(drafting_kernel, range(4000, 4060), 150, at_once)
+    assert accepted > 100
+    assert drafted - accepted > 100
+
+
+def test_a_right_prediction_takes_one_launch_that_drafts() -> None:
+    asked, executor = greedy(161), drafting_kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    decoder = executor.decoder
+    assert isinstance(decoder, FakeDecoder)
+    decoder.launches.clear()
+    decoder.num_rounds = 0
+    _, (end,) = alone(executor, asked, plain.token_ids, PREDICTIONS)
+    assert end.token_ids == plain.token_ids
+    assert end.timings.drafts.predicted_accepted == 140
+    assert len(decoder.launches) <= 3, "the prompt's, and one or two of the answer"
+    assert decoder.num_rounds <= 20 + 3, "(161 - 1) / 8, and the prompt's"
+
+
+ALIGNED = {
+    name: config
+    for name, config in MODELS.items()
+    if all(x.attention.head_dim % 16 == 0 for x in config.layers) and config.lanes is None
+}
+
+
+@pytest.mark.parametrize("config", ALIGNED.values(), ids=ALIGNED)
+def test_tokens_of_one_step_have_the_bits_of_steps_of_their_own(config: ModelConfig) -> None:
+    torch.set_num_threads(1)
+    assert rows_keep_bits(config)
+    reference = build_reference(config, random_weights(config))
+    ids = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(0))
+    for count in range(2, 9):
+        single, several = reference.new_cache(60), reference.new_cache(60)
+        for cache in (single, several):
+            reference.forward(ids[:40], 0, cache, "none")
+        wanted = [
+            reference.forward(ids[i : i + 1], i, single).clone() for i in range(40, 40 + count)
+        ]
+        found = reference.forward(ids[40 : 40 + count], 40, several, "all", by_rows=True)
+        assert torch.equal(found, torch.cat(wanted)), count
+        for block in range(single.num_blocks):
+            views = zip(
+                single.view(block, 0, 40 + count), several.view(block, 0, 40 + count), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in views)
+
+
+def test_columns_pay_only_where_it_was_measured() -> None:
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    assert columns_pay(CONFIG, fp32, cpu)
+    assert not columns_pay(CONFIG, torch.bfloat16, cpu)
+    assert not columns_pay(CONFIG, fp32, torch.device("cuda"))
+    assert not columns_pay(replace(CONFIG, vocab_size=2**20), fp32, cpu), "16 MiB are 2^22 values"
+    narrow = model(Attention(4, 2, 8), context_tokens=600)
+    assert not columns_pay(narrow, fp32, cpu)
+
+
+def test_a_machine_whose_rows_differ_drafts_nothing(monkeypatch) -> None:
+    def told_apart(gate: torch.Tensor, _: str) -> None:
+        gate.mul_(len(gate))
+
+    monkeypatch.setattr("soloist.reference.columns.activate", told_apart)
+    assert not rows_keep_bits(CONFIG)
+    one = ReferenceModel(CONFIG, random_weights(CONFIG), 600, drafts=True)
+    assert one.drafting is None
+    monkeypatch.undo()
+    assert ReferenceModel(CONFIG, random_weights(CONFIG), 600, drafts=True).drafting is not None
+    assert ReferenceModel(CONFIG, random_weights(CONFIG), 600).drafting is None
+
+
+def alone(executor: Executor, asked: Asked, predicted: Sequence[int], drafting: Drafting):
+    executor.drafting = drafting
+    return answers(executor, [asked], [Drafter(drafting, asked.prompt, predicted)])
+
+
+def greedy(most: int) -> Asked:
+    asked = Asked(0, most)
+    asked.params, asked.form = SamplingParams(max_tokens=most, ignore_eos=True), None
+    asked.top_logprobs, asked.scores = None, "answer"
+    return asked
+
+
+def test_a_right_prediction_takes_an_eighth_of_the_launches() -> None:
+    asked, executor = greedy(161), kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    executor.decoder.launches.clear()
+    _, (end,) = alone(executor, asked, plain.token_ids, PREDICTIONS)
+    assert end.token_ids == plain.token_ids
+    launches = [x for x in executor.decoder.launches if len(x.queries) == 8]
+    assert len(launches) == 20, "(161 - 1) / 8"
+    assert end.timings.drafts.predicted_accepted == 140
+    assert end.timings.tokens_per_round == 8
+
+
+def test_a_wrong_prediction_is_looked_at_less_and_less_often() -> None:
+    asked, executor = greedy(200), kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    executor.decoder.launches.clear()
+    wrong = [(i + 7) % VOCAB for i in plain.token_ids]
+    _, (end,) = alone(executor, asked, wrong, PREDICTIONS)
+    assert end.token_ids == plain.token_ids
+    assert end.timings.drafts.rounds <= 6, "then the place is lost, and nothing is expected"
+    assert len(executor.decoder.launches) < 30
+
+
+def test_requests_side_by_side_on_the_kernel_have_one_query_each() -> None:
+    executor = kernel()
+    executor.drafting = PREDICTIONS
+    asked = [greedy(40), greedy(40)]
+    guess = [Drafter(PREDICTIONS, one.prompt, [5] * 40) for one in asked]
+    answers(executor, asked, guess)
+    shared = [x for x in executor.decoder.launches if len({q.sequence for q in x.queries}) == 2]
+    assert shared
+    assert {len(x.queries) for x in shared} == {2}
+
+
+def test_a_step_that_fails_behind_right_drafts_keeps_their_tokens() -> None:
+    asked, executor = greedy(60), reference()
+    _, (plain,) = answers(executor, [asked], [None])
+    forward, calls = executor.reference.forward, [0]
+
+    def fails_later(ids, position, cache, rows="last", **more):
+        logits = forward(ids, position, cache, rows, **more).clone()
+        at = len(asked.prompt) + 20  # the token at this place cannot be chosen
+        for row in range(len(ids)):
+            if rows != "none" and position + row + 1 == at:
+                logits[row if rows == "all" else -1] = torch.nan
+                calls[0] += 1
+        return logits
+
+    executor.reference.forward = fails_later
+    wanted, _ = answers(executor, [asked], [None])
+    found, _ = alone(executor, asked, plain.token_ids, ALWAYS)
+    assert found == wanted
+    assert "is nan" in str(found[0][-1]).lower()
+    assert calls[0] >= 3, "once without drafts; with them in a draft, and at once"

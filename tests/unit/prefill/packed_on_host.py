@@ -1,0 +1,180 @@
+"""The kernel of products with packed matrices, compiled by g++ (see `block_on_host`)."""
+
+import ctypes
+from pathlib import Path
+
+from soloist.jit.source import Source
+from soloist.prefill.packed_form import Form
+from unit.prefill.block_on_host import compiled, without_shared
+
+_SHIMS = (
+    "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/tensor.cuh",
+    "ptx/transposed.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh", "ptx/e4m3.cuh", "sync/slots.cuh",
+)  # fmt: skip
+
+_OWN = r"""
+struct TensorMap { u64 words[16]; };  // here: address, rows, columns
+inline u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row % 8) << 4); }
+inline void load_box(u32 to, const TensorMap& map, u32 column, u32 row, u32 barrier) {
+  const u16* const from = reinterpret_cast<const u16*>(map.words[0]);
+  const u64 rows = map.words[1], columns = map.words[2];
+  if (to % 1024) std::abort();
+  copies.push_back({[=] {
+    for (u32 i = 0; i < kTokens; ++i)
+      for (u32 c = 0; c < 64; ++c) {
+        const bool is_inside = row + i < rows && column + c < columns;
+        const u16 value = is_inside ? from[(row + i) * columns + column + c] : 0;
+        std::memcpy(shared + to + swizzled(i, c / 8) + c % 8 * 2, &value, 2);
+      }
+    barrier_at(barrier).bytes -= kTokens * 128, settle(barrier_at(barrier));
+  }});
+}
+static u32 word_left[kMost][4];
+inline void store_matrices_transposed(u32 column, const u32 (&words)[4]) {
+  const u32 first = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  std::memcpy(word_left[threadIdx.x], words, 16);
+  __syncwarp();
+  for (u32 row = 0; row < 8; ++row) {
+    const u32 pair = word_left[first + row * 4 + lane % 8 / 2][lane / 8];
+    const u16 value = static_cast<u16>(pair >> lane % 2 * 16);
+    std::memcpy(shared + column + row * 2, &value, 2);
+  }
+  __syncwarp();
+}
+inline u32 fp16_of_e4m3(u16 two) {
+  u32 pair = 0;
+  for (u32 i = 0; i < 2; ++i) {
+    const u32 code = two >> 8 * i & 0xFF, exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, static_cast<int>(exponent) - 10)
+                                : std::ldexp(static_cast<float>(mantissa), -9);
+    const _Float16 value = static_cast<_Float16>(code & 0x80 ? -size : size);
+    pair |= static_cast<u32>(bits_to<u16>(value)) << 16 * i;
+  }
+  return pair;
+}
+// Products of a group of four warps, made when they are waited for.
+constexpr u32 kWgmmaDepth = 16;
+struct Issued { float* sums; uint4 a; u64 b; u32 adds; bool commits; };
+static std::deque<Issued> issued[kMost];
+inline u64 wgmma_operand(u32 at) { return at; }
+inline u64 along(u64 operand, u32 values) { return operand + values * 2; }
+inline void begin_products() {}
+inline void finish_operand(uint4&) {}
+inline void multiply_rows(float (&s)[kTokens / 2], uint4 a, u64 b, u32 adds) {
+  issued[threadIdx.x].push_back({s, a, b, adds, false});
+}
+inline void commit_products() { issued[threadIdx.x].back().commits = true; }
+inline float shared_value(u64 at) {
+  return from_half(load_from<u16>(static_cast<u32>(at ^ (at >> 7 & 7) << 4)));
+}
+static void multiply_oldest(u32 first) {
+  static float rows[64][16];
+  for (u32 t = 0; t < 128; ++t) {
+    const Issued& own = issued[first + t].front();
+    const u32 words[4] = {own.a.x, own.a.y, own.a.z, own.a.w};
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * 8 + t % 4 * 2;
+      rows[row][k] = low_half(words[i]), rows[row][k + 1] = high_half(words[i]);
+    }
+  }
+  static float tokens[kTokens][16];
+  const u64 b = issued[first].front().b;
+  for (u32 n = 0; n < kTokens; ++n)
+    for (u32 k = 0; k < 16; ++k) tokens[n][k] = shared_value(b + n * 128 + k * 2);
+  for (u32 t = 0; t < 128; ++t) {
+    Issued own = issued[first + t].front();
+    issued[first + t].pop_front();
+    if (own.b != b) std::abort();
+    for (u32 i = 0; i < kTokens / 2; ++i) {
+      const u32 row = t / 32 * 16 + i / 2 % 2 * 8 + t % 32 / 4, n = i / 4 * 8 + t % 4 * 2 + i % 2;
+      float sum = 0.0f;
+      for (u32 k = 0; k < 16; ++k) sum += rows[row][k] * tokens[n][k];
+      own.sums[i] = own.adds ? own.sums[i] + sum : sum;
+    }
+  }
+}
+template <u32 kInFlight> void wait_for_products() {
+  const u32 first = threadIdx.x / 128 * 128;
+  Meeting& group = of_groups[threadIdx.x / 128];
+  meet(group, 128);
+  if (threadIdx.x == first) {
+    const auto in_flight = [&] {
+      u32 count = 0;
+      for (const Issued& one : issued[first]) count += one.commits;
+      return count;
+    };
+    while (in_flight() > kInFlight) multiply_oldest(first);
+  }
+  meet(group, 128);
+}
+template <u32 kSums> void take_sums(float (&)[kSums]) {}
+"""
+
+MAIN = r"""
+#include "kernel.cu"
+
+static TensorMap map;
+static Product product;
+static void run_thread() {
+  packed_product(map, product);
+  threads[threadIdx.x].ended = true;
+  pause();
+}
+// Returns whether all blocks ended.
+extern "C" int run(const u16* x, const u8* image, const u8* table, u8* out, u32 tokens, u32 columns,
+                   u32 row_tiles, u32 pitch, u32 results, u32 blocks, u32 seed) {
+  random_state = seed;
+  map.words[0] = reinterpret_cast<u64>(x), map.words[1] = tokens, map.words[2] = columns;
+  const u32 token_tiles = (tokens + kTokens - 1) / kTokens;
+  product = {image, reinterpret_cast<const Half*>(table), out, tokens, token_tiles,
+             token_tiles * row_tiles * kParts, pitch, results};
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    if (!run_block(run_thread, kPackedThreads)) return 0;
+    for (const auto& own : issued) if (!own.empty()) return 0;
+  }
+  return 1;
+}
+"""
+
+
+ROWS_MAIN = r"""
+#include "kernel.cu"
+
+extern "C" void run_arrange(const u16* x, const u16* columns, uint4* out, u32 row_values,
+                            u32 count) {
+  for (blockIdx.x = 0; blockIdx.x <= count / 256; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x)
+      arrange(x, columns, out, row_values, count);
+}
+extern "C" void run_add_parts(const float4* parts, uint2* out, u32 num_parts, u32 count, u32 wide) {
+  for (blockIdx.x = 0; blockIdx.x <= count / 1024; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x)
+      add_parts(parts, out, num_parts, count, wide);
+}
+extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, float4* residual,
+                            u32 row_values, u32 tokens) {
+  for (blockIdx.x = 0; blockIdx.x < tokens; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x)
+      look_up(image, table, ids, residual, row_values);
+}
+"""
+
+
+def built(form: Form, folder: Path) -> ctypes.CDLL:
+    """The kernel of a form."""
+    header = form.source.header
+    header = header[: header.index("__device__ __forceinline__ void multiply_rows")]
+    return _compiled(header, without_shared(form.source.text), MAIN, folder)
+
+
+def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
+    """The kernels of `rows_source`."""
+    header = source.header + "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+    return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def _compiled(header: str, kernel: str, main: str, folder: Path) -> ctypes.CDLL:
+    return compiled(
+        header, kernel, main, folder, own=_OWN, shims=_SHIMS, tiles=("fragments", "silu")
+    )

@@ -1,0 +1,212 @@
+"""Prompts through a small model's packed matrices; the kernels are those for the GPU, by g++."""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter.quantised import alike, formats_of, quantised
+from plan.shapes import PUBLIC
+from soloist.engine.memory import Footprint
+from soloist.errors import ShapeUnsupported
+from soloist.jit.source import Source
+from soloist.kv.pool import PagePool
+from soloist.megakernel.gpu import TYPICAL, Gpu
+from soloist.megakernel.packed_weights import PackedWeights
+from soloist.megakernel.plan import Plan, make_plan
+from soloist.model.config import Attention, ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families.dense import decoder_tensors
+from soloist.parallel.share import Share
+from soloist.prefill import packed_matrices
+from soloist.prefill.fragments import Tiling
+from soloist.prefill.packed_form import Form, Out, arranged_bytes
+from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts, width_for
+from soloist.prefill.part import Part
+from soloist.prefill.products import Matrices, Products
+from soloist.prefill.runner import Prefill
+from soloist.weights.packed import pack_weights
+from soloist.weights.sharding import shard_all
+from soloist.weights.unpacking import Unpacked, tables_of_columns
+from unit.prefill.models import model, random_weights, vectors
+from unit.prefill.packed_on_host import built, built_rows
+
+CPU = torch.device("cpu")
+PAGES, TOKENS = [2, 0], 70
+HEADS = Attention(4, 2, 32)
+# Columns are multiples of 32; the vocabulary is odd.
+SMALL = model(HEADS, HEADS, ffn=96, hidden_size=64)
+MODELS = {
+    "untied": SMALL,
+    "tied": replace(SMALL, tied_head=True),
+    "biases": model(*[replace(HEADS, qkv_bias=True)] * 2, ffn=96, hidden_size=64, mlp_bias=True),
+}
+
+
+class OnHost:
+    """`PackedProduct` of the same form, by coroutines."""
+
+    folder: Path
+    libraries: ClassVar[dict[Form, ctypes.CDLL]] = {}  # of all tests
+
+    def __init__(self, form: Form, _: Path | None) -> None:
+        self.form = form
+        if form not in self.libraries:
+            self.libraries[form] = built(form, self.folder / str(len(self.libraries)))
+
+    def launch(
+        self, x: Tensor, image: int, table: Tensor, tiling: Tiling, out: Tensor, _: int
+    ) -> None:
+        assert out.shape[-1] == tiling.results
+        places = [x.data_ptr(), image, table.data_ptr(), out.data_ptr()]
+        results = tiling.results
+        numbers = (len(x), x.shape[1], tiling.count, results, results, 2, 1)
+        run = self.libraries[self.form].run
+        assert run(*map(ctypes.c_void_p, places), *map(ctypes.c_uint32, numbers))
+
+
+class RowsOnHost:
+    """`PackedRows`, one thread after the other."""
+
+    folder: Path
+
+    def __init__(self, source: Source, _: Path | None) -> None:
+        self._library = built_rows(source, self.folder / "rows")
+
+    def arrange(self, x: Tensor, columns: Tensor | None, out: Tensor, _: int) -> None:
+        table = None if columns is None else columns.data_ptr()
+        places = map(ctypes.c_void_p, (x.data_ptr(), table, out.data_ptr()))
+        self._library.run_arrange(*places, x.shape[1], x.numel() // 8)
+
+    def add_parts(self, parts: Tensor, out: Tensor, _: int) -> None:
+        places = map(ctypes.c_void_p, (parts.data_ptr(), out.data_ptr()))
+        self._library.run_add_parts(*places, len(parts), out.numel(), out.dtype is torch.float32)
+
+    def look_up(self, image: int, table: Tensor, ids: Tensor, residual: Tensor, _: int) -> None:
+        places = (image, table.data_ptr(), ids.data_ptr(), residual.data_ptr())
+        self._library.run_look_up(*map(ctypes.c_void_p, places), residual.shape[1], len(ids))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    OnHost.libraries.clear()
+    return tmp_path_factory.mktemp("products")
+
+
+@pytest.fixture(autouse=True)
+def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    OnHost.folder, RowsOnHost.folder = folder, tmp_path
+    monkeypatch.setattr(packed_matrices, "PackedProduct", OnHost)
+    monkeypatch.setattr(packed_matrices, "PackedRows", RowsOnHost)
+    monkeypatch.setattr(PackedMatrices, "_stream", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.device("cpu"))
+
+
+def packed_model(config: ModelConfig, kind: str | None) -> tuple[Plan, PackedWeights, dict]:
+    weights = shard_all(Share(config, 1, 0), random_weights(config))
+    names = [f"layers.{i}.{n}" for i in (0, 1) for n in ("qkv", "attention_output", "gate_up")]
+    stored = {} if kind is None else alike(config, kind, [*names, "layers.0.down"])
+    held = {n: x.to(torch.bfloat16) if x.ndim == 2 else x.float() for n, x in weights.items()}
+    parts, _ = quantised(held, stored)
+    plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024), 1, formats_of(stored))
+    return plan, pack_weights(plan, dict(parts), CPU), vectors(weights)
+
+
+def logits(config: ModelConfig, own: dict, matrices: Matrices | Products) -> Tensor:
+    a = config.layers[0].attention
+    pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 3, torch.bfloat16, CPU)
+    run = Prefill([Part(Share(config, 1, 0), matrices, own, pool, most_tokens=TOKENS)])
+    ids = torch.randint(config.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    found = run.run(ids, 0, PAGES)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("untied", None), ("tied", None), ("biases", None), ("untied", "int4"),
+     ("untied", "fp8-block"), ("untied", "int4-permuted")],
+)  # fmt: skip
+def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
+    config = MODELS[name]
+    plan, packed, own = packed_model(config, kind)
+    products = PackedMatrices(plan, packed, tables_of_columns(plan, packed), TOKENS, None)
+    seen = logits(config, own, products)
+    wanted = logits(config, own, Unpacked(plan, packed))
+    assert (seen - wanted).norm() <= 0.03 * wanted.norm()  # both round to bf16 again and again
+
+
+def test_bits_do_not_depend_on_the_cut() -> None:
+    config = MODELS["untied"]
+    plan, packed, _ = packed_model(config, None)
+    products = PackedMatrices(plan, packed, {}, TOKENS, None)
+    assert products.behaviour("layers.0.qkv") == products.behaviour("layers.1.qkv")
+    x = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    whole, some = (torch.empty(n, 256, dtype=x.dtype) for n in (TOKENS, 5))
+    products.multiply(x, "layers.1.qkv", whole)
+    products.multiply(x[20:25].contiguous(), "layers.1.qkv", some)
+    assert torch.equal(whole[20:25], some)
+
+
+def test_few_tokens_and_many_columns_are_multiplied_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = model(HEADS, ffn=512, hidden_size=64)
+    weights = {n: x.to(torch.bfloat16) for n, x in random_weights(config).items()}
+    plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024))
+    packed = pack_weights(plan, shard_all(Share(config, 1, 0), dict(weights)), CPU)
+    monkeypatch.setattr(packed_matrices, "best_shares", lambda *_, parts, **__: (8, parts[-1]))
+    products = PackedMatrices(plan, packed, {}, TOKENS, None)
+    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.empty(20, 64, dtype=dtype)
+        products.multiply(x, "layers.0.down", out)
+        wanted = x.double() @ weights["layers.0.down"].double().T
+        assert (out.double() - wanted).norm() <= 4e-3 * wanted.norm()
+    assert {form.parts for form in OnHost.libraries} >= {4}
+
+
+def test_what_it_does_not_do_is_refused() -> None:
+    def plan(config: ModelConfig, arch: str = "sm_90a", ranks: int = 1) -> Plan:
+        return make_plan(config, Dtype.BF16, Gpu(arch, 9, 227 * 1024), ranks)
+
+    require_packed_prompts(plan(SMALL))
+    with pytest.raises(ShapeUnsupported, match="sm_80"):
+        require_packed_prompts(make_plan(SMALL, Dtype.BF16, Gpu("sm_80", 9, 163 * 1024)))
+    with pytest.raises(ShapeUnsupported, match="several GPUs"):
+        require_packed_prompts(plan(SMALL, ranks=2))
+    with pytest.raises(ShapeUnsupported, match="40 columns of down"):
+        require_packed_prompts(plan(model(HEADS, ffn=40, hidden_size=64)))
+    blocks = formats_of(alike(replace(SMALL, tied_head=False), "super-int4"))
+    with pytest.raises(ShapeUnsupported, match="without offsets and super-blocks"):
+        require_packed_prompts(
+            make_plan(
+                replace(SMALL, tied_head=False), Dtype.BF16, Gpu("sm_90a", 9, 227 * 1024),
+                formats=blocks,
+            )
+        )  # fmt: skip
+
+
+def test_tiles_are_as_wide_as_tokens_are_many() -> None:
+    assert [width_for(n, Out.VALUES) for n in (1, 8, 9, 65, 128, 129)] == [8, 8, 64, 128, 128, 256]
+    assert [width_for(n, Out.VALUES) for n in (256, 300, 384, 500, 2048)] == [
+        256, 128, 128, 256, 256,
+    ]  # fmt: skip
+    assert width_for(1, Out.ARRANGED) == 64
+    assert width_for(2048, Out.GATED) == 128
+
+
+def test_one_copy_takes_no_room_to_unpack_while_it_runs() -> None:
+    """What the head takes on its way to the kernel's order is more, and comes before the rest."""
+    config = PUBLIC["llama-3.1-8b"]
+    plan, specs = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"]), tuple(decoder_tensors(config))
+    rows = Footprint(config, specs, Dtype.BF16, plan).estimate(8192)
+    packed = Footprint(config, specs, Dtype.BF16, plan, packed_prompts=True).estimate(8192)
+    head = 3 * 128256 * 4096 * 2
+    assert packed.scratch_bytes == head < rows.scratch_bytes
+    assert packed.weights_bytes == rows.weights_bytes
+    assert arranged_bytes(plan, 2048) == 2048 * 14336 * 2

@@ -1,0 +1,206 @@
+"""Products with packed matrices: what the compiler makes of them, and on a GPU what torch gives."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plan.shapes import PUBLIC
+from soloist.errors import CudaMissing
+from soloist.jit.bindings import nvrtc
+from soloist.jit.compiler import Cubin, compile_source, require_clean
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import make_plan
+from soloist.megakernel.weight_format import format_of
+from soloist.model.dtype import Dtype
+from soloist.prefill.fragments import fragments, tiled
+from soloist.prefill.packed_form import (
+    ARCH,
+    ENTRY,
+    MOST_PARTED_TOKENS,
+    ROWS_ENTRIES,
+    WIDTHS,
+    Form,
+    Out,
+    form_of,
+    parts_of,
+    rows_source,
+)
+from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
+from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
+from unit.prefill.packed_matrices import KINDS, SHAPES, Packed, packed_matrix
+
+# A product of a group of warps, in machine code of sm_90.
+HGMMA = 0xDF0
+# Of the whole result's norm: sums are rounded to 16 bits, of neurons twice.
+BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_nvrtc() -> None:
+    try:
+        nvrtc()
+    except CudaMissing as error:
+        pytest.skip(f"no NVRTC: {error.message}")
+
+
+def compiled(form: Form) -> Cubin:
+    """Without spills, and with no product that waits for another (C7510)."""
+    cubin = compile_source(form.source, ARCH)
+    used = require_clean(cubin, ENTRY, form.shared_bytes, TYPICAL[ARCH].shared_bytes)
+    # What each thread has before groups of warps trade registers.
+    assert used.registers <= (168 if form.groups > 1 else 255)
+    return cubin
+
+
+def kinds(cubin: Cubin) -> list[int]:
+    code = section(cubin.data, f".text.{ENTRY}")
+    words = struct.unpack(f"<{len(code) // 8}Q", code)
+    return [word & KIND_BITS for word in words[:: INSTRUCTION_BYTES // 8]]
+
+
+def some(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    """Compiling takes seconds each: all but a few are slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("kind", some(KINDS, ("plain", "int4", "fp8-block")))
+def test_every_format_compiles_without_spills(kind: str) -> None:
+    matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
+    for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
+        # Two chunks of four products a turn.
+        assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 8
+    compiled(form_of(matrix, Dtype.FP16, 8, Out.WIDE))
+    compiled(form_of(matrix, Dtype.BF16, 128, Out.GATED))
+
+
+@pytest.mark.parametrize("tokens", WIDTHS)
+@pytest.mark.parametrize("name", some(list(PUBLIC), ("qwen3-1.7b",)))
+def test_every_matrix_of_public_shapes_compiles(name: str, tokens: int) -> None:
+    plan = make_plan(PUBLIC[name], Dtype.BF16, TYPICAL[ARCH])
+    operations = plan.image.kinds[0].operations
+    for short in ("qkv", "attention_output", "down"):
+        compiled(form_of(operations[short].matrix, Dtype.BF16, tokens, Out.VALUES))
+    if tokens <= MOST_PARTED_TOKENS:
+        down = operations["down"].matrix
+        for parts in parts_of(down.columns)[1:]:
+            compiled(replace(form_of(down, Dtype.BF16, tokens, Out.WIDE), parts=parts))
+    if tokens > WIDTHS[0]:
+        compiled(form_of(operations["gate_up"].matrix, Dtype.BF16, tokens, Out.ARRANGED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
+def test_variants_to_be_timed_compile(kind: str, groups: int, direct: bool) -> None:
+    matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
+    for tokens in WIDTHS[1:]:
+        for out in (Out.VALUES, Out.ARRANGED):
+            form = form_of(matrix, Dtype.BF16, tokens, out)
+            compiled(replace(form, groups=groups, direct=direct))
+
+
+def test_kernels_beside_them_compile() -> None:
+    for dtype in (Dtype.BF16, Dtype.FP16):
+        cubin = compile_source(rows_source(format_of(dtype), dtype, 4), ARCH)
+        for entry in ROWS_ENTRIES:
+            require_clean(cubin, entry, 0, 0)
+
+
+def test_slots_fill_shared_memory() -> None:
+    matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
+    form = form_of(matrix, Dtype.BF16, 256, Out.VALUES)
+    assert form.slots == 4
+    assert replace(form, most_slots=3).slots == 3
+    assert form.shared_bytes <= TYPICAL[ARCH].shared_bytes < form.shared_bytes + form.slot_bytes
+    assert replace(form, direct=True).slots > form.slots
+
+
+def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> Tensor:
+    """On the GPU, with rows behind the result that must not be touched."""
+    matrix, gated = case.operation.matrix, is_gated(form.out)
+    stream = torch.cuda.current_stream().cuda_stream
+    results = matrix.rows // (2 if gated else 1)
+    found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
+    tiling, table = tiled(found, each, results)
+    device, image = torch.device("cuda"), case.image.cuda()
+    dtype = torch.float32 if form.out is Out.WIDE else x.dtype
+    rows = form.parts * len(x)
+    out = torch.full((rows + 3, results), float("nan"), device=device, dtype=dtype)
+    arranged = torch.empty_like(x)
+    beside = PackedRows(rows_source(format_of(form.dtype), form.dtype, 1), folder)
+    beside.arrange(x, None, arranged, stream)
+    kernel = PackedProduct(form, folder)
+    words = on_device(table, device)
+    written = out[:rows].view(-1, len(x), results) if form.parts > 1 else out[:rows]
+    kernel.launch(arranged, image.data_ptr(), words, tiling, written, stream)
+    if form.parts > 1:
+        summed = torch.empty(len(x), results, device=device, dtype=x.dtype)
+        beside.add_parts(written, summed, stream)
+    torch.cuda.synchronize()
+    assert out[rows:].isnan().all()
+    return summed if form.parts > 1 else written
+
+
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["halves left over", "two groups", "heads", "an odd vocabulary"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_what_unpacking_gives_on_the_gpu(kind: str, shape: str, tmp_path: Path) -> None:
+    """A one in each row of activations: every sum is one number, bit by bit."""
+    needs_hopper()
+    case = packed_matrix(kind, SHAPES[shape])
+    columns = case.operation.matrix.columns
+    x = torch.eye(columns, dtype=torch.bfloat16, device="cuda")
+    form = form_of(case.operation.matrix, Dtype.BF16, 256, Out.WIDE)
+    seen = multiplied(case, form, x, 8, tmp_path)
+    assert torch.equal(seen.cpu(), case.numbers.float().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
+def test_products_are_those_of_torch_on_the_gpu(
+    kind: str, dtype: Dtype, groups: int, direct: bool, tmp_path: Path
+) -> None:
+    """A row has the same bits among any number of rows, in tiles of any width."""
+    needs_hopper()
+    case = packed_matrix(kind, (4096, 2048, SHAPES["one block"][2], 100, 3), dtype)
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2048, 2048, generator=draw, device="cuda").to(case.numbers.dtype)
+    wanted = x.double() @ case.numbers.cuda().double().T
+    first = None
+    for tokens, width in ((2048, 256), (1500, 128), (64, 64), (300, 256), (1, 8)):
+        form = form_of(case.operation.matrix, dtype, width, Out.VALUES)
+        form = replace(form, groups=groups, direct=direct)
+        seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
+        first = seen if first is None else first
+        assert torch.equal(seen, first[:tokens])
+    assert (first.double() - wanted).norm() <= BOUNDS[x.dtype] * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
+def test_parts_of_the_columns_are_added_on_the_gpu(kind: str, tmp_path: Path) -> None:
+    needs_hopper()
+    case = packed_matrix(kind, (1024, 2048, SHAPES["one block"][2], 100, 3))
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(128, 2048, generator=draw, device="cuda").to(torch.bfloat16)
+    wanted = x.double() @ case.numbers.cuda().double().T
+    for tokens, parts in ((128, 2), (100, 8), (8, 4)):
+        width = next(width for width in WIDTHS if width >= tokens)
+        form = form_of(case.operation.matrix, Dtype.BF16, width, Out.WIDE)
+        seen = multiplied(case, replace(form, parts=parts), x[:tokens].contiguous(), 8, tmp_path)
+        assert (seen.double() - wanted[:tokens]).norm() <= 4e-3 * wanted[:tokens].norm()

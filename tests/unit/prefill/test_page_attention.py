@@ -1,0 +1,226 @@
+"""Attention straight from KV pages: what the compiler makes of it, on a GPU what torch gives."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from soloist.engine import Engine, EngineConfig
+from soloist.errors import CudaMissing, ShapeUnsupported
+from soloist.jit.bindings import nvrtc
+from soloist.jit.compiler import compile_source, require_clean
+from soloist.kv.layout import PAGE_POSITIONS, KvLayout
+from soloist.kv.pool import PagePool
+from soloist.megakernel.gpu import TYPICAL
+from soloist.model.config import Attention
+from soloist.model.dtype import Dtype
+from soloist.model.kv_format import PAGE_FORMATS
+from soloist.model.torch_types import TORCH_DTYPES
+from soloist.prefill.attention import visible
+from soloist.prefill.elementwise import Chunk
+from soloist.prefill.page_attention import PageAttention, require_page_attention
+from soloist.prefill.page_form import (
+    ENTRY,
+    MERGE_ENTRY,
+    MOST_PARTIAL_BYTES,
+    SPLIT_KEYS,
+    PageForm,
+    page_form,
+)
+from soloist.prefill.upload import Upload
+from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
+from unit.prefill.models import model
+
+HEADS = {
+    "heads of 32": (2, 1, 32), "llama-3.2-1b": (8, 4, 64), "laneformer": (4, 6, 96),
+    "llama-3.1-8b": (8, 4, 128), "qwen2.5-7b": (4, 7, 128), "one": (1, 16, 128),
+}  # fmt: skip
+# A product of a group of warps with a factor in registers, in machine code of sm_90.
+HGMMA = 0xDF0
+LAYERS, LAYER = 2, 1
+BOUNDS = {Dtype.BF16: 4e-3, Dtype.FP16: 6e-4}
+
+
+def form_of(name: str, dtype: Dtype = Dtype.BF16) -> PageForm:
+    kv_heads, group, dim = HEADS[name]
+    return PageForm(KvLayout(LAYERS, kv_heads, dim, PAGE_FORMATS[dtype]), group, dtype)
+
+
+def some(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("name", some(list(HEADS), ("heads of 32", "llama-3.1-8b")))
+def test_it_compiles_without_spills(name: str, dtype: Dtype) -> None:
+    try:
+        nvrtc()
+    except CudaMissing as error:
+        pytest.skip(f"no NVRTC: {error.message}")
+    form = form_of(name, dtype)
+    cubin, limit = compile_source(form.source, "sm_90a"), TYPICAL["sm_90a"].shared_bytes
+    # What each thread has before groups of warps trade registers.
+    assert require_clean(cubin, ENTRY, form.shared_bytes, limit).registers <= 168
+    assert require_clean(cubin, MERGE_ENTRY, 0, limit).registers <= 128
+    code = section(cubin.data, f".text.{ENTRY}")
+    words = struct.unpack(f"<{len(code) // 8}Q", code)
+    kinds = [word & KIND_BITS for word in words[:: INSTRUCTION_BYTES // 8]]
+    assert kinds.count(HGMMA) == 2 * 128 // 16, "values of a tile, and those of a split's last one"
+
+
+@pytest.mark.parametrize(
+    ("arch", "attention", "dtype"),
+    [
+        ("sm_100a", Attention(8, 2, 64), Dtype.BF16), ("sm_90a", Attention(8, 2, 80), Dtype.BF16),
+        ("sm_90a", Attention(8, 2, 64), Dtype.FP32),
+    ],
+)  # fmt: skip
+def test_others_have_the_library(arch: str, attention: Attention, dtype: Dtype) -> None:
+    found = page_form(model(attention), dtype, arch)
+    assert found is None
+    with pytest.raises(ShapeUnsupported, match="sm_90a, and 32, 64, 96 or 128 numbers a head"):
+        require_page_attention(found, arch)
+    assert page_form(model(Attention(8, 2, 64)), Dtype.BF16, "sm_90a") is not None
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [("page_attention", "from KV pages on cpu"), ("packed_prompts", "packed weights on cpu")],
+)
+def test_the_reference_refuses_what_it_has_not(way: str, told: str) -> None:
+    with pytest.raises(ShapeUnsupported, match=told):
+        Engine.load(EngineConfig("etude-draft", "cpu", **{way: True}))
+
+
+def test_a_copy_takes_each_number_of_a_half_page_once() -> None:
+    """Half of a pool's numbers are keys, half are values."""
+    for name in HEADS:
+        form, pages = form_of(name), 3
+        places = set[int]()
+        for boxes in (*form.keys(pages), form.values(pages)):
+            (inner, *sizes), strides = boxes.sizes, boxes.strides
+            at = torch.arange(inner) * 2 + boxes.offset
+            for size, stride in zip(sizes, strides, strict=True):
+                at = (torch.arange(size)[:, None] * stride + at[None]).flatten()
+            if boxes.box[1] != form.head_dim:  # sixteen rows are keys, the next ones values
+                half_page = form.layout.half_page_bytes
+                at = at[at % (2 * half_page) < half_page]
+            places.update(at.tolist())
+        assert places == set(range(0, form.layout.pool_bytes(pages), 2)), name
+
+
+class OnGpu:
+    """A sequence's queries [T, Q, D], and its keys and values in pages among others."""
+
+    def __init__(self, form: PageForm, tokens: int, stop: int, folder: Path) -> None:
+        self.form, self.tokens, self.stop = form, tokens, stop
+        layout, dtype = form.layout, TORCH_DTYPES[form.dtype]
+        draw = torch.Generator("cuda").manual_seed(0)
+        self.queries, self.keys, self.values = (
+            torch.randn(n, heads, form.head_dim, generator=draw, device="cuda").to(dtype)
+            for n, heads in (
+                (tokens, layout.num_heads * form.group),
+                (stop, layout.num_heads), (stop, layout.num_heads),
+            )
+        )  # fmt: skip
+        num_pages = -(-stop // PAGE_POSITIONS) + 3
+        device = self.queries.device
+        self.pool = PagePool(
+            LAYERS, layout.num_heads, form.head_dim, num_pages, dtype, device
+        )  # fmt: skip
+        self.pool.tensor.fill_(float("nan"))  # what others left in pages
+        self.table = torch.randperm(num_pages, generator=draw, device="cuda")
+        self.table = self.table[: -(-stop // PAGE_POSITIONS)].int()
+        self.pool.write(LAYER, self.table, 0, self.keys, self.values)
+        self.upload = Upload(num_pages, tokens, device)
+        self.folder = folder
+        self.kernel = PageAttention(form, self.pool, folder)
+        # Without memory for sums of splits a pair's splits are one item's.
+        self.unsplit = PageAttention(form, self.pool, folder, most_partial_bytes=0)
+
+    def chunk(self, first: int, stop: int) -> Chunk:
+        return self.upload.chunk(torch.zeros(stop - first).int(), first, self.table, stop - first)
+
+    def attend(
+        self, first: int, stop: int, window: int | None = None, *, splits: bool = True
+    ) -> Tensor:
+        begin = self.stop - self.tokens
+        queries = self.queries[first - begin : stop - begin].contiguous()
+        chunk, out = self.chunk(first, stop), torch.full_like(queries, float("nan"))
+        kernel = self.kernel if splits else self.unsplit
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(queries, chunk, chunk.query_bounds, LAYER, window, out, stream)
+        return out
+
+    def exact(self, window: int | None) -> Tensor:
+        queries, keys, values = (
+            x.float().transpose(0, 1) for x in (self.queries, self.keys, self.values)
+        )
+        seen = visible(self.tokens, self.stop, window, queries.device)
+        mixed = []
+        for head, own in enumerate(queries):
+            k, v = keys[head // self.form.group], values[head // self.form.group]
+            scores = (own @ k.mT * self.form.head_dim**-0.5).masked_fill(~seen, float("-inf"))
+            mixed.append(scores.softmax(-1) @ v)
+        return torch.stack(mixed, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("name", HEADS)
+def test_it_does_what_torch_does(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    """Few queries on many keys, many on few, first passes; in splits and without: the same bits."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    for tokens, stop in ((1, 1), (300, 300), (2048, 2048), (40, 9001), (700, 3 * SPLIT_KEYS + 77)):
+        case = OnGpu(form_of(name, dtype), tokens, stop, tmp_path)
+        for window in (None, 100, 5000):
+            found = case.attend(stop - tokens, stop, window)
+            wanted = case.exact(window)
+            difference = (found.float() - wanted).norm()
+            assert difference <= BOUNDS[dtype] * wanted.norm(), (tokens, stop, window)
+            assert torch.equal(found, case.attend(stop - tokens, stop, window, splits=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HEADS)
+def test_bits_do_not_depend_on_how_a_prompt_was_cut(name: str, tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    stop = 2 * SPLIT_KEYS + 500
+    case = OnGpu(form_of(name), 2048, stop, tmp_path)
+    begin = stop - case.tokens
+    for window in (None, 3000):
+        whole = case.attend(begin, stop, window)
+        for first, end in (
+            (stop - 1, stop), (stop - 16, stop), (begin + 3, begin + 260), (begin, stop - 500),
+            (2 * SPLIT_KEYS - 1, 2 * SPLIT_KEYS + 1), (2 * SPLIT_KEYS, stop),
+        ):  # fmt: skip
+            assert torch.equal(case.attend(first, end, window), whole[first - begin : end - begin])
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_finds_its_place_on_the_device(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = OnGpu(form_of("llama-3.1-8b"), 256, 9000, tmp_path)
+    chunk, out = case.chunk(0, 256), torch.full_like(case.queries, float("nan"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        case.kernel.launch(case.queries, chunk, chunk.query_bounds, LAYER, None, out, stream)
+    case.chunk(9000 - 256, 9000)
+    graph.replay()
+    assert torch.equal(out, case.attend(9000 - 256, 9000))
+
+
+def test_a_splits_sums_fit_where_passes_are_short() -> None:
+    """Of 256 tokens of llama-3.1-8b over 100,000 positions."""
+    form = form_of("llama-3.1-8b")
+    items = -(-256 // form.item_tokens) * form.layout.num_heads * -(-100_000 // SPLIT_KEYS)
+    assert items * form.partial_bytes <= MOST_PARTIAL_BYTES
