@@ -1,10 +1,10 @@
 """Hostile clients in a process of their own: python -m server.chaos PORT SEED SECONDS.
 
 It prepares its bodies and says `ready`. After a line it does its worst for so many seconds, or
-until its stdin has more, and writes what came of it as JSON: `outcomes`, how often which kind of
-client saw what; `offences`, what no server may do; `last`, the latest requests. All clients are
-asyncio tasks; each draws from a generator of its own, so that a seed repeats what they do, if not
-when.
+until its stdin has more; kinds of which nothing came yet may then go on until something does. It
+writes what came of it as JSON: `outcomes`, how often which kind of client saw what; `offences`,
+what no server may do; `last`, the latest requests. All clients are asyncio tasks; each draws from a
+generator of its own, so that a seed repeats what they do, if not when.
 """
 
 import asyncio
@@ -50,6 +50,10 @@ class Scene:
     offences: list[str] = field(default_factory=list)
     last: deque[str] = field(default_factory=lambda: deque(maxlen=40))
     start: float = field(default_factory=time.monotonic)
+
+    def has_seen(self, kind: str) -> bool:
+        """Whether anything came of a client of this kind."""
+        return any(outcome.startswith(f"{kind} ") for outcome in self.outcomes)
 
 
 @dataclass
@@ -495,18 +499,29 @@ async def run(scene: Scene, seconds: float) -> None:
     """Let all clients in for so long, or until stdin has more."""
     is_over = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, is_over.set)
-    tasks = [
-        asyncio.create_task(
-            go_on(
-                Client(scene, once.__name__, random.Random(f"{scene.seed} {once.__name__} {i}")),
-                once,
+    tasks = {
+        kind: [
+            asyncio.create_task(
+                go_on(Client(scene, kind, random.Random(f"{scene.seed} {kind} {i}")), once)
             )
-        )
-        for once, count in CLIENTS
-        for i in range(count)
-    ]
+            for i in range(count)
+        ]
+        for kind, once, count in ((once.__name__, once, count) for once, count in CLIENTS)
+    }
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(is_over.wait(), seconds)
+    await stopped([one for kind in tasks if scene.has_seen(kind) for one in tasks[kind]])
+    # The server reads huge bodies behind all others: on a slow machine the first of them is not
+    # answered before the others are gone.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HUGE_PATIENCE_S):
+            while not all(scene.has_seen(kind) for kind in tasks):
+                await asyncio.sleep(0.05)
+    await stopped([one for those in tasks.values() for one in those])
+
+
+async def stopped(tasks: list[asyncio.Task[None]]) -> None:
+    """End clients, which must not have ended by a mistake of their own."""
     for task in tasks:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = "../../src/soloist/server/page";
+const { firstPiece } = await import(`${at}/pieces.js`);
 const { EventReader } = await import(`${at}/sse.js`);
 const { Recording } = await import(`${at}/recording.js`);
 const { Columns, KINDS } = await import(`${at}/strip.js`);
@@ -12,7 +13,7 @@ const { advice, areNeighbours, RIVALS } = await import(`${at}/rivals.js`);
 const { packed, unpacked } = await import(`${at}/share.js`);
 const { formFields } = await import(`${at}/forms.js`);
 const { asked, asMarkdown, Conversations } = await import(`${at}/conversations.js`);
-const { highlight, isBareCode } = await import(`${at}/code.js`);
+const { Colours, isBareCode } = await import(`${at}/code.js`);
 const { base, body, curl, piece, sampling } = await import(`${at}/ask.js`);
 
 const STREAM = new TextEncoder().encode(
@@ -191,10 +192,44 @@ test("conversations are kept, sent and written down", () => {
   assert.match(asMarkdown(kept.get("a")), /# Hi[^]*> r[^]*`f\(\{\}\)`[^]*## tool/);
 });
 
+test("a text is cut at the same places however it comes", () => {
+  const pieces = (text) => {
+    const found = [];
+    for (let length = firstPiece(text); length > 0; length = firstPiece(text)) {
+      found.push(text.slice(0, length));
+      text = text.slice(length);
+    }
+    return { found, rest: text };
+  };
+  const samples = [
+    "def f(x):\n    return x\n\n\n".repeat(200), "    all of it is indented\n".repeat(200), "{}".repeat(5000),
+    `${"x".repeat(5000)}\nafter a long line\n`.repeat(3), "words and words\n\n".repeat(300),
+  ];
+  for (const text of samples) {
+    const { found, rest } = pieces(text);
+    assert.equal(found.join("") + rest, text);
+    assert.ok(found.every((piece) => piece.endsWith("\n")));
+    for (const step of [1, 7, 1000]) {
+      let open = "";
+      const grown = [];
+      for (let at = 0; at < text.length; at += step) {
+        const { found: some, rest: left } = pieces(open + text.slice(at, at + step));
+        grown.push(...some);
+        open = left;
+      }
+      assert.deepEqual(grown, found);
+      assert.equal(open, rest);
+    }
+  }
+  assert.ok(pieces(samples[0]).found.every((piece) => piece.length < 700));
+  assert.ok(pieces(samples[1]).found.every((piece) => piece.length <= 1500));
+});
+
 test("bare Python is told from prose", () => {
   for (const text of ["    return x", "\n\tif x:", "def f(x):\n", "class A:", "from a.b import c", ">>> 1"])
     assert.ok(isBareCode(text), text);
-  for (const text of ["# Title\n", "Here is a class:\n", "importantly, no", "- a list", "```python\n"])
+  assert.ok(isBareCode("# A comment.\n# Another.\n\nimport sys\n"), "comments tell nothing");
+  for (const text of ["# Title\n", "# Title\n\nA paragraph.\n", "## Part\n", "Here is a class:\n", "importantly, no", "- a list", "```python\n"])
     assert.ok(!isBareCode(text), text);
 });
 
@@ -207,9 +242,11 @@ class Element {
 }
 
 test("coloured code is the same text in every language", async () => {
+  const frames = [];
+  globalThis.requestAnimationFrame = (paint) => frames.push(paint);
   globalThis.document = { createElement: () => new Element(), createDocumentFragment: () => new Element() };
   const samples = {
-    python: "@a\ndef f(x: int = 1):\n    '''s'''\n    return f\"{x!r}\" # c\n",
+    python: "@a\ndef f(x: int = 1):\n    '''s'''\n    return f\"{x!r}\" # c\ny => 2\n",
     js: "class A { a = `${1 + 2}`; b = /re/g }", ts: "let a: Array<number> = [];", json: '{"a": [1, true]}',
     html: "<a href='x'>&amp;<script>let a = 1</script>", bash: 'for i in $(ls); do echo "$i"; done # x',
     c: "#include <x.h>\nint f(void);", cpp: "template <class T> auto f(T x) { return x; }", go: "func main() {}",
@@ -219,7 +256,8 @@ test("coloured code is the same text in every language", async () => {
   for (const [language, text] of Object.entries(samples)) {
     const element = new Element();
     element.append(text);
-    await highlight(element, language);
+    await new Colours(language).add(element);
+    frames.splice(0).forEach((paint) => paint());
     assert.equal(element.textContent, text, language);
     assert.notEqual(element.children[0], text, `${language} has colours`);
   }

@@ -40,11 +40,11 @@ def main() -> None:
 def chat(page: Any, url: str) -> None:
     """An answer on its way."""
     open_page(page, url)
-    page.get_by_label("max_tokens").fill("400")
+    page.get_by_label("max_tokens").fill("1000")
     page.get_by_label("seed").fill("3")
     page.locator(".card").nth(2).click()
     page.locator("#chat .legend .made", has_text="made 1").wait_for()
-    page.wait_for_timeout(4000)
+    page.wait_for_timeout(5000)
     page.screenshot(path=DOCS / "playground-chat.png")
 
 

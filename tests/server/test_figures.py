@@ -45,6 +45,22 @@ def test_a_request_that_is_stopped_tells_what_it_made(http, path) -> None:
     assert timings["mbu"] is not None
 
 
+def test_the_longest_gap_of_an_answer_is_told(http) -> None:
+    body = CHAT | {"max_tokens": 40, "ignore_eos": True}
+    timings = http.post("/v1/chat/completions", json=body).json()["timings"]
+    each = timings["predicted_ms"] / (timings["predicted_n"] - 1)
+    assert each <= timings["longest_gap_ms"] <= timings["predicted_ms"]
+    alone = http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()["timings"]
+    assert alone["longest_gap_ms"] == 0
+    told = dict(
+        line.rsplit(" ", 1)
+        for line in http.get("/metrics").text.splitlines()
+        if line.startswith("soloist_longest_gap_seconds_")
+    )
+    assert float(told["soloist_longest_gap_seconds_count"]) >= 1
+    assert float(told["soloist_longest_gap_seconds_sum"]) > timings["longest_gap_ms"] / 2e3
+
+
 def test_forced_and_cached_tokens_are_counted_as_they_come(http) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     long = {"messages": [{"role": "user", "content": "# a line of a long prompt\n" * 60}]}

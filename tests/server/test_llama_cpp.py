@@ -1,6 +1,7 @@
 """llama.cpp's API, with the requests of editors that complete while one types."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import httpx2
@@ -21,19 +22,32 @@ from server.test_openai import answer
 from soloist.server.preparation.llama_cpp import InfillRequest, prepare_infill
 
 PREFIX, SUFFIX = "def add(a, b):\n", "\n\nprint(add(1, 2))\n"
-EXTRA = {"text": "def sub(a, b):\n    return a - b\n", "time": 7.5, "filename": "sub.py"}
+# llama.vim tells times as Vim does, by seconds and microseconds.
+EXTRA = {"text": "def sub(a, b):\n    return a - b\n", "time": [7, 500], "filename": "sub.py"}
 FIELDS = [
     "content", "timings/prompt_n", "timings/prompt_ms", "timings/prompt_per_token_ms",
     "timings/prompt_per_second", "timings/predicted_n", "timings/predicted_ms",
     "timings/predicted_per_token_ms", "timings/predicted_per_second", "truncated", "tokens_cached",
 ]  # fmt: skip
-# As the two plugins send them.
+# As the two plugins send them by their sources of 2026: llama.vim of commit 381730b, and
+# llama.vscode's src/llama-server.ts.
 VIM = {
-    "model": "", "id_slot": 0, "stop": [],
+    "id_slot": 0, "stop": [], "n_cmpl": 1,
     "input_prefix": PREFIX, "input_suffix": SUFFIX, "input_extra": [EXTRA], "prompt": "    ret",
-    "n_predict": 16, "n_indent": 4, "top_k": 40, "top_p": 0.99, "stream": False,
+    "n_predict": 16, "n_indent": 4, "top_k": 40, "top_p": 0.90, "stream": False,
     "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500,
     "t_max_predict_ms": 3000, "response_fields": FIELDS,
+}  # fmt: skip
+# llama.vim as llama.cpp's tree has it sends less, and reads the whole reply.
+OLDER_VIM = {
+    name: value
+    for name, value in VIM.items()
+    if name not in ("id_slot", "stop", "n_cmpl", "response_fields")
+} | {"top_p": 0.99}
+OLDER_VIM_WARM_UP = {
+    "input_prefix": "", "input_suffix": "", "input_extra": [EXTRA], "prompt": "", "n_predict": 1,
+    "temperature": 0.0, "stream": False, "samplers": ["temperature"], "cache_prompt": True,
+    "t_max_prompt_ms": 1, "t_max_predict_ms": 1,
 }  # fmt: skip
 VSCODE = {
     "id_slot": 0, "n_cmpl": 3,
@@ -44,18 +58,18 @@ VSCODE = {
     "t_max_predict_ms": 2500,
 }  # fmt: skip
 WARM_UP = {
-    "input_prefix": "", "input_suffix": "", "input_extra": [EXTRA], "prompt": "", "n_predict": 0,
-    "samplers": [], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1,
+    "id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": [EXTRA], "prompt": "",
+    "n_predict": 0, "samplers": [], "cache_prompt": True, "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1,
 }  # fmt: skip
 
 
 # As llama.vim sends it.
 VIM_WARM_UP = WARM_UP | {
-    "model": "",
-    "id_slot": 0,
     "temperature": 0.0,
     "stream": False,
     "response_fields": [""],
+    "t_max_prompt_ms": 1,
 }
 
 
@@ -66,12 +80,29 @@ def filled(max_tokens: int = 16) -> str:
 
 
 def test_a_request_of_llama_vim(http) -> None:
-    reply = http.post("/infill", json=VIM).json()
+    # With no key it sends the header all the same where it asks for instructions.
+    sent = http.post("/infill", json=VIM, headers={"Authorization": "Bearer"})
+    # It takes one line, and looks for these letters before it reads it.
+    assert re.search(r'^\{.*"content"\s*:"', sent.text)
+    assert "\n" not in sent.text
+    reply = sent.json()
     assert set(reply) == set(FIELDS)
     assert reply["content"]
     assert filled().startswith(reply["content"])
     assert reply["truncated"] is False
     assert reply["timings/prompt_n"] > 20
+
+
+def test_requests_of_older_plugins(http) -> None:
+    assert http.post("/infill", json=OLDER_VIM_WARM_UP).json()["tokens_predicted"] == 1
+    reply = http.post("/infill", json=OLDER_VIM).json()
+    assert filled().startswith(reply["content"])
+    assert reply["generation_settings"]["n_ctx"] == etude().resolved.context_tokens
+    assert reply["truncated"] is False
+    assert reply["tokens_cached"] >= 0
+    for figure in ("prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms"):
+        assert reply["timings"][figure] > 0
+    assert reply["timings"]["predicted_per_second"] > 0
 
 
 def test_a_request_of_llama_vscode(http) -> None:
@@ -107,6 +138,24 @@ def test_an_instruction_of_llama_vim(http) -> None:
         reply = http.post("/v1/chat/completions", json=ask | changed)
         assert reply.status_code == 400
         assert words in reply.json()["error"]["message"]
+
+
+def test_an_agents_limits_in_llama_vscode(http) -> None:
+    """It bounds its answers by what the server lists, and counts a prompt's tokens here."""
+    card, *_ = http.get("/v1/models").json()["data"]
+    assert card["context_length"] == etude().resolved.context_tokens
+    text = etude().chat_template.source[:40]
+    ask = {"content": text, "add_special": False, "parse_special": True}
+    counted = http.post("/tokenize", json=ask).json()["tokens"]
+    assert counted == oracle().tokenizer.encode(text, add_special_tokens=False)
+    edit = {
+        "messages": [
+            {"role": "system", "content": "You are an expert coder."},
+            {"role": "user", "content": "Shorten it"},
+        ],
+        "stream": False, "cache_prompt": True, "temperature": 0.8, "top_p": 0.95, "max_tokens": 4,
+    }  # fmt: skip
+    assert http.post("/v1/chat/completions", json=edit).status_code == 200
 
 
 def test_a_warm_up_reads_and_caches_but_says_nothing(http) -> None:

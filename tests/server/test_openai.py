@@ -45,7 +45,7 @@ def chat_answer(messages=MESSAGES, **params) -> engine.Completion:
 def test_models(client) -> None:
     found = list(client.models.list())
     assert [m.id for m in found] == ["etude-draft", "gpt"]
-    assert found[0].max_model_len == 2048
+    assert found[0].max_model_len == found[0].context_length == 2048
     assert found[0].default_max_tokens == 1024
     assert client.models.retrieve("gpt").owned_by == "soloist"
     assert (found[0].root, found[0].parent) == ("etude-draft", None)
@@ -89,7 +89,7 @@ def test_a_completion_is_the_engines(client) -> None:
     assert timings["executor"] == "reference"
     assert timings["device"] == etude().report.device_name
     report, traffic = etude().report, etude().traffic
-    seen = [kv_bytes_seen(traffic.config, traffic.dtype, len(ids) + 1 + n) for n in range(19)]
+    seen = [kv_bytes_seen(traffic.config, traffic.kv, len(ids) + 1 + n) for n in range(19)]
     assert timings["predicted_bytes"] == 19 * report.streamed_bytes + sum(seen)
     read_gb_per_s = timings["predicted_bytes"] / timings["predicted_ms"] / 1e6
     assert timings["mbu"] == pytest.approx(read_gb_per_s / report.bandwidth_gb_per_s)

@@ -62,6 +62,9 @@ class _Chat:
     def __init__(self, ready: Ready, found: Prepared[ChatRequest], request_id: str) -> None:
         self._ready, self._asked, self._one = ready, found.fields, found.prompts[0]
         self._warnings = found.warnings
+        drafting = ready.engine.model.drafting
+        if drafting is None and self._one.prediction_ids is not None:
+            self._warnings += ("prediction was left out: this server checks no drafts",)
         self.tellers: list[Teller] = []
         self._shows_more = bool(self._asked.logprobs or self._asked.return_token_ids)
         self._head = {

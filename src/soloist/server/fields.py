@@ -329,6 +329,27 @@ class ChatFields(Fields):
     )
 
 
+class PredictedPart(Fields):
+    """A piece of a predicted text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictionFields(Fields):
+    """`prediction` of chats: text that the answer will mostly repeat."""
+
+    type: Literal["content"]
+    content: str | Items[PredictedPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(GenerationFields, ChatFields):
     """POST /v1/chat/completions."""
 
@@ -361,7 +382,10 @@ class ChatRequest(GenerationFields, ChatFields):
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
-    prediction: only() = None  # type: ignore[valid-type]
+    prediction: PredictionFields | None = optional(
+        "Text that the answer will mostly repeat, such as a file that it edits: the same answer, "
+        "sooner. Not with n above 1."
+    )
     reasoning_effort: Effort | None = optional(EFFORT_TOLD)
     verbosity: only("medium") = None  # type: ignore[valid-type]  # OpenAI's default
     web_search_options: only() = None  # type: ignore[valid-type]

@@ -27,10 +27,17 @@ def usage(ends: Sequence[Completion], ready: Ready, prompts: int = 1) -> dict[st
     cached_tokens = sum(end.timings.cached_tokens for end in one_of_each)
     new_tokens = sum(end.timings.new_tokens for end in ends)
     forced_tokens = sum(end.timings.forced_tokens for end in ends)
+    drafts = [end.timings.drafts for end in ends]
+    details = _details(cached_tokens, forced_tokens, sum(d.accepted for d in drafts))
+    accepted = sum(d.predicted_accepted for d in drafts)
+    details["completion_tokens_details"] |= {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(d.predicted for d in drafts) - accepted,
+    }
     longest = max((end.timings for end in ends), key=lambda t: t.total_s)
     return {
         **token_usage(prompt_tokens, new_tokens),
-        **_details(cached_tokens, forced_tokens),
+        **details,
         "queue_time": longest.queue_s,
         "prompt_time": longest.ttft_s - longest.queue_s,
         "completion_time": longest.decode_s,
@@ -51,11 +58,16 @@ def token_usage(prompt_tokens: int, new_tokens: int) -> dict[str, object]:
     }
 
 
-def _details(cached_tokens: int, forced_tokens: int) -> dict[str, object]:
-    """Of the counts: cached tokens of the prompt, forced ones of the answer."""
+def _details(
+    cached_tokens: int, forced_tokens: int, drafted_tokens: int
+) -> dict[str, dict[str, int]]:
+    """Of the counts: cached tokens of the prompt, forced and drafted ones of the answer."""
     return {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"forced_tokens": forced_tokens},
+        "completion_tokens_details": {
+            "forced_tokens": forced_tokens,
+            "drafted_tokens": drafted_tokens,
+        },
     }
 
 
@@ -74,7 +86,8 @@ def usage_so_far(
         return b',"usage":null' if asked.includes_usage else b""
     made = sum(delta.num_made for delta in latest.values())
     forced = sum(delta.num_forced for delta in latest.values())
-    counts = token_usage(prompt_tokens, made) | _details(cached_tokens, forced)
+    drafted = sum(delta.num_drafted for delta in latest.values())
+    counts = token_usage(prompt_tokens, made) | _details(cached_tokens, forced, drafted)
     return b',"usage":' + orjson.dumps(counts)
 
 
@@ -97,7 +110,7 @@ def last_words(
 
 
 def timings(t: Timings, ready: Ready) -> dict[str, object]:
-    """llama.cpp's object, and what it does not have: queue, TTFT, memory bandwidth, device.
+    """llama.cpp's object, and what it does not have: gaps, queue, TTFT, memory bandwidth, device.
 
     `mbu` and `bandwidth_gb_per_s` are null where the device's bandwidth was not measured. One of
     several replicas tells its name, and the requests that run and wait in it now.
@@ -112,9 +125,13 @@ def timings(t: Timings, ready: Ready) -> dict[str, object]:
         "prompt_per_second": read / read_s if read_s > 0 else None,
         "predicted_n": t.new_tokens,
         "forced_n": t.forced_tokens,
+        "draft_n": t.drafts.drafted,
+        "draft_n_accepted": t.drafts.accepted,
+        "tokens_per_step": t.tokens_per_round,
         "predicted_ms": t.decode_s * 1e3,
         "predicted_per_token_ms": None if speed is None else 1e3 / speed,
         "predicted_per_second": speed,
+        "longest_gap_ms": t.longest_gap_s * 1e3,
         "queue_ms": t.queue_s * 1e3,
         "ttft_ms": t.ttft_s * 1e3,
         "total_ms": t.total_s * 1e3,

@@ -38,7 +38,7 @@ class Delta:
         token_ids: new tokens.
         logprobs: where they were asked for, one for each token that is shown.
         num_made: tokens so far.
-        num_forced: of these; see `Chunk`.
+        num_forced, num_drafted: of these; see `Chunk`.
         end: set with the last delta.
         scored: set once, before tokens or with the first ones, where the prompt is scored.
     """
@@ -49,6 +49,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...]
     num_made: int
     num_forced: int
+    num_drafted: int
     end: Completion | None
     scored: Scored | None = None
 
@@ -108,6 +109,7 @@ class Generation:
                         accepted=accepted,
                         constraint=None if grammar is None else grammar.start(),
                         scores=one.scores,
+                        prediction_ids=one.prediction_ids,
                     )
                 )
         except (Problem, SoloistError) as error:
@@ -153,7 +155,7 @@ class Generation:
             Problem: an answer failed or was cut.
         """
         running = dict(enumerate(self.requests))
-        num_made, num_forced = dict.fromkeys(running, 0), dict.fromkeys(running, 0)
+        counts = dict.fromkeys(running, (0, 0, 0))
         while running:
             await self._woken.wait()
             self._woken.clear()
@@ -163,8 +165,8 @@ class Generation:
                 if isinstance(last := events[-1], Failure):
                     self._cut = problem_of(last.error)
                     raise self._cut
-                delta = _merged(index, events, num_made[index], num_forced[index])
-                num_made[index], num_forced[index] = delta.num_made, delta.num_forced
+                delta = _merged(index, events, *counts[index])
+                counts[index] = delta.num_made, delta.num_forced, delta.num_drafted
                 if delta.end is not None:
                     del running[index]
                     self.ends[index] = delta.end
@@ -202,7 +204,9 @@ def _ring(bell: Bell, woken: asyncio.Event, request_id: str) -> None:
         log.debug("%s: the event loop has ended", request_id)
 
 
-def _merged(index: int, events: Sequence[Event], num_made: int, num_forced: int) -> Delta:
+def _merged(
+    index: int, events: Sequence[Event], num_made: int, num_forced: int, num_drafted: int
+) -> Delta:
     last = events[-1]
     end = last if isinstance(last, Completion) else None
     chunks = [event for event in events if isinstance(event, Chunk)]
@@ -210,8 +214,10 @@ def _merged(index: int, events: Sequence[Event], num_made: int, num_forced: int)
     logprobs = tuple([one for chunk in chunks for one in chunk.logprobs])
     text = "".join([chunk.text for chunk in chunks])
     scored = next((event for event in events if isinstance(event, Scored)), None)
+    num_made += len(ids)
     num_forced += sum(chunk.num_forced for chunk in chunks)
-    return Delta(index, text, ids, logprobs, num_made + len(ids), num_forced, end, scored)
+    num_drafted += sum(chunk.num_drafted for chunk in chunks)
+    return Delta(index, text, ids, logprobs, num_made, num_forced, num_drafted, end, scored)
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from soloist.engine import Engine, EngineLoop
-from soloist.engine.loop import Progress
+from soloist.engine import Engine
+from soloist.engine.loop import EngineLoop, Progress
 from soloist.errors import DeviceError, EngineStopped, ShuttingDown, SoloistError, Stalled
 from soloist.server.bell import Bell
 from soloist.server.config import ServerConfig

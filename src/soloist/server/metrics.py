@@ -4,8 +4,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from soloist.engine import Completion, EngineLoop
+from soloist.engine import Completion
+from soloist.engine.loop import EngineLoop
 from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.saving import SavedTokens
+from soloist.megakernel.limits import MAX_QUERIES
+from soloist.speculation import Tally
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (
@@ -38,13 +42,18 @@ class Metrics:
         self._token = histogram(
             "time_per_output_token_seconds", "Decode time per token.", _TOKEN_SECONDS
         )
+        self._gap = histogram(
+            "longest_gap_seconds", "Longest time between two tokens of an answer.", _SECONDS
+        )
         self._mbu = histogram("memory_bandwidth_utilisation", "Of decoding, where known.", _SHARES)
         self._total = histogram("request_seconds", "From acceptance to end.", _SECONDS)
+        self._drafts = Drafts()
 
     def watch(self, loop: EngineLoop, model: str) -> None:
         """Show how busy the engine is, and under vLLM's names with the name of the model."""
         self.registry.register(_Load(loop))
         self.registry.register(_PoolMember(loop, model))
+        self.registry.register(_Speculation(self._drafts, model))
 
     def count(self, completion: Completion, bandwidth_gb_per_s: float | None) -> None:
         """A request has ended, on a device that reads so fast."""
@@ -53,18 +62,36 @@ class Metrics:
         self._prompt_tokens.inc(t.prompt_tokens)
         self._cached_tokens.inc(t.cached_tokens)
         self._new_tokens.inc(t.new_tokens)
+        self._drafts.count(t.drafts)
         self._queue.observe(t.queue_s)
         self._total.observe(t.total_s)
         if t.new_tokens:
             self._ttft.observe(t.ttft_s)
         if t.new_tokens > 1:
             self._token.observe(t.decode_s / (t.new_tokens - 1))
+            self._gap.observe(t.longest_gap_s)
         if (mbu := t.mbu(bandwidth_gb_per_s)) is not None:
             self._mbu.observe(mbu)
 
     def text(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self.registry)
+
+
+class Drafts:
+    """What became of drafts since the server began."""
+
+    def __init__(self) -> None:
+        self.rounds = self.drafted = self.accepted = 0
+        self.by_place = [0] * (MAX_QUERIES - 1)
+
+    def count(self, tally: Tally) -> None:
+        """Add those of a request that ended."""
+        self.rounds += tally.rounds
+        self.drafted += tally.drafted
+        self.accepted += tally.accepted
+        for place, count in enumerate(tally.by_place):
+            self.by_place[place] += count
 
 
 class _Load(Collector):
@@ -74,7 +101,7 @@ class _Load(Collector):
     def collect(self) -> list[Metric]:
         """How many requests there are, their progress, and what the KV cache holds, now."""
         load, cached, pages = self._loop.load, self._loop.cached, self._loop.pages
-        age_s = self._loop.progress.age_s
+        age_s, saved = self._loop.progress.age_s, self._loop.saved
 
         def gauge(name: str, told: str, value: float) -> Metric:
             return GaugeMetricFamily(f"soloist_{name}", told, value)
@@ -107,6 +134,7 @@ class _Load(Collector):
             family.add_metric(["host"], cached.on_host)
         return [
             *preemptions,
+            *([] if saved is None else _saved(saved)),
             moved,
             *held,
             gauge("requests_running", "In prefill or decode.", load.num_running),
@@ -121,8 +149,62 @@ class _Load(Collector):
         ]
 
 
+def _saved(saved: SavedTokens) -> list[Metric]:
+    """What became of cached prompts in the folder of --cache-dir."""
+    tokens = CounterMetricFamily(
+        "soloist_prefix_disk_tokens",
+        "Prefix cache on disk: saved to it, loaded from it, dropped instead of saved.",
+        labels=["what"],
+    )
+    for what, count in (
+        ("saved", saved.saved), ("loaded", saved.loaded), ("dropped", saved.dropped)
+    ):  # fmt: skip
+        tokens.add_metric([what], count)
+    files = CounterMetricFamily(
+        "soloist_prefix_disk_files_deleted",
+        "Files of the prefix cache on disk that were deleted: damaged, evicted for others.",
+        labels=["why"],
+    )
+    files.add_metric(["damaged"], saved.damaged)
+    files.add_metric(["evicted"], saved.evicted)
+    held = GaugeMetricFamily("soloist_prefix_disk_bytes", "Of all files there.", saved.num_bytes)
+    bound = GaugeMetricFamily("soloist_prefix_disk_bytes_limit", "Its bound.", saved.most_bytes)
+    return [tokens, files, held, bound]
+
+
+class _Speculation(Collector):
+    """What became of drafts, under vLLM's names."""
+
+    def __init__(self, drafts: Drafts, model: str) -> None:
+        self._drafts, self._model = drafts, model
+
+    def collect(self) -> list[Metric]:
+        """Counters of requests that ended."""
+        drafts = self._drafts
+
+        def counter(name: str, told: str, *labels: str) -> CounterMetricFamily:
+            labels = ("model_name", *labels)
+            return CounterMetricFamily(f"vllm:spec_decode_{name}", told, labels=labels)
+
+        found = []
+        for name, told, value in (
+            ("num_drafts", "Steps that checked a draft.", drafts.rounds),
+            ("num_draft_tokens", "Tokens that were drafted.", drafts.drafted),
+            ("num_accepted_tokens", "Of these, tokens of answers.", drafts.accepted),
+        ):
+            family = counter(name, told)
+            family.add_metric([self._model], value)
+            found.append(family)
+        by_place = counter(
+            "num_accepted_tokens_per_pos", "Accepted tokens by place in a draft.", "position"
+        )
+        for place, value in enumerate(drafts.by_place):
+            by_place.add_metric([self._model, str(place)], value)
+        return [*found, by_place]
+
+
 class _PoolMember(Collector):
-    """The gauges by which an endpoint picker chooses among servers, under vLLM's names.
+    """What an endpoint picker chooses servers by, and hits on disk, under vLLM's names.
 
     Names, types and meanings are those of the model server protocol of the Gateway API Inference
     Extension (docs/proposals/003-model-server-protocol there), which llm-d reads as well.
@@ -132,8 +214,8 @@ class _PoolMember(Collector):
         self._loop, self._model = loop, model
 
     def collect(self) -> list[Metric]:
-        """Requests that wait and run, the share of the KV cache in use, and the cache's size."""
-        load, pages = self._loop.load, self._loop.pages
+        """Requests that wait and run, the KV cache's use and size, and prompts found on disk."""
+        load, pages, saved = self._loop.load, self._loop.pages, self._loop.saved
         used = (pages.total - pages.free) / pages.total if pages.total else 0.0
 
         def gauge(name: str, told: str, value: float, **more: str) -> Metric:
@@ -142,7 +224,19 @@ class _PoolMember(Collector):
             family.add_metric(list(labels.values()), value)
             return family
 
+        external = []
+        if saved is not None:
+            for name, told, value in (
+                ("queries", "Prompt tokens that were looked for on disk.", saved.asked),
+                ("hits", "Of these, tokens that were found.", saved.loaded),
+            ):
+                family = CounterMetricFamily(
+                    f"vllm:external_prefix_cache_{name}", told, labels=["model_name"]
+                )
+                family.add_metric([self._model], value)
+                external.append(family)
         return [
+            *external,
             gauge("num_requests_waiting", "soloist_requests_waiting.", load.num_waiting),
             gauge("num_requests_running", "soloist_requests_running.", load.num_running),
             gauge(

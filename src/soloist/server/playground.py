@@ -10,9 +10,10 @@ from starlette.responses import RedirectResponse, Response
 _PAGE = "index.html"
 _PARTS = (
     "style.css", "page.js", "ask.js", "chat.js", "code.js", "complete.js", "conversations.js",
-    "examples.js", "figures.js", "forms.js", "markdown.js", "pane.js", "picture.js", "race.js",
-    "raw.js", "recording.js", "rivals.js", "server.js", "share.js", "sse.js", "storage.js",
-    "stream.js", "strip.js", "tokens.js", "verdict.js", "views.js",
+    "examples.js", "figures.js", "forms.js", "later.js", "markdown.js", "pane.js", "picture.js",
+    "pieces.js", "prepare.js", "race.js", "raw.js", "recording.js", "rivals.js", "server.js",
+    "share.js", "sse.js", "storage.js", "stream.js", "strip.js", "tokens.js", "verdict.js",
+    "views.js",
     "vendor/marked.js", "vendor/highlight.js", "vendor/bash.js", "vendor/c.js", "vendor/cpp.js",
     "vendor/diff.js", "vendor/go.js", "vendor/java.js", "vendor/javascript.js", "vendor/json.js",
     "vendor/python.js", "vendor/rust.js", "vendor/sql.js", "vendor/typescript.js",

@@ -13,6 +13,7 @@ from soloist.errors import (
     BadSampling,
     BadTokenId,
     EmptyPrompt,
+    PredictionTooLong,
     PromptTooLong,
     QueueFull,
     SoloistError,
@@ -107,7 +108,7 @@ def problem_of(error: SoloistError | Problem) -> Problem:
             return Problem(429, message, code="queue_full", headers=wait)
         case Unavailable():
             return Problem(503, message, code="unavailable")
-        case PromptTooLong() | EmptyPrompt():
+        case PromptTooLong() | EmptyPrompt() | PredictionTooLong():
             return _of_prompt(error, message)
         case BadLogits() | StepFailed():
             code = "bad_logits" if isinstance(error, BadLogits) else "step_failed"
@@ -119,7 +120,9 @@ def problem_of(error: SoloistError | Problem) -> Problem:
     return Problem(500, message, code="device_error")
 
 
-def _of_prompt(error: PromptTooLong | EmptyPrompt, message: str) -> Problem:
+def _of_prompt(error: PromptTooLong | EmptyPrompt | PredictionTooLong, message: str) -> Problem:
+    if isinstance(error, PredictionTooLong):
+        return Problem(400, message, param="prediction", code="context_length_exceeded")
     if isinstance(error, EmptyPrompt):
         return Problem(400, message, param="prompt", code="invalid_value")
     # Clients look for these words, and for a number without commas.

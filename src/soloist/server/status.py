@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from soloist.engine import EngineLoop
+from soloist.engine.loop import EngineLoop
 from soloist.server.host import Host, Ready
 from soloist.server.preparation.jobs import served_name
 from soloist.server.problems import Problem
@@ -110,6 +110,8 @@ def _model(name: str, ready: Ready) -> dict[str, object]:
         "root": engine.report.adapter or engine.report.model,
         "parent": engine.report.model if engine.report.adapter else None,
         "max_model_len": engine.resolved.context_tokens,
+        # The same, as llama.vscode's agent reads it: it takes 8,192 where it finds none.
+        "context_length": engine.resolved.context_tokens,
         "default_max_tokens": engine.processor.default_tokens,
         "fills_in": engine.tokenizer.fills_in,
         "family": engine.config.family,

@@ -5,7 +5,7 @@ import { asked, asMarkdown, begun, Conversations, titled } from "./conversations
 import { EXAMPLES } from "./examples.js";
 import { shown } from "./figures.js";
 import { Stream } from "./stream.js";
-import { AnswerView, following } from "./views.js";
+import { AnswerView, following, toEnd } from "./views.js";
 
 export class Chat {
   #page;
@@ -97,7 +97,7 @@ export class Chat {
     started(stream);
     const article = this.#article({ role: "assistant" });
     const view = new AnswerView(article.querySelector(".said"), this.#log, this.#page.showsTokens());
-    this.#log.scrollTop = this.#log.scrollHeight;
+    toEnd(this.#log);
     await this.#pane.run(stream, view);
     const { text, reasoning, calls } = view;
     if (stream.recording.arrivals.length === 0 && (stream.problem ?? stream.ending) !== null) return false;
@@ -140,7 +140,7 @@ export class Chat {
       this.#finish(article, place);
     }
     if (!isAnswering) this.#forResults();
-    this.#log.scrollTop = this.#log.scrollHeight;
+    if (messages.length > 0) toEnd(this.#log);
     this.#showList();
   }
 

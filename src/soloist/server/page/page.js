@@ -6,6 +6,7 @@ import { complete } from "./complete.js";
 import { EXAMPLES } from "./examples.js";
 import { formFields } from "./forms.js";
 import { Pane } from "./pane.js";
+import { prepare } from "./prepare.js";
 import { Race } from "./race.js";
 import { showRaw } from "./raw.js";
 import { look } from "./server.js";
@@ -73,7 +74,7 @@ async function busy(name, action) {
   }
   isBusy = false;
   showButtons(name);
-  showRaw(streams);
+  if (chosen() === "raw") showRaw(streams);
 }
 
 function stop() {
@@ -105,6 +106,7 @@ function choose(tab) {
     other.tabIndex = isChosen ? 0 : -1;
     find(`#${other.getAttribute("aria-controls")}`).hidden = !isChosen;
   }
+  if (chosen() === "raw") showRaw(streams);
   for (const pane of [chatPane, completePane, ...racePanes]) pane.draw();
 }
 
@@ -189,3 +191,4 @@ const ask = () =>
   });
 find("#key").addEventListener("change", ask);
 ask();
+prepare();

@@ -1,8 +1,10 @@
-// The figures, the strip and the text of one request, painted once a frame, however many chunks come.
+// The figures, the strip and the text of one request. Strip and text are painted once a frame, however
+// many chunks come; the figures ten times a second.
 
 import { shown, SOURCES, toldBy } from "./figures.js";
-import { Columns, drawStrip, KINDS, Line } from "./strip.js";
+import { Columns, KINDS, Line, Strip, Surface } from "./strip.js";
 
+const FIGURES_MS = 100; // digits that change more often cannot be read, and each change is a layout
 const WORDS = ["source", "server", "ending", "problem"];
 const NAMES = { read: "prompt read", cached: "prompt cached", made: "made", forced: "forced by the form", drafted: "drafted" };
 
@@ -15,15 +17,19 @@ export class Pane {
   #strip;
   #curve;
   #legend;
+  #stage;
   #next = 0; // of the arrivals, the first that is not shown
+  #told = -Infinity; // when the figures were set, in ms after sending
 
   constructor(root) {
     root.append(document.getElementById("pane").content.cloneNode(true));
     for (const element of root.querySelectorAll("[data-figure]"))
       this.#figures[element.dataset.figure] = element;
-    [this.#strip, this.#curve] = ["strip", "curve"].map((name) => root.querySelector(`.${name}`));
+    const [strip, curve] = ["strip", "curve"].map((name) => root.querySelector(`.${name}`));
+    [this.#strip, this.#curve] = [new Strip(strip), new Surface(curve)];
     this.#legend = root.querySelector(".legend");
-    new ResizeObserver(() => this.draw()).observe(this.#strip);
+    this.#stage = root.querySelector(".stage");
+    new ResizeObserver(() => this.draw()).observe(strip);
   }
 
   clear() {
@@ -31,10 +37,12 @@ export class Pane {
     this.#line = new Line();
     this.#latest = null;
     this.#next = 0;
+    this.#told = -Infinity;
     for (const [name, element] of Object.entries(this.#figures))
       element.textContent = WORDS.includes(name) ? "" : "–";
     this.#set("unit", "tokens/s");
     this.#legend.replaceChildren();
+    this.#stage.classList.add("idle");
     this.draw();
   }
 
@@ -60,6 +68,10 @@ export class Pane {
     requestAnimationFrame(frame);
     await running;
     this.show(recording, recording.last ?? 0, view, true);
+    while (view.isBehind && !document.hidden) {
+      await nextFrame();
+      view.paint();
+    }
     view.end();
     this.end(stream);
   }
@@ -72,26 +84,43 @@ export class Pane {
       view.add(arrival.piece);
       this.#columns.add(arrival.ms, arrival);
     }
+    const ttft = this.#next > 0 ? recording.ttft : null;
+    const isFirst = ttft !== null && (this.#latest?.ttft ?? null) === null;
+    const share = recording.prompt ? (recording.cached ?? 0) / recording.prompt : 0;
+    if (this.#latest === null) this.#stage.classList.remove("idle");
+    this.#latest = { ttft, share, ms, recording };
+    if (isOver || isFirst || ms - this.#told >= FIGURES_MS) this.#tell(recording, ms, isOver);
     view.paint();
+    this.#draw();
+  }
+
+  // The figures as they stood so many ms after sending, in digits and as a line.
+  #tell(recording, ms, isOver) {
+    this.#told = ms;
     const { ttft, tokens, decode, recent } = recording.at(ms);
     if (!isOver) this.#line.add(ms, recent);
+    this.#line.draw(this.#curve);
     this.#set("recent", shown.speed(isOver ? decode : (recent ?? decode)));
     this.#set("decode", shown.speed(decode));
     this.#set("ttft", shown.ms(ttft));
     this.#set("tokens", ttft === null ? "–" : shown.count(tokens));
     const { prompt, cached } = recording;
     if (ttft !== null && prompt !== null) this.#set("prompt", `${shown.count(prompt)} (${shown.count(cached)})`);
-    const share = prompt ? (cached ?? 0) / prompt : 0;
-    this.#latest = { ttft, share, ms, recording };
-    this.draw();
+    this.#name();
   }
 
+  // In the size and the colours that the page has now.
   draw() {
-    if (this.#strip.clientWidth === 0) return; // its tab is hidden
+    this.#strip.measure();
+    this.#curve.measure();
+    this.#draw();
+    if (!this.#strip.isHidden) this.#line.draw(this.#curve);
+  }
+
+  #draw() {
+    if (this.#strip.isHidden) return; // its tab
     const tallest = Math.max(this.#columns.tallest, this.peer?.#columns.tallest ?? 0);
-    drawStrip(this.#strip, this.#columns, this.#latest ?? { ttft: null, share: 0, ms: 0 }, tallest);
-    this.#line.draw(this.#curve);
-    this.#name();
+    this.#strip.draw(this.#columns, this.#latest ?? { ttft: null, share: 0, ms: 0 }, tallest);
   }
 
   // The colours that are there, with their counts.
@@ -136,5 +165,12 @@ export class Pane {
     if (element.textContent !== text) element.textContent = text;
   }
 }
+
+// A tab that is hidden has none: then after a while.
+const nextFrame = () =>
+  new Promise((done) => {
+    requestAnimationFrame(done);
+    setTimeout(done, 200);
+  });
 
 const sum = (counts) => counts.reduce((total, count) => total + count, 0);

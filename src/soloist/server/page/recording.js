@@ -54,10 +54,11 @@ export class Recording {
     return this.usage?.completion_tokens_details?.forced_tokens ?? this.timings?.forced_n ?? 0;
   }
 
-  // Drafted tokens that the model accepted, as OpenAI or as llama.cpp counts them.
+  // Drafted tokens that the model accepted: of Soloist, or as OpenAI or llama.cpp counts them.
   get drafted() {
     const details = this.usage?.completion_tokens_details;
-    return details?.accepted_prediction_tokens ?? this.timings?.draft_n_accepted ?? 0;
+    const drafted = details?.drafted_tokens ?? details?.accepted_prediction_tokens;
+    return drafted ?? this.timings?.draft_n_accepted ?? 0;
   }
 
   get prompt() {

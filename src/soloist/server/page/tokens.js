@@ -55,6 +55,10 @@ export class TokenView {
 
   paint() {}
 
+  get isBehind() {
+    return false;
+  }
+
   end() {}
 
   #move(event) {

@@ -1,11 +1,17 @@
-// Where an answer's text goes: {add(piece), paint(), end()}, painted once a frame.
+// Where an answer's text goes: {add(piece), paint(), isBehind, end()}, painted once a frame.
 
-import { codeBlock, Markdown } from "./markdown.js";
-import { highlight, isBareCode } from "./code.js";
+import { CodeBlock, isBareCode } from "./code.js";
+import { putOff } from "./later.js";
+import { Markdown } from "./markdown.js";
+import { Pieces } from "./pieces.js";
 import { TokenView } from "./tokens.js";
 
+const MOST_A_FRAME = 700; // characters: what came while a frame was late is shown over several
+const UNREADABLE = 200; // characters a frame from which on nobody sees colours: they wait
 const NEAR_END = 60; // pixels: who reads further up is left there
-const FIRST_LINE = /\S.*\n|\S.{39}/; // enough of an answer to tell code from prose
+// Enough of an answer to tell code from prose: a line that is neither a comment nor a first heading.
+const FIRST_LINE = /^(?:\s*#(?![#!]).*\n)*\s*(?!#(?![#!]))\S(?:.*\n|.{39})/;
+const LONG_ENOUGH = 400; // characters, whatever they are
 
 // Text as it comes, in an element that scrolls by itself where it has to.
 export class PlainView {
@@ -18,7 +24,7 @@ export class PlainView {
     const made = ["reasoning", "text"].map((name) => {
       const part = root.appendChild(document.createElement("span"));
       part.className = name === "text" ? "made-text" : name;
-      return [name, part.appendChild(new Text())];
+      return [name, new Pieces(part, { isInline: true })];
     });
     this.#parts = Object.fromEntries(made);
   }
@@ -31,14 +37,19 @@ export class PlainView {
 
   paint() {
     following(this.#scroller, () => {
-      for (const [name, text] of Object.entries(this.#new))
-        if (text !== "") this.#parts[name].appendData(text);
-      this.#new = { reasoning: "", text: "" };
+      for (const [name, text] of Object.entries(this.#new)) {
+        this.#parts[name].add(text.slice(0, MOST_A_FRAME));
+        this.#new[name] = text.slice(MOST_A_FRAME);
+      }
     });
   }
 
+  get isBehind() {
+    return this.#new.reasoning !== "" || this.#new.text !== "";
+  }
+
   end() {
-    this.paint();
+    while (this.isBehind) this.paint();
   }
 }
 
@@ -53,6 +64,7 @@ export class AnswerView {
   #body = null;
   #pending = "";
   #fold = null;
+  #reasons = null;
   #new = { reasoning: "", calls: false };
   #cards = [];
 
@@ -82,16 +94,21 @@ export class AnswerView {
   paint() {
     following(this.#scroller, () => {
       if (this.#new.reasoning !== "") this.#reason();
-      if (this.#pending !== "" && (this.#body !== null || FIRST_LINE.test(this.text))) this.#write();
+      if (this.#pending !== "" && (this.#body !== null || isTelling(this.text))) this.#write();
       this.#body?.paint();
       if (this.#new.calls) this.#call();
     });
   }
 
+  get isBehind() {
+    return this.#new.reasoning !== "" || (this.#pending !== "" && this.#body !== null);
+  }
+
   end() {
-    this.paint();
     following(this.#scroller, () => {
-      if (this.#pending !== "") this.#write(); // not even one line
+      while (this.#new.reasoning !== "") this.#reason();
+      while (this.#pending !== "") this.#write(); // perhaps not even one line
+      if (this.#new.calls) this.#call();
       this.#body?.end();
     });
     if (this.#fold !== null) this.#fold.querySelector("summary").textContent = "Reasoning";
@@ -103,8 +120,9 @@ export class AnswerView {
       const root = this.#part("div", "text");
       this.#body = isBareCode(this.text) ? new CodeText(root) : new Markdown(root);
     }
-    this.#body.add(this.#pending);
-    this.#pending = "";
+    if (this.#pending.length > UNREADABLE) putOff();
+    this.#body.add(this.#pending.slice(0, MOST_A_FRAME));
+    this.#pending = this.#pending.slice(MOST_A_FRAME);
   }
 
   #reason() {
@@ -112,11 +130,10 @@ export class AnswerView {
       this.#fold = this.#part("details", "reasoning");
       const summary = this.#fold.appendChild(document.createElement("summary"));
       summary.textContent = "Reasoning …";
-      this.#fold.append(document.createElement("div"));
-      this.#fold.lastChild.append(new Text());
+      this.#reasons = new Pieces(this.#fold.appendChild(document.createElement("div")));
     }
-    this.#fold.lastChild.firstChild.appendData(this.#new.reasoning);
-    this.#new.reasoning = "";
+    this.#reasons.add(this.#new.reasoning.slice(0, MOST_A_FRAME));
+    this.#new.reasoning = this.#new.reasoning.slice(MOST_A_FRAME);
   }
 
   #call() {
@@ -137,31 +154,82 @@ export class AnswerView {
   }
 }
 
-// Bare code grows in one block.
+const isTelling = (text) => text.length > LONG_ENOUGH || FIRST_LINE.test(text);
+
+// Bare code is one block.
 class CodeText {
-  #code;
+  #block = new CodeBlock("python");
 
   constructor(root) {
-    const block = codeBlock("", "python", false);
-    this.#code = block.querySelector("code");
-    this.#code.append(new Text());
-    root.append(block);
+    root.append(this.#block.element);
   }
 
   add(text) {
-    this.#code.firstChild.appendData(text);
+    this.#block.add(text);
   }
 
   paint() {}
 
   end() {
-    highlight(this.#code, "python");
+    this.#block.end();
   }
 }
 
 // Whoever is at the end of a text stays there while it grows.
 export function following(scroller, change) {
-  const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END;
+  const follower = followerOf(scroller);
   change();
-  if (isAtEnd) scroller.scrollTop = scroller.scrollHeight;
+  follower.follow();
+}
+
+// Whoever was elsewhere is at the end now.
+export function toEnd(scroller) {
+  followerOf(scroller).toEnd();
+}
+
+const followers = new WeakMap();
+
+function followerOf(scroller) {
+  if (!followers.has(scroller)) followers.set(scroller, new Follower(scroller));
+  return followers.get(scroller);
+}
+
+// To ask where the end is makes a browser lay out the text at once. So it is asked when somebody
+// scrolls, and when the frame has been laid out anyway.
+class Follower {
+  #scroller;
+  #isAtEnd;
+  #top = 0; // where it was put
+  #laidOut = new ResizeObserver(() => this.#put());
+
+  constructor(scroller) {
+    this.#scroller = scroller;
+    this.#look();
+    scroller.addEventListener("scroll", () => {
+      // Text that is not laid out yet does not count, so that where it was put is the end.
+      if (!this.#isAtEnd || scroller.scrollTop < this.#top) this.#look();
+    });
+  }
+
+  follow() {
+    if (!this.#isAtEnd) return;
+    this.#laidOut.unobserve(this.#scroller);
+    this.#laidOut.observe(this.#scroller); // which tells after the next layout
+  }
+
+  toEnd() {
+    this.#isAtEnd = true;
+    this.#put();
+  }
+
+  #look() {
+    const { scrollHeight, scrollTop, clientHeight } = this.#scroller;
+    this.#isAtEnd = scrollHeight - scrollTop - clientHeight < NEAR_END;
+  }
+
+  #put() {
+    if (!this.#isAtEnd) return;
+    this.#scroller.scrollTop = this.#scroller.scrollHeight;
+    this.#top = this.#scroller.scrollTop;
+  }
 }

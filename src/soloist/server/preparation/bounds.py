@@ -44,6 +44,7 @@ BOUNDS: dict[str, Bound] = {
     "images": _CONVERSATION, "instructions": _TEXT, "suffix": _TEXT, "template": _TEXT,
     "input_prefix": _TEXT, "input_suffix": _TEXT, "content": _TEXT,
     "input_extra": Bound(10_000, None), "image_data": Bound(10_000, None),
+    "prediction": Bound(10_000, None),
     "prompt": Bound(2**24, None), "tokens": Bound(2**20, 1024), "context": Bound(2**20, 1024),
     "tools": Bound(100_000, 2**22),
     "chat_template_kwargs": Bound(4096, 65_536),
@@ -67,7 +68,7 @@ BOUNDS: dict[str, Bound] = {
     "model": _WORD, "tool_choice": _WORD, "stream_options": _WORD, "include": _WORD,
     "reasoning": _WORD, "thinking": _WORD, "context_management": _WORD, "truncation": _WORD,
     "functions": _WORD, "function_call": _WORD, "modalities": _WORD, "audio": _WORD,
-    "prediction": _WORD, "reasoning_effort": _WORD, "verbosity": _WORD, "background": _WORD,
+    "reasoning_effort": _WORD, "verbosity": _WORD, "background": _WORD,
     "web_search_options": _WORD, "previous_response_id": _WORD, "conversation": _WORD,
     "think": _WORD, "keep_alive": _WORD, "samplers": _WORD, "lora": _WORD,
 }  # fmt: skip

@@ -22,6 +22,8 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     require_all_listed(asked, asked.samplers)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
+    if asked.prediction is not None and (asked.n or 1) > 1:
+        raise invalid("prediction", f"only with n 1, not {asked.n}: it predicts one answer")
     shape, (use, warnings) = shape_of(asked), _tool_use(asked)
     wanted = asked.max_completion_tokens
     if wanted is None:
@@ -41,7 +43,13 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
     top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     end = text[-PROMPT_END:]
     grammar = grammar_of(processor, shape, use, style, end)
-    one = PreparedPrompt(tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style))
+    predicted = None
+    if asked.prediction is not None:
+        predicted = tuple(processor.encode_prediction(asked.prediction.text))
+    one = PreparedPrompt(
+        tuple(prompt_ids), params, top_logprobs, shown_ids(processor, style),
+        prediction_ids=predicted,
+    )  # fmt: skip
     without = dict.fromkeys(_MAKES_THE_PROMPT)
     fields = asked.model_copy(update=without)
     warnings += effort_warnings(processor, "reasoning_effort", asked.reasoning_effort)
@@ -52,7 +60,7 @@ def prepare_chat(processor: Processor, asked: ChatRequest, model: str) -> Prepar
 _MAKES_THE_PROMPT = (
     "messages", "tools", "chat_template_kwargs", "response_format", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "logit_bias", "stop",
-    "metadata",
+    "metadata", "prediction",
 )  # fmt: skip
 
 

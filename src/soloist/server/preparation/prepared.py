@@ -20,6 +20,7 @@ class PreparedPrompt:
     top_logprobs: int | None = None
     shown_ids: frozenset[int] = frozenset()
     scores: Scores = "answer"
+    prediction_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

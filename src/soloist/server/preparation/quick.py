@@ -1,4 +1,7 @@
-"""Short requests that are read where they arrive: waking another process takes longer."""
+"""Short requests that are read where they arrive: waking another process takes longer.
+
+Templates and grammars are imported with this file, so that no stream waits for that at a request.
+"""
 
 from soloist.errors import TokenizerError
 from soloist.text.chat import ChatTemplate
