@@ -15,7 +15,7 @@
     │   ├── TokenizerError    tokenizer files and chat templates
     │   ├── RequestError      one request: EmptyPrompt · PromptTooLong · BadSampling
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
-    │   │                     StepFailed
+    │   │                     StepFailed · PredictionTooLong
     │   ├── SettingError      options and environment
     │   ├── NotDeployable     models and machines of a cluster
     │   └── UnknownHardware   hardware without figures
@@ -512,6 +512,17 @@ class PromptTooLong(RequestError):
         self.context_tokens = context_tokens
 
 
+class PredictionTooLong(RequestError):
+    """A predicted text is longer than any answer could be."""
+
+    def __init__(self, num_tokens: int, context_tokens: int, *, is_least: bool = False) -> None:
+        count = f"at least {num_tokens:,}" if is_least else f"{num_tokens:,}"
+        super().__init__(
+            f"the prediction has {count} tokens, but the context holds {context_tokens:,}",
+            "predict only the text that the answer will repeat",
+        )
+
+
 class BadSampling(RequestError):
     """A sampling value is out of range, or two of them contradict each other."""
 
@@ -859,14 +870,14 @@ class EndForced(DeviceError):
 
 
 class RunFailed(DeviceError):
-    """`soloist run`, started in a process of its own, ended with an error."""
+    """`soloist run` or `soloist serve`, started in a process of its own, ended with an error."""
 
-    def __init__(self, told: str) -> None:
+    def __init__(self, told: str, program: str = "soloist run") -> None:
         message, _, hint = told.strip().partition("\n\nhint: ")
         reason = message.rpartition("error: ")[2] or "it printed no error"
         super().__init__(
-            f"soloist run, started in a separate process, failed: {reason}",
-            hint or "run the same model with soloist run to see the full output",
+            f"{program}, started in a separate process, failed: {reason}",
+            hint or f"start the same model with {program} to see the full output",
         )
 
 

@@ -34,6 +34,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.folder import config_file, find_model
+from soloist.model.kv_format import KvName
 from soloist.model.torch_types import Weights
 from soloist.reference.build import build_reference
 from soloist.reference.device import Reference
@@ -43,6 +44,8 @@ from soloist.weights.choice import Chosen, Rounding, choose
 from soloist.weights.reading import Forms, load_weights
 
 _REPEATED_TOKENS = 64
+# Positions told apart from those behind them.
+_FIRST_STRETCH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Plan:
         rounding: what matrices are rounded to first; both sides read the rounded ones, but for
             'unquantised'.
         accepted_fields: of the model's config.json, that nobody knows.
+        kv: what Soloist stores keys and values as; with it, precision may be 'fp32'.
     """
 
     model: str
@@ -75,6 +79,7 @@ class Plan:
     gpus: GpuCount = 1
     rounding: Rounding = NOT_ROUNDED
     accepted_fields: tuple[str, ...] = ()
+    kv: KvName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +150,11 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
 
 def _check(plan: Plan) -> None:
     require_at_least(("--positions", plan.positions, 2), ("--repeats", plan.repeats, 0))
-    if plan.precision == "fp32":
+    if plan.precision == "fp32" and plan.kv is None:
         raise SettingError(
-            "--precision", plan.precision, "auto, bf16, fp16; each is compared with fp32"
-        )
+            "--precision", plan.precision,
+            "auto, bf16, fp16, each compared with fp32; fp32 with --kv only",
+        )  # fmt: skip
     if plan.against not in (None, "transformers", "unquantised"):
         raise SettingError("--against", plan.against, "transformers, unquantised")
     if plan.against == "unquantised" and plan.rounding == NOT_ROUNDED:
@@ -194,6 +200,7 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
             weights=plan.rounding.layers,
             head_weights=plan.rounding.head,
             accepted_fields=plan.accepted_fields,
+            kv=plan.kv,
         )
     )
     weights = engine.report.weights
@@ -274,8 +281,8 @@ def _transformers_logits(files: _Files, device: torch.device, ids: list[int]) ->
 def _fp32_reference(chosen: Chosen, files: _Files, device: torch.device) -> Reference:
     """Weights rounded to 16 bits, or what codes stand for; arithmetic in fp32."""
     weights: Weights = {}
-    for dtype in (files.dtype, Dtype.FP32):
-        is_exact = dtype is Dtype.FP32
+    for is_exact in (False, True):
+        dtype = Dtype.FP32 if is_exact else files.dtype
         specs = [spec for spec in chosen.specs if (spec.name in chosen.stored) is is_exact]
         forms = Forms(rounding=chosen.rounding)
         weights |= load_weights(files.checkpoint, specs, dtype, device, forms=forms)
@@ -294,6 +301,20 @@ def _reference_logits(reference: Reference, ids: list[int]) -> Tensor:
         assert logits is not None, "logits were asked for"
         chunks.append(logits.clone())
     return torch.cat(chunks)
+
+
+def _stretches(right: Tensor, logits: Tensor, targets: Tensor) -> tuple[rows.Stretch, ...]:
+    """Agreement by position, each stretch as long as all before it."""
+    first, made = 0, []
+    while first < len(targets):
+        stop = min(max(_FIRST_STRETCH, 2 * first), len(targets))
+        part = slice(first, stop)
+        a = agreement(right[part], logits[part], targets[part])
+        made.append(
+            rows.Stretch(first, stop, a.mean_kl, a.nll, a.nll_difference, a.nll_standard_error)
+        )
+        first = stop
+    return tuple(made)
 
 
 def _row(
@@ -320,5 +341,7 @@ def _row(
         same_bits=read.same_bits,
         repeats=plan.repeats if is_ours else 0,
         weights=read.weights,
+        kv=plan.kv or "" if is_ours else "",
+        by_position=_stretches(right, read.logits, targets),
         **record.origin(*packages),
     )

@@ -13,10 +13,13 @@ class Flush:
 
     Args:
         device: whose caches; of a GPU, its L2.
+
+    Attributes:
+        device: the same.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         num_bytes = _HOST_BYTES
         if device.type == "cuda":
             num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -25,8 +28,8 @@ class Flush:
     def __call__(self) -> None:
         """Overwrite it now, and wait for that."""
         self._buffer.add_(1)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def free(device: torch.device) -> None:

@@ -38,7 +38,8 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "decode": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "new_tokens", "columns")
     )
-    | {"sequences": 1, "speculation": False, "busy_processes": 0},
+    | {"sequences": 1, "speculation": False, "busy_processes": 0}
+    | {"drafting": "", "wrong": None, "temperature": 0.0, "kv": ""},
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
     )
@@ -48,7 +49,8 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
         ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")
     ),
     "neighbours": dict.fromkeys(("shape", "api", "neighbour", "max_tokens")),
-    "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache")),
+    "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache"))
+    | {"program": "soloist run"},
     "bandwidth": dict.fromkeys(("device", "gpus", "method")),
     "rival": dict.fromkeys(("shape", "device", "weights", "prompt_tokens", "new_tokens")),
 }
@@ -189,12 +191,26 @@ def describe(row: Json) -> str:
         words.append(f"on {row['gpus']} GPUs")
     if row.get("columns", 1) != 1:
         words.append(f"{row['columns']} columns of {row.get('sequences', 1)}")
+    words += _choices(row)
     if row.get("start_position") not in (None, row.get("prompt_tokens")):
         words.append(f"from {row['start_position']:,}")
     if "precision" in row and (weights := own_weights(row)):
         words.append(f"{weights} in")
     words += [str(row[field]) for field in ("precision", "prefix", "kernel_cache") if field in row]
+    if row.get("program", "soloist run") != "soloist run":
+        words.append(f"of {row['program']}")
     return " ".join(word for word in words if word)
+
+
+def _choices(row: Json) -> list[str]:
+    """What was drafted, if anything was, and what the KV cache is in, if not in the precision."""
+    words = []
+    if row.get("drafting"):
+        wrong = row.get("wrong")
+        words.append(f"with {row['drafting']}" + (f", {wrong:.0%} wrong" if wrong else ""))
+    if row.get("kv"):
+        words.append(f"with a KV cache in {row['kv']}")
+    return words
 
 
 def own_weights(row: Json) -> str:

@@ -15,12 +15,14 @@ class Run:
         decode_s: first token → last token.
         token_ids: made.
         token_s: times between instants at which tokens came.
+        tokens_per_round: where tokens were drafted.
     """
 
     ttft_s: float
     decode_s: float
     token_ids: tuple[int, ...]
     token_s: tuple[float, ...]
+    tokens_per_round: float | None = None
 
 
 class Contender(Protocol):

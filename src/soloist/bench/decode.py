@@ -4,9 +4,11 @@ Contenders take turns, run by run, so that a slow minute of the machine hits all
 """
 
 import hashlib
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -24,7 +26,9 @@ from soloist.engine.kernel import KernelModel
 from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.model.kv_format import plain
 from soloist.sampling import SamplingParams
+from soloist.speculation import Drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,9 @@ class Plan:
         num_busy: processes that only count beside it.
         columns: positions of the request in a step, on the decode kernel; the next step starts one
             position further.
+        looks_up: also measure with drafts that are looked up.
+        wrong: also measure with a prediction, which is the answer with so large a share of its
+            tokens replaced; None without.
     """
 
     asked: EngineConfig
@@ -49,28 +56,68 @@ class Plan:
     against: str | None
     num_busy: int = 0
     columns: int = 1
+    looks_up: bool = False
+    wrong: float | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Where drafts are measured texts are sampled: greedy ones of small models loop."""
+        return 1.0 if self.looks_up or self.wrong is not None else 0.0
 
 
 class Ours:
-    """Soloist, through the same door as any caller."""
+    """Soloist, through the same door as any caller.
 
-    def __init__(self, engine: Engine) -> None:
-        self.name = "soloist"
+    Args:
+        engine: drafts nothing between runs.
+        temperature: 0 is greedy; else the seed is 0.
+        drafting: what its runs draft.
+        wrong: see `Plan`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        temperature: float = 0.0,
+        drafting: Drafting | None = None,
+        wrong: float | None = None,
+    ) -> None:
+        self.name, self.drafting, self.wrong = "soloist", drafting, wrong
         self._engine = engine
+        self._seed = None if temperature == 0 else 0
+        self._temperature = temperature
+        self._prediction: list[int] | None = None
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """Through `Engine.generate`, detokenisation included."""
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self._temperature, seed=self._seed, max_tokens=new_tokens, ignore_eos=True
+        )
         times: list[float] = []
-        for event in self._engine.generate(prompt_ids, params):
+        self._engine.model.drafting = self.drafting
+        for event in self._engine.generate(prompt_ids, params, prediction=self._prediction):
             if isinstance(event, Completion):
                 break
             if event.token_ids:
                 times.append(time.perf_counter())
         else:
             raise AssertionError("a request ends with a completion")
+        self._engine.model.drafting = None
+        if self.wrong is not None and self._prediction is None:
+            # Of the run that warms up; the same in all others.
+            vocab_size = self._engine.config.vocab_size
+            self._prediction = with_wrong(event.token_ids, self.wrong, vocab_size)
         t = event.timings
-        return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times))
+        drafted = t.tokens_per_round if self.drafting is not None else None
+        return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times), drafted)
+
+
+def with_wrong(ids: Sequence[int], share: float, vocab_size: int) -> list[int]:
+    """Tokens of which each was replaced with this probability, by any other."""
+    rng = random.Random(0)  # noqa: S311 - the same every time
+    return [
+        (i + rng.randrange(1, vocab_size)) % vocab_size if rng.random() < share else i for i in ids
+    ]
 
 
 class Columns:
@@ -103,9 +150,9 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     tokens = plan.prompt_tokens + plan.new_tokens + plan.columns - 1
     engine = Engine.load(replace(plan.asked, context_tokens=tokens))
     prompt_ids = python_prompt(engine, plan.prompt_tokens)
-    contenders: list[Contender] = [
-        Ours(engine) if plan.columns == 1 else Columns(engine, plan.columns)
-    ]
+    contenders: list[Contender] = (
+        _ours(plan, engine) if plan.columns == 1 else [Columns(engine, plan.columns)]
+    )
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
 
@@ -113,22 +160,42 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     device = torch.device(engine.resolved.device)
     bandwidth = read_bandwidth(device)
     flush = Flush(device)
-    results: dict[str, list[Run]] = {c.name: [] for c in contenders}
+    results: list[tuple[Contender, list[Run]]] = [(c, []) for c in contenders]
     with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
         for i in range(plan.runs + 1):
-            for contender in contenders:
+            for contender, timed in results:
                 flush()
                 run = contender.run(prompt_ids, plan.new_tokens)
                 if i > 0:
-                    results[contender.name].append(run)
+                    timed.append(run)
     return [
         replace(
-            _row(plan, engine, name, runs, bandwidth, watch.clocks),
+            _row(plan, engine, contender, runs, bandwidth, watch.clocks),
             others_cores=others.cores,
             busy_processes=plan.num_busy,
         )
-        for name, runs in results.items()
+        for contender, runs in results
     ]
+
+
+def _ours(plan: Plan, engine: Engine) -> list[Contender]:
+    """Without drafts, and with those that are to be measured.
+
+    Raises:
+        SettingError: this model's drafts are not checked here.
+    """
+    drafting, engine.model.drafting = engine.model.drafting, None
+    ours: list[Contender] = [Ours(engine, plan.temperature)]
+    if plan.wrong is not None:
+        if drafting is None:
+            raise SettingError("--prediction", "on", "off, since this model checks no drafts here")
+        predicted = replace(drafting, looks_up=False)
+        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong))
+    if plan.looks_up:
+        if drafting is None or not drafting.looks_up:
+            raise SettingError("--speculate", "auto", "off, since this model looks up no drafts")
+        ours.append(Ours(engine, plan.temperature, drafting))
+    return ours
 
 
 def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
@@ -149,6 +216,12 @@ def _check(plan: Plan) -> None:
     )
     if plan.columns > MAX_QUERIES:
         raise SettingError("--columns", plan.columns, f"at most {MAX_QUERIES}")
+    if plan.wrong is not None and not 0 <= plan.wrong <= 1:
+        raise SettingError("--wrong", plan.wrong, "a share from 0 to 1, such as 0.25")
+    if plan.temperature and (plan.columns > 1 or plan.against is not None):
+        option = "--columns" if plan.columns > 1 else "--against"
+        given = plan.columns if plan.columns > 1 else plan.against
+        raise SettingError(option, given, "only without --prediction and --speculate auto")
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
     if plan.against is not None and plan.columns > 1:
@@ -167,16 +240,22 @@ def _check(plan: Plan) -> None:
 def _row(
     plan: Plan,
     engine: Engine,
-    name: str,
+    contender: Contender,
     runs: list[Run],
     bandwidth: Bandwidth,
     clocks: rows.Clocks | None,
 ) -> rows.DecodeRow:
+    name, drafting, wrong = contender.name, "", None
+    if isinstance(contender, Ours) and contender.drafting is not None:
+        wrong = contender.wrong
+        drafting = "lookup" if wrong is None else "prediction"
+    per_round = [run.tokens_per_round for run in runs if run.tokens_per_round is not None]
     speeds = [plan.columns * (plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of(speeds)
     chosen = engine.resolved
+    kv = chosen.kv if name == "soloist" else plain(chosen.dtype)
     middle = plan.prompt_tokens + plan.new_tokens // 2
-    streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, chosen.dtype, middle)
+    streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, kv, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     gpus = chosen.num_gpus if name == "soloist" else min(1, chosen.num_gpus)
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
@@ -195,15 +274,26 @@ def _row(
         streamed_bytes_per_token=streamed,
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
         mbu=round(
-            streamed * speed.median / plan.columns / max(1, gpus) / bandwidth.gb_per_s / 1e9, 3
+            streamed
+            * speed.median
+            / (median(per_round) if per_round else plan.columns)
+            / max(1, gpus)
+            / bandwidth.gb_per_s
+            / 1e9,
+            3,
         ),
-        speculation=False,
+        speculation=bool(drafting),
+        drafting=drafting,
+        wrong=wrong,
+        tokens_per_round=round(median(per_round), 2) if per_round else None,
+        temperature=plan.temperature,
         output_ids_sha256=" ".join(sorted(hashes)),
         start_position=plan.prompt_tokens,
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),
         clocks=clocks,
         weights=engine.report.weights if name == "soloist" else chosen.dtype.value,
+        kv="" if kv.is_plain else kv.name,
         **record.origin(*packages),
     )
 

@@ -2,6 +2,8 @@
 
 A prompt is read through the executor, as any request's is: from token ids to the first token. Cold
 ones are read whole. Warm ones came before, on an executor that keeps prompts as a server's does.
+Saved ones come from files of such an executor, whose memory has forgotten them. Of kept ones only
+the first tokens came before: what follows them is another text in every run, as in an agent's loop.
 """
 
 import time
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -19,6 +22,7 @@ from soloist.bench.decode import python_prompt
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
+    Reading,
     random_prompt,
     rounded_shape,
     shape_dtype,
@@ -34,12 +38,16 @@ from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
 from soloist.engine.request import Request
 from soloist.errors import SettingError
+from soloist.model.config import ModelConfig
 from soloist.model.families import read_config
 from soloist.model.folder import config_file, find_model
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 from soloist.weights.choice import Rounding
+
+# No bound for the files of one prompt; and seconds for what waits to be written at a time.
+_MOST_SAVED_BYTES, _SAVING_S = 10**15, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,8 @@ class Plan:
         runs: timed, after one that is not.
         prefixes: 'cold', 'warm' or both.
         num_busy: processes that only count beside it.
+        kept_tokens: how many first tokens of each prompt came before; with any, `prefixes` do not
+            count.
     """
 
     asked: EngineConfig
@@ -61,6 +71,7 @@ class Plan:
     runs: int
     prefixes: tuple[rows.Prefix, ...]
     num_busy: int = 0
+    kept_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +89,16 @@ class _Reader:
 
     def read(self, num_tokens: int) -> tuple[float, int]:
         """Seconds to the first token, and how many prompt tokens were cached."""
-        start = time.perf_counter()
+        return self._read_ids(self.prompt_ids[:num_tokens])
+
+    def read_on(self, num_kept: int, num_tokens: int, run: int) -> tuple[float, int]:
+        """The same where the text behind the first tokens is another one in every run."""
         ids = self.prompt_ids[:num_tokens]
+        ids[num_kept] = (ids[num_kept] + 1 + run) % self.vocab_size
+        return self._read_ids(ids)
+
+    def _read_ids(self, ids: list[int]) -> tuple[float, int]:
+        start = time.perf_counter()
         sampler = Sampler(SamplingParams(max_tokens=1, ignore_eos=True), self.vocab_size, ids)
         request = Request(ids, sampler)
         is_open = self.executor.open(request)
@@ -91,6 +110,15 @@ class _Reader:
         finally:
             self.executor.free(request)
 
+    def save(self, num_tokens: int) -> None:
+        """Have all of a prompt saved; what the queue dropped is saved the next time."""
+        num_saved = -1
+        while (saved := self.executor.saved) is not None and saved.saved > num_saved:
+            num_saved = saved.saved
+            self.executor.forget()
+            self.read(num_tokens)
+            self.executor.flush(_SAVING_S)
+
 
 def measure(plan: Plan) -> list[rows.PrefillRow]:
     """A row for each kind of prefix and each length of prompt.
@@ -99,32 +127,73 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         SettingError: sizes that cannot be measured.
         UserError, DeviceError: as from loading the model.
     """
+    config = _checked(plan)
+    device = torch.device(resolve_device(plan.asked.device, devices()))
+    if device.type != "cuda":
+        for option, is_asked in (
+            ("--page-attention", plan.asked.page_attention),
+            ("--packed-prompts", plan.asked.packed_prompts),
+        ):
+            if is_asked:
+                raise SettingError(option, str(device), "one or more Hopper GPUs")
+    flush, made = Flush(device), list[rows.PrefillRow]()
+    prefixes: tuple[rows.Prefix, ...] = ("kept",) if plan.kept_tokens else plan.prefixes
+    kept_tokens = plan.kept_tokens or (0,)
+    for prefix in prefixes:
+        reader = _load(plan, prefix, config.context_tokens, device)
+        folder = TemporaryDirectory(prefix="soloist-") if prefix == "saved" else None
+        if folder is not None:
+            reader.executor.save_to(Path(folder.name), _MOST_SAVED_BYTES, ())
+        for length in plan.prompt_tokens:
+            made += [_timed(plan, reader, prefix, length, kept, flush) for kept in kept_tokens]
+        if folder is not None:
+            folder.cleanup()
+        del reader  # the next one needs the room
+        free(device)
+    return made
+
+
+def _checked(plan: Plan) -> ModelConfig:
+    """What the model computes, for whose prompts there is room."""
     require_at_least(
         *(("--prompt-tokens", length, 1) for length in plan.prompt_tokens),
+        *(("--kept", kept, 1) for kept in plan.kept_tokens),
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
     )
+    shortest = min(plan.prompt_tokens)
+    if plan.kept_tokens and max(plan.kept_tokens) >= shortest:
+        allowed = f"fewer than the {shortest:,} tokens of --prompt-tokens"
+        raise SettingError("--kept", max(plan.kept_tokens), allowed)
     file = plan.shape or config_file(_folder(plan.asked))
     config = read_config(file, plan.asked.accepted_fields)
     if max(plan.prompt_tokens) >= config.context_tokens:
         raise SettingError(
             "--prompt-tokens", max(plan.prompt_tokens), f"at most {config.context_tokens - 1:,}"
         )
-    device = torch.device(resolve_device(plan.asked.device, devices()))
-    flush, made = Flush(device), []
-    for prefix in plan.prefixes:
-        reader = _load(plan, prefix, config.context_tokens, device)
-        for length in plan.prompt_tokens:
-            with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
-                read = []
-                for _ in range(plan.runs + 1):
-                    flush()
-                    read.append(reader.read(length))
-            row = _row(reader, prefix, length, read[1:], watch.clocks)
-            made.append(replace(row, others_cores=others.cores, busy_processes=plan.num_busy))
-        del reader  # the next one needs the room
-        free(device)
-    return made
+    return config
+
+
+def _timed(
+    plan: Plan, reader: _Reader, prefix: rows.Prefix, length: int, kept: int, flush: Flush
+) -> rows.PrefillRow:
+    """A row, of a prompt whose first `kept` tokens came before."""
+    if prefix == "saved":
+        reader.save(length)
+    if kept:
+        reader.read(kept)
+    with (
+        others_counted(plan.num_busy) as others,
+        watching(gpu_uuid(flush.device)) as watch,
+    ):
+        read = []
+        for run in range(plan.runs + 1):
+            if prefix == "saved":
+                reader.executor.forget()
+            flush()
+            read.append(reader.read_on(kept, length, run) if kept else reader.read(length))
+    row = _row(reader, prefix, length, read[1:], watch.clocks)
+    return replace(row, others_cores=others.cores, busy_processes=plan.num_busy)
 
 
 def _folder(asked: EngineConfig) -> Path:
@@ -134,7 +203,7 @@ def _folder(asked: EngineConfig) -> Path:
 
 def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.device) -> _Reader:
     """The model, with room for the longest prompt and, if it stays, for what is cached of it."""
-    longest, keeps = max(plan.prompt_tokens), prefix == "warm"
+    longest, keeps = max(plan.prompt_tokens), prefix != "cold"
     # Cached tokens count as well, and never more of a prompt than its length.
     room = min(most_tokens, (2 * longest if keeps else longest) + 1)
     if plan.shape is None:
@@ -165,7 +234,10 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         executor = shape_on_cpu(shape, room, keeps_prefixes=keeps)
     else:
         chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
-        executor = shape_on_gpu(shape, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps)
+        executor = shape_on_gpu(
+            shape, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps,
+            reading=Reading(plan.asked.packed_prompts, plan.asked.page_attention),
+        )  # fmt: skip
     ids = random_prompt(config, longest)
     return _Reader(
         shape_name(plan.shape), dtype.value, shape.label(executor), executor,

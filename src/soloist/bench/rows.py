@@ -10,8 +10,8 @@ from statistics import median
 from typing import Literal
 
 # Whether a prompt, or its beginning, was read before.
-Prefix = Literal["cold", "warm"]
-KernelCache = Literal["warm", "cold"]
+Prefix = Literal["cold", "warm", "saved", "kept"]
+KernelCache = Literal["warm", "compiled", "cold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,13 @@ class DecodeRow:
             that is, such as 'int4+int8 head'. Other tensors are in `precision`, and so is all that
             the reference implementation computes with. Empty in older files, where it is
             `precision`.
+        drafting: where drafts come from: 'prediction' or 'lookup'; empty without speculation.
+        wrong: the probability with which each token of the answer was replaced to make the
+            prediction; None without one.
+        tokens_per_round: tokens behind the first one, for each step that made some, with
+            speculation; median over runs.
+        temperature: of sampling, with seed 0; 0 is greedy.
+        kv: format of the KV cache, 'int8', 'fp8' or 'int4'; empty where it is `precision`.
     """
 
     engine: str
@@ -153,6 +160,11 @@ class DecodeRow:
     others_cores: float | None = None
     busy_processes: int = 0
     weights: str = ""
+    drafting: str = ""
+    wrong: float | None = None
+    tokens_per_round: float | None = None
+    temperature: float = 0.0
+    kv: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +176,8 @@ class PrefillRow:
         engine, shape, device, gpus, precision: as in `DecodeRow`.
         prompt_tokens: length of the prompt.
         prefix: 'cold' where no token of the prompt was cached, 'warm' where the same prompt came
-            before.
+            before, 'saved' where files have it, 'kept' where another prompt with so many of its
+            first tokens came before.
         cached_tokens: prompt tokens that were cached and not read again; median.
         runs: timed runs after a warm-up.
         ttft_ms: token ids given → first token chosen.
@@ -198,7 +211,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class StartupRow:
-    """How long `soloist run` takes to its first token, in a fresh process.
+    """How long a fresh process takes to its first token: of `soloist run`, or of a server's chat.
 
     Attributes:
         bench: 'startup'.
@@ -206,12 +219,15 @@ class StartupRow:
         device: name of the processor, with the cores in use.
         executor: 'decode kernel' or 'reference'.
         precision: as in `DecodeRow`.
-        kernel_cache: 'warm' if all kernels were compiled before, 'cold' if none was.
+        kernel_cache: 'warm' if all kernels were compiled by an earlier start, 'compiled' if
+            `soloist compile` had filled the cache, 'cold' if none was compiled.
         runs: number of timed processes, after one that is not timed and reads all files.
         total_s: time from starting the process to its first token.
         weights_s: part of total_s for reading weights; on a GPU, Python imports at the same time.
+            None of a server, which does not tell it.
         kernels_s: part of total_s for compiling kernels.
-        rest_s: the rest of total_s: interpreter, libraries, GPU, packing, tokenizer, prompt.
+        rest_s: the rest of total_s: interpreter, libraries, GPU, packing, tokenizer, prompt. None
+            of a server.
         kernels_built: number of kernels that were compiled.
         versions, commit, command, date: as in `DecodeRow`.
         clocks: as in `DecodeRow`.
@@ -221,6 +237,9 @@ class StartupRow:
             the end of its token, without CUDA's own context; None on a CPU, like the next two.
         gpu_tensors_bytes: part of it for weights, KV cache and buffers.
         kv_cache_bytes: part of these for the KV cache.
+        program: that was started: 'soloist run', as in older files, or 'soloist serve'. A server is
+            asked for a streamed chat once it is ready; total_s ends with the first text.
+        ready_s: part of total_s until the server was ready; None of `soloist run`.
     """
 
     bench: str
@@ -231,9 +250,9 @@ class StartupRow:
     kernel_cache: str
     runs: int
     total_s: Spread
-    weights_s: Spread
+    weights_s: Spread | None
     kernels_s: Spread
-    rest_s: Spread
+    rest_s: Spread | None
     kernels_built: int
     versions: dict[str, str]
     commit: str
@@ -246,6 +265,25 @@ class StartupRow:
     gpu_memory_bytes: int | None = None
     gpu_tensors_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    program: str = "soloist run"
+    ready_s: Spread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some consecutive positions of a text.
+
+    Attributes:
+        first, stop: positions from `first` on, without `stop`.
+        mean_kl, nll, nll_difference, nll_standard_error: as in `AccuracyRow`, of these positions.
+    """
+
+    first: int
+    stop: int
+    mean_kl: float
+    nll: float
+    nll_difference: float
+    nll_standard_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +309,8 @@ class AccuracyRow:
         versions, commit, command, date, weights: as in `DecodeRow`.
         fp32_weights: weights of the fp32 arithmetic: 'the same' as the engine's, or 'unquantised',
             which are those of the files before they were rounded. Older files lack this field.
+        kv: as in `DecodeRow`; fp32 arithmetic stores keys and values in fp32.
+        by_position: the same figures by position. Older files lack this field.
     """
 
     bench: str
@@ -294,6 +334,8 @@ class AccuracyRow:
     date: str
     weights: str = ""
     fp32_weights: str = "the same"
+    kv: str = ""
+    by_position: tuple[Stretch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.families import read_config
+from soloist.model.kv_format import plain
 from soloist.sampling import Sampler, SamplingParams
 from soloist.weights.choice import Rounding
 
@@ -209,7 +210,9 @@ def _row(
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of([rate * plan.all_columns for rate in steps])
     middle = plan.start + plan.new_tokens // 2
-    streamed = weights_bytes + plan.sequences * kv_bytes_seen(shape.config, shape.dtype, middle)
+    streamed = weights_bytes + plan.sequences * kv_bytes_seen(
+        shape.config, plain(shape.dtype), middle
+    )
     all_gb_per_s = bandwidth.gb_per_s * max(1, placed.num_gpus)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return rows.DecodeRow(

@@ -1,10 +1,12 @@
 """`bench startup`: from the start of `soloist run` in a fresh process to its first token.
 
-With kernels compiled before, and with an empty cache. Weights come from files that the operating
+Or from the start of `soloist serve` to the first text of a chat. With kernels that an earlier start
+or `soloist compile` compiled, and with an empty cache. Weights come from files that the operating
 system has read before, since a first run that is not timed reads them all.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import torch
 
 from soloist.bench import record, rows
 from soloist.bench.caches import gpu_uuid
+from soloist.bench.client import Client, Refused, Target
 from soloist.bench.clocks import watching
 from soloist.bench.folder import random_model
 from soloist.bench.others import others_counted
@@ -26,10 +29,13 @@ from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import devices
-from soloist.errors import RunFailed
+from soloist.errors import RunFailed, ServerFailed
 from soloist.settings import environment_with_cache
 
 _PROMPT = "def fibonacci(n):\n"
+_SERVED = "model"
+# A first token may hold part of a character only.
+_CHAT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,11 @@ class Plan:
         device: 'auto', 'cpu', 'cuda' or 'cuda:N'.
         precision: of weights and KV cache.
         runs: timed, of each kind.
-        kinds: of starts: with all kernels compiled before, or with none.
+        kinds: of starts: with all kernels compiled before, by a start or by `soloist compile`, or
+            with none.
         accepted_fields: of the model's config.json, that nobody knows.
         gpus: that run the model together, as `soloist run` takes them.
+        serves: what is timed is `soloist serve` and a chat with it.
     """
 
     model: str
@@ -55,6 +63,7 @@ class Plan:
     gpus: GpuCount = 1
     kinds: tuple[rows.KernelCache, ...] = ("warm", "cold")
     accepted_fields: tuple[str, ...] = ()
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +73,28 @@ class Start:
     Attributes:
         total_s: from starting it to its first token.
         weights_s: of them, reading weights, to where they stay or are packed from; on a GPU
-            they are read while Python imports, and the two are not told apart.
+            they are read while Python imports, and the two are not told apart. None of a server.
         kernels_s: of them, compiling kernels.
         num_kernels: compiled; 0 where all were in the cache, or none is needed.
-        report: what `soloist run --json` printed.
+        report: what `soloist run --json` printed; of a server nothing.
+        ready_s: of total_s, until a server was ready.
     """
 
     total_s: float
-    weights_s: float
+    weights_s: float | None
     kernels_s: float
     num_kernels: int
     report: dict[str, Any]
+    ready_s: float | None = None
 
 
 def measure(plan: Plan) -> list[rows.StartupRow]:
-    """A row with kernels in the cache; with the decode kernel, also one with an empty cache.
+    """A row for each kind of start; of the reference, which compiles nothing, a warm one only.
 
     Raises:
         SettingError: sizes that cannot be measured.
         RunFailed: the command failed; the message is its own.
+        ServerFailed: the server was ready, and did not answer.
     """
     require_at_least(("--runs", plan.runs, 1))
     device = resolve_device(plan.device, devices())
@@ -94,10 +106,19 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
     ):
 
         def start(cache: str) -> Start:
-            return _start(_command(plan, model, device), Path(cache))
+            timed = _start_server if plan.serves else _start
+            return timed(_command(plan, model, device), Path(cache))
 
-        compiles = start(kept).report["executor"] == "decode kernel"
+        if "compiled" in plan.kinds and device != "cpu":
+            _fill(plan, model, Path(kept))
+        run = replace(plan, serves=False)
+        report = _start(_command(run, model, device), Path(kept)).report
+        compiles = report["executor"] == "decode kernel"
+        if plan.serves:
+            start(kept)  # what only a server imports and compiles
         starts: dict[rows.KernelCache, list[Start]] = {}
+        if "compiled" in plan.kinds and compiles:
+            starts["compiled"] = [start(kept) for _ in range(plan.runs)]
         if "warm" in plan.kinds or not compiles:
             starts["warm"] = [start(kept) for _ in range(plan.runs)]
         if "cold" in plan.kinds and compiles:
@@ -106,7 +127,7 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
                 with tempfile.TemporaryDirectory() as empty:
                     starts["cold"].append(start(empty))
     return [
-        replace(_row(plan, kind, of_kind, watch.clocks), others_cores=others.cores)
+        replace(_row(plan, kind, of_kind, report, watch.clocks), others_cores=others.cores)
         for kind, of_kind in starts.items()
     ]
 
@@ -123,11 +144,32 @@ def _model(plan: Plan, device: torch.device) -> Iterator[str]:
 def _command(plan: Plan, model: str, device: str) -> list[str]:
     # A GPU with a number would be the only one.
     first = device if plan.gpus == 1 else plan.device
+    asked = ["run", model, "--prompt", _PROMPT, "--max-tokens", "1", "--ignore-eos", "--json"]
+    if plan.serves:
+        asked = ["serve", model, "--port", "0", "--name", _SERVED]
     return [
-        sys.executable, "-m", "soloist", "run", model, "--prompt", _PROMPT, "--max-tokens", "1",
-        "--ignore-eos", "--device", first, "--gpus", str(plan.gpus), "--precision", plan.precision,
-        "--json", *(word for name in plan.accepted_fields for word in ("--accept-field", name)),
+        sys.executable, "-m", "soloist", *asked,
+        "--device", first, *_options(plan),
     ]  # fmt: skip
+
+
+def _options(plan: Plan) -> list[str]:
+    """What says how a model runs, and so which kernels it has."""
+    accepted = (word for name in plan.accepted_fields for word in ("--accept-field", name))
+    return ["--gpus", str(plan.gpus), "--precision", plan.precision, *accepted]
+
+
+def _fill(plan: Plan, model: str, cache: Path) -> None:
+    """Let `soloist compile` fill a cache for this machine's GPU."""
+    done = subprocess.run(  # noqa: S603 - this program itself
+        [
+            sys.executable, "-m", "soloist", "compile", model, "--output", str(cache),
+            *_options(plan),
+        ],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RunFailed(done.stderr.decode(errors="replace"))
 
 
 def _start(command: list[str], cache: Path) -> Start:
@@ -148,9 +190,77 @@ def _start(command: list[str], cache: Path) -> Start:
     if process.returncode:
         raise RunFailed(err.decode(errors="replace"))
     report = json.loads(first + rest)
-    built = _builds(cache)
-    new = [span for place, span in built.items() if place not in before]
+    new = _new_builds(cache, before)
     return Start(total_s, report["load_s"], covered_s(new), len(new), report)
+
+
+def _start_server(command: list[str], cache: Path) -> Start:
+    before = _builds(cache)
+    start = time.perf_counter()
+    with subprocess.Popen(  # noqa: S603 - this program itself
+        command,
+        env=environment_with_cache(cache),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            with Client(Target(_address(process))) as client:
+                _wait_until_ready(process)
+                ready_s = time.perf_counter() - start
+                total_s = ready_s + _first_text_s(client)
+        finally:
+            process.terminate()
+            process.communicate()
+    new = _new_builds(cache, before)
+    return Start(total_s, None, covered_s(new), len(new), {}, ready_s)
+
+
+def _address(process: "subprocess.Popen[str]") -> str:
+    """The server's, which it says first.
+
+    Raises:
+        RunFailed: it ended instead.
+    """
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    if found := re.search(r"http://\S+/v1", first):
+        return found[0]
+    raise RunFailed(first + process.stderr.read(), "soloist serve")
+
+
+def _wait_until_ready(process: "subprocess.Popen[str]") -> None:
+    """Read what a server says until it takes requests.
+
+    Raises:
+        RunFailed: it ended instead.
+    """
+    assert process.stderr is not None
+    told = ""
+    for line in process.stderr:
+        if line == "ready\n":
+            return
+        told += line
+    raise RunFailed(told, "soloist serve")
+
+
+def _first_text_s(client: Client) -> float:
+    """Seconds from sending a chat to the first text of its answer.
+
+    Raises:
+        ServerFailed: there is none.
+    """
+    try:
+        answer = client.ask(_PROMPT, _CHAT_TOKENS, _SERVED, {})
+    except Refused as refused:
+        raise ServerFailed(client.url, refused.told) from refused
+    if not answer.text:
+        raise ServerFailed(client.url, "its answer has no text")
+    return next(chunk.at_s for chunk in answer.chunks if chunk.text)
+
+
+def _new_builds(cache: Path, before: Iterable[str]) -> list[tuple[float, float]]:
+    return [span for place, span in _builds(cache).items() if place not in before]
 
 
 def _builds(cache: Path) -> dict[str, tuple[float, float]]:
@@ -176,11 +286,13 @@ def _row(
     plan: Plan,
     kind: rows.KernelCache,
     starts: list[Start],
+    report: dict[str, Any],
     clocks: rows.Clocks | None,
 ) -> rows.StartupRow:
-    report = starts[0].report
     memory = report["gpu_memory"] or {}
-    others = [s.total_s - s.weights_s - s.kernels_s for s in starts]
+    weights_s = [s.weights_s for s in starts if s.weights_s is not None]
+    others = [s.total_s - s.weights_s - s.kernels_s for s in starts if s.weights_s is not None]
+    ready_s = [s.ready_s for s in starts if s.ready_s is not None]
     return rows.StartupRow(
         bench="startup",
         shape=Path(plan.model).name if plan.shape is None else shape_name(plan.shape),
@@ -190,9 +302,9 @@ def _row(
         kernel_cache=kind,
         runs=len(starts),
         total_s=rows.Spread.of([s.total_s for s in starts]),
-        weights_s=rows.Spread.of([s.weights_s for s in starts]),
+        weights_s=rows.Spread.of(weights_s) if weights_s else None,
         kernels_s=rows.Spread.of([s.kernels_s for s in starts]),
-        rest_s=rows.Spread.of(others),
+        rest_s=rows.Spread.of(others) if others else None,
         kernels_built=starts[0].num_kernels,
         clocks=clocks,
         weights=report["weights"],
@@ -200,5 +312,7 @@ def _row(
         gpu_memory_bytes=memory.get("taken_bytes"),
         gpu_tensors_bytes=memory.get("tensors_bytes"),
         kv_cache_bytes=memory.get("kv_bytes"),
+        program="soloist serve" if plan.serves else "soloist run",
+        ready_s=rows.Spread.of(ready_s) if ready_s else None,
         **record.origin("torch"),
     )

@@ -6,6 +6,7 @@ On the decode kernel, or a shape without a GPU on the reference.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.kv_format import plain
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
 from soloist.model.torch_types import Weights
@@ -40,6 +42,21 @@ from soloist.weights.numbers import as_numbers
 from soloist.weights.random import random_weights
 
 NOT_ROUNDED = Rounding()
+
+
+class Reading(NamedTuple):
+    """What is tried of reading prompts.
+
+    Attributes:
+        packed_prompts: as of `EngineConfig`.
+        page_attention: the same.
+    """
+
+    packed_prompts: bool = False
+    page_attention: bool = False
+
+
+AS_EVER = Reading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,7 @@ class Subject:
         """Weights, keys and values that one GPU has to read for the token at `position`."""
         config, dtype = self.model.plan.model, self.model.plan.dtype
         weights = streamed_bytes(tensors(config), dtype, self.model.plan.formats, config)
-        return (weights + kv_bytes_seen(config, dtype, position)) // self.model.plan.ranks
+        return (weights + kv_bytes_seen(config, plain(dtype), position)) // self.model.plan.ranks
 
     def phase_bytes(self, position: int) -> dict[str, int]:
         """The same by phases of a round; norms and biases are in none of them."""
@@ -88,7 +105,7 @@ class Subject:
             phase = phases.get(spec.name.rpartition(".")[2])
             if phase is not None:
                 sums[phase] += stored_bytes([spec], dtype, self.model.plan.formats)
-        sums["attention"] = kv_bytes_seen(config, dtype, position)
+        sums["attention"] = kv_bytes_seen(config, plain(dtype), position)
         return {phase: total // self.model.plan.ranks for phase, total in sums.items()}
 
 
@@ -205,8 +222,11 @@ def shape_on_gpu(
     *,
     chunk_tokens: int = MOST_PASS_TOKENS,
     keeps_prefixes: bool = False,
+    reading: Reading = AS_EVER,
 ) -> KernelModel:
     """Random weights on the decode kernel; rows stay beside the packed weights if both fit.
+
+    `reading` says how prompts are read.
 
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
@@ -218,12 +238,12 @@ def shape_on_gpu(
     held, formats = placed.share_of(config), support.plan.formats
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
-    footprint = Footprint(held, tensors(held), dtype, support.plan)
+    footprint = Footprint(held, tensors(held), dtype, support.plan, *reading)
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU all weights lie before they are cut.
     in_parts = parts_bytes(specs, dtype, formats)
     is_staged = needed_bytes + in_parts > free_bytes
-    keep_rows = needed_bytes + max(in_parts, row_bytes(specs, dtype)) <= free_bytes
+    has_room = needed_bytes + max(in_parts, row_bytes(specs, dtype)) <= free_bytes
     home = torch.device("cpu") if is_staged else placed.devices[0]
     kept = {name: shape.stored[name] for name in formats}
     # Drawn on the GPU in any case: the numbers are not to depend on the room.
@@ -233,11 +253,13 @@ def shape_on_gpu(
         config, placed.devices, stays_on_host=is_staged,
     )  # fmt: skip
     capacity = Capacity(
-        context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes
-    )
+        context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
+        page_attention=reading.page_attention,
+    )  # fmt: skip
     model = load_kernel(
-        support.plan, weights, placed.devices, capacity, read_settings().cache, keep_rows=keep_rows
-    )
+        support.plan, weights, placed.devices, capacity, read_settings().cache,
+        keep_rows=has_room and not reading.packed_prompts, packed_prompts=reading.packed_prompts,
+    )  # fmt: skip
     model.prepare()
     return model
 

@@ -11,6 +11,7 @@ from soloist.bench import record
 from soloist.bench.sizes import require_at_least
 from soloist.errors import SettingError, UserError
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import plain
 from soloist.planning.bounds import kv_bytes_read, weight_bytes
 from soloist.planning.model import Model
 from soloist.planning.precision import SIXTEEN_BIT, find_precision
@@ -38,7 +39,7 @@ class Traffic:
         """Weights, keys and values that the token at `position` has to read."""
         if self.precision == "fp32":
             weights = 2 * weight_bytes(self.model, SIXTEEN_BIT)
-            return weights + kv_bytes_read(self.model, position, Dtype.FP32)
+            return weights + kv_bytes_read(self.model, position, plain(Dtype.FP32))
         weights = weight_bytes(self.model, find_precision(self.precision))
         return weights + kv_bytes_read(self.model, position)
 

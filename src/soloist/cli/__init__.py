@@ -66,7 +66,7 @@ def _run(given: list[str]) -> None:
     from soloist.cli.app import app
 
     try:
-        app(args=given, prog_name="soloist")
+        app(given[0] if given else "")(args=given, prog_name="soloist")
     finally:
         _flush()
 

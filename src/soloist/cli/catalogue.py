@@ -11,7 +11,7 @@ from soloist.cli.machine import Machine, read_machine
 from soloist.cli.tables import show_table
 from soloist.cli.terminal import print_json, status
 from soloist.errors import CheckpointError, SettingError, UserError, gigabytes
-from soloist.gguf.header import SUFFIX
+from soloist.gguf.names import SUFFIX
 from soloist.model.families import read_config
 from soloist.model.folder import (
     CONFIG_FILE,

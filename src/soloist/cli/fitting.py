@@ -15,7 +15,7 @@ from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import config_file
 from soloist.model.quantization.matrices import describe
 from soloist.model.tensors import TensorSpec
-from soloist.weights.choice import Rounding, choose
+from soloist.weights.choice import Rounding, choose, held_tensors, left_in_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def find_fit(folder: Path, machine: Machine) -> Fit:
         config = read_config(config_file(folder))
         specs = tensors(config)
         checkpoint = open_checkpoint(folder)
-        checkpoint.check(specs, FAMILIES[config.family].ignored)
+        checkpoint.check(specs, FAMILIES[config.family].ignored(config))
         return _judged(checkpoint, config, specs, machine)
     except SoloistError as error:
         return Fit(obstacle=error.message)
@@ -89,17 +89,21 @@ def _judged(
     from soloist.engine.support import Support, support_on
 
     dtype, card = checkpoint.dtype, machine.card
-    support = Support(None)
+    support, chosen = Support(None), choose(checkpoint, config, specs, Rounding())
     if card is not None:
-        stored = choose(checkpoint, config, specs, Rounding()).stored
         support = support_on(
-            card.capability, card.num_sms, card.shared_bytes, config, dtype, stored=stored
+            card.capability, card.num_sms, card.shared_bytes, config, dtype, stored=chosen.stored
         )
+
+    def on_cpu(dtype: Dtype) -> Footprint:
+        held = held_tensors(config, left_in_files(chosen, checkpoint, dtype))
+        return Footprint(config, held, dtype)
+
     footprint = Footprint(config, specs, dtype, support.plan)
     if card is None:  # fp32 where it fits, as the engine chooses
-        in_fp32 = Footprint(config, specs, Dtype.FP32)
+        in_fp32 = on_cpu(Dtype.FP32)
         fits = in_fp32.fitting_context(machine.room_bytes) > 0
-        footprint = in_fp32 if fits else Footprint(config, specs, Dtype.BF16)
+        footprint = in_fp32 if fits else on_cpu(Dtype.BF16)
     found = checkpoint.quantization
     return Fit(
         weights=dtype.value if found is None else describe(found, specs),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 
 from soloist.cli.loading import load_engine
@@ -35,6 +36,24 @@ def read_prompt(given: str | None) -> str:
         ) from error
 
 
+def read_prediction(file: Path) -> str:
+    """A text that the answer will mostly repeat.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"the prediction {file} is not UTF-8 text: {error}", "convert the file to UTF-8"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"the prediction {file} cannot be read: {error.strerror}", "name a text file"
+        ) from error
+
+
 def run(
     asked: EngineConfig,
     prompt: str,
@@ -43,11 +62,14 @@ def run(
     upload: Upload | None,
     *,
     as_json: bool,
+    prediction: str | None = None,
 ) -> None:
     """Generate once and print."""
     engine = load_engine(asked, upload, quiet=as_json)
     given = prompt if suffix is None else engine.tokenizer.fim_prompt(prompt, suffix)
-    completion = stream_answer(engine, given, params, echo=not as_json)
+    if prediction is not None and engine.model.drafting is None:
+        status("the prediction is not used: this model checks no drafts here")
+    completion = stream_answer(engine, given, params, echo=not as_json, prediction=prediction)
     if as_json:
         print_json(report(engine, completion))
     else:
@@ -55,11 +77,16 @@ def run(
 
 
 def stream_answer(
-    engine: Engine, prompt: str | list[int], params: SamplingParams, *, echo: bool
+    engine: Engine,
+    prompt: str | list[int],
+    params: SamplingParams,
+    *,
+    echo: bool,
+    prediction: str | None = None,
 ) -> Completion:
     """Print the answer as it comes; Ctrl-C ends it at the next token and keeps the figures."""
     with interruptible() as cancel:
-        for event in engine.generate(prompt, params, cancel):
+        for event in engine.generate(prompt, params, cancel, prediction=prediction):
             if isinstance(event, Completion):
                 if echo:
                     sys.stdout.write("\n")
@@ -102,7 +129,11 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
-        "timings": {**asdict(t), "decode_tokens_per_s": t.decode_tokens_per_s},
+        "timings": {
+            **asdict(t),
+            "decode_tokens_per_s": t.decode_tokens_per_s,
+            "tokens_per_round": t.tokens_per_round,
+        },
         "load_s": engine.report.load_s,
         "model": status_line(engine),
         "device": engine.report.place,

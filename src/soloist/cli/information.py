@@ -13,13 +13,14 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import config_file, find_adapter, find_model, name_of
+from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantization.matrices import describe
 from soloist.model.rope import LongScaling
-from soloist.model.tensors import TensorSpec, parameters, streamed_values
+from soloist.model.tensors import TensorSpec, of_a_token, parameters
 from soloist.reference.memory import scratch_bytes
 from soloist.settings import read_settings
 from soloist.text.files import read_eos_ids
-from soloist.weights.choice import Rounding, choose
+from soloist.weights.choice import Chosen, Rounding, choose, held_tensors, left_in_files
 from soloist.weights.formats import formats_of
 from soloist.weights.memory import row_bytes, streamed_bytes
 
@@ -33,6 +34,7 @@ class PrecisionFacts:
     kv_bytes_per_token: int
     memory_bytes: int
     fits: bool
+    experts_in_files: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,12 @@ class ModelFacts:
     model: str
     family: str
     parameters: int
+    active_parameters: int
     num_layers: int
     hidden_size: int
     vocab_size: int
     attention: str
+    experts: str | None
     context_tokens: int
     stored_as: str
     quantised_as: str | None
@@ -64,6 +68,7 @@ class ModelFacts:
     available_memory_bytes: int
     accepted_fields: tuple[str, ...]
     adapter: AdapterFacts | None
+    kv: str | None
     by_precision: dict[str, PrecisionFacts]
 
 
@@ -73,6 +78,7 @@ def show(
     revision: str | None,
     accepted: tuple[str, ...] = (),
     adapter: str | None = None,
+    kv: KvName | None = None,
     *,
     as_json: bool,
 ) -> None:
@@ -81,7 +87,7 @@ def show(
     Raises:
         UserError: the model, its files or the context cannot be used.
     """
-    facts = gather(model, context, revision, accepted, adapter)
+    facts = gather(model, context, revision, accepted, adapter, kv)
     if as_json:
         print_json(asdict(facts))
     else:
@@ -94,6 +100,7 @@ def gather(
     revision: str | None,
     accepted: tuple[str, ...] = (),
     adapter: str | None = None,
+    kv: KvName | None = None,
 ) -> ModelFacts:
     """Read configuration and headers; no weights."""
     folder = find_model(model, revision=revision, offline=read_settings().hub_offline)
@@ -101,32 +108,48 @@ def gather(
     read_eos_ids(folder, config.vocab_size)
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
-    checkpoint.check(specs, FAMILIES[config.family].ignored)
+    checkpoint.check(specs, FAMILIES[config.family].ignored(config))
     found = None if adapter is None else _adapter_facts(adapter, checkpoint, specs)
     tokens = context or config.context_tokens
     if not 1 <= tokens <= config.context_tokens:
         raise SettingError("--context", tokens, f"1 … {config.context_tokens:,}")
     available = available_memory_bytes()
+    chosen = choose(checkpoint, config, specs, Rounding())
+    in_files = {
+        dtype: left_in_files(chosen, checkpoint, dtype) if adapter is None else frozenset[str]()
+        for dtype in Dtype
+    }
     return ModelFacts(
         model=folder.name,
         family=config.family,
         parameters=parameters(specs),
+        active_parameters=parameters(of_a_token(specs, config.num_chosen)),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         attention=describe_attention(config.for_context(tokens)),
+        experts=describe_experts(config),
         context_tokens=tokens,
         stored_as=checkpoint.dtype.value,
         quantised_as=None
         if checkpoint.quantization is None
         else describe(checkpoint.quantization, specs),
-        kernel_bytes_per_token=_kernel_bytes(checkpoint, config, specs),
+        kernel_bytes_per_token=_kernel_bytes(checkpoint, config, chosen),
         checkpoint_bytes=checkpoint.num_bytes,
         available_memory_bytes=available,
         accepted_fields=accepted,
         adapter=found,
+        kv=kv,
         by_precision={
-            dtype.value: _precision_facts(config, specs, dtype, tokens, available)
+            dtype.value: _precision_facts(
+                config,
+                specs,
+                dtype,
+                tokens,
+                available,
+                in_files[dtype],
+                kv_format(kv, config, dtype),
+            )
             for dtype in Dtype
         },
     )
@@ -140,14 +163,13 @@ def _adapter_facts(
     return AdapterFacts(name_of(given), adapter.ranks, len(adapter.changes), adapter.num_bytes)
 
 
-def _kernel_bytes(
-    checkpoint: Checkpoint, config: ModelConfig, specs: tuple[TensorSpec, ...]
-) -> int | None:
-    """Weights that the decode kernel reads for a token, if some of them are quantised."""
-    stored = choose(checkpoint, config, specs, Rounding()).stored
-    if not (formats := formats_of(stored, config)):
+def _kernel_bytes(checkpoint: Checkpoint, config: ModelConfig, chosen: Chosen) -> int | None:
+    """Weights that the decode kernel reads for a token, if it runs and some are quantised."""
+    if config.mixtures:
         return None
-    return streamed_bytes(specs, checkpoint.dtype, formats, config)
+    if not (formats := formats_of(chosen.stored, config)):
+        return None
+    return streamed_bytes(chosen.specs, checkpoint.dtype, formats, config)
 
 
 def describe_attention(config: ModelConfig) -> str:
@@ -172,23 +194,43 @@ def describe_attention(config: ModelConfig) -> str:
     return ", ".join(parts)
 
 
+def describe_experts(config: ModelConfig) -> str | None:
+    """How many a token takes of how many; None for a model without."""
+    if not (mixtures := config.mixtures):
+        return None
+    first = mixtures[0]
+    router = first.router
+    parts = [f"{router.num_chosen} of {router.num_experts} for a token"]
+    if router.num_groups > 1:
+        parts.append(f"out of {router.num_groups_kept} of {router.num_groups} groups")
+    if first.shared is not None:
+        parts.append("beside a shared one")
+    if dense := config.num_layers - len(mixtures):
+        parts.append(f"none in {dense} of {config.num_layers} layers")
+    return ", ".join(parts)
+
+
 def _precision_facts(
     config: ModelConfig,
     specs: tuple[TensorSpec, ...],
     dtype: Dtype,
     context_tokens: int,
     available: int,
+    in_files: frozenset[str],
+    kv: KvFormat,
 ) -> PrecisionFacts:
-    weights_bytes, token_bytes = row_bytes(specs, dtype), kv_bytes_per_token(config, dtype)
-    scratch = scratch_bytes(config, dtype, context_tokens)
-    memory_bytes = weights_bytes + token_bytes * context_tokens + scratch
-    streamed = streamed_values(specs, tied_head=config.tied_head)
+    """Experts that stay in files take no memory of their own on a CPU."""
+    held = held_tensors(config, in_files)
+    weights_bytes, token_bytes = row_bytes(specs, dtype), kv_bytes_per_token(config, kv)
+    scratch = scratch_bytes(config, dtype, context_tokens, kv=kv)
+    memory_bytes = row_bytes(held, dtype) + token_bytes * context_tokens + scratch
     return PrecisionFacts(
         weights_bytes=weights_bytes,
-        streamed_bytes_per_token=streamed * dtype.num_bytes,
+        streamed_bytes_per_token=streamed_bytes(specs, dtype, {}, config),
         kv_bytes_per_token=token_bytes,
         memory_bytes=memory_bytes,
         fits=memory_bytes <= available,
+        experts_in_files=bool(in_files),
     )
 
 
@@ -202,6 +244,9 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
         ("context", f"{f.context_tokens:,} tokens"),
         ("checkpoint", f"{gigabytes(f.checkpoint_bytes)} stored as {f.stored_as}"),
     ]
+    if f.experts is not None:
+        rows[1] = ("parameters", f"{rows[1][1]}, {millions(f.active_parameters)} for a token")
+        rows.insert(4, ("experts", f.experts))
     if f.accepted_fields:
         rows.insert(1, ("accepted fields", ", ".join(f.accepted_fields)))
     if f.quantised_as is not None:
@@ -215,13 +260,16 @@ def _rows(f: ModelFacts) -> list[tuple[str, str]]:
         of_rank = f" of rank {ranks}" if ranks else ""
         told = f"{gigabytes(f.adapter.bytes)}{of_rank}, changes {f.adapter.tensors} tensors"
         rows.append(("adapter", f"{f.adapter.name}: {told}"))
+    kept = "" if f.kv is None else f" in {f.kv}"
     for name, p in f.by_precision.items():
         verdict = "fits" if p.fits else "does not fit"
+        if p.experts_in_files:
+            verdict += " on a CPU, where experts stay in the files"
         rows.append(
             (
                 f"in {name}",
                 f"{gigabytes(p.streamed_bytes_per_token)} of weights read per token + "
-                f"{gigabytes(p.kv_bytes_per_token)} of KV cache for each token of context; "
+                f"{gigabytes(p.kv_bytes_per_token)} of KV cache{kept} for each token of context; "
                 f"memory {gigabytes(p.memory_bytes)} ({verdict})",
             )
         )

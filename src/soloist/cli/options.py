@@ -9,6 +9,7 @@ import typer
 
 from soloist.cli.terminal import status
 from soloist.errors import SettingError
+from soloist.model.kv_format import KV_FORMATS, KvName
 from soloist.model.quantized import AT_LOAD, Codes
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ Gpus = Annotated[
     str, _model(help="GPUs that run the model together: 1, 2, 4, 8, or auto for as many as can.")
 ]
 Precision = Annotated[str, _model(help="Weights and KV cache: auto, fp32, bf16 or fp16.")]
+Kv = Annotated[
+    str | None,
+    _model(
+        help="Keep keys and values in fewer bits: int8, fp8 or int4; default: as --precision says. "
+        "On a CPU only."
+    ),
+]
 Weights = Annotated[
     str | None,
     _model(
@@ -122,6 +130,14 @@ Utilisation = Annotated[
     float, cost(help="Share of the paid hours in which the machine serves requests.")
 ]
 
+Speculate = Annotated[
+    str,
+    _model(
+        help="auto: draft tokens and check several in a step, where that pays; off. "
+        "No token depends on it."
+    ),
+]
+
 DEFAULT_MODEL = "etude"
 THRESHOLD = 0.05
 
@@ -165,6 +181,11 @@ def checked_head_weights(given: str | None) -> Codes | None:
     return None if given is None else chosen("--head-weights", given, AT_LOAD)
 
 
+def checked_kv(given: str | None) -> KvName | None:
+    """What --kv names, or an error that names the allowed ones."""
+    return None if given is None else chosen("--kv", given, {name: name for name in KV_FORMATS})
+
+
 def accepted_fields(
     given: Sequence[str] | None, shape: Path | None = None, *, told: bool = True
 ) -> tuple[str, ...]:
@@ -187,6 +208,11 @@ def accepted_fields(
     if names and told:
         status(f"accepted fields of config.json: {', '.join(names)}")
     return names
+
+
+def speculates(given: str) -> bool:
+    """What --speculate says, or an error that names the allowed words."""
+    return chosen("--speculate", given, {"auto": True, "off": False})
 
 
 def parsed_gpus(given: str) -> int | Literal["auto"]:

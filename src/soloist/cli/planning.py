@@ -1,7 +1,7 @@
 """`soloist plan`: what a machine can reach for a model, without loading or allocating anything."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from soloist.cli.remarks import basis, remarks
@@ -9,7 +9,9 @@ from soloist.cli.tables import show_table
 from soloist.cli.terminal import millions, print_json, say
 from soloist.errors import CudaMissing, HardwareNotDetected, SettingError, gigabytes
 from soloist.jit.bindings import driver
+from soloist.model.dtype import Dtype
 from soloist.model.folder import CONFIG_FILE, config_file, find_model
+from soloist.model.kv_format import KvName, kv_format
 from soloist.model.tensors import parameters
 from soloist.planning.bill import Costs, bill
 from soloist.planning.cost import read_api_prices, read_machine, read_work
@@ -44,6 +46,7 @@ class Asked:
         step: PROMPT/NEW, tokens.
         api_price: PROMPT/NEW, or None.
         accepted_fields: of the configuration, that nobody knows.
+        kv: what keys and values are stored as; None for 16 bits.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Asked:
     step: str
     api_price: str | None
     accepted_fields: tuple[str, ...] = ()
+    kv: KvName | None = None
 
 
 def show(asked: Asked, *, as_json: bool) -> None:
@@ -74,6 +78,7 @@ def show(asked: Asked, *, as_json: bool) -> None:
         raise SettingError("--gpus", asked.gpus, ", ".join(str(n) for n in GPU_COUNTS))
     precisions = PRECISIONS if asked.precision is None else (find_precision(asked.precision),)
     name, model = _read(asked.model, asked.file, asked.revision, asked.accepted_fields)
+    model = _with_kv(model, asked.kv)
     most = model.context_tokens
     tokens = min(DEFAULT_CONTEXT_TOKENS, most) if asked.context is None else asked.context
     if not 1 <= tokens <= most:
@@ -88,6 +93,15 @@ def show(asked: Asked, *, as_json: bool) -> None:
         print_json(_facts(name, subject, rows, costs))
     else:
         _show_words(name, subject, rows, costs)
+
+
+def _with_kv(model: Model, name: KvName | None) -> Model:
+    """The same with keys and values stored so."""
+    if name is None:
+        return model
+    if model.config is None:
+        raise SettingError("--kv", name, "only for families that Soloist runs", "leave out --kv")
+    return replace(model, kv=kv_format(name, model.config, Dtype.BF16))
 
 
 def _costs(asked: Asked) -> Costs | None:
@@ -153,12 +167,13 @@ def _show_words(name: str, subject: Subject, rows: Sequence[Reach], costs: Costs
     flops = "FLOP/s not stated" if h.flops is None else f"{h.flops / 1e12:,.4g} TFLOP/s 16-bit"
     rate = h.link.bytes_per_s
     link = h.link.name + (f" {rate / 1e9:,.0f} GB/s a direction" if rate else "")
+    kept = "" if subject.model.kv.is_plain else f" in {subject.model.kv.name}"
     active = ""
     if subject.model.mixture is not None:
         active = f" ({millions(active_parameters(subject.model))} for a token)"
     say(
         f"{name} · {subject.model.family} · {millions(parameters(subject.model.specs))} parameters"
-        f"{active} · context {subject.context_tokens:,}: KV cache {gigabytes(first.kv_bytes)}"
+        f"{active} · context {subject.context_tokens:,}: KV cache{kept} {gigabytes(first.kv_bytes)}"
     )
     print(
         f"{h.name}{' (announced)' if h.announced else ''} · {gigabytes(h.memory_bytes)} · "
@@ -253,6 +268,7 @@ def _facts(
         "active_parameters": active_parameters(subject.model),
         "is_text_part": subject.model.is_part,
         "context_tokens": subject.context_tokens,
+        "kv": subject.model.kv.name,
         "hardware": {
             "name": h.name,
             "announced": h.announced,

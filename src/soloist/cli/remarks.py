@@ -117,6 +117,11 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     unpacked = list(dict.fromkeys(r.precision.name for r in rows if not r.precision.measured))
     if unpacked:
         lines.append(f"assumed: dequantising {', '.join(unpacked)} costs nothing")
+    if not subject.model.kv.is_plain:
+        lines.append(
+            f"assumed: dequantising a KV cache in {subject.model.kv.name} costs nothing; it runs "
+            "on a CPU only"
+        )
     shown = {row.precision for row in rows}
     unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]
     if len(shown) > 1 and unfit:

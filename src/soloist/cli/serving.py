@@ -105,6 +105,13 @@ def serve(
                 f"up to {gigabytes(engine.report.host_cache_bytes)} of host memory for offloaded "
                 "prefix cache"
             )
+        if engine.report.cache_dir is not None:
+            saved = engine.model.saved
+            held = 0 if saved is None else saved.num_bytes
+            status(
+                f"cached prompts are saved to {engine.report.cache_dir}, which has "
+                f"{gigabytes(held)} of up to {gigabytes(engine.report.cache_dir_bytes)}"
+            )
         status("ready")
 
     def listening(url: str) -> None:

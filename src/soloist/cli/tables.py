@@ -89,11 +89,16 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     print(
         f"{first.shape} · {_stored(first)} · {first.device} · {first.prompt_tokens} prompt + "
         f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
-        f"{first.bandwidth_gb_per_s} GB/s · no speculation"
+        f"{first.bandwidth_gb_per_s} GB/s · "
+        f"{f'sampled at temperature {first.temperature:g}' if first.temperature else 'greedy'}"
     )
+    drafting: list[tuple[str, Callable[[DecodeRow], str]]] = []
+    if any(row.speculation for row in rows):
+        drafting = [("drafts", _drafting), ("tokens a step", _per_round)]
     show_columns(
         rows,
         ("engine", lambda row: row.engine),
+        *drafting,
         ("TTFT ms", lambda row: _median(row.ttft_ms)),
         ("decode tokens/s", lambda row: _median(row.decode_tokens_per_s)),
         ("min – max", lambda row: _range(row.decode_tokens_per_s)),
@@ -103,6 +108,16 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
         if row.token_ms is not None:
             print(f"{row.engine}: a token every {percentiles(row.token_ms)} ms (50, 90, 99 %)")
     show_clocks(first.clocks)
+
+
+def _drafting(row: "DecodeRow") -> str:
+    if row.wrong is None:
+        return row.drafting or "none"
+    return f"{row.drafting}, {row.wrong:.0%} wrong"
+
+
+def _per_round(row: "DecodeRow") -> str:
+    return "–" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}"
 
 
 def percentiles(p: "Percentiles | None") -> str:
@@ -174,20 +189,26 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
     first = rows[0]
     print(
         f"{first.shape} · {_stored(first)} · {first.device} · {first.executor} · from the start "
-        f"of soloist run to its first token · median of {first.runs} runs, in seconds"
+        f"of {first.program} to its first {'text of a chat' if first.ready_s else 'token'} · "
+        f"median of {first.runs} runs, in seconds"
     )
 
     def kernels(row: "StartupRow") -> str:
         return "none needed" if row.executor == "reference" else f"{row.kernel_cache} cache"
 
+    parts: tuple[tuple[str, Callable[[StartupRow], str]], ...] = (
+        ("weights", lambda row: _median(row.weights_s, ".2f")),
+        ("compiling", lambda row: _median(row.kernels_s, ".2f")),
+        ("rest", lambda row: _median(row.rest_s, ".2f")),
+    )
+    if first.ready_s is not None:
+        parts = (("until ready", lambda row: _median(row.ready_s, ".2f")), parts[1])
     show_columns(
         rows,
         ("kernels", kernels),
         ("total", lambda row: _median(row.total_s, ".2f")),
         ("min – max", lambda row: _range(row.total_s, ".2f")),
-        ("weights", lambda row: _median(row.weights_s, ".2f")),
-        ("compiling", lambda row: _median(row.kernels_s, ".2f")),
-        ("rest", lambda row: _median(row.rest_s, ".2f")),
+        *parts,
         ("compiled", lambda row: str(row.kernels_built)),
     )
     if first.checkpoint_bytes and first.gpu_memory_bytes and first.kv_cache_bytes:
@@ -201,8 +222,9 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
 def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
     """Distances from fp32."""
     first = rows[0]
+    kv = f" · KV cache {first.kv}" if first.kv else ""
     print(
-        f"{first.shape} · {_stored(first)} · {first.device} · {first.positions} teacher-forced "
+        f"{first.shape} · {_stored(first)}{kv} · {first.device} · {first.positions} teacher-forced "
         f"positions of {first.text} · against fp32 arithmetic"
     )
     show_columns(
@@ -216,6 +238,15 @@ def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
         ("± std. error", lambda row: f"{row.nll_standard_error:.1e}"),
         ("same top 1", lambda row: f"{row.top_1_agreement:.1%}"),
     )
+    if first.kv:
+        show_columns(
+            first.by_position,
+            ("positions", lambda part: f"{part.first:,} … {part.stop - 1:,}"),
+            ("mean KL", lambda part: f"{part.mean_kl:.1e}"),
+            ("NLL", lambda part: f"{part.nll:.4f}"),
+            ("NLL − fp32's", lambda part: f"{part.nll_difference:+.1e}"),
+            ("± std. error", lambda part: f"{part.nll_standard_error:.1e}"),
+        )
     for row in rows:
         if row.same_bits:
             print(f"{row.engine}: the same bits in {', '.join(row.same_bits)}")

@@ -34,12 +34,13 @@ def status_line(engine: "Engine") -> str:
         context += f" of {engine.config.context_tokens:,}"
     rounded = f" · weights {r.weights_in_words}"
     weights = rounded if r.weights_in_words != chosen.dtype.value else ""
+    kv = "" if chosen.kv.is_plain else f" · KV cache {chosen.kv.name}"
     runs = f"{r.executor} · " if chosen.device != "cpu" else ""
     accepted = f" · accepted fields: {', '.join(r.accepted_fields)}" if r.accepted_fields else ""
     name = f"{r.folder.name} + adapter {r.adapter}" if r.adapter else r.folder.name
     return (
         f"{name} · {engine.config.family} · {millions(r.num_parameters)} parameters · "
-        f"{chosen.dtype.value}{weights} on {r.place} · {runs}{context} · "
+        f"{chosen.dtype.value}{weights}{kv} on {r.place} · {runs}{context} · "
         f"loaded {gigabytes(r.checkpoint_bytes)} at {rate:.2g} GB/s{accepted}"
     )
 
@@ -53,12 +54,22 @@ def figures(completion: "Completion") -> str:
         f"TTFT {t.ttft_s * 1e3:.1f} ms" if t.new_tokens else "no token",
         f"decode {speed:.1f} tokens/s" if speed is not None else "decode –",
         f"{t.prompt_tokens:,} prompt{cached} + {t.new_tokens:,} new tokens",
+        *_drafts(completion),
         f"total {t.total_s:.2f} s",
         f"finished: {completion.finish_reason}",
     ]
     if completion.seed is not None:
         parts.append(f"seed {completion.seed}")
     return " · ".join(parts)
+
+
+def _drafts(completion: "Completion") -> list[str]:
+    """What drafts brought, if there were any."""
+    t, drafts = completion.timings, completion.timings.drafts
+    if not drafts.rounds or t.tokens_per_round is None:
+        return []
+    accepted = f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted"
+    return [f"{accepted}, {t.tokens_per_round:.2f} tokens a step"]
 
 
 def millions(count: int) -> str:

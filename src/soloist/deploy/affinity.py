@@ -24,7 +24,8 @@ from soloist.deploy.prefix import Wish
 # A beginning of fewer pieces is not worth a detour: less than a chunk of the prefix cache.
 LEAST_PIECES = 2
 
-# A request that was to be sent and was not: its client went away meanwhile.
+# After that, a request that was to be sent was not: its client went away meanwhile. And one that is
+# over will not be told of again.
 _LOST_S = 10.0
 
 
@@ -58,6 +59,8 @@ class Affinity:
         self._columns, self._imbalance = columns, imbalance
         self._most_hashes, self._now = most_hashes, now
         self._sent: dict[str, _Sent] = {}
+        # Requests that were over before `routed` told where they went, and since when.
+        self._over: dict[str, float] = {}
         self._readers: OrderedDict[bytes, set[str]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,6 +74,7 @@ class Affinity:
         """
         with self._lock:
             self._sent.pop(request_id, None)
+            self._over.pop(request_id, None)
             loads = self._loads(reported)
             if not loads:
                 return []
@@ -94,9 +98,13 @@ class Affinity:
             return ordered
 
     def routed(self, request_id: str, wish: Wish, replica: str) -> None:
-        """The request went there, so its beginning will have been read there."""
+        """The request went there, so its beginning will have been read there.
+
+        Of a short one, whose answer came with the word that it was taken, the end is told first.
+        """
         with self._lock:
-            self._sent[request_id] = _Sent(replica, self._now(), is_sure=True)
+            if self._over.pop(request_id, None) is None:
+                self._sent[request_id] = _Sent(replica, self._now(), is_sure=True)
             # The first piece last: without it the others are of no use.
             for one in reversed(wish.hashes):
                 self._readers.setdefault(one, set()).add(replica)
@@ -107,13 +115,17 @@ class Affinity:
     def ended(self, request_id: str) -> None:
         """The request is over, however it ended."""
         with self._lock:
-            self._sent.pop(request_id, None)
+            sent = self._sent.pop(request_id, None)
+            if sent is None or not sent.is_sure:
+                self._over[request_id] = self._now()
 
     def _loads(self, reported: Mapping[str, int]) -> dict[str, int]:
         """The larger one of what a replica told and what was sent to it from here."""
         lost = self._now() - _LOST_S
         for request_id in [i for i, s in self._sent.items() if not s.is_sure and s.at < lost]:
             del self._sent[request_id]
+        for request_id in [i for i, at in self._over.items() if at < lost]:
+            del self._over[request_id]
         own = Counter(sent.replica for sent in self._sent.values())
         return {replica: max(told, own[replica]) for replica, told in reported.items()}
 

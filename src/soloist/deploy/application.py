@@ -24,6 +24,9 @@ from soloist.deploy.router import AffinityRouter
 _LOOK_S, _ANSWER_S = 2.0, 30.0
 # Requests that one ingress passes on at once.
 _MOST_STREAMS = 4096
+# Where messages go by gRPC, Ray refuses those above 4 MB, and a body or a reply may have more: the
+# bound of bodies is the ingress'. Read by replicas and by the ingress as they start.
+_ANY_SIZE = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1)}
 
 
 class Ingress:
@@ -86,7 +89,11 @@ def application(deployment: Deployment, replica: type[Replica] = Replica) -> ser
         num_replicas=deployment.ingresses,
         max_surge_percent=100,  # a new one is there before an old one goes
         max_ongoing_requests=_MOST_STREAMS,
-        ray_actor_options={"num_cpus": 0, "resources": _place(deployment)},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": _place(deployment),
+            "runtime_env": {"env_vars": _ANY_SIZE},
+        },
         health_check_period_s=_LOOK_S,
         graceful_shutdown_timeout_s=deployment.drain_timeout,
     )
@@ -110,13 +117,14 @@ def _options(deployment: Deployment, spec: ModelSpec) -> dict[str, Any]:
             request_router_class=AffinityRouter,
             request_router_kwargs={"columns": spec.sequences, "imbalance": spec.imbalance},
         )
+    threads = {} if spec.gpus else {"SOLOIST_THREADS": str(spec.cpus)}
     options: dict[str, Any] = {
         "max_ongoing_requests": spec.sequences + spec.queue,
         "max_queued_requests": max(1, spec.queue),
         "ray_actor_options": {
             "num_gpus": spec.gpus,
             "num_cpus": spec.cpus,
-            "runtime_env": {} if spec.gpus else {"env_vars": {"SOLOIST_THREADS": str(spec.cpus)}},
+            "runtime_env": {"env_vars": {**_ANY_SIZE, **threads}},
         },
         "health_check_period_s": _LOOK_S,
         "health_check_timeout_s": _ANSWER_S,

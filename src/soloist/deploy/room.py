@@ -30,7 +30,7 @@ def memory_for(spec: ModelSpec, node: str) -> Memory | None:
     config = read_config(folder / CONFIG_FILE, accepted=spec.accept_fields)
     specs = tensors(config)
     checkpoint = open_checkpoint(folder)
-    checkpoint.check(specs, FAMILIES[config.family].ignored)
+    checkpoint.check(specs, FAMILIES[config.family].ignored(config))
     dtype = Dtype.BF16 if spec.precision == "auto" else Dtype(spec.precision)
     needs = Footprint(config, specs, dtype).estimate(spec.context or 1)
     weights_bytes = needs.weights_bytes

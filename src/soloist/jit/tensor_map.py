@@ -65,6 +65,29 @@ def heads_map(address: int, rows: int, heads: int, head_dim: int, box_rows: int)
     return _encoded(address, sizes, strides, [width, box_rows, count])
 
 
+class Boxes(NamedTuple):
+    """16-bit values in five dimensions, and what a copy takes of each; a box's rows are swizzled.
+
+    Attributes:
+        offset: from an address to the first value, in bytes, a multiple of `ALIGNMENT`.
+        sizes: of all dimensions, in values; the first one as wide as a box, 32 or 64.
+        strides: of all but the first one, in bytes, multiples of `ALIGNMENT`, in any order.
+        box: in values.
+    """
+
+    offset: int
+    sizes: tuple[int, int, int, int, int]
+    strides: tuple[int, int, int, int]
+    box: tuple[int, int, int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def boxes_map(address: int, boxes: Boxes) -> TensorMap:
+    """The same for values that lie in any way. Raises LaunchError."""
+    sizes, strides, box = (list(x) for x in (boxes.sizes, boxes.strides, boxes.box))
+    return _encoded(address + boxes.offset, sizes, strides, box)
+
+
 def _encoded(address: int, sizes: list[int], strides: list[int], box: list[int]) -> TensorMap:
     """Sizes and box in values, strides of all dimensions but the first in bytes."""
     cuda = driver()

@@ -93,7 +93,7 @@ def lanes_of_ranks(model: ModelConfig, ranks: int) -> ModelConfig:
     here = lanes.num_lanes // ranks
 
     def share(layer: Layer) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.attention, layer.dense_mlp
         query_heads, kv_heads = attention.num_query_heads // ranks, attention.num_kv_heads // ranks
         return Layer(
             replace(attention, num_query_heads=query_heads, num_kv_heads=kv_heads),

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from soloist.errors import ShapeUnsupported
-from soloist.model.config import Layer, ModelConfig
+from soloist.model.config import Layer, Mixture, Mlp, ModelConfig
 from soloist.parallel.lanes import LaneShare, lanes_of_ranks
 
 RANKS = (1, 2, 4, 8)
 # Neurons and rows of the vocabulary come in units of so many rows.
 _UNIT = 8
+# Of an expert, on each rank.
+_LEAST_NEURONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,12 @@ class Share:
         ]
 
     def neurons(self, layer: int) -> range:
-        """Which neurons of a layer's MLP are the rank's; the share may have room for more."""
-        mlp = self.whole.layers[layer].mlp
-        return _part(mlp.intermediate_size, self.sizes(layer).mlp.intermediate_size, self.rank)
+        """Which neurons of a layer's MLP, or of each expert, are the rank's.
+
+        The share may have room for more.
+        """
+        whole, own = self.whole.layers[layer].each_mlp, self.sizes(layer).each_mlp
+        return _part(whole.intermediate_size, own.intermediate_size, self.rank)
 
     @property
     def vocabulary(self) -> range:
@@ -84,7 +89,8 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
     Its LM head has the share's rows and is not tied: any rank may need any token's embedding.
 
     Raises:
-        ShapeUnsupported: not a number of ranks that a model is spread over.
+        ShapeUnsupported: not a number of ranks that a model is spread over, or experts of too few
+            neurons, or that not all of them are alike.
     """
     if ranks not in RANKS:
         raise ShapeUnsupported(f"{ranks} ranks", ", ".join(str(r) for r in RANKS))
@@ -94,14 +100,14 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         return lanes_of_ranks(model, ranks)
 
     def share(layer: Layer) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         sharing = _ranks_to_a_head(attention.num_kv_heads, ranks)
         kv_heads = -(-attention.num_kv_heads * sharing // ranks)
         group = -(-attention.queries_per_kv_head // sharing)
         return replace(
             layer,
             attention=replace(attention, num_query_heads=kv_heads * group, num_kv_heads=kv_heads),
-            mlp=replace(mlp, intermediate_size=_share_rows(mlp.intermediate_size, ranks)),
+            mlp=_share_of_mlp(layer.mlp, ranks),
         )
 
     return replace(
@@ -110,6 +116,19 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
         vocab_size=_share_rows(model.vocab_size, ranks),
         tied_head=False,
     )
+
+
+def _share_of_mlp(mlp: Mlp | Mixture, ranks: int) -> Mlp | Mixture:
+    """A part of the neurons, of a mixture those of every expert."""
+    if isinstance(mlp, Mlp):
+        return replace(mlp, intermediate_size=_share_rows(mlp.intermediate_size, ranks))
+    if mlp.shared is not None:
+        raise ShapeUnsupported(f"shared experts on {ranks} ranks", "experts that are chosen")
+    neurons = mlp.expert.intermediate_size
+    if neurons < ranks * _LEAST_NEURONS:
+        given = f"experts of {neurons} neurons on {ranks} ranks"
+        raise ShapeUnsupported(given, f"at least {_LEAST_NEURONS} on each")
+    return replace(mlp, expert=replace(mlp.expert, intermediate_size=_share_rows(neurons, ranks)))
 
 
 def part_of(model: ModelConfig, ranks: int, rank: int) -> Share | LaneShare:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat
 from soloist.model.tensors import TensorSpec
 from soloist.planning.model import Model
 from soloist.planning.precision import Precision, weights_bytes
@@ -22,8 +23,8 @@ from soloist.planning.precision import Precision, weights_bytes
 class Kind(Enum):
     """What blocks wait for in a layer.
 
-    With lanes, sums arrive late and are not waited for in the same places. Of models that Soloist
-    does not run, nothing was measured.
+    With lanes, sums arrive late and are not waited for in the same places. Of mixtures of experts
+    and of models that Soloist does not run, nothing was measured.
     """
 
     DENSE = "dense"
@@ -108,13 +109,13 @@ def weight_bytes(model: Model, precision: Precision, queries: int = 1) -> int:
     )
 
 
-def kv_bytes_read(model: Model, context_tokens: int, dtype: Dtype = Dtype.BF16) -> int:
-    """Keys and values in sight of a step, 16-bit numbers in every precision of the weights.
+def kv_bytes_read(model: Model, context_tokens: int, stored: KvFormat | None = None) -> int:
+    """Keys and values in sight of a step, as the model or, if it is given, `stored` says.
 
     What layers keep instead of them is read and written.
     """
     values = sum(cache.values * cache.seen(context_tokens) for cache in model.caches)
-    return values * dtype.num_bytes + 2 * _state_bytes(model)
+    return (stored or model.kv).num_bytes(values) + 2 * _state_bytes(model)
 
 
 def kv_bytes_held(model: Model, context_tokens: int) -> int:
@@ -124,7 +125,7 @@ def kv_bytes_held(model: Model, context_tokens: int) -> int:
 
 def kv_bytes_per_token(model: Model) -> int:
     """What one more position adds to the KV cache."""
-    return sum(cache.values for cache in model.caches) * Dtype.BF16.num_bytes
+    return model.kv.num_bytes(sum(cache.values for cache in model.caches))
 
 
 def attention_flops(model: Model, context_tokens: int) -> int:
@@ -149,6 +150,6 @@ def _streamed(model: Model) -> list[TensorSpec]:
 
 def kind_of(model: Model) -> Kind:
     """What layers of a model wait for."""
-    if model.config is None:
+    if model.config is None or model.mixture is not None:
         return Kind.OTHER
     return Kind.DENSE if model.config.lanes is None else Kind.LANES

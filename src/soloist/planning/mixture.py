@@ -1,4 +1,4 @@
-"""Mixtures of experts, as far as sizes go: models that Soloist plans for and does not run. Pure.
+"""Mixtures of experts, as far as sizes go: those that Soloist plans for and does not run. Pure.
 
 Read are the fields of config.json that decide how many numbers there are and how many a token
 needs. Layers that only draft (`num_nextn_predict_layers`) are left out.
@@ -7,7 +7,7 @@ needs. Layers that only draft (`num_nextn_predict_layers`) are left out.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from soloist.errors import WrongType
+from soloist.model.families.mixture import read_counts
 from soloist.model.reading import Fields
 from soloist.model.tensors import Source, TensorSpec
 from soloist.planning.attention import (
@@ -19,8 +19,6 @@ from soloist.planning.attention import (
     read_nullable,
 )
 from soloist.planning.model import EXPERTS, Mixture, Model
-
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class _Mlps:
     dense_layers: frozenset[int] = frozenset()
 
 
-def _mixtral(fields: Fields) -> Model:
+def _phimoe(fields: Fields) -> Model:
     return _model(fields, _sliding(fields, everywhere=True), _alike(fields))
 
 
@@ -55,10 +53,6 @@ def _minimax_m2(fields: Fields) -> Model:
     fields.only("shared_intermediate_size", 0)
     fields.only("attn_type_list", [1] * _num_layers(fields))  # 1: full attention
     return _model(fields, _sliding(fields), _alike(fields))
-
-
-def _qwen2_moe(fields: Fields) -> Model:
-    return _model(fields, _sliding(fields), _qwen_mlps(fields, _shared_size(fields)))
 
 
 def _qwen3_moe(fields: Fields) -> Model:
@@ -80,10 +74,6 @@ def _qwen_hybrid(fields: Fields) -> Model:
         [state if is_linear else full for is_linear in linear],
         _qwen_mlps(fields, _shared_size(fields)),
     )
-
-
-def _glm4_moe(fields: Fields) -> Model:
-    return _model(fields, _sliding(fields), _deepseek_mlps(fields))
 
 
 def _deepseek(fields: Fields) -> Model:
@@ -134,19 +124,14 @@ READERS: Mapping[str, Callable[[Fields], Model]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek_indexed,
-    "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek,
     "glm_moe_dsa": _deepseek_indexed,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek,
     "llama4_text": _llama4,
     "minimax_m2": _minimax_m2,
-    "mixtral": _mixtral,
-    "olmoe": _mixtral,
-    "phimoe": _mixtral,
-    "qwen2_moe": _qwen2_moe,
+    "phimoe": _phimoe,
     "qwen3_5_moe_text": _qwen_hybrid,
-    "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen_hybrid,
     "qwen3_vl_moe_text": _qwen3_moe,
 }
@@ -157,20 +142,8 @@ def _num_layers(fields: Fields) -> int:
 
 
 def _mixture(fields: Fields, usual: str) -> Mixture:
-    """Experts by the family's usual name, or by another under which newer files say the same.
-
-    Raises:
-        ConfigError: there is none, two differ, or a token chooses more.
-    """
-    found = [name for name in _EXPERT_COUNTS if name in fields]
-    experts = fields.integer(usual if usual in found or not found else found[0])
-    for name in found:
-        fields.only(name, experts)
-    chosen = fields.integer("num_experts_per_tok")
-    if chosen > experts:
-        allowed = f"at most the {experts} experts that there are"
-        raise WrongType(fields.file, "num_experts_per_tok", chosen, allowed)
-    return Mixture(experts, chosen)
+    """As of `read_counts`."""
+    return Mixture(*read_counts(fields, usual))
 
 
 def _alike(fields: Fields) -> _Mlps:

@@ -4,11 +4,17 @@ Of attention only three things matter here: how many numbers a position leaves b
 them a later step reads, and what it multiplies with them. Letters as in `model/config.py`.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from soloist.model.config import ModelConfig
+from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
-from soloist.model.tensors import TensorSpec
+from soloist.model.kv_format import KvFormat, plain
+from soloist.model.tensors import Source, TensorSpec
+
+# Of keys and values, whatever weights are in.
+_SIXTEEN_BITS = plain(Dtype.BF16)
 
 # Part of the names of tensors that hold all experts of a layer.
 EXPERTS = ".experts."
@@ -75,6 +81,7 @@ class Model:
         mixture: its experts; None for a dense model.
         is_part: of a model that also sees or hears, the part that makes text.
         config: the model as Soloist runs it; None where it does not.
+        kv: how keys and values are stored.
     """
 
     family: str
@@ -87,6 +94,7 @@ class Model:
     mixture: Mixture | None = None
     is_part: bool = False
     config: ModelConfig | None = None
+    kv: KvFormat = _SIXTEEN_BITS
 
     def share_read(self, spec: TensorSpec, queries: int) -> float:
         """Share of a tensor that a step of so many queries reads: less than all only of experts."""
@@ -109,10 +117,31 @@ def served(config: ModelConfig) -> Model:
         context_tokens=config.context_tokens,
         num_layers=config.num_layers,
         tied_head=config.tied_head,
-        specs=tensors(config),
+        specs=tuple(stacked(tensors(config), config)),
         caches=tuple(caches),
+        mixture=_mixture_of(config),
         config=config,
     )
+
+
+def _mixture_of(config: ModelConfig) -> Mixture | None:
+    """In figures; layers of a model differ in having one, but not in its counts."""
+    routers = [mixture.router for mixture in config.mixtures]
+    return Mixture(routers[0].num_experts, routers[0].num_chosen) if routers else None
+
+
+def stacked(specs: Iterable[TensorSpec], config: ModelConfig) -> Iterator[TensorSpec]:
+    """The same, with all experts of a layer in one tensor, as in models that are only planned for.
+
+    There are ten thousands of them otherwise.
+    """
+    count = max((mixture.router.num_experts for mixture in config.mixtures), default=0)
+    for spec in specs:
+        if spec.expert is None:
+            yield spec
+        elif spec.expert == 0:
+            name = spec.name.replace(f"{EXPERTS}0.", EXPERTS)
+            yield TensorSpec(name, (Source(name, (count, *spec.shape)),))
 
 
 def grouped_cache(query_heads: int, kv_heads: int, head_dim: int, window: int | None) -> Cache:

@@ -108,8 +108,10 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         missing_bytes=max(0, bytes_per_gpu(subject, precision, gpus) - hardware.memory_bytes),
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
-        # What unpacking small weights costs has not been measured.
-        measured=precision.measured and is_measured(cost.kind, hardware, gpus),
+        # What unpacking small weights, or keys and values, costs has not been measured.
+        measured=precision.measured
+        and subject.model.kv.is_plain
+        and is_measured(cost.kind, hardware, gpus),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,
@@ -134,9 +136,13 @@ def reaches(
 
     def obstacle(precision: Precision, gpus: int) -> str:
         if subject.model.config is None:
-            return "no experts" if subject.model.mixture else "no text parts"
+            return "not this family" if subject.model.mixture else "no text parts"
         if hardware.arch is None:
             return f"no kernel for {hardware.name}"
+        if not subject.model.kv.is_plain:
+            return f"no {subject.model.kv.name} KV cache"
+        if subject.model.mixture is not None:
+            return "reference only"
         if not precision.runs or (precision.bits < SIXTEEN_BIT.bits and not is_quantisable):
             return f"no {precision.name} weights"
         return "" if shape_fits[gpus] else "reference only"
@@ -220,8 +226,10 @@ def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
     if subject.hardware.arch is None:
         return ""
     if subject.model.config is None:
-        what = "mixture of experts" if subject.model.mixture else "text part of another model"
-        return f"neither the decode kernel nor the reference implementation runs a {what}"
+        what = "a text part of another model"
+        if subject.model.mixture is not None:
+            what = f"the family '{subject.model.family}'"
+        return f"neither the decode kernel nor the reference implementation runs {what}"
     try:
         make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
     except ShapeUnsupported as error:

@@ -13,7 +13,7 @@ from soloist.errors import (
     WrongType,
     quoted,
 )
-from soloist.gguf.header import is_gguf
+from soloist.gguf.names import is_gguf
 from soloist.model.families import FAMILIES, read_config
 from soloist.model.quantization import FIELDS as QUANTIZATION_FIELDS
 from soloist.model.reading import HARMLESS, Fields, read_json

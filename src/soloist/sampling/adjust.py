@@ -1,7 +1,9 @@
 """From logits to scores: what is not allowed, penalties, bias, the ban on ending early; fp32."""
 
 from collections.abc import Iterable
+from copy import copy
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +56,12 @@ class TokenCounts:
         """Take a token of the output back."""
         self.in_output[token_id] -= 1
         self.num_output -= 1
+
+    def as_they_are(self) -> Self:
+        """The same counts, whatever is added here later."""
+        counts = copy(self)
+        counts.in_output = self.in_output.copy()
+        return counts
 
     def _check(self, token_id: int) -> None:
         if not 0 <= token_id < len(self.in_output):

@@ -13,7 +13,7 @@ import torch
 
 from soloist.errors import BadLogits, BadTokenId, GrammarFailed
 from soloist.sampling.adjust import TokenCounts, adjusted
-from soloist.sampling.constraint import Constraint, Words, set_bit, words_of
+from soloist.sampling.constraint import Constraint, Words, has_bit, set_bit, words_of
 from soloist.sampling.elementary import FloatArray
 from soloist.sampling.filters import survivors
 from soloist.sampling.noise import gumbel_noise
@@ -196,6 +196,33 @@ class Sampler:
             self._span = None
         self.counts.add(token_id)
         self.output_ids.append(token_id)
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens could follow one after the other, none of them the end.
+
+        Tokens outside the vocabulary cannot. The output stays as it is. Behind the last one there
+        may be a dead end.
+
+        Raises:
+            GrammarFailed: nothing can follow.
+        """
+        count = 0
+        try:
+            for token_id in token_ids:
+                if token_id in self.stop_test.ending_ids or not 0 <= token_id < self._vocab_size:
+                    break
+                if self._constraint is not None:
+                    if self.is_complete or not has_bit(self._constraint.allowed(), token_id):
+                        break
+                    self._constraint.take(token_id)
+                count += 1
+        except GrammarFailed:
+            if not count:
+                raise
+        finally:
+            if self._constraint is not None:
+                self._constraint.rollback(count)
+        return count
 
     def rollback(self, num_tokens: int) -> None:
         """Take the last `num_tokens` of the output back."""

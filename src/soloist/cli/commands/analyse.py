@@ -17,6 +17,7 @@ def info(
     context: o.Context = None,
     revision: o.Revision = None,
     adapter: o.Adapter = None,
+    kv: o.Kv = None,
     accept_field: o.AcceptField = None,
     json: o.Json = False,
 ) -> None:
@@ -24,7 +25,7 @@ def info(
     from soloist.cli import information
 
     accepted = o.accepted_fields(accept_field, told=False)
-    information.show(model, context, revision, accepted, adapter, as_json=json)
+    information.show(model, context, revision, accepted, adapter, o.checked_kv(kv), as_json=json)
 
 
 def plan(
@@ -45,6 +46,10 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(help="Weights: fp16, bf16, fp8, int4 or fp4; default: one row each."),
+    ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(help="Keys and values: int8, fp8 or int4; default: 16 bits."),
     ] = None,
     draft: Annotated[
         str | None,
@@ -109,6 +114,7 @@ def plan(
             step=step,
             api_price=api_price,
             accepted_fields=o.accepted_fields(accept_field),
+            kv=o.checked_kv(kv),
         ),
         as_json=json,
     )

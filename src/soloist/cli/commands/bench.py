@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from soloist.bench.rows import KernelCache
 
 _KERNEL_CACHES: "dict[str, tuple[KernelCache, ...]]" = {
-    "warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold"),
+    "warm": ("warm",), "compiled": ("compiled",), "cold": ("cold",), "both": ("warm", "cold"),
 }  # fmt: skip
 
 
@@ -32,6 +32,19 @@ def decode(
     columns: Annotated[
         int, typer.Option(help="Tokens of a sequence in one step; more than 1 on a GPU only.")
     ] = 1,
+    prediction: Annotated[
+        bool,
+        typer.Option(
+            "--prediction",
+            help="Also measure with the answer itself as its prediction; texts are then sampled.",
+        ),
+    ] = False,
+    wrong: Annotated[
+        float, typer.Option(help="With --prediction: share of its tokens that are replaced.")
+    ] = 0.0,
+    speculate: Annotated[
+        str, typer.Option(help="auto: also measure with drafts that are looked up; or off.")
+    ] = "off",
     sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
@@ -40,6 +53,7 @@ def decode(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
     output: o.Output = None,
@@ -47,7 +61,10 @@ def decode(
     threshold: o.Threshold = o.THRESHOLD,
     json: o.Json = False,
 ) -> None:
-    """Time to first token and decode speed of one greedy request, in this process."""
+    """Time to first token and decode speed of one request, in this process.
+
+    Tokens are drafted only in the rows that say so.
+    """
     from soloist.bench import decode as bench_decode
     from soloist.bench import shape as shapes
     from soloist.cli import tables
@@ -57,6 +74,14 @@ def decode(
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_shape(shape, model, against, adapter, sequences, context)
+    looks_up = o.speculates(speculate)
+    if shape is not None and (prediction or looks_up):
+        option, given = ("--prediction", "on") if prediction else ("--speculate", speculate)
+        raise SettingError(option, given, "only without --shape")
+    if wrong and not prediction:
+        raise SettingError("--wrong", wrong, "only with --prediction")
+    if shape is not None and kv is not None:
+        raise SettingError("--kv", kv, "only without --shape")
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
@@ -80,8 +105,12 @@ def decode(
         asked = EngineConfig(
             model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
             weights=layers, head_weights=head, accepted_fields=accepted, adapter=adapter,
+            kv=o.checked_kv(kv),
         )  # fmt: skip
-        plan = bench_decode.Plan(asked, prompt_tokens, new_tokens, runs, against, busy, columns)
+        plan = bench_decode.Plan(
+            asked, prompt_tokens, new_tokens, runs, against, busy, columns,
+            looks_up=looks_up, wrong=wrong if prediction else None,
+        )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
     results.hold_against(known, rows)
@@ -96,14 +125,42 @@ def prefill(
     ] = None,
     runs: o.Runs = 5,
     prefix: Annotated[
-        str, typer.Option(help="cold: nothing is cached; warm: the prompt came before; or both.")
-    ] = "both",
+        str | None,
+        typer.Option(
+            help="cold: nothing is cached; warm: the prompt came before; both; or saved: a server "
+            "before had it, and the files are in the system's cache (TMPDIR says where).",
+            show_default="both",
+        ),
+    ] = None,
+    kept: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Instead of --prefix: so many first tokens of the prompt came before, and another "
+            "text follows them in every run; may be repeated."
+        ),
+    ] = None,
     busy: o.Busy = 0,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    packed_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--packed-prompts",
+            help="Read prompts from the packed weights, one copy in memory (one Hopper GPU; "
+            "an experiment).",
+        ),
+    ] = False,
+    page_attention: Annotated[
+        bool,
+        typer.Option(
+            "--page-attention",
+            help="Attend to KV pages by a kernel of our own, in every pass (Hopper GPUs; an "
+            "experiment).",
+        ),
+    ] = False,
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -121,12 +178,15 @@ def prefill(
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
     _check_only_one(shape, model)
-    prefixes = o.chosen("--prefix", prefix, o.PREFIXES)
+    if kept and prefix is not None:
+        raise SettingError("--kept", f"{kept[0]} with --prefix {prefix}", "one of both options")
+    prefixes = o.chosen("--prefix", prefix or "both", {**o.PREFIXES, "saved": ("saved",)})
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     asked = EngineConfig(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
         weights=layers, head_weights=head, accepted_fields=accepted,
+        packed_prompts=packed_prompts, page_attention=page_attention,
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,
@@ -135,6 +195,7 @@ def prefill(
         runs=runs,
         prefixes=prefixes,
         num_busy=busy,
+        kept_tokens=tuple(kept or ()),
     )
     rows = bench_prefill.measure(plan)
     results.show(rows, tables.show_prefill, output, as_json=json)
@@ -146,8 +207,15 @@ def startup(
     shape: o.Shape = None,
     runs: Annotated[int, typer.Option(help="Timed processes after one to warm up.")] = 3,
     kernel_cache: Annotated[
-        str, typer.Option(help="warm: all kernels are compiled; cold: none is; or both.")
+        str,
+        typer.Option(
+            help="warm: an earlier start compiled all kernels; compiled: `soloist compile` did; "
+            "cold: none is compiled; both: warm and cold."
+        ),
     ] = "both",
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Time soloist serve, to the first text of a chat.")
+    ] = False,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -167,7 +235,7 @@ def startup(
     plan = bench_startup.Plan(
         model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus),
         o.chosen("--kernel-cache", kernel_cache, _KERNEL_CACHES),
-        o.accepted_fields(accept_field, shape),
+        o.accepted_fields(accept_field, shape), serve,
     )  # fmt: skip
     rows = bench_startup.measure(plan)
     results.show(rows, tables.show_startup, output, as_json=json)
@@ -198,13 +266,15 @@ def accuracy(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     json: o.Json = False,
 ) -> None:
     """How far 16-bit logits are from fp32 arithmetic, at each position of a given text.
 
-    On the decode kernel, also checks that batching and separate launches change no bit.
+    With --kv, --precision fp32 too: then the KV cache alone differs, and the NLL is also told by
+    position. On the decode kernel, also checks that batching and separate launches change no bit.
     """
     from soloist.bench import accuracy as bench_accuracy
     from soloist.cli import tables
@@ -224,6 +294,7 @@ def accuracy(
         precision=checked,
         gpus=o.parsed_gpus(gpus),
         rounding=Rounding(layers, head),
+        kv=o.checked_kv(kv),
         accepted_fields=o.accepted_fields(accept_field, shape),
     )
     rows = bench_accuracy.measure(plan)

@@ -1,5 +1,6 @@
 """`soloist run` and `soloist chat`: their options."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,14 @@ def run(
     suffix: Annotated[
         str | None,
         typer.Option(help="Text after the gap, for models trained to fill in the middle."),
+    ] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text that the answer will mostly repeat, such as a file that it edits: the same "
+            "answer, sooner.",
+        ),
     ] = None,
     max_tokens: o.MaxTokens = 256,
     temperature: o.Temperature = 0.0,
@@ -37,10 +46,12 @@ def run(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     context: o.Context = None,
     revision: o.Revision = None,
     adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
+    speculate: o.Speculate = "auto",
     json: o.Json = False,
 ) -> None:
     """Generate text from a prompt and show the speed.
@@ -54,6 +65,10 @@ def run(
     from soloist.engine import EngineConfig
     from soloist.sampling import SamplingParams
 
+    drafts = o.speculates(speculate)
+    if prediction is not None and not drafts:
+        raise SettingError("--prediction", str(prediction), "only without --speculate off")
+    predicted = None if prediction is None else generation.read_prediction(prediction)
     text = generation.read_prompt(prompt)
     params = SamplingParams(
         temperature=temperature,
@@ -76,9 +91,11 @@ def run(
     asked = EngineConfig(
         model, device, checked, context, revision, prepare=False, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+        kv=o.checked_kv(kv),
         accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
+        speculates=drafts,
     )  # fmt: skip
-    generation.run(asked, text, suffix, params, upload, as_json=json)
+    generation.run(asked, text, suffix, params, upload, as_json=json, prediction=predicted)
 
 
 def chat(
@@ -96,10 +113,12 @@ def chat(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     context: o.Context = None,
     revision: o.Revision = None,
     adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
+    speculate: o.Speculate = "auto",
 ) -> None:
     """Chat with a model, using its own chat template.
 
@@ -126,7 +145,9 @@ def chat(
         model, device, o.checked_precision(precision), context, revision,
         keeps_prefixes=True, host_cache_bytes=0, gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+        kv=o.checked_kv(kv),
         accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
+        speculates=o.speculates(speculate),
     )  # fmt: skip
     conversation.chat(asked, system, params, upload)
 

@@ -68,6 +68,20 @@ def serve(
             show_default="a quarter of free memory",
         ),
     ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder where cached prompts are saved, and found again after a restart.",
+            show_default="none",
+        ),
+    ] = None,
+    cache_dir_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Most GB of files in --cache-dir; the least recently used ones go first.",
+            show_default="20",
+        ),
+    ] = None,
     logs: Annotated[
         bool, typer.Option(help="Log a line for each request, without its text.")
     ] = True,
@@ -82,10 +96,12 @@ def serve(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     context: o.Context = None,
     revision: o.Revision = None,
     adapter: o.Adapter = None,
     accept_field: o.AcceptField = None,
+    speculate: o.Speculate = "auto",
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs.
 
@@ -119,8 +135,12 @@ def serve(
         model, device, checked, context, revision,
         sequences=sequences, keeps_prefixes=prefix_cache, measures_bandwidth=True,
         host_cache_bytes=None if host_cache_gb is None else round(host_cache_gb * 1e9),
+        cache_dir=cache_dir,
+        cache_dir_bytes=None if cache_dir_gb is None else round(cache_dir_gb * 1e9),
         gpus=o.parsed_gpus(gpus),
         weights=o.checked_weights(weights), head_weights=o.checked_head_weights(head_weights),
+        kv=o.checked_kv(kv),
         accepted_fields=o.accepted_fields(accept_field, told=False), adapter=adapter,
+        speculates=o.speculates(speculate),
     )  # fmt: skip
     serving.serve(asked, config, upload, logs=logs, shows_text=log_text)
