@@ -1,9 +1,10 @@
 """Settings for all tests.
 
 One thread a process, since pytest-xdist already uses every core; what takes many minutes runs with
-`-m slow` only.
+`-m slow` only. Properties have no deadline: a busy machine is slow now and then.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ import torch
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    if find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("soloist", deadline=None)
+        settings.load_profile("soloist")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,8 @@ GIVEN: dict[str, set[str]] = {
     "docs/playground.md": {"10,000 tokens a second"},
     # Bounds of connections, of bodies and of a stream's gap.
     "docs/security.md": {"100 ms", "5 s", "10 s", "60 s", "8 times"},
+    # The bound of a stream's gap: engine/pass_pace.py.
+    "docs/prompts.md": {"30 ms"},
     # Bounds of a part of a prompt, and of a stream's gap.
     "docs/cpu.md": {"5 to 20 ms", "60 ms", "100 ms"},
 }

@@ -34,7 +34,7 @@ def test_the_base_is_a_python_that_the_project_is_for() -> None:
 def test_it_starts_the_server_as_the_command_line_has_it() -> None:
     (entry,), command = json.loads(told("ENTRYPOINT")[0]), json.loads(told("CMD")[0])
     assert PROJECT["scripts"][entry] == "soloist.cli:main"
-    serve = get_command(app).commands["serve"]
+    serve = get_command(app()).commands["serve"]
     context = serve.make_context("serve", list(command[1:]))
     assert command[0] == "serve"
     assert context.params["host"] == "0.0.0.0"  # noqa: S104 - the container's own
@@ -61,7 +61,9 @@ def test_kernels_are_compiled_where_the_server_looks_for_them() -> None:
     assert "soloist compile ${COMPILE}" in run
     place = {line.partition(" ")[0]: at for at, line in enumerate(LINES)}
     assert place["ENV"] < LINES.index(f"RUN {run}") < place["VOLUME"]  # what is later is not kept
-    context = get_command(app).commands["compile"].make_context("compile", ["etude", "--arch", "x"])
+    context = (
+        get_command(app()).commands["compile"].make_context("compile", ["etude", "--arch", "x"])
+    )
     assert context.params["arch"] == "x"
 
 

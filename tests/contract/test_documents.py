@@ -109,7 +109,7 @@ def test_every_page_is_in_an_index() -> None:
 
 def test_every_command_is_told() -> None:
     text = (DOCS / "commands.md").read_text("utf-8")
-    commands = get_command(app).commands
+    commands = get_command(app()).commands
     for name, command in commands.items():
         for one in [f"{name} {sub}" for sub in getattr(command, "commands", ())] or [name]:
             assert f"soloist {one}" in text, one

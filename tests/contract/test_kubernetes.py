@@ -139,7 +139,7 @@ def test_the_pod_of_kserves_example_is_one() -> None:
 def test_a_container_starts_the_server_that_there_is(name, container, pod) -> None:
     values = {one["name"]: one["value"] for one in container.get("env", ())}
     args = [re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], arg) for arg in container["args"]]
-    command = get_command(app).commands[args[0]]
+    command = get_command(app()).commands[args[0]]
     params = command.make_context(args[0], args[1:]).params  # an unknown option would fail
     assert params["host"] == "0.0.0.0"  # noqa: S104 - the pod's own
     assert {port["containerPort"] for port in container["ports"]} == {params["port"]}

@@ -64,7 +64,7 @@ def test_limits_are_the_defaults() -> None:
         "--queue": config.most_waiting, "--max-body-mb": config.most_body_bytes / 2**20,
         "--request-timeout": config.request_s, "--shutdown-timeout": config.shutdown_s,
     }  # fmt: skip
-    defaults = get_command(app).commands["serve"].make_context("serve", []).params
+    defaults = get_command(app()).commands["serve"].make_context("serve", []).params
     for _, told, option in rows("| limit | default | option |"):
         name = option.strip("`")
         number = float(re.match(r"[\d,]+", told)[0].replace(",", ""))

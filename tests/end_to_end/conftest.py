@@ -1,9 +1,10 @@
 """The command line in this process: arguments in, exit status and both streams out."""
 
 import io
+import logging
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class Outcome:
 @pytest.fixture
 def soloist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Outcome]:
+) -> Iterator[Callable[..., Outcome]]:
     """Run `soloist` with these arguments and, if given, this on stdin."""
 
     def run(*arguments: object, stdin: bytes | None = None) -> Outcome:
@@ -34,7 +35,13 @@ def soloist(
         captured = capsys.readouterr()
         return Outcome(exit_.value.code or 0, captured.out, captured.err)
 
-    return run
+    # Serving sets up what is logged, in this process as well.
+    loggers = [logging.getLogger(name) for name in ("soloist", "uvicorn.error")]
+    before = [(logger, logger.level, [*logger.handlers]) for logger in loggers]
+    yield run
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -1,57 +1,54 @@
-"""What the way over Ray costs: a server with a scripted engine, asked directly and through Ray.
+"""The two ends of the way over Ray: one server alone, or the same as a replica of a cluster.
 
-    PYTHONPATH=src:tests python -m end_to_end.hop -o FILE
+    PYTHONPATH=src:tests python benchmarks/record.py ray
 
-The engine says a thousand tokens a second. `soloist bench serve` asks both, run by run in turn, and
-writes their rows. It is the same server both times, so the difference is the way.
+starts both and has `soloist bench serve` ask them in turn. The engine is a script of a thousand
+tokens a second, so the difference between both is the way.
 """
 
 import argparse
-import subprocess
+import os
+import signal
 import sys
-import time
+import threading
 
-from end_to_end.replicas import URL, ScriptedReplica, deployment, machines, start
-from server.running import Scripted, running, scripted, wait_until_ready
+# As docs/many-machines.md recommends; read while Ray is imported.
+FAST = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+DIRECT_PORT = 18_766
 
-_DIRECT = 18_766
+
+def main() -> None:
+    """Serves until it is told to end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=("direct", "ray", "ray-as-it-comes"))
+    way = parser.parse_args().way
+    for name in FAST:
+        os.environ.pop(name, None)
+    if way == "ray":
+        os.environ |= FAST
+    # A cluster's processes end with the blocks that started them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if way == "direct":
+        _serve_directly()
+    else:
+        _serve_on_ray()
 
 
-def _serve() -> None:
-    with running(lambda _: scripted(Scripted(tokens_per_s=1000)), port=_DIRECT) as server:
+def _serve_directly() -> None:
+    from server.running import Scripted, running, scripted, wait_until_ready
+
+    with running(lambda _: scripted(Scripted(tokens_per_s=1000)), port=DIRECT_PORT) as server:
         wait_until_ready(server)
-        print("ready", flush=True)  # noqa: T201 - whoever started it reads it
-        while True:
-            time.sleep(60)
+        threading.Event().wait()
 
 
-def _measure(file: str, runs: int) -> int:
-    direct = [sys.executable, "-m", "end_to_end.hop", "--serve"]
-    with (
-        machines(head_cpus=1),
-        subprocess.Popen(direct, stdout=subprocess.PIPE, text=True) as server,
-    ):
-        try:
-            start(deployment({}), ScriptedReplica)
-            assert server.stdout is not None
-            server.stdout.readline()
-            bench = [
-                sys.executable, "-m", "soloist", "bench", "serve", f"http://127.0.0.1:{_DIRECT}",
-                URL, "--name", "direct", "--name", "through Ray", "--api", "completions",
-                "--runs", str(runs), "-n", "1000", "--prompt-tokens", "256", "--prefix", "cold",
-                "-o", file,
-            ]  # fmt: skip
-            return subprocess.run(bench, check=False, timeout=500).returncode
-        finally:
-            server.kill()
+def _serve_on_ray() -> None:
+    from end_to_end.replicas import ScriptedReplica, deployment, machines, start
+
+    with machines(head_cpus=1):
+        start(deployment({}), ScriptedReplica)
+        threading.Event().wait()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", dest="file")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--serve", action="store_true")
-    options = parser.parse_args()
-    if options.serve:
-        _serve()
-    sys.exit(_measure(options.file, options.runs))
+    main()

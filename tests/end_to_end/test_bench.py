@@ -32,6 +32,28 @@ def test_accuracy(soloist, tmp_path, subject):
         assert {"device", "commit", "command", "date"} <= row.keys()
 
 
+def test_accuracy_with_a_kv_cache_in_fewer_bits(soloist, tmp_path):
+    """In fp32 nothing else differs, and fewer bits cost more."""
+    found = {}
+    for kv in ("int8", "fp8", "int4"):
+        file = tmp_path / f"{kv}.json"
+        done = soloist(
+            "bench", "accuracy", "etude", "--positions", 700, "--device", "cpu",
+            "--precision", "fp32", "--kv", kv, "-o", file,
+        )  # fmt: skip
+        assert done.status == 0, done.err
+        assert f"KV cache {kv}" in done.out
+        (found[kv],) = json.loads(file.read_text())
+        assert (found[kv]["kv"], found[kv]["precision"]) == (kv, "fp32")
+    assert 1e-6 < found["int8"]["mean_kl"] < found["fp8"]["mean_kl"] / 5
+    assert found["fp8"]["mean_kl"] < found["int4"]["mean_kl"] / 3 < 0.1
+    first, second = found["int4"]["by_position"]
+    assert (first["first"], first["stop"], second["stop"]) == (0, 512, 700)
+    for figure in ("mean_kl", "nll", "nll_difference"):
+        mean = (512 * first[figure] + 188 * second[figure]) / 700
+        assert mean == pytest.approx(found["int4"][figure], rel=1e-6)
+
+
 @pytest.mark.parametrize("head", [(), ("--head-weights", "int8")], ids=["tied", "head"])
 def test_accuracy_on_rounded_weights(soloist, head):
     """transformers reads the numbers of the same codes; against others, rounding shows."""
@@ -81,6 +103,27 @@ def test_decode_on_the_cpu(soloist, tmp_path, subject):
     assert "a token every" in done.out
 
 
+def test_decode_with_drafts_has_a_row_for_each_kind(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    done = soloist(
+        "bench", "decode", "etude-draft", "--device", "cpu", "--prompt-tokens", 40,
+        "--new-tokens", 60, "--runs", 1, "--prediction", "--wrong", 0.1, "--speculate", "auto",
+        "-o", file,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    rows = json.loads(file.read_text())
+    assert [(row["speculation"], row["drafting"], row["wrong"]) for row in rows] == [
+        (False, "", None), (True, "prediction", 0.1), (True, "lookup", None),
+    ]  # fmt: skip
+    assert len({row["output_ids_sha256"] for row in rows}) == 1, "drafts change no token"
+    assert {row["temperature"] for row in rows} == {1.0}
+    plain, predicted, looked_up = (row["tokens_per_round"] for row in rows)
+    assert plain is None
+    assert predicted > 2
+    assert looked_up >= 1
+    assert "prediction, 10% wrong" in done.out
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_shape_in_any_precision_on_the_cpu(soloist, precision):
     options = ("--prompt-tokens", 8, "--new-tokens", 3, "--runs", 1, "--device", "cpu")
@@ -105,6 +148,51 @@ def test_columns_on_the_gpu(soloist, subject):
     assert speed > 1.5 * one["decode_tokens_per_s"]["median"]
     moved = eight["streamed_bytes_per_token"] * speed / 8
     assert eight["mbu"] == pytest.approx(moved / eight["bandwidth_gb_per_s"] / 1e9, abs=0.002)
+
+
+@SUBJECTS
+def test_saved_prompts_are_read_from_files(soloist, subject):
+    done = soloist(
+        "bench", "prefill", *subject, "--device", "cpu", "--prompt-tokens", 100,
+        "--prompt-tokens", 600, "--runs", 2, "--prefix", "saved", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    rows = json.loads(done.out)
+    assert [(row["prefix"], row["prompt_tokens"]) for row in rows] == [
+        ("saved", 100),
+        ("saved", 600),
+    ]
+    assert [row["cached_tokens"] for row in rows] == [0, 512]
+
+
+@SUBJECTS
+def test_of_kept_tokens_every_run_finds_as_many(soloist, subject):
+    done = soloist(
+        "bench", "prefill", *subject, "--device", "cpu", "--prompt-tokens", 500,
+        "--kept", 256, "--kept", 300, "--runs", 2, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    rows = json.loads(done.out)
+    assert [(row["prefix"], row["prompt_tokens"]) for row in rows] == [("kept", 500)] * 2
+    cached = "whole chunks of what was kept, though all of a run's prompt is cached afterwards"
+    assert [row["cached_tokens"] for row in rows] == [256, 256], cached
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--kept", 0), "at least 1"),
+        (("--kept", 300), "fewer than the 300 tokens of --prompt-tokens"),
+        (("--kept", 256, "--prefix", "warm"), "one of both options"),
+        (("--page-attention",), "one or more Hopper GPUs"),
+        (("--packed-prompts",), "one or more Hopper GPUs"),
+    ],
+)
+def test_what_cannot_be_measured_of_prompts_is_refused(soloist, options, reason):
+    prompt = ("--prompt-tokens", 300, "--device", "cpu")
+    done = soloist("bench", "prefill", "etude-draft", *prompt, *options)
+    assert done.status != 0
+    assert reason in done.err
 
 
 @SUBJECTS
@@ -175,6 +263,20 @@ def test_startup(soloist, tmp_path, subject):
     assert 0 <= row["weights_s"]["median"] < row["rest_s"]["median"]
 
 
+def test_startup_of_a_server(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    asked = ("bench", "startup", "etude-draft", "--serve", "--device", "cpu", "--runs", 1)
+    done = soloist(*asked, "-o", file)
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())
+    assert (row["program"], row["executor"]) == ("soloist serve", "reference")
+    assert row["weights_s"] is row["rest_s"] is None
+    assert 0 < row["ready_s"]["median"] < row["total_s"]["median"]
+    assert "until ready" in done.out
+    again = soloist("bench", "compare", file, file)
+    assert "startup: etude-draft fp32 warm of soloist serve" in again.out, again.err
+
+
 @pytest.mark.gpu
 @pytest.mark.timed  # beside others a start with a cache can take longer than one without
 @SUBJECTS
@@ -207,6 +309,8 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("accuracy", "etude", "--shape", SHAPE), "MODEL"),
         (("accuracy", "etude", "--precision", "fp32"), "--precision"),
         (("accuracy", "etude", "--positions", 1), "--positions"),
+        (("accuracy", "etude", "--kv", "int3"), "int8, fp8, int4"),
+        (("decode", "--shape", SHAPE, "--kv", "int8"), "only without --shape"),
         (("accuracy", "etude", "--positions", 70_000), "65,536"),
         (("accuracy", "etude", "--against", "vllm"), "vllm"),
         (("accuracy", "etude", "--repeats", -1), "--repeats"),
@@ -219,6 +323,11 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("prefill", "etude", "--prompt-tokens", 65_536), "65,535"),
         (("prefill", "etude", "--prefix", "hot"), "--prefix"),
         (("decode", "--shape", SHAPE, "--device", "cpu", "--columns", 2), "--columns"),
+        (("decode", "--shape", SHAPE, "--prediction"), "--prediction"),
+        (("decode", "--shape", SHAPE, "--speculate", "auto"), "--speculate"),
+        (("decode", "etude-draft", "--wrong", 0.5), "--wrong"),
+        (("decode", "etude-draft", "--prediction", "--wrong", 2), "--wrong"),
+        (("decode", "etude-draft", "--prediction", "--against", "transformers"), "--against"),
         (("decode", "--shape", SHAPE, "--device", "cpu", "--context", 9), "--context"),
         (("serve", "http://127.0.0.1:9", "--config", SHAPE), "--bandwidth"),
         (("serve", "http://127.0.0.1:9", "--gpus", 2), "--gpus"),

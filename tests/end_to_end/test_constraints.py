@@ -69,8 +69,11 @@ def test_forced_tokens_change_no_other(params, monkeypatch) -> None:
     fed: list[int] = []
     reference = engine().model.reference
     begin = reference.begin
+    monkeypatch.setattr(engine().model, "drafting", None)
     monkeypatch.setattr(
-        reference, "begin", lambda ids, *rest: [fed.append(len(ids)), begin(ids, *rest)][1]
+        reference,
+        "begin",
+        lambda ids, *rest, **named: [fed.append(len(ids)), begin(ids, *rest, **named)][1],
     )
     assert isinstance(engine().model, ReferenceModel)
     end = answer(params)

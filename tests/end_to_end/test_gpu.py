@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from soloist.engine import Cancel, Chunk, Completion, Engine, EngineConfig
-from soloist.engine import engine as engine_module
+from soloist.engine import kernel as kernel_module
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
@@ -138,13 +138,13 @@ def test_weights_that_do_not_fit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill from unpacked matrices, loaded by way of the host, gives the same tokens."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = answer(PROMPTS[3], params).token_ids
-    built = engine_module.load_kernel
+    built = kernel_module.load_kernel
 
     def without_rows(*args, keep_rows: bool, **kwargs):
         assert keep_rows
         return built(*args, keep_rows=False, **kwargs)
 
-    monkeypatch.setattr(engine_module, "load_kernel", without_rows)
+    monkeypatch.setattr("soloist.engine.kernel.load_kernel", without_rows)
     *_, end = Engine.load(EngineConfig("etude", device="cuda")).generate(PROMPTS[3], params)
     assert isinstance(end, Completion)
     assert end.token_ids == wanted

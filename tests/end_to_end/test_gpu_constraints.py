@@ -12,7 +12,8 @@ import torch
 from end_to_end.test_constraints import PROMPT, REQUESTS, SCHEMA
 from end_to_end.test_gpu_loop import end_of
 from end_to_end.test_gpu_sampling import model, prompt_ids
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop
+from soloist.engine import Completion, Engine, EngineConfig
+from soloist.engine.loop import EngineLoop
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
 from soloist.sampling import Sampler, SamplingParams

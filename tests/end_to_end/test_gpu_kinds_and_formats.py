@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from interpreter.models import CONTEXT, mixed_model, prompt, reference_logits
-from interpreter.quantised import FORMATS, alike, formats_of, matrices_of, quantised
+from interpreter.quantised import (
+    FORMATS,
+    alike,
+    as_q4_k_m,
+    formats_of,
+    matrices_of,
+    quantised,
+)
 from soloist.bench.agreement import forced_logits
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
@@ -99,3 +106,13 @@ def test_a_format_for_each_matrix() -> None:
     config = replace(mixed_model(), layers=mixed_model().layers[:3])
     pairs = zip(matrices_of(config), kinds * 2, strict=False)
     require_quantised(config, {name: FORMATS[kind] for name, kind in pairs if kind}, Dtype.BF16)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
+def test_layers_that_differ_in_formats_only(dtype: Dtype) -> None:
+    """As a file in Q4_K_M has them: some layers share a matrix's code with others, and some not."""
+    first, config = mixed_model().layers[0], mixed_model()
+    config = replace(config, layers=(first,) * 8)
+    plan = make_plan(config, dtype, here(9), formats=formats_of(as_q4_k_m(config)))
+    assert plan.image.kind_of == (0, 1, 1, 0, 1, 1, 0, 0)
+    require_quantised(config, as_q4_k_m(config), dtype)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Request, Scored
+from soloist.engine import Completion, Engine, EngineConfig, Request, Scored
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.loop import EngineLoop
 from soloist.engine.support import find_support
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype

@@ -14,8 +14,9 @@ import torch
 
 from interpreter.models import CASES, CONTEXT, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
-from soloist.engine import Completion, Engine, EngineConfig, EngineLoop, Request
+from soloist.engine import Completion, Engine, EngineConfig, Request
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.loop import EngineLoop
 from soloist.errors import LaunchError
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.choice import Choice

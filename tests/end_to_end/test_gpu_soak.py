@@ -11,8 +11,9 @@ from functools import cache
 import pytest
 import torch
 
-from soloist.engine import Chunk, Completion, Engine, EngineConfig, EngineLoop, Request
+from soloist.engine import Chunk, Completion, Engine, EngineConfig, Request
 from soloist.engine.kernel import KernelModel
+from soloist.engine.loop import EngineLoop
 from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Ranks
 from soloist.sampling import SamplingParams

@@ -90,7 +90,8 @@ def test_the_address_is_that_of_one_server(http) -> None:
         )  # fmt: skip
     assert http.get("/nowhere").status_code == 404
     assert http.post("/v1/completions", content=b" " * (33 << 20)).status_code == 413
-    large = {"model": "gpt", "prompt": "x" * 300_000}
+    # Larger than a message of gRPC may be as Ray comes.
+    large = {"model": "gpt", "prompt": "x" * 6_000_000}
     assert http.post("/v1/completions", json=large).json()["error"]["code"] == (
         "context_length_exceeded"
     )
@@ -344,3 +345,44 @@ def test_affinity_finds_more_cached_tokens() -> None:
     without = cached()
     log.info("cached of all prompt tokens: %s, without affinity %s", with_affinity, without)
     assert with_affinity[0] > 1.5 * without[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("four")
+def test_replicas_come_with_requests_and_go_with_them() -> None:
+    wanted = {"least": 1, "most": 3, "requests": 1, "grow_after_s": 2, "shrink_after_s": 4}
+    start(deployment({"autoscaling": wanted}), seconds=400)
+    prompt, is_over, slow_down = "class C:\n", threading.Event(), threading.Event()
+    text_alone, served = told(prompt, 300), Counter()
+
+    def ask() -> None:
+        with httpx2.Client(base_url=URL, timeout=120) as http:
+            while not is_over.is_set():
+                text, timings, error = stream_of(http, prompt, 300)
+                assert (text, error) == (text_alone, {})
+                served[timings["replica"]] += 1
+                is_over.wait(1 if slow_down.is_set() else 0)
+
+    with httpx2.Client(base_url=URL, timeout=60) as http, ThreadPoolExecutor(4) as pool:
+        wait_for(lambda: len(replicas(http)) == 1, 180)
+        before = set(replicas(http))
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            took_s = wait_for(lambda: len(replicas(http)) == 3, 180)
+            log.info("three replicas after %.0f s of requests", took_s)
+            wait_for(lambda: len(served) == 3, 60)
+            # One client that pauses is work for one replica; it goes on asking while others go.
+            is_over.set()
+            for one in asking:
+                one.result(120)
+            is_over.clear()
+            slow_down.set()
+            last = pool.submit(ask)
+            took_s = wait_for(lambda: len(replicas(http)) == 1, 300)
+            log.info("one replica after %.0f s with less", took_s)
+            few = sum(served.values())
+            wait_for(lambda: sum(served.values()) > few + 2, 60)
+        finally:
+            is_over.set()
+        last.result(120)
+        assert before & set(served)

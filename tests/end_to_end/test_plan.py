@@ -124,7 +124,8 @@ def test_a_mixture_of_experts(soloist, tmp_path):
     assert done.status == 0, done.err
     for words in (
         "30.5 B parameters (3.35 B for a token)",
-        "no: no experts",
+        "no: reference only",
+        "does not support a mixture of experts",
         "its own 8 of 128 experts",
     ):
         assert words in done.out

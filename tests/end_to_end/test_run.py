@@ -122,6 +122,32 @@ def test_info_agrees_with_the_files(soloist):
     assert "parameters" in soloist("info", "etude").out
 
 
+def test_info_tells_what_a_smaller_kv_cache_takes(soloist):
+    facts = {
+        kv: json.loads(soloist("info", "etude", "--json", *(("--kv", kv) if kv else ())).out)
+        for kv in ("", "int8", "int4")
+    }
+    bytes_of = {kv: f["by_precision"]["fp32"]["kv_bytes_per_token"] for kv, f in facts.items()}
+    values = 2 * 8 * 2 * 64  # K and V, layers, heads, dim
+    assert bytes_of == {"": 4 * values, "int8": values * 66 // 64, "int4": values * 36 // 64}
+    assert facts["int4"]["kv"] == "int4"
+    assert "of KV cache in int4 for each token" in soloist("info", "etude", "--kv", "int4").out
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_run_with_a_kv_cache_in_fewer_bits(soloist, kv):
+    done = soloist("run", "etude", "-p", "def add(a, b):", "-n", 12, "--device", "cpu", "--kv", kv)
+    assert done.status == 0, done.err
+    assert f"KV cache {kv}" in done.err
+    assert "12 new tokens" in done.err
+
+
+def test_an_unknown_kv_cache_is_refused(soloist):
+    done = soloist("run", "etude", "-p", "x", "--kv", "int3")
+    assert done.status == 2
+    assert "int8, fp8, int4" in done.err
+
+
 def test_bench_writes_a_result_file(soloist, tmp_path):
     file = tmp_path / "result.json"
     done = soloist(
@@ -193,3 +219,35 @@ def test_python_api_streams_what_the_command_line_prints():
     assert all(isinstance(chunk, Chunk) for chunk in chunks)
     assert "".join(chunk.text for chunk in chunks) == end.text
     assert end.text == Tokenizer.decode(engine.tokenizer, end.token_ids)
+
+
+def test_a_prediction_gives_the_same_text_and_is_counted(soloist, tmp_path):
+    asked = ("run", "etude-draft", "--prompt", "def add(a, b):", "--max-tokens", 60, "--ignore-eos")
+    plain = json.loads(soloist(*asked, "--speculate", "off", "--json").out)
+    assert plain["timings"]["drafts"]["rounds"] == 0
+    file = tmp_path / "old.py"
+    file.write_text(plain["text"])
+    told = json.loads(soloist(*asked, "--prediction", file, "--json").out)
+    assert told["token_ids"] == plain["token_ids"]
+    assert told["timings"]["drafts"]["predicted_accepted"] > 30
+    assert told["timings"]["tokens_per_round"] > 3
+    assert "drafted tokens accepted" in soloist(*asked, "--prediction", file).err
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (None, (), "cannot be read"),
+        (b"\xff\xfe", (), "not UTF-8"),
+        (b"a", ("--speculate", "off"), "--speculate off"),
+        (b"a", ("--speculate", "on"), "auto, off"),
+        (b"word " * 200, ("--context", 40, "--max-tokens", 8), "the prediction has"),
+    ],
+)
+def test_bad_predictions_are_told(soloist, tmp_path, content, options, words):
+    file = tmp_path / "old.txt"
+    if content is not None:
+        file.write_bytes(content)
+    done = soloist("run", "etude-draft", "--prompt", "a", "--prediction", file, *options)
+    assert done.status == 2
+    assert words in done.err

@@ -73,6 +73,25 @@ def by_library(folder: Path) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize(
+    ("form", "label", "step"),
+    [("gguf-Q8_0", "int8", 1 / 254), ("gguf-Q4_0", "int4", 1 / 8), ("gguf-Q4_K_M", "int4", 1 / 15)],
+)
+def test_gguf_files(script, tmp_path: Path, form: str, label: str, step: float) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(SHAPE | {"intermediate_size": 512}))
+    folders = [tmp_path / name / "tiny" for name in (form, "bf16")]
+    script.main(["--shapes", str(tmp_path), *map(str, folders)])
+    engine = Engine.load(EngineConfig(str(folders[0]), "cpu", "bf16"))
+    assert engine.report.weights.startswith(label)
+    specs = tensors(read_config(folders[1] / "config.json"))
+    file = folders[0] / "tiny.gguf"
+    seen = load_weights(open_checkpoint(file), specs, Dtype.FP32, torch.device("cpu"))
+    wanted = load_weights(open_checkpoint(folders[1]), specs, Dtype.FP32, torch.device("cpu"))
+    for spec in specs:
+        lost = (seen[spec.name] - wanted[spec.name]).abs().max()
+        assert lost <= step * wanted[spec.name].abs().max(), spec.name
+
+
 @pytest.mark.parametrize("form", LABELS)
 def test_numbers_and_label(script, tmp_path: Path, form: str) -> None:
     folders = {f: tmp_path / f / "tiny" for f in {form, "bf16"}}
@@ -119,6 +138,7 @@ def test_one_channel_is_far_larger(script, tmp_path: Path) -> None:
         ("int5/tiny", "'int5' (allowed: bf16, int4"),
         ("int4/huge", "'huge' (allowed: tiny)"),
         ("int4/tiny", "remove it"),
+        ("gguf-Q8_0/tiny-outliers", "not for GGUF files"),
     ],
 )
 def test_folders_that_are_not_written(script, tmp_path: Path, place: str, named: str) -> None:

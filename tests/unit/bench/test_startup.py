@@ -1,12 +1,15 @@
 """Which processes would be started with which cache, and what becomes of their times."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from soloist.bench import startup
-from soloist.errors import RunFailed
+from soloist.errors import RunFailed, ServerFailed
 
 REPORT = {
     "device": "a GPU", "precision": "bf16", "weights": "int4", "load_s": 2.0,
@@ -50,12 +53,69 @@ def test_warm_runs_follow_one_that_is_not_timed(
     assert len({*caches}) == 3
 
 
+def test_a_cache_that_was_filled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same model, as it will run, before anything starts; no start compiles."""
+    done: list[list[str]] = []
+    run_other = subprocess.run
+
+    def run(command: list[str], **how: Any) -> subprocess.CompletedProcess[Any]:
+        if "compile" not in command:
+            return run_other(command, **how)
+        done.append(command)
+        (Path(command[command.index("--output") + 1]) / "kernels").mkdir()
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    def start(_command: list[str], cache: Path) -> startup.Start:
+        assert (cache / "kernels").is_dir()
+        return startup.Start(3.5, 2.0, 0.0, 0, {**REPORT, "executor": "decode kernel"})
+
+    monkeypatch.setattr(startup, "resolve_device", lambda *_: "cuda:0")
+    monkeypatch.setattr(startup, "gpu_uuid", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(startup, "_start", start)
+    fields = ("unknown",)
+    plan = startup.Plan("a/model", None, "auto", "bf16", 2, 2, ("compiled",), fields)
+    (row,) = startup.measure(plan)
+    assert (row.kernel_cache, row.kernels_built, row.runs) == ("compiled", 0, 2)
+    (command,) = done
+    assert command[3:5] == ["compile", "a/model"]
+    assert "--gpus 2 --precision bf16 --accept-field unknown" in " ".join(command)
+
+
+def test_a_cache_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 3, b"", b"error: no room\n")
+    monkeypatch.setattr(startup, "resolve_device", lambda *_: "cuda:0")
+    monkeypatch.setattr(startup, "gpu_uuid", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    plan = startup.Plan("a/model", None, "auto", "bf16", 2, kinds=("compiled",))
+    with pytest.raises(RunFailed, match="no room"):
+        startup.measure(plan)
+
+
 @pytest.mark.parametrize(
     ("gpus", "asked"), [(1, "--device cuda:0 --gpus 1"), (2, "--device auto --gpus 2")]
 )
 def test_a_gpu_with_a_number_is_the_only_one(gpus: int, asked: str) -> None:
     plan = startup.Plan("a/model", None, "auto", "auto", 2, gpus)
     assert asked in " ".join(startup._command(plan, "a/model", "cuda:0"))
+
+
+def printing(told: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys; sys.stderr.write({told!r})"]
+
+
+@pytest.mark.parametrize(
+    "told", ["error: no such model\n", "a at http://127.0.0.1:1/v1 · loading …\nerror: no memory\n"]
+)
+def test_a_server_that_ends_says_why(told: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"soloist serve.* failed: no (such model|memory)"):
+        startup._start_server(printing(told), tmp_path)
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    ready = printing("a at http://127.0.0.1:1/v1 · loading …\nloaded\nready\n")
+    with pytest.raises(ServerFailed, match=r"http://127\.0\.0\.1:1/v1"):
+        startup._start_server(ready, tmp_path)
 
 
 def test_times_of_compiling_come_from_the_cache(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def traffic_of(folder: Path, values: dict, precision: str, gpus: int = 1) -> Tra
 
 def test_a_mixture_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     h, layers = 2048, 48
-    of_layer = h * 40 * 128 + h * 32 * 128 + 128 * h + 2 * h + 8 * 3 * h * 768
+    of_layer = h * 40 * 128 + h * 32 * 128 + 128 * h + 2 * h + 2 * 128 + 8 * 3 * h * 768
     weights = 2 * (layers * of_layer + 151936 * h + h)
     kv = 1000 * 2 * 4 * 128 * 2 * layers
     made = traffic_of(tmp_path, QWEN3_30B_A3B, "bf16", gpus=2)

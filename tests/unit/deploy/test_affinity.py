@@ -142,3 +142,17 @@ def test_hashes_tell_beginnings_apart_wherever_they_differ() -> None:
     assert hashes_of(body | {"tools": tools})[0] != hashes_of(body)[0]
     assert hashes_of(body) == hashes_of(body | {"max_tokens": 7, "stream": True})
     assert hashes_of({"model": "x", **body}) != hashes_of({"model": "y", **body})
+
+
+def test_a_request_whose_end_is_told_first_leaves_no_load_behind() -> None:
+    policy, wish = Affinity(columns=1, imbalance=0), chat("p")
+    home = policy.order("0", wish, IDLE)[0]
+    policy.ended("0")
+    policy.routed("0", wish, home)
+    assert send(policy, "1", wish) == home, "its column is free, and it has read the beginning"
+    # One that a replica refused is over there, and counts where it went then.
+    first = policy.order("2", chat("q"), IDLE)[0]
+    policy.ended("2")
+    loads = {**IDLE, first: 1}
+    second = send(policy, "2", chat("q"), loads)
+    assert send(policy, "3", chat("q", "r"), loads) not in {home, first, second}

@@ -2,11 +2,9 @@
 
 Most of a kernel depends on a model's shape by constants only. What makes other code is compiled:
 every head dimension, biases, norms of q and k, windows, layers without rope, tied and untied heads,
-both 16-bit types, several groups of tiles. On Hopper all of it. On the other architectures étude,
-every format of weights and some families in turn, so that each family is compiled for an
-architecture with and without copies in bulk; the rest passes the compiler's front end, which sees
-what static assertions refuse, and is compiled as `slow`. Shapes of public models are `slow`, too,
-but for those of the README on an H200.
+both 16-bit types, several groups of tiles. By default that is for Hopper, and étude for every
+architecture; the compiler's front end, which sees what static assertions refuse, accepts the rest.
+What it only sees is compiled as `slow`, and so are most shapes of public models and formats.
 
 What Hopper's code takes (registers, instructions, bytes) is compared with `code_sizes.json`: code
 that runs once a layer costs time by its length, which no other test without a GPU sees. A change
@@ -16,20 +14,22 @@ that means to change code writes the file anew and shows the difference:
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from interpreter import lane_models
-from interpreter.models import CASES, REFUSED
-from interpreter.quantised import alike, formats_of
-from plan.shapes import LANEFORMER, PUBLIC, SHAPES, SMALL, etude, operation, shaped
+from interpreter.mixtures import MIXTURES, SMS, mixtral_8x7b
+from interpreter.models import CASES, REFUSED, gpu
+from interpreter.quantised import alike, as_q4_k_m, formats_of
+from plan.shapes import LANEFORMER, MIXTURE, PUBLIC, SHAPES, SMALL, etude, operation, shaped
 from soloist.engine.bandwidth import bandwidth_source
 from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
+from soloist.megakernel import maths
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
 from soloist.megakernel.limits import MAX_QUERIES, THREADS
@@ -47,9 +47,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("nvidia") is None,
     reason="needs cuda-bindings and nvidia-cuda-nvrtc",
 )
-
-# Families whose kernels are made of the same code as another's.
-SAME_CODE = {"phi3": "llama", "mistral3": "llama", "glm": "llama"}
 
 RUNNING = Build()  # as requests run it
 # Threads of a block times registers of each must fit the SM's register file.
@@ -116,50 +113,23 @@ def test_every_supported_family_is_compiled() -> None:
     assert compiled_here == set(FAMILIES) - lanes - REFUSED
 
 
-def code_of(values: Mapping[str, object]) -> str:
-    """The family that stands for a configuration's code."""
-    family = str(values["model_type"])
-    return SAME_CODE.get(family, family)
-
-
-def families() -> Iterator[tuple[str, str, bool]]:
-    """(case, architecture, whether it is in turn) of every family's variants."""
-    of_family: dict[str, list[str]] = {}
-    for name, (values, _) in CASES.items():
-        of_family.setdefault(code_of(values), []).append(name)
-    others = [family for family in of_family if family != "qwen3"]  # étude stands for it below
-    for family, names in of_family.items():
-        for place, arch in enumerate(TYPICAL):
-            has_turn = family in others and (place + others.index(family)) % 2 == 0
-            for i, name in enumerate(names):
-                yield name, arch, arch == "sm_90a" or (has_turn and place % len(names) == i)
-
-
-def test_every_family_is_compiled_for_old_and_new_architectures() -> None:
-    seen: dict[str, set[bool]] = {}
-    for name, arch, in_turn in families():
-        if in_turn:
-            old = arch in ("sm_80", "sm_86", "sm_89")
-            seen.setdefault(code_of(CASES[name][0]), set()).add(old)
-    assert all(both == {True, False} for family, both in seen.items() if family != "qwen3")
-    assert {arch for _, arch, in_turn in families() if in_turn} == set(TYPICAL)
+# On architectures that étude stands for below.
+ELSEWHERE = [(name, arch) for arch in TYPICAL if arch != "sm_90a" for name in CASES]
 
 
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        pytest.param(name, arch, marks=() if in_turn else pytest.mark.slow)
-        for name, arch, in_turn in families()
+        *((name, "sm_90a") for name in CASES),
+        *(pytest.param(name, arch, marks=pytest.mark.slow) for name, arch in ELSEWHERE),
     ],
 )
 def test_families_compile_cleanly(name: str, arch: str, tmp_path: Path, require_sound) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"), [(name, arch) for name, arch, in_turn in families() if not in_turn]
-)
-def test_the_front_end_accepts_families_out_of_turn(name: str, arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "arch"), ELSEWHERE)
+def test_the_front_end_accepts_families_elsewhere(name: str, arch: str, tmp_path: Path) -> None:
     require_accepted(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
@@ -168,9 +138,30 @@ def test_etude_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 def test_etude_compiles_with_sampling(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]), Build(samples=True))
+
+
+@pytest.mark.parametrize(
+    ("arch", "samples"),
+    [
+        pytest.param("sm_90a", False, marks=pytest.mark.slow),
+        ("sm_90a", True),
+        pytest.param("sm_80", True, marks=pytest.mark.slow),
+    ],
+)
+def test_drafting_compiles_cleanly(arch: str, samples: bool, require_sound) -> None:
+    plan = make_plan(etude(), Dtype.BF16, GPUS[arch])
+    require_sound(plan, Build(samples=samples, drafts=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "llama-3.1-8b"])
+@pytest.mark.parametrize("samples", [False, True])
+def test_drafting_compiles_with_public_shapes(name: str, samples: bool, require_sound) -> None:
+    plan = make_plan(PUBLIC[name], Dtype.BF16, GPUS["sm_90a"])
+    require_sound(plan, Build(samples=samples, drafts=True))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -202,6 +193,41 @@ def test_builds_for_looking_inside_compile(build: Build) -> None:
     assert compiled(plan, build).report.warnings == ()
 
 
+@pytest.fixture
+def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+
+
+@pytest.mark.usefixtures("experts_run")
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+def test_experts_compile_cleanly(queries: int, require_sound) -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    require_sound(plan, Build(queries=queries))
+
+
+# Bytes that are spilled once a layer, by the router of eight queries.
+SPILLED_BY_ROUTERS = {"mixtral-8x7b": 372, "some layers dense": 28}
+OTHER_MIXTURES = {**MIXTURES, "mixtral-8x7b": mixtral_8x7b()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("experts_run")
+@pytest.mark.parametrize("name", OTHER_MIXTURES)
+def test_other_mixtures_compile(name: str) -> None:
+    on = gpu(SMS) if name in MIXTURES else TYPICAL["sm_90a"]
+    plan = make_plan(OTHER_MIXTURES[name], Dtype.BF16, on)
+    require_as_little_spilled(plan, Build(), SPILLED_BY_ROUTERS.get(name, 0))
+
+
+@pytest.mark.usefixtures("experts_run")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_front_end_accepts_mixtures(name: str) -> None:
+    config = MIXTURES[name]
+    require_accepted(make_plan(config, Dtype.FP16, gpu(SMS, "sm_80"), 2), Build(samples=True))
+    traced = Build(trace_round=3, queries=1)
+    require_accepted(make_plan(config, Dtype.BF16, gpu(SMS, "sm_120a")), traced)
+
+
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
 def test_fp16_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.FP16, TYPICAL[arch]))
@@ -215,54 +241,49 @@ def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_soun
     require_sound(plan)
 
 
+Q4_K_M = "Q4_K_M"
 # Bytes of registers that builds with quantised matrices spill and read back, by shape, format,
 # architecture and queries: none may grow, and every other build spills nothing.
 SPILLED: dict[tuple[str, str, str, int], int] = {
     ("llama-3.1-8b", "fp8-32", "sm_90a", 1): 16,
-    ("llama-3.1-8b", "int4", "sm_80", MAX_QUERIES): 336,
-    ("llama-3.1-8b", "int4-permuted", "sm_80", MAX_QUERIES): 360,
-    ("llama-3.1-8b", "int8", "sm_80", MAX_QUERIES): 588,
+    ("llama-3.1-8b", "int4-permuted", "sm_80", MAX_QUERIES): 164,
+    # Not in the loops of multiplies.
+    ("llama-3.1-8b", Q4_K_M, "sm_90a", 1): 216,
+    ("llama-3.1-8b", Q4_K_M, "sm_90a", MAX_QUERIES): 88,
 }
 QUANTISED = [
     ("small", "int4-zeros", "sm_90a", MAX_QUERIES),
     ("small", "fp8-block", "sm_90a", MAX_QUERIES),
     ("small", "int8-permuted", "sm_90a", MAX_QUERIES),
-    ("llama-3.1-8b", "int4-permuted", "sm_90a", 1),
-    pytest.param("llama-3.1-8b", "int4-permuted", "sm_90a", MAX_QUERIES, marks=pytest.mark.slow),
+    ("small", "int4", "sm_80", MAX_QUERIES),
+    ("small", "fp8", "sm_120a", MAX_QUERIES),
+    ("llama-3.1-8b", "int4", "sm_90a", 1),
+    ("llama-3.1-8b", "int8", "sm_90a", MAX_QUERIES),
+    ("llama-3.1-8b", Q4_K_M, "sm_90a", 1),
+]
+FORMATS = ("int4", "int8", "fp8", "int4-zeros", "int8-zeros", "fp8-block", "fp8-32")
+SLOW_QUANTISED = [
+    ("small", "super-mixed", "sm_80", MAX_QUERIES),
     *(
-        pytest.param("llama-3.1-8b", kind, "sm_90a", queries, marks=marks)
-        for kind, marks in (
-            ("int4", ()), ("int8", ()), ("fp8", ()), ("int4-zeros", pytest.mark.slow),
-            ("int8-zeros", pytest.mark.slow), ("fp8-block", pytest.mark.slow),
-            ("fp8-32", pytest.mark.slow),
-        )
+        ("llama-3.1-8b", kind, "sm_90a", queries)
+        for kind in (*FORMATS, "int4-permuted", Q4_K_M)
         for queries in (1, MAX_QUERIES)
+        if ("llama-3.1-8b", kind, "sm_90a", queries) not in QUANTISED
     ),
+    *(("llama-3.1-8b", "fp8", arch, 1) for arch in ("sm_80", "sm_89")),
     *(
-        (name, kind, arch, MAX_QUERIES)
-        for name, kind, arch in (
-            ("small", "int4", "sm_80"), ("llama-3.1-8b", "int8", "sm_89"),
-            ("small", "fp8", "sm_120a"),
-        )
+        ("llama-3.1-8b", kind, arch, MAX_QUERIES)
+        for arch in ("sm_80", "sm_89", "sm_120a")
+        for kind in ("int4", "int8", "fp8")
     ),
-    *(
-        pytest.param("llama-3.1-8b", "fp8", arch, 1, marks=pytest.mark.slow)
-        for arch in ("sm_80", "sm_89")
-    ),
-    *(
-        pytest.param("llama-3.1-8b", kind, arch, MAX_QUERIES, marks=pytest.mark.slow)
-        for kind, arch in (
-            ("int4", "sm_80"), ("int8", "sm_80"), ("fp8", "sm_80"), ("int4", "sm_89"),
-            ("fp8", "sm_89"), ("int4", "sm_120a"), ("int8", "sm_120a"), ("fp8", "sm_120a"),
-            ("int4-permuted", "sm_80"),
-        )
-    ),
-]  # fmt: skip
+    ("llama-3.1-8b", "int4-permuted", "sm_80", MAX_QUERIES),
+]
 
 
 def quantised_plan(name: str, kind: str, arch: str, dtype: Dtype = Dtype.BF16) -> Plan:
     config = replace(SMALL if name == "small" else PUBLIC[name], tied_head=False)
-    return make_plan(config, dtype, TYPICAL[arch], formats=formats_of(alike(config, kind)))
+    stored = as_q4_k_m(config) if kind == Q4_K_M else alike(config, kind)
+    return make_plan(config, dtype, TYPICAL[arch], formats=formats_of(stored))
 
 
 def require_as_little_spilled(plan: Plan, build: Build, most: int) -> None:
@@ -277,20 +298,24 @@ def require_as_little_spilled(plan: Plan, build: Build, most: int) -> None:
     assert taken.stack_bytes <= most
 
 
-@pytest.mark.parametrize(("name", "kind", "arch", "queries"), QUANTISED)
+@pytest.mark.parametrize(
+    ("name", "kind", "arch", "queries"),
+    [*QUANTISED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_QUANTISED)],
+)
 def test_quantised_matrices_compile(name: str, kind: str, arch: str, queries: int) -> None:
     most = SPILLED.get((name, kind, arch, queries), 0)
     require_as_little_spilled(quantised_plan(name, kind, arch), Build(queries=queries), most)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kind", ["int4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8"))]
+)
 def test_quantised_matrices_compile_with_fp16(kind: str) -> None:
     plan = quantised_plan("small", kind, "sm_90a", Dtype.FP16)
     require_as_little_spilled(plan, Build(samples=True), 0)
 
 
-# Of qwen3-4b and qwen2.5-7b: blocks have 8 rows left over, in an odd number of steps. Each takes
-# ten seconds to compile: by default one is, and the front end sees all.
+# Of qwen3-4b and qwen2.5-7b: blocks have 8 rows left over, in an odd number of steps.
 ODD = [
     (sizes, kind, queries)
     for sizes in ((2560, 9728, 32, 8), (3584, 18944, 28, 4))
@@ -306,7 +331,11 @@ def odd_plan(sizes: tuple[int, int, int, int], kind: str) -> Plan:
     return make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
 
 
-@pytest.mark.parametrize(("sizes", "kind", "queries"), ODD)
+GGUF_BLOCKS = ("super-int4", "super-mixed", "int4-offsets")
+ODD_BLOCKS = [(odd[0], kind, odd[2]) for odd in ODD if odd[1] == "int4" for kind in GGUF_BLOCKS]
+
+
+@pytest.mark.parametrize(("sizes", "kind", "queries"), [*ODD, *ODD_BLOCKS])
 def test_the_front_end_accepts_odd_steps_of_quantised_matrices(
     sizes: tuple[int, int, int, int], kind: str, queries: int
 ) -> None:
@@ -314,10 +343,8 @@ def test_the_front_end_accepts_odd_steps_of_quantised_matrices(
     require_accepted(odd_plan(sizes, kind), Build(queries=queries))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kind", "queries"),
-    [pytest.param(*odd, marks=() if odd == ODD[8] else pytest.mark.slow) for odd in ODD],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "kind", "queries"), ODD)
 def test_odd_steps_of_quantised_matrices_compile(
     sizes: tuple[int, int, int, int], kind: str, queries: int
 ) -> None:
@@ -329,13 +356,17 @@ def test_public_shapes_compile_cleanly(name: str, require_sound) -> None:
     require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]))
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", ["qwen3-norms-128", "llama-untied-biases-32"])
 def test_ranks_compile_cleanly(name: str, ranks: int, tmp_path: Path, require_sound) -> None:
     require_sound(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS["sm_90a"], ranks))
 
 
-@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    "samples",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["greedy", "sampling"],
+)
 def test_public_shapes_on_ranks_compile_cleanly(samples: bool, require_sound) -> None:
     plan = make_plan(PUBLIC["qwen3-1.7b"], Dtype.BF16, TYPICAL["sm_90a"], 8)
     require_sound(plan, Build(samples=samples))
@@ -376,7 +407,9 @@ def test_lanes_compile_cleanly(name: str, ranks: int, tmp_path: Path, require_so
     require_sound(lane_models.configured(name, tmp_path, ranks)[1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))]
+)
 def test_laneformer_compiles_cleanly(ranks: int, require_sound) -> None:
     plan = make_plan(read_config(LANEFORMER), Dtype.FP16, TYPICAL["sm_90a"], ranks)
     require_sound(plan)
@@ -414,7 +447,10 @@ def test_large_shapes_on_smaller_chips(name: str, arch: str, num_sms: int, requi
     require_sound(make_plan(read_config(SHAPES[name]), Dtype.BF16, gpu))
 
 
-@pytest.mark.parametrize(("arch", "queries"), [("sm_80", 1), ("sm_90a", MAX_QUERIES)])
+@pytest.mark.parametrize(
+    ("arch", "queries"),
+    [("sm_80", 1), pytest.param("sm_90a", MAX_QUERIES, marks=pytest.mark.slow)],
+)
 def test_a_kernel_may_hold_two_models(arch: str, queries: int, tmp_path: Path) -> None:
     plans = (
         make_plan(configured("llama-untied-biases-32", tmp_path), Dtype.BF16, GPUS[arch]),

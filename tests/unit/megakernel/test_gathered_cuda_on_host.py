@@ -38,7 +38,7 @@ inline bool is_present(u32 x) { return x != kSentinel; }
 inline bool is_present(uint4) { return true; }
 inline float sentinel_sum(uint4, float x) { return x; }
 inline bool __all_sync(u32, bool x) { return x; }
-enum class Arithmetic : u32 { kPlain, kScaled, kIntegers };
+enum class Arithmetic : u32 { kPlain, kScaled, kIntegers, kSuperBlocks };
 """
 
 MAIN = r"""
@@ -47,7 +47,7 @@ MAIN = r"""
 struct Op {
   struct Format { static constexpr Arithmetic kArithmetic = Arithmetic::kIntegers; };
   static constexpr u32 kTiles = 1, kDepth = 1, kSteps = kColumns / kStepColumns, kTable = 4;
-  static constexpr bool kPermuted = true;
+  static constexpr bool kPermuted = true, kPairsSteps = false;
 };
 struct Context {
   u32 warp, lane, queries;

@@ -69,7 +69,7 @@ def test_a_step_reads_the_experts_it_chooses(tmp_path):
     cost = step_cost(model, SIXTEEN_BIT, 1000)
     h, layers = 2048, 48
     attention = h * (32 + 2 * 4) * 128 + h * 32 * 128
-    of_layer = attention + 128 * h + 2 * h + 8 * 3 * h * 768
+    of_layer = attention + 128 * h + 2 * h + 2 * 128 + 8 * 3 * h * 768
     streamed = layers * of_layer + 151936 * h + h
     assert cost.weight_bytes == 2 * streamed
     assert cost.kv_bytes == 1000 * 2 * 4 * 128 * 2 * layers
@@ -215,12 +215,21 @@ def test_layers_without_experts(tmp_path):
     assert "layers.0.experts.down" not in glm
 
 
-def test_it_is_planned_for_and_does_not_run(tmp_path):
+def test_what_runs_on_the_reference_alone(tmp_path):
     model = model_of(tmp_path, mixtures.QWEN3_30B_A3B)
     subject = Subject(model, find_hardware("H200"), 8192)
+    rows = reaches(subject, [SIXTEEN_BIT, find_precision("int4")], [1, 8])
+    assert {row.obstacle for row in rows} == {"reference only"}
+    assert "does not support a mixture of experts" in find_shape_obstacle(subject)
+    assert not any(row.measured for row in rows)
+
+
+def test_it_is_planned_for_and_does_not_run(tmp_path):
+    model = model_of(tmp_path, mixtures.DEEPSEEK_V2_LITE)
+    subject = Subject(model, find_hardware("H200"), 8192)
     rows = reaches(subject, [SIXTEEN_BIT], [1, 8])
-    assert [row.obstacle for row in rows] == ["no experts", "no experts"]
-    assert "mixture of experts" in find_shape_obstacle(subject)
+    assert [row.obstacle for row in rows] == ["not this family", "not this family"]
+    assert "runs the family 'deepseek_v2'" in find_shape_obstacle(subject)
     assert rows[0].weights_bytes == 2 * parameters(model.specs)
     assert not rows[0].measured
 
@@ -266,7 +275,7 @@ def test_a_field_that_is_not_there_is_named(tmp_path, values, field):
     [
         (mixtures.DEEPSEEK_V3, "num_zero_experts", 128),
         (mixtures.LLAMA4_SCOUT["text_config"], "cross_attention_layers", [3, 7]),
-        (mixtures.QWEN3_30B_A3B, "use_sliding_window", True),
+        (mixtures.MINIMAX_M2, "use_sliding_window", True),
         (mixtures.QWEN3_30B_A3B, "shared_expert_intermediate_size", 768),
         (mixtures.QWEN3_30B_A3B, "num_experts_per_tok", 129),
         (mixtures.MINIMAX_M2, "attn_type_list", [0] * 62),

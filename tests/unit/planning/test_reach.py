@@ -1,11 +1,14 @@
 """Whether a model fits, by how much it does not, and what would."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import DoesNotFit, SettingError
+from soloist.model.dtype import Dtype
+from soloist.model.kv_format import kv_format
 from soloist.planning.expectation import Wall
 from soloist.planning.hardware import find_hardware
 from soloist.planning.precision import PRECISIONS, find_precision
@@ -38,6 +41,21 @@ def test_a_model_that_fits(tmp_path):
     assert row.limit_tokens_per_s == pytest.approx(1.008e12 / row.bytes_per_token)
     assert row.wall is Wall.BANDWIDTH
     assert not row.measured
+
+
+@pytest.mark.parametrize(("kv", "head_bytes"), [("int8", 130), ("int4", 72)])
+def test_keys_and_values_in_fewer_bits(tmp_path, kv, head_bytes):
+    """Less is held and read, by an assumption, and the table says that no GPU runs it."""
+    plain = subject_of(tmp_path, "H200", 131_072)
+    model = plain.model
+    subject = replace(plain, model=replace(model, kv=kv_format(kv, model.config, Dtype.BF16)))
+    row, wide = reach(subject, FP16, 1), reach(plain, FP16, 1)
+    assert row.kv_bytes == 131_072 * 2 * 32 * 8 * head_bytes
+    assert wide.bytes_per_token - row.bytes_per_token == wide.kv_bytes - row.kv_bytes
+    assert wide.measured
+    assert not row.measured
+    (found,) = reaches(subject, [FP16], [1])
+    assert found.obstacle == f"no {kv} KV cache"
 
 
 def test_a_model_that_does_not_fit_lacks_so_much(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from soloist.model.folder import shipped_folder
-from soloist.text import ChatTemplate
 from soloist.text.bounded import is_bounded
+from soloist.text.chat import ChatTemplate
 from soloist.text.jinja import environment
 
 MADE = environment(datetime.now)

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from soloist.errors import RequestError, TokenizerError
 from soloist.model.folder import SHIPPED, shipped_folder
-from soloist.text import ChatTemplate, Tokenizer
+from soloist.text import Tokenizer
+from soloist.text.chat import ChatTemplate
 
 FAMILIES = [
     *("llama3", "mistral", "mistral3", "qwen2", "qwen3", "smollm3", "phi3", "phi4"),

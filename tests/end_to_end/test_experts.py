@@ -1,0 +1,136 @@
+"""A mixture of experts from the command line: what is said of it, where it runs, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from soloist.engine import Engine, EngineConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
+from soloist.model.folder import shipped_folder
+from soloist.sampling import SamplingParams
+from soloist.weights.random import random_weights
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32,
+    "num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "vocab_size": 8192,
+    "torch_dtype": "bfloat16", "eos_token_id": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+TOTAL = 8192 * 64 + 3 * (64 * 256 + 128 * 64 + 2 * 64 + 2 * 32 + 16 * 64 + 16 * 3 * 64 * 32) + 64
+IDLE = 3 * 13 * 3 * 64 * 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Random weights in bf16, and étude's tokenizer."""
+    made = tmp_path / "mixture"
+    made.mkdir()
+    for file in shipped_folder("etude").iterdir():
+        if file.is_file():
+            shutil.copy(file, made)
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    specs = tensors(read_config(made / "config.json"))
+    weights = random_weights(specs, Dtype.BF16, torch.device("cpu"))
+    stored = {}
+    for spec in specs:
+        rows = [source.shape[0] for source in spec.sources]
+        parts = weights[spec.name].to(torch.bfloat16).split(rows)
+        stored |= {s.name: x.clone() for s, x in zip(spec.sources, parts, strict=True)}
+    save_file(stored, made / "model.safetensors")
+    return made
+
+
+def test_info_counts_what_a_token_needs(soloist, folder):
+    facts = json.loads(soloist("info", folder, "--json").out)
+    assert (facts["parameters"], facts["active_parameters"]) == (TOTAL, TOTAL - IDLE)
+    assert facts["experts"] == "3 of 16 for a token"
+    in_fp16, in_bf16 = facts["by_precision"]["fp16"], facts["by_precision"]["bf16"]
+    routers = 3 * 16 * 64  # in fp32
+    assert in_fp16["weights_bytes"] == 2 * (TOTAL + routers)
+    assert in_fp16["streamed_bytes_per_token"] == 2 * (TOTAL - IDLE + routers)
+    assert (in_fp16["experts_in_files"], in_bf16["experts_in_files"]) == (False, True)
+    experts = 2 * 3 * 16 * 3 * 64 * 32
+    assert in_fp16["memory_bytes"] - in_bf16["memory_bytes"] == experts
+    told = soloist("info", folder).out
+    assert "3 of 16 for a token" in told
+    assert "on a CPU, where experts stay in the files" in told
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--precision", "bf16"), ("--weights", "int8"), ("--precision", "fp16")]
+)
+def test_it_runs(soloist, folder, options):
+    run = ("run", folder, "--prompt", "def f(x):", "-n", "6", "-t", "0", "--device", "cpu")
+    outcome = soloist(*run, *options)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out
+
+
+def test_plan_says_where_it_runs(soloist, folder):
+    outcome = soloist("plan", folder, "--hardware", "H200", "--json")
+    rows = json.loads(outcome.out)
+    assert (rows["parameters"], rows["active_parameters"]) == (TOTAL, TOTAL - IDLE)
+    told = soloist("plan", folder, "--hardware", "H200").out
+    assert "no: reference only" in told
+    assert "the decode kernel does not support a mixture of experts" in told
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts_per_tok": 17}, "'num_experts_per_tok' is 17, expected at most the 16"),
+        ({"num_experts": 17}, "mlp.experts.16"),
+        ({"num_experts": 15}, "mlp.experts.15"),
+        ({"router_temperature": 2.0}, "'router_temperature'"),
+        ({"moe_intermediate_size": 31}, "mlp.experts.0"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_loading(soloist, folder, fields, named):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **fields}))
+    for command in ("info", "run"):
+        options = ("--prompt", "x") if command == "run" else ()
+        outcome = soloist(command, folder, *options)
+        assert outcome.status != 0
+        assert named in outcome.err
+        assert "hint:" in outcome.err
+
+
+def test_a_missing_expert_is_named(soloist, folder):
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.layers.1.mlp.experts.7.up_proj.weight"]
+    save_file(stored, folder / "model.safetensors")
+    outcome = soloist("run", folder, "--prompt", "x")
+    assert outcome.status != 0
+    assert "model.layers.1.mlp.experts.7.up_proj.weight" in outcome.err
+
+
+def test_no_quantised_copies_are_made(soloist, folder, tmp_path):
+    outcome = soloist("quantize", folder, "-o", tmp_path / "copy", "--weights", "int4")
+    assert outcome.status != 0
+    assert "has mixtures of experts" in outcome.err
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_reference_and_says_so(folder):
+    """Its products may round otherwise, so the first tokens of fp32 are compared."""
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    texts = []
+    for device in ("cpu", "cuda"):
+        engine = Engine.load(EngineConfig(str(folder), device=device, precision="fp32"))
+        assert engine.report.executor == "reference"
+        ids: list[int] = []
+        for event in engine.generate("def f(x):", params):
+            ids += getattr(event, "token_ids", ())
+        texts.append(ids)
+        if device == "cuda":
+            assert (
+                "a mixture of experts" in engine.report.refusal or "fp32" in engine.report.refusal
+            )
+    assert texts[0] == texts[1]

@@ -1,0 +1,122 @@
+"""Launches that draft give the tokens of launches that do not, on a GPU."""
+
+import random
+from functools import cache
+
+import pytest
+
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.kernel import KernelModel
+from soloist.megakernel.choice import Choice
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.launch import Query
+from soloist.sampling import SamplingParams
+from soloist.sampling.adjust import TokenCounts
+from soloist.speculation import Archive, Costs, Drafter, Drafting
+
+pytestmark = pytest.mark.gpu
+
+ALWAYS = Drafting(Costs((1,) * 7), looks_up=True)
+PREDICTED = Drafting(Costs((1010,) * 7), looks_up=False)
+PROMPT = "def fibonacci(n):\n"
+TOKENS = 200
+
+
+@cache
+def model() -> KernelModel:
+    loaded = Engine.load(EngineConfig("etude", device="cuda", context_tokens=4096)).model
+    assert isinstance(loaded, KernelModel)
+    return loaded
+
+
+@cache
+def prompt() -> tuple[int, ...]:
+    return tuple(Engine.load(EngineConfig("etude", device="cpu")).tokenizer.encode(PROMPT))
+
+
+def choice(samples: bool, output: list[int]) -> Choice | None:
+    if not samples:
+        return None
+    vocab = model().plan.model.vocab_size
+    counts = TokenCounts(vocab, list(prompt()))
+    for token_id in output:
+        counts.add(token_id)
+    return Choice(SamplingParams(temperature=1.0, seed=7, top_p=0.9), counts)
+
+
+@cache
+def plain(samples: bool) -> tuple[int, ...]:
+    """The prompt is fed, then the answer is decoded, a token a round."""
+    decoder, ids = model().decoder, list(prompt())
+    first = decoder.run([Query(0, 0, ids)], len(ids))[-1][0]
+    query = Query(0, len(ids), [first], choice=choice(samples, [first]))
+    made = [first, *(tokens[0] for tokens in decoder.run([query], TOKENS))]
+    assert len(made) == TOKENS + 1
+    return tuple(made)
+
+
+def drafted(
+    samples: bool, drafter: Drafter, stops: list[int], most: int
+) -> list[tuple[DraftedRound, int]]:
+    """Rounds of a launch over the same pages, and how many tokens the definition drafts in each."""
+    decoder, ids, output = model().decoder, list(prompt()), [plain(samples)[0]]
+    left = most
+    draft = drafter.draft(output, min(7, left - 1))
+    launch = DraftingLaunch(drafter.state, draft, ids, output, most)
+    query = Query(0, len(ids), output, stops, choice=choice(samples, output))
+    decoder.start_drafting(query, launch)
+    rounds, answer = [], [*output]
+    for made in decoder.drafted_rounds():
+        rounds.append((made, len(draft.ids) if draft else 0))
+        if draft is not None:
+            fed, right = draft.ids, len(made.tokens) - 1
+            drafter.judge(draft, min(right + 1, len(fed)), right)
+        answer += made.tokens
+        left -= len(made.tokens)
+        draft = drafter.draft(answer, min(7, left - 1)) if left else None
+        if draft is not None:
+            ends = [n for n, token in enumerate(draft.ids) if token in stops]
+            assert not ends, "stops are tested apart"
+    return rounds
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("wrong", [0.0, 0.1, 0.5, 1.0, None])
+def test_drafts_change_no_token(samples: bool, wrong: float | None) -> None:
+    answer, rng = list(plain(samples)), random.Random(3)
+    predicted = None
+    if wrong is not None:
+        predicted = [rng.randrange(2000) if rng.random() < wrong else t for t in answer]
+    drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
+    rounds = drafted(samples, drafter, [], TOKENS)
+    assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
+    assert [made.num_drafted for made, _ in rounds] == [count for _, count in rounds]
+    if wrong == 0.0:
+        assert len(rounds) == TOKENS // 8
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_stop_ends_the_launch(samples: bool) -> None:
+    answer = list(plain(samples))
+    stop = answer[50]
+    until = answer.index(stop, 1)
+    drafter = Drafter(PREDICTED, prompt(), [*answer[:until], 1, 1, 1], Archive())
+    rounds = drafted(samples, drafter, [stop], TOKENS)
+    assert [t for made, _ in rounds for t in made.tokens] == answer[1 : until + 1]
+
+
+def test_an_earlier_answer_is_drafted_from() -> None:
+    answer, archive = list(plain(True)), Archive()
+    archive.add(answer)
+    rounds = drafted(True, Drafter(ALWAYS, prompt(), None, archive), [], TOKENS)
+    assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
+    assert len(rounds) < TOKENS // 2
+
+
+def test_the_same_launch_makes_the_same_rounds() -> None:
+    answer, seen = list(plain(True)), []
+    for _ in range(5):
+        predicted = [t if n % 9 else 5 for n, t in enumerate(answer)]
+        drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
+        seen.append([made for made, _ in drafted(True, drafter, [], TOKENS)])
+    assert all(one == seen[0] for one in seen)

@@ -1,0 +1,123 @@
+"""Prompts read from packed weights on a GPU: near those from rows, with bits of their own.
+
+Logits differ in their last bits, since libraries may add in another order. How a prompt is cut
+changes no bit.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plan.shapes import SHAPES
+from soloist.bench.subject import Reading, rounded_shape, shape_on_gpu, shape_placement
+from soloist.engine import Engine, EngineConfig
+from soloist.engine.kernel import KernelModel
+from soloist.kv.chunks import LEAST_CHUNK_TOKENS
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
+from soloist.model.folder import shipped_folder
+from soloist.model.quantized import AT_LOAD, Codes
+from soloist.prefill.packed_matrices import PackedMatrices
+from soloist.prefill.widths import candidate_widths
+from soloist.weights.choice import Rounding
+from soloist.weights.export import write_export
+from soloist.weights.export_plan import Asked, plan_export
+
+pytestmark = pytest.mark.gpu
+
+CONTEXT = 2560
+# Relative error of logits: both ways round to 16 bits after every product.
+MOST_DIFFERENCE = 0.03
+LENGTHS = (20, 128, 300, 1000, 2048)
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+def load(model: object, **asked: object) -> Engine:
+    config = EngineConfig(str(model), "cuda", context_tokens=CONTEXT)
+    return Engine.load(replace(config, **asked))  # type: ignore[arg-type]
+
+
+def prompt(vocab_size: int, tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(vocab_size, (tokens,), generator=generator).tolist()
+
+
+def logits(model: object, vocab_size: int, tokens: int, chunk: int | None = None) -> Tensor:
+    """Of a prompt's last token."""
+    assert isinstance(model, KernelModel)
+    ids, most = prompt(vocab_size, tokens), chunk or model.prefill.most_tokens
+    found = model.prefill.run_prompt(ids, model.page_tables[0], most, lambda: False)
+    assert found is not None
+    return found.clone()
+
+
+def require_near(seen: Tensor, wanted: Tensor) -> None:
+    assert torch.isfinite(seen).all()
+    assert (seen - wanted).norm() <= MOST_DIFFERENCE * wanted.norm()
+
+
+@pytest.mark.parametrize("codes", [None, *AT_LOAD.values()], ids=str)
+def test_prompts_are_those_read_from_rows(codes: Codes | None, tmp_path: Path) -> None:
+    """étude, whose head is its embedding unless it is quantised."""
+    folder = shipped_folder("etude")
+    if codes is not None:
+        folder = tmp_path / "etude"
+        write_export(plan_export(shipped_folder("etude"), Asked(codes, Codes.INT8)), folder)
+    rows, packed = load(folder), load(folder, packed_prompts=True)
+    assert isinstance(packed.model, KernelModel)
+    products = packed.model.prefill.parts[0].work.products
+    assert isinstance(products, PackedMatrices)
+    vocab = rows.config.vocab_size
+    for tokens in LENGTHS:
+        require_near(logits(packed.model, vocab, tokens), logits(rows.model, vocab, tokens))
+
+
+def test_all_widths_are_batch_invariant() -> None:
+    """A prompt's bits do not depend on how it is cut."""
+    packed = load("etude", packed_prompts=True, keeps_prefixes=True, sequences=2)
+    assert isinstance(packed.model, KernelModel)
+    vocab, prefill = packed.config.vocab_size, packed.model.prefill
+    assert prefill.widths == candidate_widths(prefill.most_tokens)
+    for tokens in (700, 1500, 2048):
+        whole = logits(packed.model, vocab, tokens)
+        for chunk in (LEAST_CHUNK_TOKENS, 512):
+            assert torch.equal(logits(packed.model, vocab, tokens, chunk), whole)
+
+
+@pytest.mark.parametrize("codes", [None, Codes.FP8, Codes.INT4], ids=str)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama"])
+def test_public_shapes(name: str, codes: Codes | None) -> None:
+    config = read_config(SHAPES[name])
+    placed = shape_placement(SHAPES[name], "bf16", torch.device("cuda"), "cuda", 1)
+    shape = rounded_shape(config, Dtype.BF16, Rounding(codes, None))
+    found = []
+    for packed_prompts in (False, True):
+        model = shape_on_gpu(shape, CONTEXT, placed, reading=Reading(packed_prompts))
+        found.append([logits(model, config.vocab_size, tokens) for tokens in (128, 2048)])
+        del model
+        torch.cuda.empty_cache()
+    for wanted, seen in zip(*found, strict=True):
+        require_near(seen, wanted)
+
+
+def test_memory_is_that_of_one_copy() -> None:
+    """Once a model is loaded, nothing as large as its weights lies beside them."""
+    torch.cuda.empty_cache()
+    name = "llama-3.2-1b"
+    config = read_config(SHAPES[name])
+    placed = shape_placement(SHAPES[name], "bf16", torch.device("cuda"), "cuda", 1)
+    before = torch.cuda.memory_allocated()
+    model = shape_on_gpu(
+        rounded_shape(config, Dtype.BF16), CONTEXT, placed, reading=Reading(packed_prompts=True)
+    )
+    logits(model, config.vocab_size, 2048)
+    taken = torch.cuda.memory_allocated() - before
+    assert taken <= 1.25 * model.plan.image.num_bytes

@@ -1,0 +1,52 @@
+"""Predictions on the decode kernel: the answers without them, in fewer launches."""
+
+import random
+
+import pytest
+
+from end_to_end.test_gpu_loop import PARAMS, PROMPTS, engine, events_of
+from soloist.engine import Chunk, Completion
+from soloist.engine.loop import EngineLoop
+from soloist.sampling import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def answer(loop: EngineLoop, ids: list[int], params: SamplingParams, **more: object):
+    """All that a client sees but times."""
+    events = events_of(loop.submit(ids, params, **more))  # type: ignore[arg-type]
+    end = events[-1]
+    assert isinstance(end, Completion)
+    scores = [one for e in events if isinstance(e, Chunk) for one in e.logprobs]
+    return (end.token_ids, end.text, end.finish_reason, scores), end.timings
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 3])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_predictions_change_no_bit(share: float, top_logprobs: int | None) -> None:
+    rng = random.Random(0)
+    loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
+    for i, text in enumerate(PROMPTS):
+        ids, params = engine().tokenizer.encode(text), PARAMS[i % 4]
+        wanted, _ = answer(loop, ids, params, top_logprobs=top_logprobs)
+        predicted = [rng.randrange(8192) if rng.random() < share else x for x in wanted[0]]
+        found, t = answer(loop, ids, params, top_logprobs=top_logprobs, prediction_ids=predicted)
+        assert found == wanted
+        if share == 0.0:
+            assert (t.tokens_per_round or 0) > 4
+    assert loop.close()
+
+
+def test_a_prediction_waits_while_others_decode() -> None:
+    loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
+    asked = [(engine().tokenizer.encode(x), PARAMS[i % 4]) for i, x in enumerate(PROMPTS)]
+    wanted = [answer(loop, *one)[0] for one in asked]
+    tickets = [
+        loop.submit(*one, prediction_ids=list(before[0]))
+        for one, before in zip(asked, wanted, strict=True)
+    ]
+    for ticket, before in zip(tickets, wanted, strict=True):
+        end = events_of(ticket)[-1]
+        assert isinstance(end, Completion)
+        assert end.token_ids == before[0]
+    assert loop.close()

@@ -1,0 +1,334 @@
+"""The multiply of integers (`tile/multiply.cuh` and what it includes), compiled by g++.
+
+A warp's lanes are coroutines, which meet where they exchange registers or multiply together. The
+loop over turns, slots, tiles and pairs of steps, the readers of formats and the digits are the
+kernel's own; the ring is an array. The interpreter has to come to the same bits.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter.models import gpu
+from interpreter.quantised import FORMATS, random_parts
+from plan.shapes import SMALL
+from soloist.megakernel.header import _operation
+from soloist.megakernel.interpreter.multiply import product
+from soloist.megakernel.interpreter.tiles import unpacked
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
+from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
+from soloist.megakernel.partition import Matrix, RowOrder
+from soloist.megakernel.plan import make_plan
+from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.weight_format import READERS, quantized_format
+from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes
+from soloist.weights.packing import pack
+from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
+
+# What the kernel's code includes as it is.
+REAL = (
+    "activations", "digits", "formats", "integers", "multiply", "one_query", "scaled", "sums",
+    "super_blocks",
+)  # fmt: skip
+
+SPEC = f"""
+#pragma once
+#include "ptx/types.cuh"
+constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kMostChains = 4;
+constexpr u32 kConvertedSteps = {CONVERTED_STEPS}, kStepColumns = {STEP_COLUMNS};
+constexpr u32 kHalfTileRows = {HALF_TILE_ROWS}, kHalfTileValues = {HALF_TILE_VALUES};
+constexpr u32 kAblation = 0, kNoWaits = 1, kNoMultiply = 3;
+constexpr bool kSamples = false;
+"""
+
+LANES = r"""
+struct uint2 { u32 x, y; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { u32 x; };
+static Index threadIdx;
+alignas(128) static u8 shared[8 << 20];
+constexpr u32 kConvertedAt = 7 << 20;
+
+// Lanes leave what they have, and go on once all have done so.
+struct Left { u32 words[6]; };
+struct Lane {
+  ucontext_t context;
+  bool ended;
+  u32 meetings;
+  char stack[256 * 1024];
+};
+static Lane lanes[32];
+static ucontext_t scheduler;
+static Left left[2][32];
+inline const Left* meet(const Left& mine) {
+  const u32 lane = threadIdx.x % 32, place = lanes[lane].meetings++ % 2;
+  left[place][lane] = mine;
+  swapcontext(&lanes[lane].context, &scheduler);
+  return left[place];
+}
+inline u32 __shfl_sync(u32, u32 x, u32 from) { return meet({{x}})[from % 32].words[0]; }
+inline float __shfl_sync(u32 all, float x, u32 from) {
+  return bits_to<float>(__shfl_sync(all, bits_to<u32>(x), from));
+}
+inline u32 __shfl_xor_sync(u32, u32 x, u32 mask) {
+  const u32 lane = threadIdx.x % 32;
+  return meet({{x}})[lane ^ mask].words[0];
+}
+inline bool __all_sync(u32, bool x) {
+  const Left* all = meet({{x}});
+  for (u32 i = 0; i < 32; ++i) if (!all[i].words[0]) return false;
+  return true;
+}
+inline bool __any_sync(u32, bool x) { return !__all_sync(0, !x); }
+inline void __syncwarp() { meet({}); }
+
+template <class T> T load_from(u32 at) { T x; std::memcpy(&x, shared + at, sizeof(T)); return x; }
+inline uint4 load_shared(u32 at) { return load_from<uint4>(at); }
+inline uint2 load_shared2(u32 at) { return load_from<uint2>(at); }
+inline u32 load_shared1(u32 at) { return load_from<u32>(at); }
+inline u32 load_shared_half(u32 at) { return load_from<u16>(at); }
+inline u32 load_shared_byte(u32 at) { return shared[at]; }
+inline void store_shared(u32 at, uint4 x) { std::memcpy(shared + at, &x, 16); }
+inline void store_shared1(u32 at, u32 x) { std::memcpy(shared + at, &x, 4); }
+inline void store_shared2(u32 at, u32 x, u32 y) { store_shared1(at, x), store_shared1(at + 4, y); }
+inline float load_exchanged(const float* p) { float x; std::memcpy(&x, p, 4); return x; }
+template <class T> T __ldg(const T* p) { return *p; }
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+inline u32 __vmaxu2(u32 a, u32 b) {
+  return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
+}
+inline u32 __byte_perm(u32 a, u32 b, u32 places) {
+  const u64 bytes = static_cast<u64>(b) << 32 | a;
+  u32 made = 0;
+  for (u32 i = 0; i < 4; ++i) made |= (bytes >> (places >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return made;
+}
+"""
+
+MULTIPLY = r"""
+#pragma once
+#include "ptx/memory.cuh"
+inline float from_fp16(u16 x) {
+  _Float16 y;
+  std::memcpy(&y, &x, 2);
+  return static_cast<float>(y);
+}
+inline float from_half(u16 x) {
+  return kBf16 ? __uint_as_float(static_cast<u32>(x) << 16) : from_fp16(x);
+}
+inline float low_half(u32 pair) { return from_half(static_cast<u16>(pair)); }
+inline float high_half(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }
+inline u32 pack_fp16(float, float) { std::abort(); }
+template <bool = false, class... T> void mma(float (&)[4], T...) { std::abort(); }
+
+inline i32 dot2(u32 a, u32 b, bool upper, i32 c) {
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 byte = b >> (16 * upper + 8 * i) & 0xFF;
+    c += static_cast<short>(a >> 16 * i) * byte;
+  }
+  return c;
+}
+inline i32 signed_byte(u32 x, u32 byte) { return static_cast<signed char>(x >> 8 * byte); }
+
+// d = a b + c of m16n8k32 (PTX ISA, matrix fragments for mma.m16n8k32).
+template <bool kSigned, bool kSignedB = true>
+inline void mma(i32 (&d)[4], uint4 a, u32 b0, u32 b1, const i32 (&c)[4]) {
+  const u32 g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  const Left* all = meet({{a.x, a.y, a.z, a.w, b0, b1}});
+  for (u32 i = 0; i < 4; ++i) {
+    i64 sum = c[i];
+    for (u32 k = 0; k < 32; ++k) {
+      const u32 quad = k % 16 / 4, byte = k % 4 * 8, part = k / 16;
+      const u32 left = all[g * 4 + quad].words[part * 2 + i / 2] >> byte & 0xFF;
+      const u32 right = all[(2 * q + i % 2) * 4 + quad].words[4 + part] >> byte & 0xFF;
+      const i64 value = kSigned ? static_cast<signed char>(left) : static_cast<i32>(left);
+      sum += value * (kSignedB ? static_cast<signed char>(right) : static_cast<i32>(right));
+    }
+    if (sum != static_cast<i32>(sum)) std::abort();
+    d[i] = static_cast<i32>(sum);
+  }
+}
+"""
+
+RING = r"""
+#pragma once
+#include "ptx/memory.cuh"
+#include "sync/wait.cuh"
+template <class M>
+struct Ring {
+  u32 slot = 0;
+  u32 take() { return M::kSlotBytes * slot++; }
+  u32 before(u32 count) const { return slot - count; }
+  void release(u32, u32, u32, u32 = 0) const {}
+};
+"""
+
+MAIN = r"""
+#include "tile/multiply.cuh"
+
+struct Context {
+  u32 warp, lane, queries;
+  struct { u32 converted() const { return kConvertedAt; } } shared;
+  const float* vectors(u64) const { return nullptr; }
+};
+static const u8* activations;
+static u32 num_queries, warp;
+static float* out;  // [warp][row][query]
+
+static void run_lane() {
+  const u32 lane = threadIdx.x % 32, rows = Any::kUnits * 8;
+  Ring<Kernel> ring;
+  Sums<Any> sums;
+  GlobalOperand<Any> operand(activations, Context{warp, lane, num_queries});
+  constexpr u32 kGroups = (Any::kUnits + 2 * Any::kTiles - 1) / (2 * Any::kTiles);
+  static_assert(kGroups == 1, "one group of tiles");
+  multiply_owned<Any>(ring, warp, lane, Any::kUnits, operand, sums, [] {});
+  if constexpr (kDealsTiles<Any>) {
+    for_each_dealt(sums, Any::kUnits, lane, [&](u32 row, float x) {
+      out[(warp * rows + row) * kMaxQueries] = x;
+    });
+  } else for (u32 t = 0; t < Any::kTiles; ++t)
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 row = t * 16 + i / 2 * 8 + lane / 4, query = lane % 4 * 2 + i % 2;
+      if (row >= rows || query >= num_queries) continue;
+      out[(warp * rows + row) * kMaxQueries + query] = sums.total(t, i);
+    }
+  lanes[lane].ended = true;
+  swapcontext(&lanes[lane].context, &scheduler);
+}
+
+extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 queries,
+                             float* results) {
+  if (bytes > kConvertedAt) std::abort();
+  std::memcpy(shared, packed, bytes);
+  activations = given, num_queries = queries, out = results;
+  for (warp = 0; warp < kConsumerWarps; ++warp) {
+    for (u32 i = 0; i < 32; ++i) {
+      getcontext(&lanes[i].context);
+      lanes[i].context.uc_stack.ss_sp = lanes[i].stack;
+      lanes[i].context.uc_stack.ss_size = sizeof lanes[i].stack;
+      makecontext(&lanes[i].context, run_lane, 0);
+      lanes[i].ended = false, lanes[i].meetings = 0;
+    }
+    for (bool runs = true; runs;) {
+      runs = false;
+      for (u32 i = 0; i < 32; ++i) {
+        if (lanes[i].ended) continue;
+        threadIdx.x = warp * 32 + i, runs = true;
+        swapcontext(&scheduler, &lanes[i].context);
+      }
+    }
+  }
+}
+"""
+
+
+def library(op: Operation, queries: int, dtype: Dtype, moves: bool, folder: Path) -> ctypes.CDLL:
+    """The multiply of a matrix, in a build for so many queries."""
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
+    bools = {"kBf16": dtype is Dtype.BF16, "kMovesRegisters": moves}
+    spec = [SPEC, *(f"constexpr bool {name} = {str(x).lower()};" for name, x in bools.items())]
+    spec += [f"constexpr u32 kMostQueries = {queries}, kBatch = {2 if moves else 1};", *READERS]
+    model = f"""
+    struct Kernel {{
+      static constexpr u32 kEarlySlots = {4 if moves else 0}, kQuantizedBatch = {2 if moves else 1};
+      static constexpr u32 kRingSlots = 12, kSlotBytes = {op.slot_bytes};
+    }};
+    {_operation(op, 0, 0, queries)}
+    """
+    wait = (CUDA / "sync/wait.cuh").read_text(encoding="utf-8")
+    files = {
+        "spec.cuh": "\n".join(spec),
+        "ptx/memory.cuh": MEMORY + '#include "spec.cuh"\n' + LANES,
+        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
+        "ptx/mma.cuh": MULTIPLY,
+        "sync/wait.cuh": "#pragma once\n" + wait[wait.index("// Data from other blocks") :],
+        "tile/ring.cuh": RING,
+        "main.cpp": MAIN.replace("struct Context", model + "struct Context", 1),
+        **{f"tile/{n}.cuh": (CUDA / f"tile/{n}.cuh").read_text(encoding="utf-8") for n in REAL},
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    made = folder / "multiply.so"
+    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{folder}"]
+    done = subprocess.run(
+        [compiler, *options, folder / "main.cpp", "-o", made],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(made))
+
+
+def place(x: Tensor) -> ctypes.c_void_p:
+    """Where its values lie."""
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def published(x: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+    """Activations [columns, 8] as they are exchanged: [columns / 32][queries][32]."""
+    chunks = x[:, :room].to(dtype).unflatten(0, (-1, 32))
+    return chunks.transpose(1, 2).contiguous()
+
+
+# Kinds with and without zeros, groups that fit a pair of steps and narrower ones; 8 rows left over.
+SUPER = [kind for kind, stored in FORMATS.items() if stored.super_block]
+CASES = [
+    ("int4", 48, 2048),
+    ("int4", 16, 14336),  # two turns of converted activations, the last of them short
+    ("int4-wide", 32, 1024),
+    ("int4", 40, 2048),
+    ("int4", 16, 1536),
+    ("int4-zeros", 32, 1024),
+    ("int8", 32, 2048),
+    ("int8-zeros", 32, 1024),
+    ("int4-offsets", 40, 1536),
+    *((kind, 32, 2048) for kind in SUPER),
+    *((kind, 40, 1536) for kind in SUPER),
+]
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["hopper", "older"])
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize(("kind", "rows", "columns"), CASES)
+def test_the_interpreter_has_the_bits_of_the_kernel(
+    kind: str, rows: int, columns: int, queries: int, moves: bool, tmp_path: Path
+) -> None:
+    dtype = Dtype.FP16 if kind == "int4-wide" else Dtype.BF16
+    half = torch.float16 if dtype is Dtype.FP16 else torch.bfloat16
+    stored = FORMATS[kind]
+    assert stored.codes is not Codes.FP8
+    matrix = Matrix(
+        "any", rows, columns, RowOrder.NATURAL, blocks=1, format=quantized_format(stored)
+    )
+    op = Operation(matrix, -(-rows // 16), gpu(9))
+    packed = pack(make_plan(SMALL, dtype, gpu(9)), op, random_parts(rows, columns, stored))
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(matrix.steps * STEP_COLUMNS, MAX_QUERIES, generator=draw)
+    x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(half).float()
+    wanted = product(unpacked(packed.flatten(), op, rows, half), matrix, x, half, rounds=True)
+    built = library(op, queries, dtype, moves, tmp_path)
+    for num_queries in {1, queries, min(queries, 3)}:
+        given = published(x, queries, half)
+        out = torch.zeros(CONSUMER_WARPS, rows, MAX_QUERIES)
+        flat = packed.flatten().contiguous()
+        built.multiply_all(
+            place(flat), ctypes.c_uint64(flat.numel()), place(given), num_queries, place(out)
+        )
+        first, *others = out.unbind()
+        seen = sum(others, first)
+        assert torch.equal(seen[:, :num_queries], wanted[:, :num_queries])
