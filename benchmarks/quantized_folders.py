@@ -5,7 +5,8 @@
 A folder's path says what is in it: it ends with a form of `FORMS` and the name of a file in
 `benchmarks/shapes`. `-outliers` after the name makes one channel of the activations a hundred times
 as large as the rest, as trained models have some: in what every norm gives, and in what each `down`
-reads. Codes, scales and config.json come from compressed-tensors and transformers themselves.
+reads. Codes, scales and config.json come from compressed-tensors and transformers themselves. The
+forms `gguf-…` are one GGUF file each; gguf-py writes them, and the tests' own code its K-quants.
 """
 
 import argparse
@@ -18,14 +19,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from soloist.bench.folder import plain_config, random_tensors, write_model
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.folder import shipped_folder
+from soloist.model.gguf.rope_freqs import ROPE_FREQS
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
+_TESTS = Path(__file__).resolve().parents[1] / "tests"
 OUTLIERS = "-outliers"
 _CHANNEL, _TIMES = 7, 100
 _BLOCK = (128, 128)
@@ -37,6 +42,8 @@ _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True
 
 # A module's name and its matrix [N, K] → the tensors of a file.
 Store = Callable[[str, Tensor], Mapping[str, Tensor]]
+# Writes a new folder, of a config.json.
+Writer = Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +82,77 @@ def write(folder: Path, shapes: Path = SHAPES) -> None:
         SystemExit: the path names no form or shape, the folder is there, or a library is missing.
     """
     shape, form = shapes / f"{folder.name.removesuffix(OUTLIERS)}.json", folder.parent.name
-    if form not in FORMS:
-        raise SystemExit(f"{folder}: form '{form}' (allowed: {', '.join(FORMS)}); end with F/SHAPE")
+    if form not in FORMS and form not in GGUF:
+        allowed = ", ".join((*FORMS, *GGUF))
+        raise SystemExit(f"{folder}: form '{form}' (allowed: {allowed}); end with F/SHAPE")
     if not shape.is_file():
         known = ", ".join(sorted(file.stem for file in shapes.glob("*.json")))
         raise SystemExit(f"{folder}: shape '{shape.stem}' (allowed: {known})")
+    if form in GGUF and folder.name.endswith(OUTLIERS):
+        raise SystemExit(f"{folder}: {OUTLIERS} is not for GGUF files; take another form")
     if folder.exists():
         raise SystemExit(f"{folder} is there already: remove it, or name another")
     try:
-        made = FORMS[form]()
+        write_to = _in_gguf(GGUF[form]) if form in GGUF else _in_form(FORMS[form]())
     except ImportError as error:
         raise SystemExit(
             f"{folder}: the form '{form}' needs a library that is not here ({error}): "
-            "pip install compressed-tensors transformers"
+            "pip install compressed-tensors transformers gguf"
         ) from error
     start = time.monotonic()
-    config = plain_config(shape) | {"torch_dtype": "bfloat16"}
-    if made.config is not None:
-        config["quantization_config"] = made.config
-    if made.head is not None:
-        config["tie_word_embeddings"] = False
     try:
-        write_model(folder, config, _stored(shape, made, outliers=folder.name.endswith(OUTLIERS)))
+        write_to(folder, shape)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{time.monotonic() - start:6.1f} s  {folder}: {size / 1e9:.2f} GB", flush=True)
+
+
+def _in_form(made: Form) -> Writer:
+    def write_to(folder: Path, shape: Path) -> None:
+        config = plain_config(shape) | {"torch_dtype": "bfloat16"}
+        if made.config is not None:
+            config["quantization_config"] = made.config
+        if made.head is not None:
+            config["tie_word_embeddings"] = False
+        write_model(folder, config, _stored(shape, made, outliers=folder.name.endswith(OUTLIERS)))
+
+    return write_to
+
+
+def _in_gguf(type_of: Callable[[str, int], str]) -> Writer:
+    """One file of the plain shape, with étude's tokenizer: its ids are the lowest."""
+    sys.path.append(str(_TESTS))
+    from unit.gguf.writing import tokenizer_of
+    from unit.gguf.writing import write as write_gguf
+
+    def write_to(folder: Path, shape: Path) -> None:
+        config, values = read_config(shape), plain_config(shape)
+        drawn = dict(random_tensors(tensors(config), Dtype.BF16, torch.device("cpu")))
+        plain = replace(config.rope, scaling=None).inverse_frequencies(values["head_dim"])
+        scaled = config.rope.inverse_frequencies(values["head_dim"])
+        divisors = [a / b for a, b in zip(plain, scaled, strict=True)]
+        folder.mkdir(parents=True)
+        write_gguf(
+            folder / f"{folder.name}.gguf", values, drawn,
+            lambda name: type_of(name, values["num_hidden_layers"]),
+            tokenizer_of(shipped_folder("etude"), "llama-bpe"),
+            {ROPE_FREQS: np.array(divisors, np.float32)},
+        )  # fmt: skip
+
+    return write_to
+
+
+def _as_q4_k_m(name: str, num_layers: int) -> str:
+    """As llama.cpp mixes it: some matrices have six bits, in half of the layers."""
+    part = name.split(".")[-2]
+    if part in ("embed_tokens", "lm_head"):
+        return "Q6_K"
+    layer = int(name.split(".")[2])
+    ends = num_layers // 8
+    has_more = layer < ends or layer >= num_layers - ends or (layer - ends) % 3 == 2
+    return "Q6_K" if part in ("v_proj", "down_proj") and has_more else "Q4_K"
 
 
 def _stored(shape: Path, form: Form, *, outliers: bool) -> Iterator[tuple[str, Tensor]]:
@@ -192,6 +243,13 @@ FORMS: Mapping[str, Callable[[], Form]] = {
     "int8": lambda: _compressed(_INT8),
     "fp8": lambda: _compressed(_FP8, form="float-quantized"),
     "fp8-block": _fp8_blocks,
+}
+
+# Which type a file has for a matrix, by its name and the number of layers.
+GGUF: Mapping[str, Callable[[str, int], str]] = {
+    "gguf-Q8_0": lambda _name, _layers: "Q8_0",
+    "gguf-Q4_0": lambda _name, _layers: "Q4_0",
+    "gguf-Q4_K_M": _as_q4_k_m,
 }
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def _quantized(form: str, shape: str) -> str:
 _SERVICES = (
     Service(
         "soloist serve", 8731, "soloist",
-        "serve etude --device cpu --precision fp32 --port 8731",
+        "serve etude --device cpu --precision fp32 --speculate off --port 8731",
     ),
     Service(
         "transformers serve", 8732, "transformers.cli.transformers",
@@ -79,6 +79,21 @@ _MEMORY = (
     "--bandwidth benchmarks/results/cpu-bandwidth.json"
 )
 
+# One server with a script for an engine, and the same as a replica; see tests/end_to_end/hop.py.
+_HOP = "http://127.0.0.1:18766 http://127.0.0.1:18765"
+_STREAMS = "--api completions --prompt-tokens 256 -n 500 --runs 50 --prefix cold"
+
+
+def _hop(name: str, way: str) -> File:
+    return File(
+        (f"bench serve {_HOP} --name direct --name '{name}' {_STREAMS}",),
+        (
+            Service("direct", 18766, "end_to_end.hop", "direct"),
+            Service(name, 18765, "end_to_end.hop", way, needs=("ray",)),
+        ),
+    )
+
+
 SUITES: Mapping[str, Mapping[str, File]] = {
     "cpu": {
         "cpu-bandwidth.json": File(("bench bandwidth --device cpu",)),
@@ -94,6 +109,17 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 "--prompt-tokens 4096",
             )
         ),
+        "etude-cpu-startup.json": File(
+            ("bench startup etude --device cpu", "bench startup etude --device cpu --serve")
+        ),
+        # Files of one model, beside its folder in 16 bits.
+        "gguf-cpu.json": File(
+            tuple(
+                f"bench decode {_quantized(form, 'llama-3.2-1b')} --device cpu "
+                "--prompt-tokens 16 --new-tokens 16 --runs 3"
+                for form in ("bf16", "gguf-Q8_0", "gguf-Q4_0", "gguf-Q4_K_M")
+            )
+        ),
         "etude-cpu-busy.json": File(
             tuple(
                 f"bench {what} --busy {busy}"
@@ -105,12 +131,31 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 )
             )
         ),
+        # Drafts, and the same texts without: an answer as its prediction, a part of it wrong.
+        "etude-cpu-speculation.json": File(
+            tuple(
+                "bench decode etude --device cpu --precision fp32 --prompt-tokens 256 "
+                f"--new-tokens 256 --runs 5 {drafts}"
+                for drafts in (
+                    "--prediction --wrong 0",
+                    "--prediction --wrong 0.25",
+                    "--prediction --wrong 1",
+                    "--speculate auto",
+                )
+            )
+        ),
         # Python that étude was not trained on.
         "etude-quantized-cpu.json": File(
             tuple(
                 f"bench accuracy etude --device cpu --precision bf16 --weights {rounded} "
                 "--positions 4096 --text src/soloist/reference/blocks.py --against unquantised"
                 for rounded in _ROUNDED
+            )
+        ),
+        "etude-kv-cpu.json": File(
+            tuple(
+                f"bench accuracy etude --device cpu --precision fp32 --kv {kv} --positions 4096"
+                for kv in ("int8", "fp8", "int4")
             )
         ),
         "etude-cpu-servers.json": File(
@@ -127,6 +172,11 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             ),
             _SERVICES[:1],
         ),
+    },
+    # Both are on one machine, with the client: PYTHONPATH=src:tests.
+    "ray": {
+        "ray-hop.json": _hop("Ray, HAProxy, throughput settings", "ray"),
+        "ray-hop-as-it-comes.json": _hop("Ray as it comes", "ray-as-it-comes"),
     },
     "h200": {
         "h200.json": File(
@@ -155,6 +205,9 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 "bench startup etude --runs 2",
                 "bench startup --shape benchmarks/shapes/llama-3.2-1b.json --runs 2",
             )
+        ),
+        "h100-startup-compiled.json": File(
+            ("bench startup etude --runs 3 --kernel-cache compiled",)
         ),
         "h200-accuracy.json": File(
             (
@@ -187,6 +240,12 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     for form in forms
                 ),
                 f"bench decode {_quantized('int4', 'llama-3.1-8b')} {_RUN} --columns 8",
+            )
+        ),
+        "h200-gguf.json": File(
+            tuple(
+                f"bench decode {_quantized(form, 'llama-3.1-8b')} {_RUN}"
+                for form in ("int4-int8-head", "gguf-Q4_K_M", "gguf-Q4_0", "gguf-Q8_0")
             )
         ),
         "h200-quantized-accuracy.json": File(
@@ -271,4 +330,12 @@ _IN_TURN = (
 IN_TURN: Mapping[str, tuple[str, ...]] = {
     "h200-in-turn.json": _IN_TURN,
     "2-h100-in-turn.json": tuple(_decode(shape, f"{_RUN} --runs 3 --gpus 2") for shape in _SHAPES),
+    "h200-quantized-in-turn.json": (
+        *(
+            _decode(shape, f"--weights int4 {_RUN} --runs 3{columns}")
+            for shape in ("llama-3.1-8b", "qwen3-1.7b")
+            for columns in ("", " --columns 8")
+        ),
+        _decode("llama-3.1-8b", f"--weights int4 --head-weights int8 {_RUN} --runs 3"),
+    ),
 }

@@ -187,6 +187,34 @@ def etude_quantized() -> str:
     return table(headings, cells)
 
 
+def etude_kv() -> str:
+    """What a KV cache in fewer bits costs étude, held against fp32."""
+    found = rows_of("etude-kv-cpu.json", "accuracy")
+    cells = [
+        (
+            r["kv"], f"{r['mean_kl']:.5f}",
+            f"{r['nll_difference']:+.4f} ± {r['nll_standard_error']:.4f}",
+            f"{r['top_1_agreement']:.1%}",
+        )
+        for r in found
+    ]  # fmt: skip
+    return table(("KV cache", "mean KL", "NLL less that of fp32", "same first choice"), cells)
+
+
+def etude_kv_positions() -> str:
+    """The same texts by position: NLL in fp32, and what each format adds."""
+    found = rows_of("etude-kv-cpu.json", "accuracy")
+    cells = []
+    for parts in zip(*(r["by_position"] for r in found), strict=True):
+        first = parts[0]
+        exact = first["nll"] - first["nll_difference"]
+        added = [
+            f"{part['nll_difference']:+.4f} ± {part['nll_standard_error']:.4f}" for part in parts
+        ]
+        cells.append((f"{first['first']:,} … {first['stop'] - 1:,}", f"{exact:.3f}", *added))
+    return table(("positions", "NLL, fp32", *(str(r["kv"]) for r in found)), cells)
+
+
 def h200_quantized() -> str:
     """Requests of models whose files are quantised, and steps of several query tokens."""
     cells = [
@@ -295,6 +323,32 @@ def h200_startup() -> str:
     return table(headings, cells, 2)
 
 
+def cpu_startup() -> str:
+    """étude on a CPU, from starting a command to its first token."""
+    cells = [
+        (
+            f"`{r['program']}`", f"{r['total_s']['median']:.1f}",
+            f"{r['total_s']['min']:.1f} – {r['total_s']['max']:.1f}",
+            "–" if r["ready_s"] is None else f"{r['ready_s']['median']:.1f}",
+        )
+        for r in rows_of("etude-cpu-startup.json", "startup")
+    ]  # fmt: skip
+    return table(("command", "seconds", "min – max", "of it until ready"), cells)
+
+
+def gguf_cpu() -> str:
+    """One model in 16 bits and as GGUF files."""
+    cells = [
+        (
+            f"`{Path(r['command'].split()[3]).parent.name}`", _stored(r), r["precision"],
+            *_speed(r, 2),
+        )
+        for r in rows_of("gguf-cpu.json")
+    ]  # fmt: skip
+    headings = ("file", "weights", "computed in", "decode tokens/s", "min – max")
+    return table(headings, cells, 3)
+
+
 def etude_cpu() -> str:
     """étude and its rivals in one process."""
     cells = [
@@ -371,6 +425,23 @@ def etude_neighbours() -> str:
     return table(headings, cells)
 
 
+def ray_hop() -> str:
+    """What the way over Ray adds to one server, each time beside that server itself."""
+    cells = [
+        (
+            r["engine"], f"{r['ttft_ms']['median']:.1f}",
+            f"{r['ttft_ms']['min']:.1f} – {r['ttft_ms']['max']:.1f}", *_speed(r, 1),
+            f"{r['gap_ms']['p99']:.1f}",
+        )
+        for name in ("ray-hop.json", "ray-hop-as-it-comes.json")
+        for r in rows_of(name, "serve")
+    ]  # fmt: skip
+    headings = (
+        "server", "TTFT ms", "min – max", "decode tokens/s", "min – max", "99 % of gaps below ms",
+    )  # fmt: skip
+    return table(headings, cells)
+
+
 def recorded() -> str:
     """Result files and what makes them."""
     cells = [
@@ -400,7 +471,10 @@ def recorded() -> str:
 
 def fields() -> str:
     """Every field of every kind of row, from its description."""
-    rows = [*get_args(kinds.AnyRow), kinds.Turn, kinds.Spread, kinds.Percentiles, kinds.Clocks]
+    rows = [
+        *get_args(kinds.AnyRow), kinds.Turn, kinds.Stretch, kinds.Spread, kinds.Percentiles,
+        kinds.Clocks,
+    ]  # fmt: skip
     return "\n\n".join(_fields(row) for row in rows)
 
 
@@ -456,11 +530,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-quantized-accuracy": h200_quantized_accuracy,
     "h200-quantized-startup": h200_quantized_startup,
     "etude-quantized": etude_quantized,
+    "etude-kv": etude_kv,
+    "etude-kv-positions": etude_kv_positions,
+    "cpu-startup": cpu_startup,
+    "gguf-cpu": gguf_cpu,
     "etude-cpu": etude_cpu,
     "etude-busy": etude_busy,
     "etude-servers": etude_servers,
     "etude-loops": etude_loops,
     "etude-neighbours": etude_neighbours,
+    "ray-hop": ray_hop,
     "recorded": recorded,
     "fields": fields,
 }
