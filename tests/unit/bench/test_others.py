@@ -14,6 +14,7 @@ from soloist.cli.commands.results import warn_of_others
 from soloist.device import CoreWatch
 
 _SPIN_S = 0.6
+_LOOKS = 5
 # Its parent ends at once, so it belongs to nobody here.
 _ORPHAN = (
     "import subprocess, sys\n"
@@ -29,13 +30,18 @@ def watched(others: Others, seconds: float = _SPIN_S) -> float:
     return others.cores
 
 
+@pytest.mark.timed  # whatever else runs here is an other
 def test_processes_of_this_one_are_no_others_and_a_stranger_is() -> None:
-    with others_counted() as others:
-        time.sleep(_SPIN_S)
-    before = others.cores
-    with others_counted(1) as others:
-        time.sleep(_SPIN_S)
-    own = others.cores
+    # Of several looks, since another process may begin between any two.
+    differences = []
+    while len(differences) < _LOOKS and min(differences, default=1.0) > 0.5:
+        with others_counted() as others:
+            time.sleep(_SPIN_S)
+        without = others.cores
+        with others_counted(1) as others:
+            time.sleep(_SPIN_S)
+        differences.append(others.cores - without)
+    assert min(differences) <= 0.5, "a process that the measurement started counts as another"
     made = subprocess.run(
         [sys.executable, "-c", _ORPHAN.format(code=_COUNT)],
         capture_output=True, text=True, check=True,
@@ -48,9 +54,6 @@ def test_processes_of_this_one_are_no_others_and_a_stranger_is() -> None:
         seen = watch.others()
     finally:
         os.kill(stranger, signal.SIGKILL)
-    # Other tests may run beside this one: only differences count.
-    if before < 0.2:
-        assert own < 0.5, "a process that the measurement started counts as its own"
     assert strange > 0.3
     assert seen > 0.3
 

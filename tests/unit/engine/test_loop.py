@@ -357,7 +357,7 @@ def test_the_queue_is_bounded(parts) -> None:
 def test_progress_is_the_age_of_what_moved_last_and_nobody_waits_for_the_device(parts) -> None:
     p, go = parts(), threading.Event()
     assert p.loop.progress == Progress(0.0, "waiting for a request")
-    time.sleep(0.1)  # what comes into an idle loop has not waited for as long
+    time.sleep(1)  # what comes into an idle loop has not waited for as long
     run = p.prefill.run
 
     def held_up(*args, **named):
@@ -366,15 +366,15 @@ def test_progress_is_the_age_of_what_moved_last_and_nobody_waits_for_the_device(
 
     p.prefill.run = held_up
     ticket = p.loop.submit(prompt_of(30), SamplingParams(max_tokens=3000, ignore_eos=True))
-    assert p.loop.progress.age_s < 0.05
-    wait_for(lambda: p.loop.progress.age_s > 0.2)
+    assert p.loop.progress.age_s < 0.9
+    wait_for(lambda: p.loop.progress.age_s > 1)
     asked = time.perf_counter()
     stuck, load, pages = p.loop.progress, p.loop.load, p.loop.pages
     ticket.cancel()
     with pytest.raises(RequestError):
         p.loop.submit([VOCAB], SamplingParams(max_tokens=1))
     p.loop.submit(prompt_of(5), SamplingParams(max_tokens=1))
-    assert time.perf_counter() - asked < 0.1, "no lock is held while the device works"
+    assert time.perf_counter() - asked < WAIT_S / 4, "no lock is held while the device works"
     assert (stuck.step, load.num_running, pages.total) == ("reading a prompt", 1, 30)
     assert pages.free < 30
     go.set()
