@@ -129,7 +129,8 @@ def _in_gguf(type_of: Callable[[str, int], str]) -> Writer:
 
     def write_to(folder: Path, shape: Path) -> None:
         config, values = read_config(shape), plain_config(shape)
-        drawn = dict(random_tensors(tensors(config), Dtype.BF16, torch.device("cpu")))
+        made = random_tensors(tensors(config), Dtype.BF16, _device())
+        drawn = {name: tensor.cpu() for name, tensor in made}
         plain = replace(config.rope, scaling=None).inverse_frequencies(values["head_dim"])
         scaled = config.rope.inverse_frequencies(values["head_dim"])
         divisors = [a / b for a, b in zip(plain, scaled, strict=True)]
@@ -155,9 +156,13 @@ def _as_q4_k_m(name: str, num_layers: int) -> str:
     return "Q6_K" if part in ("v_proj", "down_proj") and has_more else "Q4_K"
 
 
+def _device() -> torch.device:
+    """Where values are drawn."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _stored(shape: Path, form: Form, *, outliers: bool) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the files."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = read_config(shape)
     specs = tensors(config if form.head is None else replace(config, tied_head=False))
     stores = {
@@ -166,7 +171,7 @@ def _stored(shape: Path, form: Form, *, outliers: bool) -> Iterator[tuple[str, T
         if spec.is_layer_matrix or spec.name == "head"
         for source in spec.sources
     }
-    for name, values in random_tensors(specs, Dtype.BF16, device):
+    for name, values in random_tensors(specs, Dtype.BF16, _device()):
         if outliers and name.endswith(("norm.weight", "up_proj.weight")):
             values[_CHANNEL] *= _TIMES
         store = stores.get(name)

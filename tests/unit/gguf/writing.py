@@ -5,6 +5,8 @@ gguf-py has no K-quants to write, so `encoded` has simple ones: their codes need
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ NAMES = {
 }  # fmt: skip
 PERMUTED = ("llama", "smollm3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+
+# Numbers that a thread turns into blocks together.
+_AT_ONCE = 1 << 22
 
 TypeOf = Callable[[str], str]
 
@@ -156,6 +161,12 @@ def write_etude(
 
 def encoded(values: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     """Numbers [N, K] as blocks, uint8 [N, bytes]; plain ones as they are."""
+    parts = np.array_split(values, max(1, values.size // _AT_ONCE))  # of rows
+    with ThreadPoolExecutor() as pool:
+        return np.concatenate(list(pool.map(partial(_encoded, kind=kind), parts)))
+
+
+def _encoded(values: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     own = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}.get(kind.name)
     if own is None:
         return quants.quantize(values, kind)
