@@ -203,6 +203,13 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
   }
 }
 
+// Two words are operands as they were loaded, of tiles and of half tiles alike. The compiler would give them the register of the next
+// load, which comes while products may still read it. So they become results of their own: `nothing` is 0, which it does not know.
+__device__ __forceinline__ void part_from_loads(uint4 (&a)[4], u32 nothing) {
+  a[0].x ^= nothing;
+  a[3].w ^= nothing;
+}
+
 // A warp of those that multiply. Its weights of a chunk become operands while the tensor cores multiply by those of the chunk before, whose
 // registers and slot are free once its products are done.
 __device__ __forceinline__ void multiply(const Slots& slots, const Product& product, u32 results, u32 warp, u32 lane) {
@@ -241,6 +248,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
 #pragma unroll
         for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, shared_now, is_tile, k / 2, k % 2);
         const u64 tokens = wgmma_operand(from);
+        if constexpr (kDirect && kPlain) part_from_loads(a, product.tokens >> 31);
 #pragma unroll
         for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
         begin_products();
