@@ -149,7 +149,7 @@ class KernelExecutor(Executor):
         prompt, made = len(request.prompt_ids), len(request.sampler.output_ids)
         most = prompt + request.sampler.stop_test.max_tokens
         allocation = self.allocator.allocate(
-            request.prompt_ids if request.prompt_scores is None else (),
+            request.sampler.counts.prompt_ids if request.prompt_scores is None else (),
             min(prompt + made + _MARGIN_TOKENS, most),
             most,
         )
