@@ -293,8 +293,9 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self._stays_in_place:
-                sizes = self.prefill.widths or (self.chunks.width(0),)
-                self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
+                first = self.chunks.width(0)
+                short = [n for n in CAPTURED_TOKENS if n < first]
+                self.prefill.capture(self.prefill.widths or (first,), short)
         self.synchronize()
 
     @property

@@ -93,9 +93,7 @@ class KvAllocator:
 
     # --- a sequence's life ------------------------------------------------------------------------
 
-    def allocate(
-        self, prompt_ids: TokenIds, first: int, most: int
-    ) -> SequenceAllocation | None:
+    def allocate(self, prompt_ids: TokenIds, first: int, most: int) -> SequenceAllocation | None:
         """A row and first pages for a sequence; `free` takes them back.
 
         Args:
