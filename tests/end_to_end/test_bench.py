@@ -185,6 +185,8 @@ def test_of_kept_tokens_every_run_finds_as_many(soloist, subject):
         (("--kept", 300), "fewer than the 300 tokens of --prompt-tokens"),
         (("--kept", 256, "--prefix", "warm"), "one of both options"),
         (("--page-attention",), "one or more Hopper GPUs"),
+        (("--path", "decode"), "prefill on the CPU"),
+        (("--path", "both"), "prefill, decode, auto"),
         (("--packed-prompts",), "one or more Hopper GPUs"),
     ],
 )
