@@ -98,7 +98,7 @@ class KernelExecutor(Executor):
     Attributes:
         drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says.
             No GPU has run that yet, so it is off, and only tests switch it on.
-        tails: which way the tokens behind a prompt's last chunk are read; passes read them at first.
+        tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 
     drafts_in_kernel = False
