@@ -235,6 +235,20 @@ def test_prefill_and_clocks_on_the_gpu(soloist, tmp_path, subject):
             assert 100 < row["clocks"]["sm_mhz"]["max"] < 5000
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["prefill", "decode", "auto"])
+@SUBJECTS
+def test_ends_of_prompts_are_read_either_way_on_the_gpu(soloist, subject, path):
+    done = soloist(
+        "bench", "prefill", *subject, "--prompt-tokens", 520, "--kept", 512, "--path", path,
+        "--runs", 2, "--device", "cuda", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)
+    assert (row["prefix"], row["cached_tokens"]) == ("kept", 512)
+    assert f"--path {path}" in row["command"]
+
+
 def test_accuracy_of_a_given_text(soloist, tmp_path):
     text = tmp_path / "text.py"
     text.write_text("def f(x):\n    return x\n" * 20)

@@ -22,6 +22,8 @@ _CANDIDATES = (256, 384, 512, 768, 1024, 1536, 2048)
 _SHORT_CANDIDATES = (128, 192)
 # What a prompt's last tokens may be padded to: a wider pass would cost more than wide ones save.
 _NARROW_TOKENS = 512
+# Rows of a product that takes more than its pass has: all agree at the narrowest width of chunks.
+MOST_PADDED_TOKENS = _NARROW_TOKENS
 
 
 def candidate_widths(most_tokens: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from soloist.prefill import chunk_attention, settling
 from soloist.prefill.attention import attend
 from soloist.prefill.elementwise import Chunk, TorchElementwise
 from soloist.prefill.part import Part, require_prefill
+from soloist.prefill.products import Factor, Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from soloist.reference.build import build_reference
@@ -268,6 +269,70 @@ def test_only_passes_that_must_not_depend_on_their_width_multiply_more_rows() ->
         assert rows == ({128, 256} if pads else {128})
         logits = wanted[position + tokens - 1]
         torch.testing.assert_close(part.logits, logits, rtol=0, atol=3e-5)
+
+
+class RowByRow(Products):
+    """As with libraries, a row's bits depend on how many rows a product has."""
+
+    def multiply(self, x: Factor, name: str, out: Tensor, first: int = 0) -> None:
+        assert isinstance(x, Tensor)
+        x, out = self.lengthened(name, x, out)
+        matrix = self.matrix(name)[first:]
+        halves = (name.rpartition(".")[2], len(x)) in {("down", 256), ("attention_output", 128)}
+        cuts = (0, x.shape[1] // 2, x.shape[1]) if halves else (0, x.shape[1])
+        for row, into in zip(x, out[:, first:], strict=True):
+            into.copy_(sum(matrix[:, a:b] @ row[a:b] for a, b in pairwise(cuts)))
+
+
+class AttendsRowByRow(AttendsPages):
+    def attend_pages(
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+    ) -> Tensor:
+        out = torch.zeros_like(queries).flatten(1)
+        first = chunk.stop - int(query_bounds[1])
+        for i in range(int(query_bounds[1])):
+            pages, stop = chunk.page_table, first + i + 1
+            keys, values = (x.transpose(0, 1) for x in self.pool.read(layer, pages, 0, stop))
+            window = self.config.layers[layer].attention.window
+            out[i] = attend(queries[i : i + 1], keys, values, window)
+        return out
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_short_ends_have_the_bits_of_wide_passes(is_padded: bool) -> None:
+    """Where each product has as many rows as it takes; otherwise not."""
+    config = replace(MODELS["qwen3"], context_tokens=1024)
+    weights, ids = random_weights(config), prompt(config, 690)
+    a = config.layers[0].attention
+    pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 11, torch.float32, CPU)
+    products = RowByRow(matrices(weights, torch.float32).__getitem__)
+    part = Part(
+        Share(config, 1, 0), products, vectors(weights), pool, AttendsRowByRow, most_tokens=768
+    )
+    run = Prefill([part])
+    padded = {("down", 256): 384, ("attention_output", 128): 192}
+    part.take_widths(Widths((128, 192, 256, 384, 768), padded if is_padded else {}))
+    found = []
+    for tokens, ways in {
+        600: ([0, 600], [0, 512, 600], [0, 256, 512, 600]),
+        690: ([0, 690], [0, 256, 512, 690]),
+        520: ([0, 520], [0, 512, 520]),
+    }.items():
+        for cuts in ways:
+            pool.tensor.zero_()
+            for start, stop in pairwise(cuts):
+                logits = run.run(ids[start:stop], start, [*range(11)])
+            assert logits is not None
+            torch.testing.assert_close(
+                logits, reference_logits(config, ids[:tokens])[-1], rtol=0, atol=3e-5
+            )
+            found.append((tokens, logits.clone(), pool.tensor.clone()))
+    same = [
+        torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
+        for one, other in pairwise(found)
+        if one[0] == other[0]
+    ]
+    assert all(same) if is_padded else not any(same)
 
 
 def test_widths_are_not_asked_for_where_products_are_not_16_bit_on_a_gpu() -> None:
