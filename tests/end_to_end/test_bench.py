@@ -185,6 +185,8 @@ def test_of_kept_tokens_every_run_finds_as_many(soloist, subject):
         (("--kept", 300), "fewer than the 300 tokens of --prompt-tokens"),
         (("--kept", 256, "--prefix", "warm"), "one of both options"),
         (("--page-attention",), "one or more Hopper GPUs"),
+        (("--path", "decode"), "prefill on the CPU"),
+        (("--path", "both"), "prefill, decode, auto"),
         (("--packed-prompts",), "one or more Hopper GPUs"),
     ],
 )
@@ -231,6 +233,20 @@ def test_prefill_and_clocks_on_the_gpu(soloist, tmp_path, subject):
         if row["clocks"] is not None:  # NVML may be absent where CUDA is not
             assert row["clocks"]["readings"] >= 2
             assert 100 < row["clocks"]["sm_mhz"]["max"] < 5000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["prefill", "decode", "auto"])
+@SUBJECTS
+def test_ends_of_prompts_are_read_either_way_on_the_gpu(soloist, subject, path):
+    done = soloist(
+        "bench", "prefill", *subject, "--prompt-tokens", 520, "--kept", 512, "--path", path,
+        "--runs", 2, "--device", "cuda", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)
+    assert (row["prefix"], row["cached_tokens"]) == ("kept", 512)
+    assert f"--path {path}" in row["command"]
 
 
 def test_accuracy_of_a_given_text(soloist, tmp_path):

@@ -85,7 +85,9 @@ def test_all_widths_are_batch_invariant() -> None:
     packed = load("etude", packed_prompts=True, keeps_prefixes=True, sequences=2)
     assert isinstance(packed.model, KernelModel)
     vocab, prefill = packed.config.vocab_size, packed.model.prefill
-    assert prefill.widths == candidate_widths(prefill.most_tokens)
+    # Up to 128 tokens products may have their sums in parts.
+    wider = [w for w in candidate_widths(prefill.most_tokens) if w > 128]
+    assert [w for w in prefill.widths if w > 128] == wider
     for tokens in (700, 1500, 2048):
         whole = logits(packed.model, vocab, tokens)
         for chunk in (LEAST_CHUNK_TOKENS, 512):

@@ -136,6 +136,9 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         ):
             if is_asked:
                 raise SettingError(option, str(device), "one or more Hopper GPUs")
+        if plan.asked.tail_path != "prefill":
+            allowed = "prefill on the CPU, where no decode kernel runs"
+            raise SettingError("--path", plan.asked.tail_path, allowed)
     flush, made = Flush(device), list[rows.PrefillRow]()
     prefixes: tuple[rows.Prefix, ...] = ("kept",) if plan.kept_tokens else plan.prefixes
     kept_tokens = plan.kept_tokens or (0,)
@@ -236,7 +239,9 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
         executor = shape_on_gpu(
             shape, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps,
-            reading=Reading(plan.asked.packed_prompts, plan.asked.page_attention),
+            reading=Reading(
+                plan.asked.packed_prompts, plan.asked.page_attention, plan.asked.tail_path
+            ),
         )  # fmt: skip
     ids = random_prompt(config, longest)
     return _Reader(

@@ -21,6 +21,7 @@ from soloist.engine.gpus import Placement, place
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.memory import Footprint
 from soloist.engine.reference import ReferenceModel
+from soloist.engine.tail_path import TailPath
 from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_seen
@@ -50,10 +51,12 @@ class Reading(NamedTuple):
     Attributes:
         packed_prompts: as of `EngineConfig`.
         page_attention: the same.
+        tail_path: the same.
     """
 
     packed_prompts: bool = False
     page_attention: bool = False
+    tail_path: TailPath = "prefill"
 
 
 AS_EVER = Reading()
@@ -238,7 +241,9 @@ def shape_on_gpu(
     held, formats = placed.share_of(config), support.plan.formats
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
-    footprint = Footprint(held, tensors(held), dtype, support.plan, *reading)
+    footprint = Footprint(
+        held, tensors(held), dtype, support.plan, reading.packed_prompts, reading.page_attention
+    )
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU all weights lie before they are cut.
     in_parts = parts_bytes(specs, dtype, formats)
@@ -254,7 +259,7 @@ def shape_on_gpu(
     )  # fmt: skip
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
-        page_attention=reading.page_attention,
+        page_attention=reading.page_attention, tail_path=reading.tail_path,
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from soloist.engine.memory import Footprint, MemoryEstimate
+from soloist.engine.tail_path import TAIL_PATHS, TailPath
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_per_token
@@ -70,6 +71,10 @@ class EngineConfig:
             has shown yet that this is right and quick.
         page_attention: prompts attend to KV pages by a kernel of ours, without a copy of what was
             cached; no GPU has shown yet that this is right and quick.
+        tail_path: which way a prompt's last tokens are read, those behind its last chunk, which no
+            other prompt gets: by a pass ('prefill'), in rounds of the decode kernel ('decode'), or
+            by a rule of measured figures ('auto'). The ways have other bits; what was kept of a
+            prompt has no part in the choice. No GPU has shown yet what the rule brings.
         accepted_fields: of config.json, that Soloist does not know and that do not change the
             model's output, as the caller knows; a field inside another as 'outer.inner'.
     """
@@ -93,6 +98,7 @@ class EngineConfig:
     kv: KvName | None = None
     packed_prompts: bool = False
     page_attention: bool = False
+    tail_path: TailPath = "prefill"
     accepted_fields: tuple[str, ...] = ()
     adapter: str | None = None
     speculates: bool = True
@@ -175,6 +181,8 @@ def resolve(
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise SettingError("precision", asked.precision, "auto, fp32, bf16, fp16")
+    if asked.tail_path not in TAIL_PATHS:
+        raise SettingError("tail path", asked.tail_path, ", ".join(TAIL_PATHS))
     if not 1 <= asked.sequences <= MAX_QUERIES:
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
     if asked.kv is not None and device != "cpu":

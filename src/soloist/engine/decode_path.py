@@ -1,13 +1,15 @@
 """Tokens that are known already, read by the decode kernel: decode-path prefill.
 
 Rounds of up to eight queries of one sequence give the bits that rounds of one would. Short prompts
-are read so, prompts whose every token is scored, forced tokens, and answers that are read again.
+are read so, ends of prompts where `tail_path` says so, prompts whose every token is scored, forced
+tokens, and answers that are read again.
 """
 
 from soloist.engine.executor import SCORED_TOKENS, Picked, pick
 from soloist.engine.request import Request
 from soloist.errors import BadLogits
 from soloist.kv.allocator import SequenceAllocation
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
@@ -40,20 +42,32 @@ class DecodePath:
             table[:count] = allocation.pages
         return allocation.row
 
-    def read(self, request: Request, allocation: SequenceAllocation) -> Picked | None:
-        """Read a short prompt; its first token, unless the answer has some already.
+    def read(self, request: Request, allocation: SequenceAllocation, stop: int) -> Picked | None:
+        """Read a prompt's next tokens up to position `stop`.
+
+        Returns:
+            At the prompt's end its first token, unless the answer has some already.
 
         Raises:
             BadLogits, GrammarFailed: no first token can be chosen.
         """
+        ids, row, start = request.prompt_ids, self.row_of(allocation), request.num_read
         # Queries side by side. Those that run out of tokens before others go on with what they
         # chose: at positions behind the prompt, which the answer writes again.
-        ids, row = request.prompt_ids, self.row_of(allocation)
-        width, last = min(len(ids), MAX_QUERIES), (len(ids) - 1) % MAX_QUERIES
-        queries = [Query(row, q, ids[q::width], stride=width) for q in range(width)]
-        token_id = self._decoder.run(queries, -(-len(ids) // width))[-1][last]
-        request.num_read = len(ids)
-        if request.sampler.output_ids:
+        last, whole = 0, start + (stop - start) // MAX_QUERIES * MAX_QUERIES
+        rounds = -(-(stop - start) // MAX_QUERIES)
+        has_room = start + rounds * MAX_QUERIES <= len(allocation.pages) * PAGE_POSITIONS
+        for begin, end in [(start, stop)] if has_room else [(start, whole), (whole, stop)]:
+            if begin == end:
+                continue
+            width, last = min(end - begin, MAX_QUERIES), (end - begin - 1) % MAX_QUERIES
+            queries = [
+                Query(row, begin + q, ids[begin + q : end : width], stride=width)
+                for q in range(width)
+            ]
+            token_id = self._decoder.run(queries, -(-(end - begin) // width))[-1][last]
+        request.num_read = stop
+        if request.sampler.output_ids or stop < len(ids):
             return None
         if request.top_logprobs is not None or choice_of(request.sampler) is not None:
             return pick(request, self._decoder.logits[last, : self._vocab_size])

@@ -397,6 +397,9 @@ def _reference(
         raise ShapeUnsupported(f"attention from KV pages on {resolved.device}", "Hopper GPUs")
     if asked.packed_prompts:
         raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "Hopper GPUs")
+    if asked.tail_path != "prefill":
+        given = f"ends of prompts in rounds of the decode kernel on {resolved.device}"
+        raise ShapeUnsupported(given, "GPUs that have the kernel")
     return ReferenceModel(
         config, weights, resolved.kv_tokens, asked.sequences,
         keeps_prefixes=asked.keeps_prefixes, drafts=asked.speculates, kv=resolved.kv,
@@ -425,6 +428,7 @@ def _kernel(
         keeps_prefixes=asked.keeps_prefixes,
         host_bytes=host_bytes,
         page_attention=asked.page_attention,
+        tail_path=asked.tail_path,
     )
     cache = read_settings().cache
     model = load_kernel(

@@ -12,6 +12,14 @@ import torch
 
 from soloist.engine.identity import identity_of
 from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.tail_path import (
+    MEASURED_ARCH,
+    TailCosts,
+    TailFacts,
+    TailPath,
+    TailRule,
+    tail_costs,
+)
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -21,6 +29,7 @@ from soloist.kv.pool import PagePool
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
+from soloist.model.families import tensors
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
@@ -58,6 +67,7 @@ class Capacity:
         host_bytes: of pinned host memory, at most, for cached prompts whose pages others need.
         page_attention: prefill attends to KV pages by a kernel of ours, and has memory for that
             (`PageAttention`).
+        tail_path: which way the tokens behind a prompt's last chunk are read (`TailRule`).
     """
 
     context_tokens: int
@@ -67,6 +77,7 @@ class Capacity:
     keeps_prefixes: bool = False
     host_bytes: int = 0
     page_attention: bool = False
+    tail_path: TailPath = "prefill"
 
     @property
     def num_pages(self) -> int:
@@ -210,6 +221,18 @@ def _load_rank(
     return LoadedRank(pool, decoder, prefill)
 
 
+def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
+    """None where nothing was measured."""
+    if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1 or plan.shape.has_lanes:
+        return None
+    values = sum(spec.num_values for spec in tensors(plan.model) if spec.is_layer_matrix)
+    facts = TailFacts(
+        plan.image.streamed_bytes, values, plan.kv_layout.pool_bytes(1) / PAGE_POSITIONS,
+        plan.model.num_layers, plan.shape.head_dim, capacity.page_attention,
+    )  # fmt: skip
+    return tail_costs(facts)
+
+
 class KernelModel(KernelExecutor):
     """A model on one GPU or several, as `load_kernel` makes it.
 
@@ -249,6 +272,8 @@ class KernelModel(KernelExecutor):
             decoder, prefill, capacity.num_pages, plan.model.vocab_size, capacity.chunk_tokens,
             keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
+        costs = _costs_of_tails(plan, capacity)
+        self.tails = TailRule(capacity.tail_path, costs, prefill.widths)
 
     @property
     def device(self) -> torch.device:
@@ -293,8 +318,9 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self._stays_in_place:
-                sizes = self.prefill.widths or (self.chunks.width(0),)
-                self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
+                first = self.chunks.width(0)
+                short = [n for n in CAPTURED_TOKENS if n < first]
+                self.prefill.capture(self.prefill.widths or (first,), short)
         self.synchronize()
 
     @property

@@ -29,6 +29,7 @@ from soloist.engine.executor import (
 )
 from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
+from soloist.engine.tail_path import TailRule
 from soloist.errors import BadLogits, GrammarFailed
 from soloist.kv.allocator import KvAllocator, SequenceAllocation
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
@@ -47,10 +48,6 @@ from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.speculation import Costs, Draft, Drafting
 
-# Prompts of up to so many tokens are read by the decode kernel: three rounds of eight queries take
-# less time than the launches of one pass of prefill.
-DECODE_PATH_TOKENS = 24
-
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
 # kernel.
@@ -59,8 +56,9 @@ SPAN_TOKENS = 4
 _MARGIN_TOKENS = 256
 # Cached prompts have to make place for so many rounds; longer launches take what is free.
 _ASSURED_ROUNDS = 64
-# Tokens of an answer that are read again at a time: eight rounds, as others then have.
-_REPLAYED_TOKENS = 64
+# Known tokens that rounds read at a time, such as of an answer that is read again: eight rounds, as
+# others then have.
+_ROUNDS_TOKENS = 64
 
 # Predictions alone are drafted, as long as the host drafts. A round that checks some takes a launch
 # of its own and has more queries; what both cost is taken to be this, in thousandths of a round.
@@ -100,6 +98,7 @@ class KernelExecutor(Executor):
     Attributes:
         drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says.
             No GPU has run that yet, so it is off, and only tests switch it on.
+        tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 
     drafts_in_kernel = False
@@ -116,6 +115,7 @@ class KernelExecutor(Executor):
         host: Host | None = None,
     ) -> None:
         self.decoder, self.prefill = decoder, prefill
+        self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
         self._vocab_size = vocab_size
         most = min(chunk_tokens, prefill.most_tokens)
@@ -137,6 +137,8 @@ class KernelExecutor(Executor):
         self._passes: list[tuple[int, int, float]] = []
         # Of open requests; None where one is preempted.
         self._allocations: dict[Request, SequenceAllocation | None] = {}
+        # Of open requests: the position from which on rounds read the prompt.
+        self._rounds_from: dict[Request, int] = {}
         self._copies: PageCopies | None = None
         self._saved: SavedChunks | None = None
         # Of open requests whose prompts are cached and saved.
@@ -149,7 +151,7 @@ class KernelExecutor(Executor):
         prompt, made = len(request.prompt_ids), len(request.sampler.output_ids)
         most = prompt + request.sampler.stop_test.max_tokens
         allocation = self.allocator.allocate(
-            request.prompt_ids if request.prompt_scores is None else (),
+            request.sampler.counts.prompt_ids if request.prompt_scores is None else (),
             min(prompt + made + _MARGIN_TOKENS, most),
             most,
         )
@@ -159,6 +161,8 @@ class KernelExecutor(Executor):
             request.num_cached = allocation.num_cached
             request.num_offloaded = allocation.num_offloaded
             request.divergence = allocation.divergence
+            boundary = self.chunks.last_boundary(prompt)
+            self._rounds_from[request] = self.tails.rounds_from(prompt, boundary)
         self._allocations[request] = allocation
         request.num_to_read = max(prompt, request.position)
         request.num_read, request.num_behind = allocation.num_joined, 0
@@ -190,12 +194,12 @@ class KernelExecutor(Executor):
         if request.is_read:
             return request.position + min(_ASSURED_ROUNDS, request.num_wanted)
         if start >= prompt:
-            return min(start + _REPLAYED_TOKENS, request.num_to_read)
+            return min(start + _ROUNDS_TOKENS, request.num_to_read)
         if request.prompt_scores is not None:
             return min(start + SCORED_TOKENS, prompt)
-        if prompt <= DECODE_PATH_TOKENS:
-            return prompt
-        return min(start + self._pass_tokens(start), prompt)
+        if start >= (rounds_from := self._rounds_from[request]):
+            return min(start + _ROUNDS_TOKENS, prompt)
+        return min(start + self._pass_tokens(start), rounds_from)
 
     def _pass_tokens(self, start: int) -> int:
         """Most prompt tokens of the pass that begins at `start`."""
@@ -216,7 +220,7 @@ class KernelExecutor(Executor):
         """See Executor."""
         if (allocation := self._allocations[request]) is not None:
             self.allocator.free(allocation)
-        del self._allocations[request]
+        del self._allocations[request], self._rounds_from[request]
         if self._saved is not None and (trail := self._trails.pop(request, None)) is not None:
             self._saved.forget(trail)
 
@@ -252,15 +256,16 @@ class KernelExecutor(Executor):
         self.tiers.join()
         is_resumed = bool(request.sampler.output_ids)
         if start >= len(ids):
-            stop = min(start + _REPLAYED_TOKENS, request.num_to_read)
+            stop = min(start + _ROUNDS_TOKENS, request.num_to_read)
             self._decode_path.feed(request, allocation, start, stop)
             request.num_read = stop
             return None
         if request.prompt_scores is not None:
             return self._decode_path.score(request, allocation)
-        if len(ids) <= DECODE_PATH_TOKENS:
-            return self._decode_path.read(request, allocation)
-        chunk = ids[start : start + self._pass_tokens(start)]
+        if start >= (rounds_from := self._rounds_from[request]):
+            stop = min(start + _ROUNDS_TOKENS, len(ids))
+            return self._decode_path.read(request, allocation, stop)
+        chunk = ids[start : min(start + self._pass_tokens(start), rounds_from)]
         # Wanted or not, logits come with the last chunk, which then has the same size as ever.
         is_last = start + len(chunk) == len(ids)
         if num_adopted := self.allocator.adopt(allocation, start, chunk[:-1] if is_last else chunk):
@@ -358,7 +363,8 @@ class KernelExecutor(Executor):
                 now = time.perf_counter()
                 if self._widest is not None and is_first and len(passes) == 1:
                     width, start, began = passes[0]
-                    self._pace.add_pass(width, start, now - began)
+                    if width >= LEAST_CHUNK_TOKENS:  # others take hardly less time
+                        self._pace.add_pass(width, start, now - began)
                 elif self._widest is not None and not is_first:
                     self._pace.add_round(now - told_at)
                 is_first = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.kv.prefix import Divergence
+from soloist.kv.prefix import Divergence, TokenIds
 from soloist.kv.tiers import CacheTiers, Host, PageNode
 
 # So many positions beyond what a sequence needs now are taken if nobody else needs the pages.
@@ -93,9 +93,7 @@ class KvAllocator:
 
     # --- a sequence's life ------------------------------------------------------------------------
 
-    def allocate(
-        self, prompt_ids: Sequence[int], first: int, most: int
-    ) -> SequenceAllocation | None:
+    def allocate(self, prompt_ids: TokenIds, first: int, most: int) -> SequenceAllocation | None:
         """A row and first pages for a sequence; `free` takes them back.
 
         Args:
@@ -116,10 +114,11 @@ class KvAllocator:
             self.tree.use(match.node)
             allocation.node, allocation.divergence = match.node, match.divergence
             allocation.num_cached = match.num_tokens
-            allocation.num_offloaded = sum(len(n.tokens) for n in match.nodes if n.is_offloaded)
-            allocation.behind.extend(match.nodes)
-            while allocation.behind and not allocation.behind[0].is_offloaded:
-                self._join(allocation, allocation.behind.popleft())
+            # Whatever lies behind an offloaded chunk is offloaded as well.
+            count = next((i for i, n in enumerate(match.nodes) if n.is_offloaded), len(match.nodes))
+            self._join(allocation, *match.nodes[:count])
+            allocation.behind.extend(match.nodes[count:])
+            allocation.num_offloaded = sum(len(n.tokens) for n in allocation.behind)
         if not self._is_available(allocation.num_lacking, promised=True):
             self._release(allocation)
             return None
@@ -223,9 +222,10 @@ class KvAllocator:
         self._join(allocation, node)
         return len(node.tokens)
 
-    def _join(self, allocation: SequenceAllocation, node: PageNode) -> None:
-        allocation.pages += node.held
-        allocation.num_joined += len(node.tokens)
+    def _join(self, allocation: SequenceAllocation, *nodes: PageNode) -> None:
+        for node in nodes:
+            allocation.pages += node.held
+            allocation.num_joined += len(node.tokens)
         allocation.num_needed = max(allocation.num_needed, len(allocation.pages))
 
     def cache(self, allocation: SequenceAllocation, start: int, ids: Sequence[int]) -> None:

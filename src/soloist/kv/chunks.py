@@ -41,6 +41,15 @@ class PrefixChunks:
             width *= 2
         return width
 
+    def last_boundary(self, num_tokens: int) -> int:
+        """Where the chunk begins that has the last one of so many tokens."""
+        if self.finest == self.widest:
+            return max(0, num_tokens - 1) // self.finest * self.finest
+        start = 0
+        while (end := start + self.width(start)) < num_tokens:
+            start = end
+        return start
+
     def whole(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """First and end of every whole chunk between `start`, a boundary, and `stop`."""
         while (end := start + self.width(start)) <= stop:

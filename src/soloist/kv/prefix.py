@@ -11,9 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from soloist.kv.chunks import PrefixChunks
 
 Value = TypeVar("Value")
+TokenIds = Sequence[int] | NDArray[np.int64]
 
 # Of what is cached behind a divergence, enough to show.
 _SHOWN_TOKENS = 32
@@ -27,6 +31,8 @@ class Node(Generic[Value]):
         tokens: of the chunk; none at the root.
         value: what is cached of it; None at the root.
         parent: None at the root, and where the chunk was evicted.
+        children: chunks behind it, by the bytes of their tokens (`_packed`): these are compared
+            and hashed in a third of the time that tuples of integers take.
         is_offloaded: whether it lies in the second tier.
         users: who needs it, or a chunk behind it.
         used_at: the higher, the later; never lower than that of a chunk behind it.
@@ -35,7 +41,7 @@ class Node(Generic[Value]):
     tokens: tuple[int, ...] = ()
     value: Value | None = None
     parent: "Node[Value] | None" = None
-    children: dict[tuple[int, ...], "Node[Value]"] = field(default_factory=dict)
+    children: dict[bytes, "Node[Value]"] = field(default_factory=dict)
     is_offloaded: bool = False
     users: int = 0
     used_at: int = 0
@@ -96,23 +102,26 @@ class PrefixTree(Generic[Value]):
         # Of both tiers, the least recently used first.
         self._ages: dict[bool, dict[Node[Value], None]] = {False: {}, True: {}}
 
-    def match(self, token_ids: Sequence[int]) -> Match[Value]:
-        """The longest beginning of `token_ids` that is cached; it counts as used."""
-        node, start = self._root, 0
+    def match(self, token_ids: TokenIds) -> Match[Value]:
+        """The longest beginning of `token_ids` that is cached; it counts as used.
+
+        A first token waits for it: of an array [T] int64 it takes a third of a list's time.
+        """
+        node, start, packed = self._root, 0, _packed(token_ids)
         nodes: list[Node[Value]] = []
         while True:
-            chunk = tuple(token_ids[start : start + self.chunks.width(start)])
-            child = node.children.get(chunk)
+            stop = start + self.chunks.width(start)
+            child = node.children.get(packed[start * _ID_BYTES : stop * _ID_BYTES])
             if child is None:
                 self._touch(node)
+                chunk = np.frombuffer(packed, np.int64)[start:stop].tolist()
                 return Match(nodes, node, start, _divergence(node, chunk, start))
-            node = child
+            node, start = child, stop
             nodes.append(node)
-            start += len(chunk)
 
     def child(self, parent: Node[Value], tokens: Sequence[int]) -> Node[Value] | None:
         """The chunk with these tokens behind `parent`, if it is cached; it counts as used."""
-        node = parent.children.get(tuple(tokens))
+        node = parent.children.get(_packed(tokens))
         if node is not None:
             self._touch(node)
         return node
@@ -132,15 +141,15 @@ class PrefixTree(Generic[Value]):
         Returns:
             The chunk that is cached, and whether it is the new one.
         """
-        chunk = tuple(tokens)
+        key = _packed(tokens)
         assert self.is_cached(parent), "it was evicted"
         assert not parent.is_offloaded, "what lies behind an offloaded chunk is offloaded"
-        node, is_new = parent.children.get(chunk), False
+        node, is_new = parent.children.get(key), False
         if node is None:
-            node, is_new = Node(chunk, value, parent), True
-            parent.children[chunk] = node
-            self.num_tokens += len(chunk)
-            self.idle_tokens += len(chunk)
+            node, is_new = Node(tuple(tokens), value, parent), True
+            parent.children[key] = node
+            self.num_tokens += len(tokens)
+            self.idle_tokens += len(tokens)
         self._touch(node)
         return node, is_new
 
@@ -203,7 +212,7 @@ class PrefixTree(Generic[Value]):
         assert node.parent is not None, "the root stays"
         assert not node.children, "others stand on it"
         assert not node.users, "it is in use"
-        del node.parent.children[node.tokens], self._ages[node.is_offloaded][node]
+        del node.parent.children[_packed(node.tokens)], self._ages[node.is_offloaded][node]
         node.parent = None
         self.num_tokens -= len(node.tokens)
         if not node.is_offloaded:
@@ -247,11 +256,18 @@ class PrefixTree(Generic[Value]):
             node = node.parent
 
 
-def _divergence(node: Node[Value], chunk: tuple[int, ...], start: int) -> Divergence | None:
+_ID_BYTES = np.dtype(np.int64).itemsize
+
+
+def _packed(token_ids: TokenIds) -> bytes:
+    return np.asarray(token_ids, np.int64).tobytes()
+
+
+def _divergence(node: Node[Value], chunk: Sequence[int], start: int) -> Divergence | None:
     best, begin = None, 0
-    for tokens, child in node.children.items():
+    for child in node.children.values():
         common = 0
-        for ours, cached in zip(chunk, tokens, strict=False):
+        for ours, cached in zip(chunk, child.tokens, strict=False):
             if ours != cached:
                 break
             common += 1

@@ -14,7 +14,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.residual_streams import residual_streams_of
-from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
 
 _FP32_BYTES = 4
@@ -98,7 +98,9 @@ def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
     # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
     gathered = 3 * layout.pool_bytes(num_pages) // layout.num_layers
     rope = 2 * rope_table_bytes(config, positions)  # and what the table is made of
-    return buffers + gathered + rope + plan.exchanges.sampled_rows * _FP32_BYTES  # logits
+    padded = _attended_bytes(config, plan.dtype) * min(MOST_PADDED_TOKENS, positions)
+    logits = plan.exchanges.sampled_rows * _FP32_BYTES
+    return buffers + gathered + rope + padded + logits
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
@@ -115,10 +117,15 @@ def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
         _Kind.VALUE: value,
     }
     buffers = sum(prod(shape) * sizes[kind] for kind, shape in _shapes(config).values())
-    attention = config.layers[0].attention
-    attended = attention.num_query_heads * attention.head_dim * value
+    attended = _attended_bytes(config, dtype)
     each = streams.count * value + _FP32_BYTES  # a module's results, and their sum
     return buffers + attended + streams.ring_modules * each * config.hidden_size
+
+
+def _attended_bytes(config: ModelConfig, dtype: Dtype) -> int:
+    """What attention gives a token."""
+    attention = config.layers[0].attention
+    return attention.num_query_heads * attention.head_dim * dtype.num_bytes
 
 
 def num_bytes(*tensors: Tensor) -> int:

@@ -52,7 +52,7 @@ class ChunkAttention:
         """Whether a recorded pass of as many rows attends to what this chunk sees."""
         if self._operations.attends_pages:
             return True
-        if chunk.num_rows in self._widths:
+        if self._has_width(chunk):
             return chunk.stop <= len(self.gathered[0])
         return chunk.position == 0
 
@@ -71,7 +71,7 @@ class ChunkAttention:
         if self._operations.attends_pages:
             return self._operations.attend_pages(layer, chunk, heads.queries, chunk.query_bounds)
         window = self._window(layer)
-        if chunk.num_rows in self._widths:
+        if self._has_width(chunk):
             return self._of_gathered(layer, chunk, heads.queries, chunk.query_bounds)
         if chunk.position == 0:
             sees_all = window is None or window >= chunk.num_rows
@@ -85,13 +85,17 @@ class ChunkAttention:
         if self._operations.attends_pages:
             return self._operations.attend_pages(layer, chunk, query, chunk.last_ends[:2])
         window = self._window(layer)
-        if chunk.num_rows in self._widths:
+        if self._has_width(chunk):
             return self._of_gathered(layer, chunk, query, chunk.last_ends[:2])
         if chunk.position == 0:
             return attend_one(
                 query, heads.keys, heads.values, chunk.num_tokens, chunk.last_ends, window
             )
         return attend(query, *self._read(layer, chunk), window)
+
+    def _has_width(self, chunk: Chunk) -> bool:
+        """Whether a row's bits must not depend on the pass that it is in."""
+        return chunk.num_rows in self._widths and not chunk.is_short_prompt
 
     def _window(self, layer: int) -> int | None:
         return self._config.layers[layer].attention.window

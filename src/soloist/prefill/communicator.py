@@ -34,6 +34,8 @@ class Workspace:
         buffers: of a whole chunk.
         last: of the last token in the last layer.
         logits: [1, V] of the rank.
+        attended: [rows, Q · D], room for what attention gives where its product takes more rows
+            than a pass has; None where it does not.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Workspace:
         self.buffers, self.last = (allocate(config, rows, pool) for rows in (most_tokens, 1))
         logits = (1, config.vocab_size)
         self.logits = torch.empty(logits, dtype=widest(pool), device=pool.device)
+        self.attended: Tensor | None = None
 
 
 class Rows(NamedTuple):

@@ -55,6 +55,8 @@ class Chunk:
         last_place: [2] int32, the last token as a chunk of its own that is not stored.
         last_ends: [4] int32, that query and its keys: (0, 1), (0, `stop`).
         query_bounds: [2] int32, all queries: (0, `num_tokens`).
+        is_short_prompt: all of a prompt that is shorter than any chunk, where passes have
+            batch-invariant widths. Nothing of it is kept, so its rows may have bits of their own.
     """
 
     position: int
@@ -66,6 +68,7 @@ class Chunk:
     last_place: Tensor
     last_ends: Tensor
     query_bounds: Tensor
+    is_short_prompt: bool = False
 
     def last_alone(self) -> "Chunk":
         """The last token, not to be stored again."""

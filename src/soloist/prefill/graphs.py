@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from soloist.prefill.elementwise import Chunk
+
 
 class Graphs:
     """Recorded passes of one rank.
@@ -17,18 +19,24 @@ class Graphs:
 
     Attributes:
         by_rows: the graphs of a pass in their order, by its number of rows.
+        of_short_prompts: the same of passes over `Chunk.is_short_prompt`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.by_rows: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self.of_short_prompts: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._recorder: torch.cuda.Stream | None = None
 
-    def record(self, rows: int, parts: Iterator[None]) -> None:
+    def has(self, chunk: Chunk) -> bool:
+        """Whether a pass over as many rows of this kind was recorded."""
+        return chunk.num_rows in self._like(chunk)
+
+    def record(self, chunk: Chunk, parts: Iterator[None]) -> None:
         """Record a pass that has run once, a graph for each of its parts."""
         torch.cuda.synchronize(self._device)
         graphs: list[torch.cuda.CUDAGraph] = []
-        memory = next(iter(self.by_rows.values()))[0].pool() if self.by_rows else None
+        memory = next((some[0].pool() for some in self._all()), None)
         is_over = False
         with torch.cuda.device(self._device):
             if self._recorder is None:
@@ -39,16 +47,23 @@ class Graphs:
                     is_over = next(parts, True) is not None
                 graphs.append(graph)
                 memory = graph.pool()
-        self.by_rows[rows] = graphs
+        self._like(chunk)[chunk.num_rows] = graphs
 
-    def replay(self, rows: int) -> Iterator[None]:
+    def replay(self, chunk: Chunk) -> Iterator[None]:
         """Queue a recorded pass; stops where other ranks should get their next graph, too."""
-        for graph in self.by_rows[rows]:
+        for graph in self._like(chunk)[chunk.num_rows]:
             graph.replay()
             yield
 
     def replay_all(self) -> None:
         """Queue every recorded pass."""
-        for graphs in self.by_rows.values():
+        for graphs in self._all():
             for graph in graphs:
                 graph.replay()
+
+    def _like(self, chunk: Chunk) -> dict[int, list[torch.cuda.CUDAGraph]]:
+        return self.of_short_prompts if chunk.is_short_prompt else self.by_rows
+
+    def _all(self) -> Iterator[list[torch.cuda.CUDAGraph]]:
+        yield from self.by_rows.values()
+        yield from self.of_short_prompts.values()

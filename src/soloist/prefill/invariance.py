@@ -25,7 +25,8 @@ def product_behaviours(
     Args:
         multiply: the product: [T, columns] to [T, rows]; the result is read before the next call.
         columns: what it sums over.
-        widths: at least `LEAST_CHUNK_TOKENS` each.
+        widths: rows; of fewer than `LEAST_CHUNK_TOKENS` the bits are compared with the first rows
+            of the others.
         like: of the factor's dtype and device.
 
     Returns:
@@ -34,13 +35,15 @@ def product_behaviours(
     block = _random((LEAST_CHUNK_TOKENS, columns), like)
     seen: list[Tensor] = []
     behaviours: dict[int, int | None] = {}
-    for width in widths:
+    # The widest first: narrower ones are then compared with whole blocks.
+    for width in sorted(widths, reverse=True):
         out = multiply(block.repeat(-(-width // LEAST_CHUNK_TOKENS), 1)[:width])
         first, *others = torch.split(_bits(out), LEAST_CHUNK_TOKENS)
         if not all(torch.equal(first[: len(other)], other) for other in others):
             behaviours[width] = None
             continue
-        number = next((n for n, one in enumerate(seen) if torch.equal(one, first)), len(seen))
+        like_it = (n for n, one in enumerate(seen) if torch.equal(one[: len(first)], first))
+        number = next(like_it, len(seen))
         if number == len(seen):
             seen.append(first.clone())
         behaviours[width] = number

@@ -119,7 +119,10 @@ class Part:
         """Size of the buffers, without graphs and what attention allocates."""
         work, gathered = self.work, self._attention.gathered
         rope = work.operations.rope_table
-        held = (*work.buffers, *work.last, work.logits, self._upload.words, rope, *gathered)
+        attended = () if work.attended is None else (work.attended,)
+        held = (
+            *work.buffers, *work.last, work.logits, *attended, self._upload.words, rope, *gathered,
+        )  # fmt: skip
         pages = 0 if self.fused is None else self.fused.page_attention_bytes
         return num_bytes(*held) + self.communicator.num_bytes + pages
 
@@ -127,6 +130,10 @@ class Part:
         """Have passes of these widths, and a place for gathered keys and values."""
         self.widths, self.most_tokens = widths.passes, widths.passes[-1]
         self.work.products.padded_rows = widths.products
+        padded = [n for (name, _), n in widths.products.items() if name == "attention_output"]
+        if padded:
+            queries = self.work.buffers.queries
+            self.work.attended = queries.new_empty(max(padded), queries[0].numel())
         self._attention.take_widths(widths.passes)
 
     # --- passes -----------------------------------------------------------------------------------
@@ -144,18 +151,26 @@ class Part:
         stop = position + len(token_ids)
         most = min(len(page_table) * PAGE_POSITIONS, self.work.config.context_tokens)
         assert stop <= most, "no room"
-        rows = self._num_rows(len(token_ids), is_prompt=position == 0 and want_logits)
+        is_prompt, tokens = position == 0 and want_logits, len(token_ids)
+        graph_rows = self._graph_rows(tokens) if is_prompt else None
+        rows = graph_rows or (width_of(tokens, self.widths) if self.widths else tokens)
         pages = page_table[: -(-stop // PAGE_POSITIONS)]
-        return self._upload.chunk(token_ids, position, pages, rows)
+        is_short = graph_rows is not None and bool(self.widths)
+        return self._upload.chunk(token_ids, position, pages, rows, is_short_prompt=is_short)
 
-    def _num_rows(self, num_tokens: int, *, is_prompt: bool) -> int:
-        """Of a pass over so many tokens, which may be a prompt's first ones and its last ones."""
-        if is_prompt and num_tokens < (LEAST_CHUNK_TOKENS if self.widths else self.most_tokens):
-            bound = self.widths[0] if self.widths else self.most_tokens
-            short = [size for size in self.graphs.by_rows if num_tokens <= size < bound]
-            if short:
-                return min(short)
-        return width_of(num_tokens, self.widths) if self.widths else num_tokens
+    def _graph_rows(self, tokens: int) -> int | None:
+        """Rows of the smallest graph for all of a prompt of so many tokens, if there is one.
+
+        Of a prompt as long as a chunk the chunk is kept, so its rows have no bits of their own.
+        """
+        if not self.widths:
+            fitting = [n for n in self.graphs.by_rows if tokens <= n < self.most_tokens]
+        elif tokens < LEAST_CHUNK_TOKENS:
+            most = width_of(tokens, self.widths)
+            fitting = [n for n in self.graphs.of_short_prompts if tokens <= n <= most]
+        else:
+            fitting = []
+        return min(fitting, default=None)
 
     def stages(self, chunk: Chunk, *, want_logits: bool) -> Iterator[None]:
         """Queue one pass; stops where all ranks have to come as far before any goes on."""
@@ -173,9 +188,9 @@ class Part:
 
     def has_graph(self, chunk: Chunk) -> bool:
         """Whether a pass over the chunk was recorded."""
-        return self._attention.fits_graph(chunk) and chunk.num_rows in self.graphs.by_rows
+        return self._attention.fits_graph(chunk) and self.graphs.has(chunk)
 
-    def begin_capture(self, size: int) -> Chunk:
+    def begin_capture(self, size: int, *, is_short_prompt: bool) -> Chunk:
         """A chunk of so many rows and no token: the pool stays as it is."""
         assert self.work.operations.capturable, "kernels read the place from the device"
         assert 0 < size <= self.most_tokens, "buffers are large enough"
@@ -183,11 +198,11 @@ class Part:
         can = self._attention.can_attend_whole
         self._attention.attends_whole = is_whole and can(self.work.buffers)
         nothing = torch.zeros(0, dtype=torch.int32)
-        return self._upload.chunk(nothing, 0, nothing, size)
+        return self._upload.chunk(nothing, 0, nothing, size, is_short_prompt=is_short_prompt)
 
     def record(self, chunk: Chunk) -> None:
         """Record the pass that `begin_capture` began, once it has run."""
-        self.graphs.record(chunk.num_rows, self.graph_parts(chunk))
+        self.graphs.record(chunk, self.graph_parts(chunk))
         self._attention.attends_whole = False
 
 

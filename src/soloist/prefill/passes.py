@@ -8,6 +8,8 @@ brings earlier keys together.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import Tensor
+
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
@@ -48,6 +50,7 @@ class Pass:
     def layers(self, chunk: Chunk, *, want_logits: bool) -> Iterator[Stages]:
         """The stages of each layer, the head's with the last one's; each to be run through."""
         rows = self._communicator.rows(chunk.num_rows)
+        self._work.products.pads = not chunk.is_short_prompt
         self._work.operations.start()
         self._communicator.begin(rows, chunk)
         for layer in range(len(self.names)):
@@ -79,6 +82,7 @@ class Pass:
         if narrowing is Narrowing.OUTPUT:
             attended = attended.index_select(0, chunk.last)
             rows = communicator.last_row(rows, chunk)
+        attended = self._with_room(names.attention_output, attended)
         products.multiply(attended, names.attention_output, communicator.output(2 * layer, rows))
         yield from communicator.mlp_input(layer, rows, chunk)
         if narrowing is Narrowing.MLP:
@@ -89,6 +93,14 @@ class Pass:
         yield from communicator.after_layer(layer, rows)
         if is_last:
             yield from communicator.head(rows, chunk)
+
+    def _with_room(self, name: str, attended: Tensor) -> Tensor:
+        """What attention gave, with more rows behind it in memory if its product takes them."""
+        count = self._work.products.num_rows(name, len(attended))
+        if count == len(attended):
+            return attended
+        assert self._work.attended is not None, "`Part.take_widths` made room"
+        return self._work.attended[: len(attended)].copy_(attended)
 
     @property
     def keys_at(self) -> int:

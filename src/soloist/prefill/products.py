@@ -32,6 +32,7 @@ class Products:
             the head.
         matrix: `matrices`.
         padded_rows: as of `Widths.products`.
+        pads: whether these count: not in a pass whose rows may have bits of their own.
     """
 
     in_rows = True
@@ -39,6 +40,7 @@ class Products:
     def __init__(self, matrices: Matrices) -> None:
         self.matrix = matrices
         self.padded_rows: Mapping[tuple[str, int], int] = {}
+        self.pads = True
 
     def behaviour(self, name: str) -> tuple[int, Hashable]:
         """Columns of a matrix, and what decides how it is multiplied, beside the number of rows."""
@@ -71,6 +73,10 @@ class Products:
         x, out = self.lengthened(name, x, out)
         self.multiply_by(x, self.matrix(name)[..., first:, :], out[..., first:])
 
+    def num_rows(self, name: str, rows: int) -> int:
+        """How many rows the product of a pass of so many rows takes."""
+        return self.padded_rows.get((name.rpartition(".")[2], rows), rows) if self.pads else rows
+
     def lengthened(self, name: str, *buffers: Tensor) -> list[Tensor]:
         """Buffers' rows of a pass with those behind them, as many as the product takes.
 
@@ -78,7 +84,7 @@ class Products:
         summed.
         """
         rows = len(buffers[0])
-        count = self.padded_rows.get((name.rpartition(".")[2], rows), rows)
+        count = self.num_rows(name, rows)
         return [x if count == rows else x.as_strided((count, *x.shape[1:]), x.stride())
                 for x in buffers]  # fmt: skip
 

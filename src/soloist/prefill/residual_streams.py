@@ -30,7 +30,7 @@ class ResidualStreams:
     ring_modules: int = 0
     widens_fp16: bool = True
     fuses_gate_up: bool = True
-    padded: tuple[str, ...] = ("qkv", "gate_up", "down")
+    padded: tuple[str, ...] = ("qkv", "attention_output", "gate_up", "down")
     leaves_queries: bool = True
 
     def wide_products(self, dtype: Dtype) -> bool:

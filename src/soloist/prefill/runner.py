@@ -82,7 +82,7 @@ class Prefill:
                 for part in self.parts
             ]
             if all(part.has_graph(chunk) for part, chunk in self._each(chunks)):
-                _in_turn(part.graphs.replay(chunk.num_rows) for part, chunk in self._each(chunks))
+                _in_turn(part.graphs.replay(chunk) for part, chunk in self._each(chunks))
             else:
                 self._advance(chunks, want_logits=want_logits)
             return self._logits() if want_logits else None
@@ -120,21 +120,25 @@ class Prefill:
         return logits
 
     @torch.inference_mode()
-    def capture(self, sizes: Iterable[int]) -> None:
+    def capture(self, sizes: Iterable[int], short: Iterable[int] = ()) -> None:
         """Record CUDA graphs for first chunks of up to each of `sizes` tokens.
 
-        Of sizes in `widths` they are for later chunks as well. Shorter chunks are padded to the
-        next size, so sizes are best a factor of two or less apart, and the smallest one small; but
-        only full chunks take the graph of `most_tokens`, unless that is a width.
-        Matrices have to stay at the same addresses, and what it takes to get them is recorded too.
+        Of sizes in `widths` they are for later chunks as well; and where there are widths, of the
+        other sizes and of `short` they are for prompts that are shorter than any chunk. Shorter
+        chunks are padded to the next size, so sizes are best a factor of two or less apart, and the
+        smallest one small; but only full chunks take the graph of `most_tokens`, unless that is a
+        width. Matrices have to stay at the same addresses, and what it takes to get them is
+        recorded too.
 
         Where ranks share a GPU nothing is recorded: they would wait for graphs behind their own.
         """
         devices = {part.pool.device for part in self.parts}
         if len(devices) < len(self.parts):
             return
-        for size in sorted(set(sizes), reverse=True):  # the largest first: its memory serves others
-            chunks = [part.begin_capture(size) for part in self.parts]
+        kinds = {(size, bool(self.widths) and size not in self.widths) for size in sizes}
+        kinds.update((size, bool(self.widths)) for size in short)
+        for size, is_short in sorted(kinds, reverse=True):  # the largest's memory serves others
+            chunks = [part.begin_capture(size, is_short_prompt=is_short) for part in self.parts]
             self._advance(chunks, want_logits=True)  # libraries set themselves up
             for part, chunk in self._each(chunks):
                 part.record(chunk)

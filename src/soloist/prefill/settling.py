@@ -1,6 +1,7 @@
 """Which widths are batch-invariant for a model's products and attention, tried on its matrices."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,10 +24,17 @@ def settled_widths(parts: Sequence[Part]) -> Widths | None:
         width: {name: _combined([of_one[width][name] for of_one in of_parts]) for name in seen}
         for width, seen in of_parts[0].items()
     }
-    widths = batch_invariant_widths(everywhere, parts[0].work.streams.padded)
-    if widths is None or not all(attention_is_invariant_at(part, widths.passes) for part in parts):
+    # Products from packed tiles take the rows that they are given.
+    in_rows = all(part.work.products.in_rows for part in parts)
+    widths = batch_invariant_widths(everywhere, parts[0].work.streams.padded if in_rows else ())
+    if widths is None:
         return None
-    return widths
+    # Attention may take another form for few queries.
+    tried = dict.fromkeys((widths.passes, widths.of_chunks().passes))
+    for passes in tried:
+        if all(attention_is_invariant_at(part, passes) for part in parts):
+            return replace(widths, passes=passes)
+    return None
 
 
 def tries_widths(part: Part) -> bool:
@@ -38,6 +46,7 @@ def tries_widths(part: Part) -> bool:
 def behaviours(part: Part) -> Behaviours:
     """Of every candidate width and product, for `batch_invariant_widths`."""
     part.work.operations.start()
+    part.work.products.pads = False  # every pass says so anew
     candidates, like = candidate_widths(part.most_tokens), part.work.buffers.normed
     of_products: dict[str, list[dict[int, int | None]]] = {}
     for name, first in products_of(part):

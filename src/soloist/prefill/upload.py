@@ -38,7 +38,13 @@ class Upload:
         self._staged_words = self._staged.numpy()
 
     def chunk(
-        self, ids: TokenIds, position: int, pages: Tensor | Sequence[int], rows: int
+        self,
+        ids: TokenIds,
+        position: int,
+        pages: Tensor | Sequence[int],
+        rows: int,
+        *,
+        is_short_prompt: bool = False,
     ) -> Chunk:
         """A chunk of `rows` rows, of which `ids` are the first, when the last pass is over.
 
@@ -66,6 +72,7 @@ class Upload:
             query_bounds=query_bounds,
             # Never empty, or it would have no address for a captured graph to read.
             page_table=self.words[_NUM_FIRST : _NUM_FIRST + max(1, len(pages))],
+            is_short_prompt=is_short_prompt,
         )
 
 

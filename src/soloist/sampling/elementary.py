@@ -12,6 +12,10 @@ from soloist.sampling import constants
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
+# A first token waits for its choice: numbers of so many tokens stay in a core's cache, and those of
+# a whole vocabulary take several times as long.
+PART_TOKENS = 32_768
+
 
 def negative_ln(x: FloatArray) -> FloatArray:
     """-ln(x) for normal, positive `x`."""
@@ -43,6 +47,11 @@ def integer_weights(gaps: FloatArray) -> IntArray:
     Args:
         gaps: score minus best score; -inf weighs nothing.
     """
+    parts = [_weights(gaps[i : i + PART_TOKENS]) for i in range(0, len(gaps), PART_TOKENS)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _weights(gaps: FloatArray) -> IntArray:
     gaps = np.maximum(gaps, np.float32(constants.EXP_FLOOR))
     halvings = np.rint(gaps * np.float32(constants.LOG2_E))
     rest = gaps - halvings * np.float32(constants.LN2_HIGH)

@@ -21,6 +21,7 @@ def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
         params: top_k, top_p and min_p are used.
     """
     gaps = scores - scores.max()
+    is_ranked = True
     if params.top_k is not None and params.top_k < len(gaps):
         ids = ranked(gaps, params.top_k)
         if params.top_p < 1:
@@ -30,10 +31,10 @@ def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
     elif params.top_p < 1:
         ids = _nucleus(gaps, params.top_p)
     else:
-        ids = np.arange(len(gaps))
+        ids, is_ranked = np.arange(len(gaps)), False
     if params.min_p > 0:
         ids = ids[integer_weights(gaps[ids]) >= _share(params.min_p, 1 << WEIGHT_BITS)]
-    return np.sort(ids)
+    return np.sort(ids) if is_ranked else ids
 
 
 def ranked(scores: FloatArray, count: int) -> IntArray:

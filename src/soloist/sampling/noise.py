@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soloist.sampling import constants
-from soloist.sampling.elementary import FloatArray, IntArray, ln_of_parts, negative_ln, split
+from soloist.sampling.elementary import (
+    PART_TOKENS,
+    FloatArray,
+    IntArray,
+    ln_of_parts,
+    negative_ln,
+    split,
+)
 
 Word = NDArray[np.uint64]  # values below 2^32, kept in 64 bits so that products are whole
 
@@ -24,21 +31,25 @@ def gumbel_noise(seed: int, position: int, token_ids: IntArray) -> FloatArray:
     Returns:
         [N] standard Gumbel values between -3.13 and 22.88.
     """
-    return gumbel_of_words(token_words(seed, position, token_ids))
+    parts = [
+        gumbel_of_words(token_words(seed, position, token_ids[first : first + PART_TOKENS]))
+        for first in range(0, len(token_ids), PART_TOKENS)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def token_words(seed: int, position: int, token_ids: IntArray) -> Word:
     """[N] random words: token `id` owns word `id` mod 4 of the Philox block `id` div 4."""
     blocks = token_ids >> 2
-    last = int(blocks[-1])
+    first, last = int(blocks[0]), int(blocks[-1])
     # Where most blocks are wanted, making each once is cheaper than once per token.
-    is_dense = len(token_ids) > last
-    made = np.arange(last + 1) if is_dense else blocks
+    is_dense = len(token_ids) > last - first
+    made = np.arange(first, last + 1) if is_dense else blocks
     low, high = position & constants.WORD_MASK, position >> 32
     counter = (made, low, high, constants.DOMAIN_TOKEN_CHOICE)
     words: Word = np.stack(philox(counter, seed), axis=1)
-    rows = blocks if is_dense else np.arange(len(token_ids))
-    chosen: Word = words[rows, token_ids & 3]
+    places = token_ids - 4 * first if is_dense else 4 * np.arange(len(blocks)) + (token_ids & 3)
+    chosen: Word = words.reshape(-1)[places]
     return chosen
 
 

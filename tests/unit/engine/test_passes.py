@@ -83,6 +83,26 @@ def test_no_pass_beside_others_is_wider_than_allowed(chunk_tokens: int) -> None:
     assert p.read_alone(prompt_of(700))[0] == [256, 256, 188], "no wider than a chunk"
 
 
+def test_a_pass_that_is_narrower_than_a_chunk_says_nothing_about_wider_ones() -> None:
+    """It takes hardly less time, so others would be thought to take several times as long."""
+    p = Parts(widths=(128, 192, *WIDTHS))
+    stream = p.open(prompt_of(30), SamplingParams(max_tokens=50, ignore_eos=True))
+    p.read(stream)
+    seen = []
+    for tokens in (512 + 100, 512 + 200):
+        running = p.open(prompt_of(tokens, tokens))
+        while not running.is_read:
+            assert p.executor.reserve([stream, running])
+            p.executor.read(running)
+            for _ in p.executor.rounds([stream], 1):
+                pass
+        seen.append(set(p.executor._pace._seen))
+        p.executor.free(running)
+    assert p.prefill.chunks[-1] == 200
+    assert seen[0] <= {256, 512}
+    assert not any(width < 256 for width in seen[1])
+
+
 def test_hits_go_on_at_every_block() -> None:
     p, stem = Parts(), prompt_of(3000)
     p.read_alone(stem)

@@ -1,5 +1,6 @@
 """The tree of cached prompts against a model of itself: a list of whole beginnings."""
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -159,6 +160,20 @@ def test_the_least_recently_used_chunk_goes_first_and_the_last_of_its_branch() -
         went.append(node.held)
         tree.remove(node)
     assert went == ["second", "behind first", "first"]
+
+
+def test_arrays_match_as_lists_do() -> None:
+    tree: PrefixTree[str] = PrefixTree(PrefixChunks(2, 2))
+    ids = [1, 2, 300, 2**31 - 1, 5]
+    first, _ = tree.insert(tree.match([]).node, ids[:2], "first")
+    tree.insert(first, ids[2:4], "second")
+    for given in (ids, tuple(ids), np.array(ids, np.int64), np.array([*ids, 7], np.int64)[:-1]):
+        match = tree.match(given)
+        assert [node.held for node in match.nodes] == ["first", "second"]
+        assert (match.num_tokens, match.divergence) == (4, None)
+    match = tree.match(np.array([1, 2, 300, 4, 5], np.int64))
+    assert match.divergence == Divergence(3, (2**31 - 1,))
+    assert match.num_tokens == 2, "bytes that are alike in part are no chunk"
 
 
 @pytest.mark.parametrize(

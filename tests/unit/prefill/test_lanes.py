@@ -218,9 +218,10 @@ def test_widths_whose_products_split_their_sums_are_refused(
     monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: True)
     config = read_config(written(tmp_path, fields_of("mean of lanes")))
     for split_at, left in (
-        (0, (256, 384, 512, 768)),
-        (384, (256, 512, 768)),
-        (256, (384, 512, 768)),
+        (0, (128, 192, 256, 384, 512, 768)),
+        (384, (128, 192, 256, 512, 768)),
+        (256, (128, 192, 384, 512, 768)),
+        (192, (128, 256, 384, 512, 768)),
     ):
         monkeypatch.setattr(Exact, "split_at", split_at)
         run = Prefill(spread(config, ranks, dtype=torch.bfloat16, multiply=Exact, most=768))

@@ -112,8 +112,10 @@ def test_all_ranks_have_the_widths_on_which_all_agree(
     assert run.widths == (), "one rank's attention does not agree"
     monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: True)
     run.settle_widths()
-    widths = (512, 768) if of_last[768] else (256, 512)
+    widths = (256, 512, 768) if of_last[768] else (256, 512)
+    padded = {("attention_output", 256): 512} if of_last[768] else {}
     assert {rank.widths for rank in run.parts} == {widths}
+    assert all(rank.work.products.padded_rows == padded for rank in run.parts)
     assert (run.widths, run.most_tokens) == (widths, widths[-1])
 
 

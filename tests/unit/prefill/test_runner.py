@@ -19,6 +19,7 @@ from soloist.prefill import chunk_attention, settling
 from soloist.prefill.attention import attend
 from soloist.prefill.elementwise import Chunk, TorchElementwise
 from soloist.prefill.part import Part, require_prefill
+from soloist.prefill.products import Factor, Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import Widths
 from soloist.reference.build import build_reference
@@ -218,6 +219,122 @@ def test_where_passes_attend_to_pages_nothing_is_gathered(name: str, cuts: list[
         assert part.has_graph(chunk), "a recorded pass serves every position"
 
 
+def test_short_prompts_have_graphs_of_their_own() -> None:
+    """Of 128 rows there may be two: a later pass may multiply more rows, and gathers its keys."""
+    run = prefill(replace(MODELS["gqa-tied"], context_tokens=1024))
+    part, ids = run.parts[0], prompt(MODELS["gqa-tied"], 300)
+    part.take_widths(Widths((128, 192, 256), {("down", 128): 256}))
+    asked = ((100, 0), (100, 256), (129, 0), (150, 192))
+
+    def placed(tokens: int, position: int) -> Chunk:
+        return part.placed(ids[:tokens], position, [*range(8)], want_logits=True)
+
+    assert [placed(*one).num_rows for one in asked] == [128, 128, 192, 192]
+    assert not any(placed(*one).is_short_prompt for one in asked)
+    part.graphs.by_rows = {128: [], 192: [], 256: []}
+    part.graphs.of_short_prompts = {32: [], 64: [], 128: [], 256: []}
+    seen = {one: placed(*one) for one in [*asked, (20, 0), (200, 0), (256, 0), (20, 256)]}
+    short = {one: chunk.num_rows for one, chunk in seen.items() if chunk.is_short_prompt}
+    assert short == {(100, 0): 128, (20, 0): 32, (200, 0): 256}
+    others = {one: chunk.num_rows for one, chunk in seen.items() if not chunk.is_short_prompt}
+    assert others == {
+        (100, 256): 128, (129, 0): 192, (150, 192): 192, (256, 0): 256, (20, 256): 128,
+    }  # fmt: skip
+    assert all(part.has_graph(chunk) for chunk in seen.values())
+    silent = part.placed(ids[:100], 0, SCATTERED_WIDE, want_logits=False)
+    assert not silent.is_short_prompt, "more tokens follow"
+    part.graphs.by_rows = {}
+    assert [part.has_graph(chunk) for chunk in seen.values()] == [
+        chunk.is_short_prompt for chunk in seen.values()
+    ]
+
+
+def test_only_passes_that_must_not_depend_on_their_width_multiply_more_rows() -> None:
+    config = replace(MODELS["gqa-tied"], context_tokens=1024)
+    run, ids = prefill(config), prompt(config, 300)
+    part, wanted = run.parts[0], reference_logits(config, ids)
+    part.take_widths(Widths((128, 256), {("down", 128): 256, ("attention_output", 128): 256}))
+    run.run(ids[:256], 0, SCATTERED_WIDE)
+    part.graphs.of_short_prompts = {64: []}
+    for tokens, position, pads in ((20, 280, True), (20, 0, False)):
+        if position:
+            run.run(ids[256:280], 256, SCATTERED_WIDE)
+        chunk = part.placed(
+            ids[position : position + tokens], position, SCATTERED_WIDE, want_logits=True
+        )
+        for _ in part.stages(chunk, want_logits=True):
+            pass
+        assert part.work.products.pads is pads
+        rows = {part.work.products.num_rows(f"layers.0.{name}", 128) for name in ("down", "qkv")}
+        assert rows == ({128, 256} if pads else {128})
+        logits = wanted[position + tokens - 1]
+        torch.testing.assert_close(part.logits, logits, rtol=0, atol=3e-5)
+
+
+class RowByRow(Products):
+    """As with libraries, a row's bits depend on how many rows a product has."""
+
+    def multiply(self, x: Factor, name: str, out: Tensor, first: int = 0) -> None:
+        assert isinstance(x, Tensor)
+        x, out = self.lengthened(name, x, out)
+        matrix = self.matrix(name)[first:]
+        halves = (name.rpartition(".")[2], len(x)) in {("down", 256), ("attention_output", 128)}
+        cuts = (0, x.shape[1] // 2, x.shape[1]) if halves else (0, x.shape[1])
+        for row, into in zip(x, out[:, first:], strict=True):
+            into.copy_(sum(matrix[:, a:b] @ row[a:b] for a, b in pairwise(cuts)))
+
+
+class AttendsRowByRow(AttendsPages):
+    def attend_pages(
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+    ) -> Tensor:
+        out = torch.zeros_like(queries).flatten(1)
+        first = chunk.stop - int(query_bounds[1])
+        for i in range(int(query_bounds[1])):
+            pages, stop = chunk.page_table, first + i + 1
+            keys, values = (x.transpose(0, 1) for x in self.pool.read(layer, pages, 0, stop))
+            window = self.config.layers[layer].attention.window
+            out[i] = attend(queries[i : i + 1], keys, values, window)
+        return out
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_short_ends_have_the_bits_of_wide_passes(is_padded: bool) -> None:
+    """Where each product has as many rows as it takes; otherwise not."""
+    config = replace(MODELS["qwen3"], context_tokens=1024)
+    weights, ids = random_weights(config), prompt(config, 690)
+    a = config.layers[0].attention
+    pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 11, torch.float32, CPU)
+    products = RowByRow(matrices(weights, torch.float32).__getitem__)
+    part = Part(
+        Share(config, 1, 0), products, vectors(weights), pool, AttendsRowByRow, most_tokens=768
+    )
+    run = Prefill([part])
+    padded = {("down", 256): 384, ("attention_output", 128): 192}
+    part.take_widths(Widths((128, 192, 256, 384, 768), padded if is_padded else {}))
+    found = []
+    for tokens, ways in {
+        600: ([0, 600], [0, 512, 600], [0, 256, 512, 600]),
+        690: ([0, 690], [0, 256, 512, 690]),
+        520: ([0, 520], [0, 512, 520]),
+    }.items():
+        for cuts in ways:
+            pool.tensor.zero_()
+            for start, stop in pairwise(cuts):
+                logits = run.run(ids[start:stop], start, [*range(11)])
+            assert logits is not None
+            torch.testing.assert_close(
+                logits, reference_logits(config, ids[:tokens])[-1], rtol=0, atol=3e-5
+            )
+            found.append((tokens, logits.clone(), pool.tensor.clone()))
+    same = [
+        torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
+        for one, other in pairwise(found)
+        if one[0] == other[0]
+    ]
+    assert all(same) if is_padded else not any(same)
+
+
 def test_widths_are_not_asked_for_where_products_are_not_16_bit_on_a_gpu() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         run = prefill(MODELS["mha"], dtype)
@@ -228,10 +345,12 @@ def test_widths_are_not_asked_for_where_products_are_not_16_bit_on_a_gpu() -> No
 @pytest.mark.parametrize(
     ("name", "sums", "widths"),
     [
-        ("down", (), (256, 384, 512, 768)),
-        ("attention_output", (256, 384), (512, 768)),
-        ("down", (256, 384), (256, 384, 512, 768)),
-        ("down", (768,), (256, 384, 512)),
+        ("down", (), (128, 192, 256, 384, 512, 768)),
+        ("attention_output", (256, 384), (128, 192, 256, 384, 512, 768)),
+        ("attention_output", (128,), (128, 192, 256, 384, 512, 768)),
+        ("down", (256, 384), (128, 192, 256, 384, 512, 768)),
+        ("down", (192, 256), (128, 192, 256, 384, 512, 768)),
+        ("down", (768,), (128, 192, 256, 384, 512)),
     ],
 )
 def test_widths_at_which_products_differ_are_refused_or_padded(
@@ -250,7 +369,7 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
     def mm(x: Tensor, matrix: Tensor, *, out: Tensor) -> Tensor:
         short = of_matrix.get(id(matrix._base), "")
         asked.append((short, len(x)))
-        for row, into in zip(x.split(128), out.split(128), strict=True):
+        for row, into in zip(x.split(64), out.split(64), strict=True):
             halves = zip(row.chunk(2, 1), matrix.chunk(2, 0), strict=True)
             splits = short == name and len(x) in sums
             into.copy_(sum(p @ q for p, q in halves) if splits else row @ matrix)
@@ -261,12 +380,19 @@ def test_widths_at_which_products_differ_are_refused_or_padded(
     monkeypatch.setattr(settling, "tries_widths", lambda _: True)
     run.settle_widths()
     assert run.widths == widths
-    asked.clear()
-    run.run(prompt(config, 100), 0, SCATTERED)
-    rows = {(short, count) for short, count in asked if count > 1}
-    assert (name, 512 if sums == (256, 384) else 256) in rows
-    if name == "down":
-        assert {count for short, count in rows if short != "down"} == {256}
+    ids = prompt(config, 512)
+    for tokens, width in ((100, 128), (150, 192), (200, 256)):
+        asked.clear()
+        logits = run.run(ids[:tokens], 0, SCATTERED_WIDE)
+        rows = {(short, count) for short, count in asked if count > 1}
+        more = next(w for w in widths if w >= width and w not in sums)
+        assert {count for short, count in rows if short == name} == {more}
+        assert {count for short, count in rows if short != name} == {width}
+        reference = reference_logits(config, ids[:tokens])[-1]
+        torch.testing.assert_close(logits, reference, rtol=0, atol=3e-5)
+    monkeypatch.setattr(settling, "attention_is_invariant_at", lambda _, passes: passes[0] >= 256)
+    run.settle_widths()
+    assert run.widths == tuple(w for w in widths if w >= 256), "few queries have another form"
     run.widths = ()
     monkeypatch.setattr(settling, "attention_is_invariant_at", lambda *_: False)
     run.settle_widths()

@@ -15,11 +15,11 @@ LIKE = torch.empty(0)
 
 def test_candidates_are_blocks_and_no_pass_is_padded_by_more_than_half() -> None:
     widths = candidate_widths(2048)
-    assert (widths[0], widths[-1]) == (256, 2048)
-    for tokens in range(256, 2049):
-        assert width_of(tokens, widths) < 1.5 * tokens + 256
-    assert candidate_widths(1100) == (256, 384, 512, 768, 1024)
-    assert candidate_widths(300) == (), "one width is no choice"
+    assert (widths[0], widths[-1]) == (128, 2048)
+    for tokens in range(1, 2049):
+        assert width_of(tokens, widths) < 1.5 * tokens + 128
+    assert candidate_widths(1100) == (128, 192, 256, 384, 512, 768, 1024)
+    assert candidate_widths(300) == (), "one width of chunks is no choice"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,11 @@ def test_candidates_are_blocks_and_no_pass_is_padded_by_more_than_half() -> None
         ({256: 0, 512: 1, 1024: 2, 2048: 3}, ()),
         ({256: None, 512: None, 1024: 0, 2048: 0}, ()),
         ({256: 0, 512: None, 1024: None, 2048: None}, ()),
+        ({128: 0, 192: 1, 256: 0, 512: 0}, (128, 256, 512)),
+        ({128: 0, 256: 1, 512: 0, 1024: 0}, (128, 512, 1024)),
+        ({128: 0, 192: 0, 256: 1, 512: 2, 1024: 0}, ()),
+        ({128: 0, 256: 1, 512: 2, 1024: 1, 2048: 0}, (256, 1024)),
+        ({128: 0, 192: 0, 1024: 0, 2048: 0}, ()),
         ({}, ()),
     ],
 )
@@ -66,6 +71,28 @@ def test_narrower_passes_compute_what_disagrees_on_more_rows() -> None:
     assert batch_invariant_widths(seen, ("down", "gate_up")).passes == (256, 512, 2048)
 
 
+def test_each_product_is_padded_to_the_next_width_at_which_it_agrees() -> None:
+    seen = {
+        128: {"qkv": 0, "attention_output": 1, "down": 1},
+        192: {"qkv": 2, "attention_output": 0, "down": 2},
+        256: {"qkv": 2, "attention_output": 1, "down": 1},
+        512: {"qkv": 0, "attention_output": 0, "down": 0},
+        1024: {"qkv": 0, "attention_output": 0, "down": 0},
+    }
+    every = ("qkv", "attention_output", "down")
+    widths = batch_invariant_widths(seen, every)
+    assert widths.passes == (128, 192, 256, 512, 1024)
+    assert widths.products == {
+        ("attention_output", 128): 192, ("down", 128): 512,
+        ("qkv", 192): 512, ("down", 192): 512,
+        ("qkv", 256): 512, ("attention_output", 256): 512, ("down", 256): 512,
+    }  # fmt: skip
+    assert widths.of_chunks().passes == (256, 512, 1024)
+    widths = batch_invariant_widths(seen, ("attention_output", "down"))
+    assert widths.passes == (128, 512, 1024), "qkv cannot be padded"
+    assert widths.products == {("attention_output", 128): 192, ("down", 128): 512}
+
+
 def by_rows(x: Tensor) -> Tensor:
     """A product whose bits depend on nothing but the row."""
     return torch.stack([row.cumsum(0)[-8:] for row in x])
@@ -89,6 +116,27 @@ def test_products_that_split_their_sums_disagree() -> None:
     assert passes(seen) == (256, 384, 512)
     seen = product_behaviours(by_rows, 100, WIDTHS, LIKE)
     assert passes(seen) == WIDTHS
+    short = (128, 192, *WIDTHS)
+    assert passes(product_behaviours(by_rows, 100, short, LIKE)) == short
+    seen = product_behaviours(
+        lambda x: split(x) if len(x) in (192, 256) else by_rows(x), 100, short, LIKE
+    )
+    assert passes(seen) == (128, 384, 512, 1024)
+    assert seen[192] == seen[256]
+
+
+def test_widths_that_differ_behind_a_short_ones_rows_differ() -> None:
+    """The short one agrees with one of them at least; both are not taken for the same."""
+
+    def product(x: Tensor) -> Tensor:
+        if len(x) <= 256:
+            return by_rows(x)
+        is_early = torch.arange(len(x))[:, None] % 256 < 128
+        return torch.where(is_early, by_rows(x), split(x))
+
+    seen = product_behaviours(product, 100, (128, *WIDTHS), LIKE)
+    assert len({seen[w] for w in WIDTHS}) == 2
+    assert seen[256] not in {seen[384], seen[512], seen[1024]}
 
 
 def test_a_width_whose_rows_differ_by_place_is_none() -> None:
@@ -98,12 +146,12 @@ def test_a_width_whose_rows_differ_by_place_is_none() -> None:
         return torch.cat([by_rows(x[:-64]), split(x[-64:])]) if len(x) == 1024 else by_rows(x)
 
     seen = product_behaviours(product, 100, WIDTHS, LIKE)
-    assert seen == {256: 0, 384: 0, 512: 0, 1024: None}
+    assert seen == {1024: None, 512: 0, 384: 0, 256: 0}
 
 
 def test_zeros_of_both_signs_differ() -> None:
     seen = product_behaviours(lambda x: x * 0 if len(x) > 256 else -x * 0, 4, WIDTHS, LIKE)
-    assert seen == {256: 0, 384: 1, 512: 1, 1024: 1}
+    assert seen == {1024: 0, 512: 0, 384: 0, 256: 1}
 
 
 def exactly(

@@ -43,6 +43,27 @@ def test_noise_does_not_depend_on_which_other_tokens_are_asked_for():
     assert np.array_equal(gumbel_noise(3, 4, few), everything[few])
 
 
+def test_noise_of_a_vocabulary_is_that_of_each_token():
+    """In parts, with gaps of any width, from any token on."""
+    everything = gumbel_noise(2**63 + 1, 2**33, np.arange(3, 100_001))
+    rng = np.random.default_rng(0)
+    for count in (1, 5, 300, 30_000, 90_000):
+        ids = np.sort(rng.choice(np.arange(3, 100_001), count, replace=False))
+        assert np.array_equal(gumbel_noise(2**63 + 1, 2**33, ids), everything[ids - 3])
+    for token_id in (3, 32_770, 32_771, 65_538, 65_539, 100_000):
+        alone = gumbel_noise(2**63 + 1, 2**33, np.array([token_id]))
+        assert alone[0] == everything[token_id - 3]
+
+
+def test_weights_of_a_vocabulary_are_those_of_each_token():
+    gaps = -np.random.default_rng(0).exponential(8, 100_000).astype(np.float32)
+    weights = integer_weights(gaps)
+    assert weights.shape == gaps.shape
+    for i in (0, 32_767, 32_768, 65_536, 99_999):
+        assert weights[i] == integer_weights(gaps[i : i + 1])[0]
+    assert np.array_equal(weights[40_000:50_000], integer_weights(gaps[40_000:50_000]))
+
+
 @pytest.mark.parametrize(
     ("seed", "position", "token_id", "bits"),
     [  # one changed bit here changes what every seed means

@@ -233,8 +233,9 @@ def test_rollback_undoes_observe():
 
 
 def test_ids_and_shapes_outside_the_vocabulary_are_refused():
-    with pytest.raises(BadTokenId, match="prompt"):
-        Sampler(SamplingParams(), V, [V])
+    for token_id in (V, -1, 2**31, -(2**40), 2**70):
+        with pytest.raises(BadTokenId, match="prompt"):
+            Sampler(SamplingParams(), V, [1, token_id])
     with pytest.raises(BadTokenId, match="eos_ids"):
         Sampler(SamplingParams(), V, [], eos_ids=[V])
     with pytest.raises(BadTokenId, match="stop_token_ids"):

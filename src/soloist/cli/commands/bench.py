@@ -161,6 +161,13 @@ def prefill(
             "experiment).",
         ),
     ] = False,
+    path: Annotated[
+        str,
+        typer.Option(
+            help="Which way the tokens behind a prompt's last chunk are read: prefill (a pass), "
+            "decode (rounds of the decode kernel), or auto (by a rule; an experiment)."
+        ),
+    ] = "prefill",
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
@@ -174,9 +181,11 @@ def prefill(
     from soloist.bench import prefill as bench_prefill
     from soloist.cli import tables
     from soloist.engine import EngineConfig
+    from soloist.engine.tail_path import TAIL_PATHS
 
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
+    tail_path = o.chosen("--path", path, {name: name for name in TAIL_PATHS})
     _check_only_one(shape, model)
     if kept and prefix is not None:
         raise SettingError("--kept", f"{kept[0]} with --prefix {prefix}", "one of both options")
@@ -186,7 +195,7 @@ def prefill(
     asked = EngineConfig(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
         weights=layers, head_weights=head, accepted_fields=accepted,
-        packed_prompts=packed_prompts, page_attention=page_attention,
+        packed_prompts=packed_prompts, page_attention=page_attention, tail_path=tail_path,
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,
