@@ -60,3 +60,17 @@ def numbers_of(codes: Tensor, scales: Tensor, stored: KvFormat, dtype: torch.dty
     groups = numbers.view(*scales.shape, stored.scale_values)
     groups.mul_(scales.float().unsqueeze(-1))
     return numbers.to(dtype)
+
+
+def bytes_of(x: Tensor, stored: KvFormat) -> Tensor:
+    """What is stored of numbers [..., D], as bytes: codes, then scales."""
+    codes, scales = codes_of(x, stored)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+
+
+def of_bytes(x: Tensor, stored: KvFormat) -> tuple[Tensor, Tensor]:
+    """Codes and scales of what `bytes_of` made; of any contiguous tensor's copy."""
+    num_scales = x.shape[-1] * 8 // (stored.scale_values * stored.value_bits + stored.scale_bits)
+    num_codes = x.shape[-1] - num_scales * stored.scale_bits // 8
+    codes, scales = x[..., :num_codes].contiguous(), x[..., num_codes:].contiguous()
+    return codes.view(code_type(stored)), scales.view(_SCALES)
