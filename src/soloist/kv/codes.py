@@ -50,16 +50,18 @@ def codes_of(x: Tensor, stored: KvFormat) -> tuple[Tensor, Tensor]:
 
 def numbers_of(codes: Tensor, scales: Tensor, stored: KvFormat, dtype: torch.dtype) -> Tensor:
     """What codes and scales stand for, [..., D] in a new tensor: the product, rounded once."""
-    if stored.name == "int4":
-        low, high = codes & 15, codes >> _NIBBLE
-        numbers = torch.stack((low, high), -1).flatten(-2).float().add_(_LEAST_INT4)
-    elif stored.name == "fp8":
-        numbers = codes.view(_FP8).float()
-    else:
-        numbers = codes.float()
+    numbers = code_numbers(codes, stored)
     groups = numbers.view(*scales.shape, stored.scale_values)
     groups.mul_(scales.float().unsqueeze(-1))
     return numbers.to(dtype)
+
+
+def code_numbers(codes: Tensor, stored: KvFormat) -> Tensor:
+    """Codes without their scales, [..., D] fp32 in a new tensor."""
+    if stored.name == "int4":
+        low, high = codes & 15, codes >> _NIBBLE
+        return torch.stack((low, high), -1).flatten(-2).float().add_(_LEAST_INT4)
+    return (codes.view(_FP8) if stored.name == "fp8" else codes).float()
 
 
 def bytes_of(x: Tensor, stored: KvFormat) -> Tensor:
