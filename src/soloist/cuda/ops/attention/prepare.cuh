@@ -13,11 +13,18 @@ __device__ __forceinline__ void load_rope(const Context<M>& cx) {
 }
 
 // Where queries lie in shared memory: as the lanes of a warp read them for the first operand of m16n8k16,
-// [tile of 16 rows][32 of D][multiply][lane][16 bytes].
+// [tile of 16 rows][32 of D][multiply][lane][16 bytes]. Of eight neighbours those are a pair that are one in the keys' operand.
 template <class M>
 __device__ __forceinline__ u32 q_offset(u32 row, u32 d) {
-  const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
-  return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+  if constexpr (M::kCodeBits == 16) {
+    const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
+    return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+  } else {
+    constexpr bool kIsFour = M::kCodeBits == 4;
+    const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 2 * 2 + row % 16 / 8;
+    const u32 multiply = kIsFour ? d % 4 / 2 : d % 8 / 4, number = kIsFour ? d % 8 / 4 : d % 4 / 2;
+    return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + multiply) * 512 + lane * 16 + word * 4 + number * 2;
+  }
 }
 constexpr u32 kNoRow = ~0u;
 
