@@ -11,13 +11,7 @@
 template <class M>
 inline constexpr bool kHasCodes = M::kCodeBits < 16;
 
-// a b + c of two bf16 pairs; what is exact in bf16 comes out exact, numbers below the normal ones included.
-__device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-inline constexpr u32 kOnes = 0x3F803F80;
+inline constexpr u32 kOnes = 0x3F803F80;  // of bf16
 
 // Two codes of 8 bits, in bytes 0 and 2 of `word`, or 1 and 3 if it is `upper`, as a pair of bf16.
 template <bool kFloats>

@@ -80,7 +80,7 @@ struct LaneMerge {
           const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * M::kGroup, row = count * M::kGroup + of_group;
           if (of_group >= queries * M::kGroup) continue;
           if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
-          store_row(values + (mine * kRows + row) * M::kHeadDim, row & kRowSwap<M>, dims, softmax.out[m], i, q);
+          store_row<M>(values + (mine * kRows + row) * M::kHeadDim, row & kRowSwap<M>, dims, softmax.out[m], i, q);
         }
       // All warps write the same.
       if (kGatheredQueries<M> > 1 && cx.lane < queries) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
@@ -101,24 +101,7 @@ struct LaneMerge {
     if (row >= M::kGroup) return;
     const u32 dims = value_set(cx) * kSetDim<M>;
     if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][0], total);
-    store_row(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], 0, q);
-  }
-
-  // A lane's sums of one row, those of the lower or the upper half of a tile, to where the row's values lie from dimension `dims` on.
-  static __device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, const float (&out)[kSetDim<M> / 8][4],
-                                                   u32 half, u32 q) {
-    if constexpr (M::kCodeBits == 4) {  // sums of two times eight dimensions are neighbours, see Values
-#pragma unroll
-      for (u32 n = 0; n < kSetDim<M> / 8; n += 2) {
-        float2* to = reinterpret_cast<float2*>(values + (dims / 8 + n + q / 2 ^ swap) * 8 + q % 2 * 4);
-        to[0] = make_float2(out[n][2 * half], out[n + 1][2 * half]);
-        to[1] = make_float2(out[n][2 * half + 1], out[n + 1][2 * half + 1]);
-      }
-    } else {
-      float2* to = reinterpret_cast<float2*>(values + 2 * q);
-#pragma unroll
-      for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
-    }
+    store_row<M>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], 0, q);
   }
 
   // What was gathered is merged, lane after lane, and published.

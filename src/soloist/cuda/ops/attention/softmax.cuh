@@ -349,3 +349,20 @@ struct Softmax {
     }
   }
 };
+
+// A lane's sums of one row, of the lower or the upper half of a tile, to where the row's values lie, from dimension `dims` on.
+template <class M>
+__device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, const float (&out)[kSetDim<M> / 8][4], u32 half, u32 q) {
+  if constexpr (M::kCodeBits == 4) {  // sums of two times eight dimensions are neighbours, see Values
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 2) {
+      float2* to = reinterpret_cast<float2*>(values + (dims / 8 + n + q / 2 ^ swap) * 8 + q % 2 * 4);
+      to[0] = make_float2(out[n][2 * half], out[n + 1][2 * half]);
+      to[1] = make_float2(out[n][2 * half + 1], out[n + 1][2 * half + 1]);
+    }
+  } else {
+    float2* to = reinterpret_cast<float2*>(values + 2 * q);
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
+  }
+}
