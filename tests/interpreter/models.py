@@ -24,8 +24,8 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import KvFormat
 from soloist.model.families import read_config
+from soloist.model.kv_format import KvFormat
 from soloist.model.quantized import COLUMNS
 from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights

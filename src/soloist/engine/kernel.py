@@ -12,6 +12,7 @@ import torch
 
 from soloist.engine.identity import identity_of
 from soloist.engine.kernel_executor import KernelExecutor
+from soloist.errors import ShapeUnsupported
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -133,6 +134,10 @@ def load_kernel(
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
     if capacity.page_attention:
+        if not plan.kv_layout.format.is_plain:
+            raise ShapeUnsupported(
+                f"attention from KV pages in {plan.kv_layout.format.name}", "16 bits"
+            )
         require_page_attention(page_form(plan.share, plan.dtype, plan.gpu.arch), plan.gpu.arch)
     reads = _Reads.ROWS if keep_rows else _Reads.UNPACKED
     if packed_prompts:
@@ -170,6 +175,7 @@ def _load_rank(
         capacity.num_pages,
         dtype,
         device,
+        plan.kv,
     )
     page_tables = capacity.page_tables
     positions = len(page_tables[0]) * PAGE_POSITIONS
@@ -268,7 +274,7 @@ class KernelModel(KernelExecutor):
     def fill_pools(self) -> None:
         """Random keys and values at all positions, to measure what reading them takes."""
         for pool in self.pools:
-            pool.tensor.normal_()
+            pool.fill()
 
     def bind(self) -> None:
         """See Executor; the driver launches into the context of the calling thread."""
@@ -292,7 +298,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._stays_in_place:
+            if self._stays_in_place and self.prefill.is_capturable:
                 sizes = self.prefill.widths or (self.chunks.width(0),)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
         self.synchronize()

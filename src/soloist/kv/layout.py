@@ -234,7 +234,6 @@ class KvLayout:
             function("u32 value_place(u32 row, u32 d)", "d * kHalfPagePositions + row"),
         ]
 
-
     def _members_of_codes(
         self,
         constants: dict[str, int],
@@ -253,8 +252,8 @@ class KvLayout:
         }
         return [
             *_text_of(storage, constants, derived),
-            "// From the start of the pool, in 16 bits, to a half page: codes of keys, of values, then",
-            "// scales of keys, of values.",
+            "// From the start of the pool, in 16 bits, to a half page: codes of keys, of values,",
+            "// then scales of keys, of values.",
             function(
                 "u64 half_page_place(u64 page_values, i32 page, u32 layer, u32 head, u32 half)",
                 "page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * "

@@ -18,6 +18,10 @@ from soloist.kv.layout import (
 from soloist.model.kv_format import KvFormat, plain
 from soloist.model.torch_types import TORCH_DTYPES
 
+# Pages of codes that become numbers at once, and bytes that each of their numbers takes meanwhile:
+# twice fp32, codes, indices.
+_READ_PAGES = 32
+_CODING_BYTES = 24
 _FORMATS = {stored: plain(dtype) for dtype, stored in TORCH_DTYPES.items()}
 
 
@@ -119,13 +123,11 @@ class PagePool:
         first = start // PAGE_POSITIONS
         pages = page_table[first : -(-stop // PAGE_POSITIONS)].long()
         part = slice(start - first * PAGE_POSITIONS, stop - first * PAGE_POSITIONS)
+        if not self.layout.format.is_plain:
+            keys, values = self._read_codes(layer, pages)
+            return keys[:, part], values[:, part]
         read = self.tensor[:, layer].index_select(0, pages)  # [pages, K, 2, 2, 32 · D]
         heads, dim = self.num_kv_heads, self.head_dim
-        if not self.layout.format.is_plain:
-            keys, values = (
-                self._numbers(read, places) for places in (self._key_places, self._value_places)
-            )
-            return keys[:, part], values[:, part]
         keys = read[:, :, :, KEYS]
         if self._swaps_chunks:
             # [pages, K, 2, 16 pairs of rows, even and odd, groups of 8 chunks, 2 · 4, values]
@@ -140,8 +142,28 @@ class PagePool:
         values = values.permute(1, 0, 2, 4, 3).reshape(heads, -1, dim)
         return ordered.view(heads, -1, dim)[:, part], values[:, part]
 
-    def _numbers(self, half_pages: Tensor, places: Tensor) -> Tensor:
-        """[K, positions, D] of bytes [pages, K, 2, bytes], of which some are looked up."""
+    def _read_codes(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, positions, D] of whole pages, some at a time: see `coding_bytes`."""
         stored = self.layout.format
-        found = half_pages[..., places].transpose(0, 1)  # [K, pages, 2, 32 rows, bytes]
-        return numbers_of(*of_bytes(found, stored), stored, self.dtype).flatten(1, 3)
+        shape = (self.num_kv_heads, len(pages), PAGE_POSITIONS, self.head_dim)
+        both = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        for start in range(0, len(pages), _READ_PAGES):
+            some = slice(start, start + _READ_PAGES)
+            read = self.tensor[:, layer].index_select(0, pages[some])  # [pages, K, 2, bytes]
+            for numbers, places in zip(both, (self._key_places, self._value_places), strict=True):
+                found = of_bytes(read[..., places], stored)  # [pages, K, 2, 32 rows, …]
+                made = numbers_of(*found, stored, self.dtype)
+                numbers[:, some] = made.flatten(2, 3).transpose(0, 1)
+        keys, values = (numbers.flatten(1, 2) for numbers in both)
+        return keys, values
+
+
+def coding_bytes(layout: KvLayout, num_tokens: int) -> int:
+    """Most that rounding keys or values of so many positions takes, or reading them.
+
+    Nothing where numbers are stored as they are.
+    """
+    if layout.format.is_plain:
+        return 0
+    most = max(num_tokens, _READ_PAGES * PAGE_POSITIONS)
+    return most * layout.num_heads * layout.head_dim * _CODING_BYTES

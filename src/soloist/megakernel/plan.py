@@ -286,6 +286,7 @@ def make_plan(
         ShapeUnsupported: the kernel cannot run this model; the message says why.
     """
     _require_supported(model, dtype)
+    kv = None if kv is None or kv.is_plain else kv
     if kv is not None:
         require_kv(kv, dtype)
     first = Plan(model, dtype, gpu, 1, ranks, formats=formats or {}, kv=kv)

@@ -148,7 +148,10 @@ class Elementwise(ABC):
         rope: cosine and sine of at least all positions in use, as from `rope_table`; None makes it.
     """
 
-    capturable = False
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph may record what is done: a chunk's place is read on the device."""
+        return False
 
     def __init__(
         self, config: ModelConfig, vectors: Vectors, pool: PagePool, rope: Tensor | None = None
@@ -216,6 +219,30 @@ class Elementwise(ABC):
             keys: [S, K, D], S at least `chunk.stop`.
             values: the same.
         """
+
+    def store(self, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """Keys and values of the chunk's tokens to the pool; `heads` have what it then holds.
+
+        What attention sees was rounded before, in this chunk too: so no bit depends on how a prompt
+        was cut.
+        """
+        stored = slice(chunk.num_tokens)
+        self.pool.write(
+            layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
+        )
+        if not self.pool.layout.format.is_plain:
+            for x in (heads.keys, heads.values):
+                x.copy_(self.pool.rounded(x))
+
+    def read(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
+        """`gather` in plain torch."""
+        window = self.config.layers[layer].attention.window
+        start = 0 if window is None else max(0, chunk.position + 1 - window)
+        start -= start % LEAST_CHUNK_TOKENS
+        if chunk.num_tokens:
+            read = self.pool.read(layer, chunk.page_table, start, chunk.stop)
+            for gathered, part in zip((keys, values), read, strict=True):
+                gathered[start : chunk.stop] = part.transpose(0, 1)
 
     @abstractmethod
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -326,20 +353,11 @@ class TorchElementwise(Elementwise):
             (queries, heads.queries), (keys, heads.keys), (values, heads.values)
         ):  # fmt: skip
             rounded.copy_(exact)
-        stored = slice(chunk.num_tokens)
-        self.pool.write(
-            layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
-        )
+        self.store(layer, chunk, heads)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
-        window = self.config.layers[layer].attention.window
-        start = 0 if window is None else max(0, chunk.position + 1 - window)
-        start -= start % LEAST_CHUNK_TOKENS
-        if chunk.num_tokens:
-            read = self.pool.read(layer, chunk.page_table, start, chunk.stop)
-            for gathered, part in zip((keys, values), read, strict=True):
-                gathered[start : chunk.stop] = part.transpose(0, 1)
+        self.read(layer, chunk, keys, values)
 
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """See the base class."""

@@ -117,8 +117,6 @@ class FusedElementwise(Elementwise):
         DeviceError: the kernels cannot be compiled or loaded.
     """
 
-    capturable = True
-
     def __init__(
         self,
         config: ModelConfig,
@@ -161,6 +159,12 @@ class FusedElementwise(Elementwise):
         words = _MEETING_WORDS + ranks
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._without_tokens = torch.tensor([1, 0], dtype=torch.int32, device=pool.device)
+
+    @property
+    def capturable(self) -> bool:
+        """See the base class; codes are made and read in plain torch."""
+        return self.pool.layout.format.is_plain
 
     def load(self, source: Source, entries: Sequence[str]) -> Kernels:
         """More kernels of the same model. Raises DeviceError."""
@@ -247,6 +251,9 @@ class FusedElementwise(Elementwise):
         """See the base class."""
         vectors, rows = self.layers[layer], chunk.num_rows
         rope = self.rope_table if self.config.layers[layer].attention.rope else None
+        # The kernel stores 16 bits; of a chunk without tokens it stores nothing.
+        has_codes = not self.pool.layout.format.is_plain
+        place = chunk.place * self._without_tokens if has_codes else chunk.place
         args = (
             pointer(product),
             pointer(vectors.qkv_bias),
@@ -258,7 +265,7 @@ class FusedElementwise(Elementwise):
             pointer(heads.values),
             pointer(self.pool.tensor),
             pointer(chunk.page_table),
-            pointer(chunk.place),
+            pointer(place),
             ctypes.c_uint32(layer),
             ctypes.c_int32(rows),
             ctypes.c_int32(self.rope_table.shape[0]),
@@ -266,9 +273,14 @@ class FusedElementwise(Elementwise):
         # A chunk may begin anywhere in a half page.
         half_pages = -(-(rows + HALF_PAGE_POSITIONS - 1) // HALF_PAGE_POSITIONS)
         self._launch("qkv_rope_store", half_pages * self._heads, args)
+        if has_codes:
+            self.store(layer, chunk, heads)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
+        if not self.pool.layout.format.is_plain:
+            self.read(layer, chunk, keys, values)
+            return
         assert keys.is_contiguous(), "rows lie one after the other"
         assert values.is_contiguous(), "rows lie one after the other"
         args = (

@@ -157,7 +157,8 @@ static void run_warp(u32 warp, std::function<void(u32)> given) {
 using M = Kernel;
 constexpr u32 kQueriesAt = 4 << 20;
 
-extern "C" void append_fresh(u8* fresh, const i32* positions, u32 queries, i32 start, u8* half_page) {
+extern "C" void append_fresh(u8* fresh, const i32* positions, u32 queries, i32 start,
+                             u8* half_page) {
   static Params none;
   static Control control;
   for (u32 i = 0; i < queries; ++i) control.position[i] = positions[i];
@@ -166,14 +167,15 @@ extern "C" void append_fresh(u8* fresh, const i32* positions, u32 queries, i32 s
   });
 }
 
-extern "C" void store_in_pool(u8* fresh, const i32* positions, u32 queries, u16* pool, u64 page_values,
-                              const i32* page_table, u32 layer, u32 head) {
+extern "C" void store_in_pool(u8* fresh, const i32* positions, u32 queries, u16* pool,
+                              u64 page_values, const i32* page_table, u32 layer, u32 head) {
   static Control control;
   const Params params{pool, page_table, 0, page_values};
   for (u32 i = 0; i < queries; ++i) control.position[i] = positions[i];
   for (u32 warp = 0; warp < queries; ++warp)
     run_warp(warp, [&](u32 lane) {
-      store_fresh(Context<M>{params, {fresh, &control}, warp, lane}, layer, head, (1u << queries) - 1);
+      const Context<M> cx{params, {fresh, &control}, warp, lane};
+      store_fresh(cx, layer, head, (1u << queries) - 1);
     });
 }
 
@@ -185,8 +187,10 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
   if (half_pages * kBytes > kQueriesAt) std::abort();
   std::memcpy(shared, pages, half_pages * kBytes);
   for (u32 row = 0; row < rows; ++row)
-    for (u32 d = 0; d < M::kHeadDim; ++d)
-      std::memcpy(shared + kQueriesAt + q_offset<M>(first_row + row, d), queries + row * M::kHeadDim + d, 2);
+    for (u32 d = 0; d < M::kHeadDim; ++d) {
+      u8* to = shared + kQueriesAt + q_offset<M>(first_row + row, d);
+      std::memcpy(to, queries + row * M::kHeadDim + d, 2);
+    }
   const bool few = kKnowsFewRows<M> && first_row / 8 == (first_row + rows - 1) / 8;
   for (u32 set = 0; set < kLaneWarps<M>; ++set) {
     const u32 warp = set * M::kSoftmaxLanes;
@@ -200,8 +204,9 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
       if (!tiles) return;
       const u32 first = few ? first_row / 8 * 8 : own;
       i32 of_row[M::kWarpTiles][kRowHalves<M>];
-      i32 first_position = 1 << 30;
-      for (u32 row = 0; row < rows; ++row) first_position = min(static_cast<u32>(first_position), static_cast<u32>(last[row]));
+      i32 first_position = last[0];
+      for (u32 row = 1; row < rows; ++row)
+        if (last[row] < first_position) first_position = last[row];
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
           const u32 row = first + m * 16 + lane / 4 + 8 * i;
@@ -218,10 +223,15 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
         const bool partly = window || start + static_cast<i32>(kHalfPagePositions) > first_position;
         const u32 values = keys + M::kCodeBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
         const Scales<M> scales(keys, value_set(cx));
-        if constexpr (kKeepsQuery<M>) softmax.add(query, keys, values, scales, start, of_row, window, partly, lane);
-        else if (few) softmax.template add<1, 1>(q_rows, 1, first & 8, keys, values, scales, start, of_row, window, partly, lane);
-        else softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, tiles, false, keys, values, scales, start, of_row, window,
-                                                                partly, lane);
+        if constexpr (kKeepsQuery<M>)
+          softmax.add(query, keys, values, scales, start, of_row, window, partly, lane);
+        else if (few)
+          softmax.template add<1, 1>(q_rows, 1, first & 8, keys, values, scales, start, of_row,
+                                     window, partly, lane);
+        else
+          softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, tiles, false, keys, values,
+                                                             scales, start, of_row, window, partly,
+                                                             lane);
       }
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
@@ -230,14 +240,16 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
           sum += __shfl_xor_sync(~0u, sum, 2);
           const u32 row = first + m * 16 + lane / 4 + 8 * i;
           if (row < first_row || row >= end || (few && (m || i))) continue;
-          store_row<M>(out + (row - first_row) * M::kHeadDim, 0, value_set(cx) * kSetDim<M>, softmax.out[m], i, lane % 4);
+          float* to = out + (row - first_row) * M::kHeadDim;
+          store_row<M>(to, 0, value_set(cx) * kSetDim<M>, softmax.out[m], i, lane % 4);
           best[row - first_row] = softmax.best[m][i], total[row - first_row] = sum;
         }
     });
   }
 }
-extern "C" void attend(const u16* queries, u32 rows, u32 first_row, const i32* last, const u8* pages,
-                       u32 half_pages, i32 window, float* out, float* best, float* total) {
+extern "C" void attend(const u16* queries, u32 rows, u32 first_row, const i32* last,
+                       const u8* pages, u32 half_pages, i32 window, float* out, float* best,
+                       float* total) {
   attend_of<Kernel>(queries, rows, first_row, last, pages, half_pages, window, out, best, total);
 }
 """

@@ -158,7 +158,8 @@ def _products(queries: Tensor, keys: Stored) -> Tensor:
     count = keys.scales.shape[1]
     parts = zip(queries.chunk(count, 1), keys.numbers.chunk(count, 1), keys.scales.T, strict=True)
     first, *others = (q @ codes.T * scale for q, codes, scale in parts)
-    return sum(others, first)
+    scores: Tensor = sum(others, first)
+    return scores
 
 
 def _count(seen: Tensor, group: Group, start: int, visible: Tensor) -> None:
