@@ -226,6 +226,8 @@ class Elementwise(ABC):
         What attention sees was rounded before, in this chunk too: so no bit depends on how a prompt
         was cut.
         """
+        if not chunk.num_tokens:
+            return
         stored = slice(chunk.num_tokens)
         self.pool.write(
             layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
