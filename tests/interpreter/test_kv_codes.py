@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreter import lane_models
 from interpreter.models import Bench, configured, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel import maths
@@ -73,6 +74,17 @@ def test_two_ranks_give_the_same(name: KvName, tmp_path: Path) -> None:
     weights, ids = random_weights(config), prompt(config, 70)
     wanted = reference_logits(config, weights, ids, plan.kv)
     assert error_of(Bench(config, plan, weights).feed(ids, 8), wanted) < ERROR[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@NAMES
+def test_lanes_give_the_same(name: KvName, ranks: int, tmp_path: Path) -> None:
+    config, plain, weights = lane_models.configured("mean of lanes", tmp_path, ranks)
+    kv = kv_format(name, config, Dtype.BF16)
+    plan = make_plan(config, Dtype.BF16, plain.gpu, ranks, kv=kv)
+    ids = prompt(config, 70)
+    wanted = reference_logits(config, weights, ids, kv)
+    assert error_of(Bench(config, plan, weights).feed(ids, 5), wanted) < ERROR[name]
 
 
 @NAMES
