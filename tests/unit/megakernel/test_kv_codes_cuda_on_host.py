@@ -1,7 +1,7 @@
 """Keys and values in 8 and 4 bits in the decode kernel's attention, compiled by g++.
 
-`append.cuh` rounds into a half page and into the pool, `softmax.cuh` attends to half pages with
-`kv_codes.cuh`. A warp's lanes are coroutines, which meet where they exchange registers or multiply
+What `prepare.cuh` rounds, `append.cuh` writes into a half page and into the pool; `softmax.cuh`
+attends to half pages with `kv_codes.cuh`. A warp's lanes are coroutines, which meet where they exchange registers or multiply
 together. The pool's codes have to be the same bytes, attention the interpreter's. 16 bits run too,
 which shows that the stand-in for a multiply is one.
 """
@@ -126,7 +126,7 @@ MAIN = r"""
 #include <functional>
 #include "ops/attention/append.cuh"
 #include "ops/attention/softmax.cuh"
-Q_OFFSET
+OF_PREPARE
 
 static std::function<void(u32)> body;
 static void lane_body() {
@@ -156,6 +156,18 @@ static void run_warp(u32 warp, std::function<void(u32)> given) {
 
 using M = Kernel;
 constexpr u32 kQueriesAt = 4 << 20;
+
+// Of all queries in place, as blocks have it before they append.
+template <class M>
+void round_all_of(u8* fresh, u32 queries) {
+  const Params none{};
+  if constexpr (kHasCodes<M>)
+    for (u32 warp = 0; warp < kConsumerWarps; ++warp)
+      run_warp(warp, [&](u32 lane) {
+        round_fresh(Context<M>{none, {fresh, nullptr}, warp, lane}, (1u << queries) - 1);
+      });
+}
+extern "C" void round_all(u8* fresh, u32 queries) { round_all_of<Kernel>(fresh, queries); }
 
 extern "C" void append_fresh(u8* fresh, const i32* positions, u32 queries, i32 start,
                              u8* half_page) {
@@ -294,6 +306,8 @@ def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
     prepare = (CUDA / "ops/attention/prepare.cuh").read_text(encoding="utf-8")
     begin = prepare.index("template <class M>\n__device__ __forceinline__ u32 q_offset")
     q_offset = prepare[begin : prepare.index("constexpr u32 kNoRow")]
+    begin = prepare.index("template <class M>\n__device__ __forceinline__ void round_fresh")
+    rounding = prepare[begin : prepare.index("template <class L, class M>", begin)]
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": queries, "kConsumerWarps": CONSUMER_WARPS
     }  # fmt: skip
@@ -317,7 +331,7 @@ def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
         + "template <class T> T* at_shared(u32 at) { return reinterpret_cast<T*>(shared + at); }\n",
         "ptx/mma.cuh": MULTIPLY,
         "tile/context.cuh": CONTEXT,
-        "main.cpp": MAIN.replace("Q_OFFSET", q_offset),
+        "main.cpp": MAIN.replace("OF_PREPARE", q_offset + rounding),
     }
     for directory, names in REAL.items():
         for own in names:
@@ -373,6 +387,8 @@ def test_appended_positions_have_the_bytes_of_the_definition(
     for seed, first in enumerate((0, 29, 60, 91)):
         positions = torch.arange(first, first + MAX_QUERIES, dtype=torch.int32)
         fresh = fresh_heads(MAX_QUERIES, dim, seed)
+        given = fresh.clone()
+        kernel.code.round_all(place(given), MAX_QUERIES)
         pool = pool_of(plan)
         before = torch.randint(
             0, 100, pool.tensor.view(torch.uint8).shape, dtype=torch.uint8,
@@ -388,7 +404,7 @@ def test_appended_positions_have_the_bytes_of_the_definition(
             if other != head:
                 pool.tensor[:, :, other] = stored[:, :, other]
         kernel.code.store_in_pool(
-            place(fresh), place(positions), MAX_QUERIES, place(stored),
+            place(given), place(positions), MAX_QUERIES, place(stored),
             ctypes.c_uint64(stored.stride(0) * stored.element_size() // 2), place(table), layer,
             head,
         )  # fmt: skip
@@ -397,7 +413,7 @@ def test_appended_positions_have_the_bytes_of_the_definition(
             at = (int(table[start // 64]), layer, head, start % 64 // 32)
             slot = before.view(stored.dtype)[at].clone()
             kernel.code.append_fresh(
-                place(fresh), place(positions), MAX_QUERIES, ctypes.c_int32(start), place(slot)
+                place(given), place(positions), MAX_QUERIES, ctypes.c_int32(start), place(slot)
             )
             assert torch.equal(slot.view(torch.uint8), pool.tensor[at].view(torch.uint8))
 

@@ -137,18 +137,18 @@ __device__ __forceinline__ u32 code_of(float x, float scale) {
   }
 }
 
-// A head's numbers at one position, which come in bf16, as codes and scales. Executed by a warp, whose lanes have pairs
-// (2 p, 2 p + 1), p = lane, lane + 32, ….
+// Codes and scales of a head at one position. Of a warp, whose lanes have pairs (2 p, 2 p + 1), p = lane, lane + 32, ….
 template <class M>
-struct RoundedHead {
+struct CodedHead {
   static constexpr u32 kHalf = M::kHeadDim / 2, kPairs = (kHalf + 31) / 32;
   static constexpr u32 kScaleValues = M::kHeadDim / M::kScales;  // numbers of a scale
   static constexpr bool kOneScale = M::kScales == 1;
   static_assert(kOneScale || kScaleValues == 32, "16 lanes have what a scale is of");
   u32 codes[kPairs];   // of 8 bits two in two bytes, of 4 bits two in one
-  u32 scales[kPairs];  // bf16
+  u32 scales[kPairs];  // bf16; in lanes that store one
 
-  __device__ __forceinline__ RoundedHead(const u16* numbers, u32 lane) {
+  // What numbers in bf16 become.
+  __device__ __forceinline__ void round(const u16* numbers, u32 lane) {
     u32 pair[kPairs], furthest[kPairs];
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
@@ -173,6 +173,26 @@ struct RoundedHead {
     }
   }
 
+  // In one piece: codes, then scales.
+  __device__ __forceinline__ void keep(u8* at, u32 lane) const {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      if (p >= kHalf) continue;
+      if constexpr (M::kCodeBits == 8) reinterpret_cast<u16*>(at)[p] = static_cast<u16>(codes[j]);
+      else at[p] = static_cast<u8>(codes[j]);
+    }
+    store_scales(at + M::kKeyRowBytes, 2, lane);
+  }
+  __device__ __forceinline__ void load(const u8* at, u32 lane) {
+    const u16* of_scales = reinterpret_cast<const u16*>(at + M::kKeyRowBytes);
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = min(lane + 32 * j, kHalf - 1);
+      codes[j] = M::kCodeBits == 8 ? reinterpret_cast<const u16*>(at)[p] : at[p];
+      scales[j] = of_scales[kOneScale ? 0 : p / 16];
+    }
+  }
   // `codes` and `scales`: of the keys, or of the values, of a half page.
   __device__ __forceinline__ void store_key(u8* of_codes, u8* of_scales, u32 row, u32 lane) const {
     u8* to = of_codes + row * M::kKeyRowBytes;
@@ -184,7 +204,7 @@ struct RoundedHead {
       if constexpr (M::kCodeBits == 8) reinterpret_cast<u16*>(to)[(2 * p ^ turn) / 2] = static_cast<u16>(codes[j]);
       else to[p ^ turn] = static_cast<u8>(codes[j]);
     }
-    store_scales(of_scales, row, lane);
+    store_scales(of_scales + row * 2, M::kScaleRowBytes, lane);
   }
   __device__ __forceinline__ void store_value(u8* of_codes, u8* of_scales, u32 row, u32 lane) const {
 #pragma unroll
@@ -198,7 +218,7 @@ struct RoundedHead {
         of_codes[p * kHalfPagePositions + row] = static_cast<u8>(codes[j]);
       }
     }
-    store_scales(of_scales, row, lane);
+    store_scales(of_scales + row * 2, M::kScaleRowBytes, lane);
   }
 
  private:
@@ -218,21 +238,31 @@ struct RoundedHead {
     if constexpr (M::kCodeBits == 4) scale = (furthest & 1 ? size : -size) * 0.125f;
     return pack_pair(scale, 0.0f);
   }
-  __device__ __forceinline__ void store_scales(u8* to, u32 row, u32 lane) const {
+  __device__ __forceinline__ void store_scales(u8* to, u32 stride, u32 lane) const {
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       const u32 number = kOneScale ? lane + 32 * j : (lane + 32 * j) / 16;
       if (number >= M::kScales || (!kOneScale && lane % 16)) continue;
-      *reinterpret_cast<u16*>(to + number * M::kScaleRowBytes + row * 2) = static_cast<u16>(scales[j]);
+      *reinterpret_cast<u16*>(to + number * stride) = static_cast<u16>(scales[j]);
     }
   }
 };
 
-// Key and value, [2][D] in bf16, of a position join a half page as its row. Executed by a warp.
+// A head's numbers in bf16 make room for their codes and scales. Executed by a warp.
 template <class M>
-__device__ __forceinline__ void store_rounded(const u16* numbers, u8* half_page, u32 row, u32 lane) {
+__device__ __forceinline__ void round_in_place(u16* numbers, u32 lane) {
+  CodedHead<M> head;
+  head.round(numbers, lane);
+  __syncwarp();  // all were read
+  head.keep(reinterpret_cast<u8*>(numbers), lane);
+}
+// Key and value of a position, which were rounded in place, [2][2 D bytes], join a half page as its row. Executed by a warp.
+template <class M>
+__device__ __forceinline__ void store_rounded(const u8* rounded, u8* half_page, u32 row, u32 lane) {
+  CodedHead<M> key, value;
+  key.load(rounded, lane);
+  value.load(rounded + 2 * M::kHeadDim, lane);
   u8* scales = half_page + 2 * M::kCodeBytes;
-  RoundedHead<M>(numbers, lane).store_key(half_page, scales, row, lane);
-  RoundedHead<M>(numbers + M::kHeadDim, lane)
-      .store_value(half_page + M::kCodeBytes, scales + M::kScales * M::kScaleRowBytes, row, lane);
+  key.store_key(half_page, scales, row, lane);
+  value.store_value(half_page + M::kCodeBytes, scales + M::kScales * M::kScaleRowBytes, row, lane);
 }

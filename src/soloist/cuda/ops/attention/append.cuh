@@ -40,7 +40,7 @@ __device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end,
     for (u32 c = begin; c < end; ++c) {
       const i32 row = cx.shared.control().position[c] - start;
       if (row < 0 || row >= static_cast<i32>(kHalfPagePositions)) continue;
-      store_rounded<M>(reinterpret_cast<const u16*>(cx.shared.new_kv()) + c * 2 * M::kHeadDim, half_page, row, cx.lane);
+      store_rounded<M>(cx.shared.new_kv() + c * (4 * M::kHeadDim), half_page, row, cx.lane);
     }
   } else {
     append_plain(cx, begin, end, start, half_page, half_page + M::kHalfPageBytes);

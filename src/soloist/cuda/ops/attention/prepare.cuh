@@ -2,6 +2,7 @@
 #pragma once
 #include "ops/attention/exchange.cuh"
 #include "ops/attention/split.cuh"
+#include "tile/kv_codes.cuh"
 
 // Cosines and sines of the round's positions come to shared memory once a round. Warp c serves query c.
 template <class M>
@@ -170,6 +171,14 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
     value[32 * j + kHalf] = to_half(high[kAtOnce][j]);
   }
 }
+// Keys and values of queries `fresh` are rounded once, for all who append them: a head to each warp.
+template <class M>
+__device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
+  u16* numbers = reinterpret_cast<u16*>(cx.shared.new_kv());
+#pragma unroll 1
+  for (u32 head = cx.warp; head < 2 * kMostQueries; head += kConsumerWarps)
+    if (fresh >> head / 2 & 1) round_in_place<M>(numbers + head * M::kHeadDim, cx.lane);
+}
 template <class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
@@ -195,4 +204,8 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
   }
   factors_known();
   cx.sync();
+  if constexpr (kHasCodes<M>) {
+    round_fresh(cx, cx.queries == 1 ? 1 : groups.needed(cx.lane));
+    cx.sync();
+  }
 }
