@@ -1,9 +1,9 @@
 """Keys and values in 8 and 4 bits in the decode kernel's attention, compiled by g++.
 
 What `prepare.cuh` rounds, `append.cuh` writes into a half page and into the pool; `softmax.cuh`
-attends to half pages with `kv_codes.cuh`. A warp's lanes are coroutines, which meet where they exchange registers or multiply
-together. The pool's codes have to be the same bytes, attention the interpreter's. 16 bits run too,
-which shows that the stand-in for a multiply is one.
+attends to half pages with `kv_codes.cuh`. A warp's lanes are coroutines, which meet where they
+exchange registers or multiply together. The pool's codes have to be the same bytes, attention the
+interpreter's. 16 bits run too, which shows that the stand-in for a multiply is one.
 """
 
 import ctypes
