@@ -298,7 +298,7 @@ class KernelModel(KernelExecutor):
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
-            if self._stays_in_place and self.prefill.is_capturable:
+            if self._stays_in_place:
                 sizes = self.prefill.widths or (self.chunks.width(0),)
                 self.prefill.capture([*(n for n in CAPTURED_TOKENS if n < sizes[0]), *sizes])
         self.synchronize()

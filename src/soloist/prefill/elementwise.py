@@ -148,10 +148,7 @@ class Elementwise(ABC):
         rope: cosine and sine of at least all positions in use, as from `rope_table`; None makes it.
     """
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a graph may record what is done: a chunk's place is read on the device."""
-        return False
+    capturable = False
 
     def __init__(
         self, config: ModelConfig, vectors: Vectors, pool: PagePool, rope: Tensor | None = None

@@ -16,6 +16,12 @@ from soloist.jit.source import Source
 from soloist.kv.layout import HALF_PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
+from soloist.prefill.coded_pages import (
+    BLOCK_HEADS,
+    GATHER_ENTRY,
+    STORE_ENTRY,
+    coded_pages_source,
+)
 from soloist.prefill.elementwise import (
     DTYPES,
     Chunk,
@@ -37,6 +43,8 @@ _ACCESS_VALUES = 8
 _STATIC_SMEM_BYTES = 48 * 1024
 # Enough to fill a GPU; each takes one half page of a head after the other.
 _GATHERING_BLOCKS = 1024
+# The same for eight heads of positions.
+_CODES_BLOCKS = 4096
 
 
 _ENTRIES = ("embed", "add_norm", "qkv_rope_store", "gather", "silu_mul")
@@ -117,6 +125,8 @@ class FusedElementwise(Elementwise):
         DeviceError: the kernels cannot be compiled or loaded.
     """
 
+    capturable = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -145,6 +155,9 @@ class FusedElementwise(Elementwise):
             n: self._kernels if source == first else self.load(source, ("silu_mul",))
             for n, source in self.sources.swiglu.items()
         }
+        self._coded: Kernels | None = None
+        if not pool.layout.format.is_plain:
+            self._coded = self.load(coded_pages_source(pool.layout), (STORE_ENTRY, GATHER_ENTRY))
         with torch.cuda.device(pool.device):
             self._gate_up = {n: GateUp(s, cache_root) for n, s in self.sources.gate_up.items()}
             own = self.sources.first_attention
@@ -160,11 +173,6 @@ class FusedElementwise(Elementwise):
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self._without_tokens = torch.tensor([1, 0], dtype=torch.int32, device=pool.device)
-
-    @property
-    def capturable(self) -> bool:
-        """See the base class; codes are made and read in plain torch."""
-        return self.pool.layout.format.is_plain
 
     def load(self, source: Source, entries: Sequence[str]) -> Kernels:
         """More kernels of the same model. Raises DeviceError."""
@@ -274,13 +282,22 @@ class FusedElementwise(Elementwise):
         half_pages = -(-(rows + HALF_PAGE_POSITIONS - 1) // HALF_PAGE_POSITIONS)
         self._launch("qkv_rope_store", half_pages * self._heads, args)
         if has_codes:
-            self.store(layer, chunk, heads)
+            self._round_store(layer, chunk, heads)
+
+    def _round_store(self, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """`store` of codes."""
+        assert self._coded is not None, "a pool of codes"
+        rows = chunk.num_rows
+        args = (
+            pointer(heads.keys), pointer(heads.values), pointer(self.pool.tensor),
+            pointer(chunk.page_table), pointer(chunk.place), ctypes.c_uint32(layer),
+            ctypes.c_int32(rows),
+        )  # fmt: skip
+        blocks = -(-rows * self.pool.num_kv_heads // BLOCK_HEADS)
+        self._coded.launch(STORE_ENTRY, blocks, args, self.stream)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
-        if not self.pool.layout.format.is_plain:
-            self.read(layer, chunk, keys, values)
-            return
         assert keys.is_contiguous(), "rows lie one after the other"
         assert values.is_contiguous(), "rows lie one after the other"
         args = (
@@ -294,6 +311,10 @@ class FusedElementwise(Elementwise):
         )
         # How many half pages there are the device knows: a captured graph serves every position.
         units = -(-keys.shape[0] // HALF_PAGE_POSITIONS) * self.pool.num_kv_heads
+        if self._coded is not None:
+            blocks = min(-(-keys.shape[0] * self.pool.num_kv_heads // BLOCK_HEADS), _CODES_BLOCKS)
+            self._coded.launch(GATHER_ENTRY, blocks, args, self.stream)
+            return
         self._launch("gather", min(units, _GATHERING_BLOCKS), args)
 
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -42,11 +42,6 @@ class Prefill:
         """The whole model."""
         return self.parts[0].share.whole
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether graphs may record its passes."""
-        return all(part.work.operations.capturable for part in self.parts)
-
     def settle_widths(self) -> None:
         """Find `widths`, and have passes of these from now on; before graphs are recorded."""
         widths = settled_widths(self.parts)

@@ -145,7 +145,7 @@ struct CodedHead {
   static constexpr bool kOneScale = M::kScales == 1;
   static_assert(kOneScale || kScaleValues == 32, "16 lanes have what a scale is of");
   u32 codes[kPairs];   // of 8 bits two in two bytes, of 4 bits two in one
-  u32 scales[kPairs];  // bf16; in lanes that store one
+  u32 scales[kPairs];  // bf16
 
   // What numbers in bf16 become.
   __device__ __forceinline__ void round(const u16* numbers, u32 lane) {
@@ -185,13 +185,12 @@ struct CodedHead {
     store_scales(at + M::kKeyRowBytes, 2, lane);
   }
   __device__ __forceinline__ void load(const u8* at, u32 lane) {
-    const u16* of_scales = reinterpret_cast<const u16*>(at + M::kKeyRowBytes);
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
-      const u32 p = min(lane + 32 * j, kHalf - 1);
+      const u32 p = pair_of(lane, j);
       codes[j] = M::kCodeBits == 8 ? reinterpret_cast<const u16*>(at)[p] : at[p];
-      scales[j] = of_scales[kOneScale ? 0 : p / 16];
     }
+    load_scales(at + M::kKeyRowBytes, 2, lane);
   }
   // `codes` and `scales`: of the keys, or of the values, of a half page.
   __device__ __forceinline__ void store_key(u8* of_codes, u8* of_scales, u32 row, u32 lane) const {
@@ -220,8 +219,50 @@ struct CodedHead {
     }
     store_scales(of_scales + row * 2, M::kScaleRowBytes, lane);
   }
+  // The opposite.
+  __device__ __forceinline__ void load_key(const u8* of_codes, const u8* of_scales, u32 row, u32 lane) {
+    const u8* from = of_codes + row * M::kKeyRowBytes;
+    const u32 turn = M::key_turn(row) * M::kKeyBlockBytes;
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = pair_of(lane, j);
+      codes[j] = M::kCodeBits == 8 ? reinterpret_cast<const u16*>(from)[(2 * p ^ turn) / 2] : from[p ^ turn];
+    }
+    load_scales(of_scales + row * 2, M::kScaleRowBytes, lane);
+  }
+  __device__ __forceinline__ void load_value(const u8* of_codes, const u8* of_scales, u32 row, u32 lane) {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u8* from = of_codes + pair_of(lane, j) * (M::kCodeBits == 8 ? 2 : 1) * kHalfPagePositions + row;
+      codes[j] = M::kCodeBits == 8 ? from[0] | static_cast<u32>(from[kHalfPagePositions]) << 8 : from[0];
+    }
+    load_scales(of_scales + row * 2, M::kScaleRowBytes, lane);
+  }
+  // What they stand for, in bf16: products, rounded once.
+  __device__ __forceinline__ void store_numbers(u16* numbers, u32 lane) const {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = lane + 32 * j;
+      if (p >= kHalf) continue;
+      const float scale = __uint_as_float(scales[j] << 16);
+      u32 pair;
+      if constexpr (M::kCodeBits == 8) pair = pair_of_bytes<M::kFloatCodes != 0>((codes[j] & 0xFF) | codes[j] >> 8 << 16, false);
+      else pair = pair_of_nibbles((codes[j] & 0xF) | codes[j] >> 4 << 16, 0);
+      reinterpret_cast<u32*>(numbers)[p] = pack_pair(low_half(pair) * scale, high_half(pair) * scale);
+    }
+  }
 
  private:
+  // A lane's j-th pair, or the last one.
+  static __device__ __forceinline__ u32 pair_of(u32 lane, u32 j) {
+    const u32 p = lane + 32 * j;
+    return p < kHalf ? p : kHalf - 1;
+  }
+  __device__ __forceinline__ void load_scales(const u8* at, u32 stride, u32 lane) {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j)
+      scales[j] = *reinterpret_cast<const u16*>(at + (kOneScale ? 0 : pair_of(lane, j) / 16) * stride);
+  }
   // By distance from 0, and of those as far the first one.
   static __device__ __forceinline__ u32 ranked(u32 number, u32 d) {
     return (number & 0x7FFF) << 16 | (31 - d % 32) << 1 | number >> 15;
