@@ -72,6 +72,8 @@ inline u32 fma_bf16(u32 a, u32 b, u32 c) {
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float half_of(u32 pair, u32 upper) { return from_bf16(upper ? pair >> 16 : pair & 0xFFFF); }
+inline float low_half(u32 pair) { return half_of(pair, 0); }
+inline float high_half(u32 pair) { return half_of(pair, 1); }
 
 // c += a b of m16n8k16 (PTX ISA, matrix fragments for mma.m16n8k16).
 inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -9,7 +9,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,8 +41,6 @@ STUBS = r"""
 #define __global__
 #define __launch_bounds__(...)
 #define __restrict__
-inline float low_half(u32 pair) { return half_of(pair, 0); }
-inline float high_half(u32 pair) { return half_of(pair, 1); }
 static Index blockIdx, gridDim;
 """
 
