@@ -25,6 +25,7 @@ from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.config import Attention, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.model.kv_format import KvFormat
 from soloist.model.quantized import COLUMNS
 from soloist.model.rope import Rope
 from soloist.model.torch_types import Weights
@@ -163,9 +164,11 @@ def prompt(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-def reference_logits(config: ModelConfig, weights: Weights, ids: list[int]) -> Tensor:
-    """[T, V] in fp32."""
-    reference = build_reference(config, {k: v.float() for k, v in weights.items()})
+def reference_logits(
+    config: ModelConfig, weights: Weights, ids: list[int], kv: KvFormat | None = None
+) -> Tensor:
+    """[T, V] in fp32, with keys and values stored so."""
+    reference = build_reference(config, {k: v.float() for k, v in weights.items()}, kv)
     out = reference.forward(torch.tensor(ids), 0, reference.new_cache(len(ids)), "all")
     assert out is not None
     return out.clone()
@@ -300,6 +303,7 @@ class Bench:
                 pages,
                 stored,
                 torch.device("cpu"),
+                plan.kv,
             )
             for _ in range(plan.ranks)
         ]
@@ -307,7 +311,8 @@ class Bench:
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         self.unused = order[3 * per_sequence :]
         for pool in pools:
-            pool.tensor[self.unused] = torch.nan
+            # Codes have scales of no number there.
+            pool.tensor[self.unused] = torch.nan if plan.kv is None else 255
         tables = order[: 3 * per_sequence].view(3, -1).int()
         rope = rope_table(config, CONTEXT)
         self._memories = [

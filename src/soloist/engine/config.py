@@ -10,6 +10,7 @@ from soloist.engine.tail_path import TAIL_PATHS, TailPath
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_per_token
+from soloist.megakernel import maths
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
@@ -185,7 +186,7 @@ def resolve(
         raise SettingError("tail path", asked.tail_path, ", ".join(TAIL_PATHS))
     if not 1 <= asked.sequences <= MAX_QUERIES:
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
-    if asked.kv is not None and device != "cpu":
+    if asked.kv is not None and device != "cpu" and not maths.RUNS_KV_CODES:
         raise SettingError(
             "--kv", asked.kv, "none on a GPU, where keys and values are stored in 16 bits",
             "leave out --kv, or take --device cpu",

@@ -41,6 +41,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
 from soloist.model.folder import find_model, name_of
+from soloist.model.kv_format import kv_format
 from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
 from soloist.model.tensors import parameters
@@ -200,7 +201,7 @@ class Engine:
 
         @cache
         def support_in(dtype: Dtype) -> Support:
-            return placed.support(config, dtype, chosen.stored)
+            return placed.support(config, dtype, chosen.stored, kv_format(asked.kv, config, dtype))
 
         held = placed.share_of(config)  # by each GPU
         resolved = resolve(

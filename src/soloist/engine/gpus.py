@@ -10,6 +10,7 @@ from soloist.engine.support import Support, find_support
 from soloist.errors import DeviceMissing, GpusMissing, NoPeerAccess, RanksUnsupported, SettingError
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat
 from soloist.model.quantized import Quantized
 from soloist.parallel.peers import can_access, largest_group
 from soloist.parallel.share import RANKS, share_of
@@ -43,16 +44,21 @@ class Placement:
         return max(map(self.devices.count, self.devices))
 
     def support(
-        self, config: ModelConfig, dtype: Dtype, stored: Mapping[str, Quantized] | None = None
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        stored: Mapping[str, Quantized] | None = None,
+        kv: KvFormat | None = None,
     ) -> Support:
         """What the decode kernel makes of a model here; only it knows ranks.
 
-        `stored` has its quantised matrices by name.
+        `stored` has its quantised matrices by name; `kv` says how keys and values are stored.
 
         Raises:
             RanksUnsupported: it does not run the model on several.
         """
-        found = find_support(config, dtype, self.devices[0], self.ranks, self.sharing, stored)
+        on = self.devices[0], self.ranks, self.sharing
+        found = find_support(config, dtype, *on, stored, kv)
         if found.plan is None and self.ranks > 1:
             raise RanksUnsupported(self.ranks, found.refusal.partition(";")[0], [1])
         return found

@@ -20,6 +20,7 @@ from soloist.engine.tail_path import (
     TailRule,
     tail_costs,
 )
+from soloist.errors import ShapeUnsupported
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -144,6 +145,10 @@ def load_kernel(
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
     if capacity.page_attention:
+        if not plan.kv_layout.format.is_plain:
+            raise ShapeUnsupported(
+                f"attention from KV pages in {plan.kv_layout.format.name}", "16 bits"
+            )
         require_page_attention(page_form(plan.share, plan.dtype, plan.gpu.arch), plan.gpu.arch)
     reads = _Reads.ROWS if keep_rows else _Reads.UNPACKED
     if packed_prompts:
@@ -181,6 +186,7 @@ def _load_rank(
         capacity.num_pages,
         dtype,
         device,
+        plan.kv,
     )
     page_tables = capacity.page_tables
     positions = len(page_tables[0]) * PAGE_POSITIONS
@@ -293,7 +299,7 @@ class KernelModel(KernelExecutor):
     def fill_pools(self) -> None:
         """Random keys and values at all positions, to measure what reading them takes."""
         for pool in self.pools:
-            pool.tensor.normal_()
+            pool.fill()
 
     def bind(self) -> None:
         """See Executor; the driver launches into the context of the calling thread."""

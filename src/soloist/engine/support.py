@@ -13,6 +13,7 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat
 from soloist.model.quantized import Quantized
 from soloist.weights.formats import formats_of
 
@@ -42,6 +43,7 @@ def find_support(
     ranks: int = 1,
     sharing: int = 1,
     stored: Mapping[str, Quantized] | None = None,
+    kv: KvFormat | None = None,
 ) -> Support:
     """What the kernel makes of this model, precision and device.
 
@@ -52,6 +54,7 @@ def find_support(
         ranks: over how many the model is spread.
         sharing: how many of them share a device.
         stored: quantised matrices by name.
+        kv: how keys and values are stored; None stores them in `dtype`.
     """
     if device.type != "cuda":
         return Support(None)
@@ -66,8 +69,11 @@ def find_support(
     p = torch.cuda.get_device_properties(device)
     shared_bytes = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # stubs lack it
     num_sms = p.multi_processor_count // sharing
-    gpu = (p.major, p.minor), num_sms, shared_bytes
-    return support_on(*gpu, config, dtype, ranks, stored)
+    try:
+        gpu = gpu_from_capability(p.major, p.minor, num_sms, shared_bytes)
+    except GpuUnsupported as error:
+        return _refused(error)
+    return support_of(gpu, config, dtype, ranks, stored, kv)
 
 
 def support_on(
@@ -79,11 +85,11 @@ def support_on(
     ranks: int = 1,
     stored: Mapping[str, Quantized] | None = None,
 ) -> Support:
-    """The same for a GPU in figures."""
+    """The same for a GPU in figures, with keys and values in `dtype`."""
     try:
         gpu = gpu_from_capability(*capability, num_sms, shared_bytes)
     except GpuUnsupported as error:
-        return Support(None, f"{error.message}; running the reference implementation")
+        return _refused(error)
     return support_of(gpu, config, dtype, ranks, stored)
 
 
@@ -93,6 +99,7 @@ def support_of(
     dtype: Dtype,
     ranks: int = 1,
     stored: Mapping[str, Quantized] | None = None,
+    kv: KvFormat | None = None,
 ) -> Support:
     """The same for a GPU.
 
@@ -101,7 +108,11 @@ def support_of(
     try:
         if stored and (formats := formats_of(stored, config, ranks)):
             with suppress(ShapeUnsupported):
-                return Support(make_plan(config, dtype, gpu, ranks, formats))
-        return Support(make_plan(config, dtype, gpu, ranks))
+                return Support(make_plan(config, dtype, gpu, ranks, formats, kv))
+        return Support(make_plan(config, dtype, gpu, ranks, kv=kv))
     except ShapeUnsupported as error:
-        return Support(None, f"{error.message}; running the reference implementation")
+        return _refused(error)
+
+
+def _refused(error: GpuUnsupported | ShapeUnsupported) -> Support:
+    return Support(None, f"{error.message}; running the reference implementation")

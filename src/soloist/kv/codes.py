@@ -50,13 +50,29 @@ def codes_of(x: Tensor, stored: KvFormat) -> tuple[Tensor, Tensor]:
 
 def numbers_of(codes: Tensor, scales: Tensor, stored: KvFormat, dtype: torch.dtype) -> Tensor:
     """What codes and scales stand for, [..., D] in a new tensor: the product, rounded once."""
-    if stored.name == "int4":
-        low, high = codes & 15, codes >> _NIBBLE
-        numbers = torch.stack((low, high), -1).flatten(-2).float().add_(_LEAST_INT4)
-    elif stored.name == "fp8":
-        numbers = codes.view(_FP8).float()
-    else:
-        numbers = codes.float()
+    numbers = code_numbers(codes, stored)
     groups = numbers.view(*scales.shape, stored.scale_values)
     groups.mul_(scales.float().unsqueeze(-1))
     return numbers.to(dtype)
+
+
+def code_numbers(codes: Tensor, stored: KvFormat) -> Tensor:
+    """Codes without their scales, [..., D] fp32 in a new tensor."""
+    if stored.name == "int4":
+        low, high = codes & 15, codes >> _NIBBLE
+        return torch.stack((low, high), -1).flatten(-2).float().add_(_LEAST_INT4)
+    return (codes.view(_FP8) if stored.name == "fp8" else codes).float()
+
+
+def bytes_of(x: Tensor, stored: KvFormat) -> Tensor:
+    """What is stored of numbers [..., D], as bytes: codes, then scales."""
+    codes, scales = codes_of(x, stored)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+
+
+def of_bytes(x: Tensor, stored: KvFormat) -> tuple[Tensor, Tensor]:
+    """Codes and scales of what `bytes_of` made; of any contiguous tensor's copy."""
+    num_scales = x.shape[-1] * 8 // (stored.scale_values * stored.value_bits + stored.scale_bits)
+    num_codes = x.shape[-1] - num_scales * stored.scale_bits // 8
+    codes, scales = x[..., :num_codes].contiguous(), x[..., num_codes:].contiguous()
+    return codes.view(code_type(stored)), scales.view(_SCALES)

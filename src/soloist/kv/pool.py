@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from soloist.kv.codes import bytes_of, codes_of, numbers_of, of_bytes
 from soloist.kv.layout import (
     HALF_PAGE_POSITIONS,
     KEYS,
@@ -14,20 +15,36 @@ from soloist.kv.layout import (
     VALUES,
     KvLayout,
 )
-from soloist.model.kv_format import plain
+from soloist.model.kv_format import KvFormat, plain
 from soloist.model.torch_types import TORCH_DTYPES
 
+# Pages of codes that become numbers at once, and bytes that each of their numbers takes meanwhile:
+# twice fp32, codes, indices.
+_READ_PAGES = 32
+_CODING_BYTES = 24
 _FORMATS = {stored: plain(dtype) for dtype, stored in TORCH_DTYPES.items()}
 
 
 class PagePool:
     """The pages of one model on one device, zero at first.
 
+    Args:
+        num_layers: of the model.
+        num_kv_heads: K.
+        head_dim: D.
+        num_pages: of all sequences.
+        dtype: of keys and values, as they come and as they are read.
+        device: where.
+        stored: codes and scales instead of numbers; None stores numbers as they are.
+
     Attributes:
-        tensor: [pages, layers, K, 2 half pages, 2 (keys, values), 32 · D].
+        layout: where numbers lie.
+        dtype: of keys and values.
+        tensor: [pages, layers, K, 2 half pages, 2 (keys, values), 32 · D] in `dtype`, or bytes
+            [pages, layers, K, 2 half pages, bytes] of codes and scales.
 
     Raises:
-        ShapeUnsupported: D is no whole number of chunks.
+        ShapeUnsupported: D is no whole number of chunks, or of blocks of codes.
     """
 
     def __init__(
@@ -38,19 +55,20 @@ class PagePool:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: KvFormat | None = None,
     ) -> None:
-        layout = KvLayout(num_layers, num_kv_heads, head_dim, _FORMATS[dtype])
+        layout = KvLayout(num_layers, num_kv_heads, head_dim, stored or _FORMATS[dtype])
         self.num_kv_heads, self.head_dim, self.num_pages = num_kv_heads, head_dim, num_pages
-        self.tensor = torch.zeros(layout.shape(num_pages), dtype=dtype, device=device)
+        self.layout, self.dtype = layout, dtype
+        held = dtype if layout.format.is_plain else torch.uint8
+        self.tensor = torch.zeros(layout.shape(num_pages), dtype=held, device=device)
         self._heads = torch.arange(num_kv_heads, device=device)[None, :, None]
-        self._key_places = torch.from_numpy(layout.key_places()).to(device)
-        self._value_places = torch.from_numpy(layout.value_places()).to(device)
+        if layout.format.is_plain:
+            places = layout.key_places(), layout.value_places()
+        else:
+            places = layout.stored_places(KEYS), layout.stored_places(VALUES)
+        self._key_places, self._value_places = (torch.from_numpy(p).to(device) for p in places)
         self._swaps_chunks = layout.swaps_chunks
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
@@ -66,19 +84,48 @@ class PagePool:
         half_pages = (positions % PAGE_POSITIONS // HALF_PAGE_POSITIONS)[:, None, None]
         rows = positions % HALF_PAGE_POSITIONS
         half_page = (pages, layer, self._heads, half_pages)
-        # Of [T, K, D] every number has its place.
+        # Of [T, K, D] every number, or every byte that is stored of it, has its place.
         key_places, value_places = self._key_places[rows, None], self._value_places[rows, None]
-        self.tensor[(*half_page, KEYS, key_places)] = keys.to(self.dtype)
-        self.tensor[(*half_page, VALUES, value_places)] = values.to(self.dtype)
+        keys, values, stored = keys.to(self.dtype), values.to(self.dtype), self.layout.format
+        if not stored.is_plain:
+            self.tensor[(*half_page, key_places)] = bytes_of(keys, stored)
+            self.tensor[(*half_page, value_places)] = bytes_of(values, stored)
+            return
+        self.tensor[(*half_page, KEYS, key_places)] = keys
+        self.tensor[(*half_page, VALUES, value_places)] = values
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """What is read of keys or values [T, K, D] once they were stored."""
+        stored = self.layout.format
+        if stored.is_plain:
+            return x.to(self.dtype)
+        return numbers_of(*codes_of(x.to(self.dtype), stored), stored, self.dtype)
+
+    def fill(self) -> None:
+        """Random keys and values at all positions, to measure what reading them takes."""
+        stored = self.layout.format
+        if stored.is_plain:
+            self.tensor.normal_()
+            return
+        # Bytes of the same few positions: what they hold costs no time.
+        shape = (HALF_PAGE_POSITIONS, self.head_dim)
+        half_page = torch.zeros(self.tensor.shape[-1], dtype=torch.uint8, device=self.device)
+        for places in (self._key_places, self._value_places):
+            numbers = torch.randn(shape, device=self.device).to(self.dtype)
+            half_page[places] = bytes_of(numbers, stored)
+        self.tensor[:] = half_page
 
     def read(self, layer: int, page_table: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [K, stop - start, D] of a range of positions, copied.
 
-        By views, which is quicker than to look every place up.
+        By views, which is quicker than to look every place up; of codes, what they stand for.
         """
         first = start // PAGE_POSITIONS
         pages = page_table[first : -(-stop // PAGE_POSITIONS)].long()
         part = slice(start - first * PAGE_POSITIONS, stop - first * PAGE_POSITIONS)
+        if not self.layout.format.is_plain:
+            keys, values = self._read_codes(layer, pages)
+            return keys[:, part], values[:, part]
         read = self.tensor[:, layer].index_select(0, pages)  # [pages, K, 2, 2, 32 · D]
         heads, dim = self.num_kv_heads, self.head_dim
         keys = read[:, :, :, KEYS]
@@ -94,3 +141,29 @@ class PagePool:
         values = values.view(*values.shape[:3], dim, HALF_PAGE_POSITIONS)
         values = values.permute(1, 0, 2, 4, 3).reshape(heads, -1, dim)
         return ordered.view(heads, -1, dim)[:, part], values[:, part]
+
+    def _read_codes(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, positions, D] of whole pages, some at a time: see `coding_bytes`."""
+        stored = self.layout.format
+        shape = (self.num_kv_heads, len(pages), PAGE_POSITIONS, self.head_dim)
+        both = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        for start in range(0, len(pages), _READ_PAGES):
+            some = slice(start, start + _READ_PAGES)
+            read = self.tensor[:, layer].index_select(0, pages[some])  # [pages, K, 2, bytes]
+            for numbers, places in zip(both, (self._key_places, self._value_places), strict=True):
+                found = of_bytes(read[..., places], stored)  # [pages, K, 2, 32 rows, …]
+                made = numbers_of(*found, stored, self.dtype)
+                numbers[:, some] = made.flatten(2, 3).transpose(0, 1)
+        keys, values = (numbers.flatten(1, 2) for numbers in both)
+        return keys, values
+
+
+def coding_bytes(layout: KvLayout, num_tokens: int) -> int:
+    """Most that rounding keys or values of so many positions takes, or reading them.
+
+    Nothing where numbers are stored as they are.
+    """
+    if layout.format.is_plain:
+        return 0
+    most = max(num_tokens, _READ_PAGES * PAGE_POSITIONS)
+    return most * layout.num_heads * layout.head_dim * _CODING_BYTES

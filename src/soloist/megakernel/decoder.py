@@ -43,7 +43,7 @@ class Decoder:
         plan: what to build.
         weights: of the rank's share, on the pool's GPU.
         rope: [positions, D / 2, 2] cosine and sine, fp32.
-        pool: KV pages [pages, layers, K, 2, 2, 32 · D], of the rank's heads (`pool_kv_heads`).
+        pool: KV pages of the rank's heads (`pool_kv_heads`), as the tensor of a `PagePool`.
         rank: which of the plan's ranks this is; see `Ranks` for launches of several.
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
@@ -237,7 +237,7 @@ class Decoder:
                 yield_requested=self._yield_requested.data_ptr(),
                 fault=self._fault.data_ptr(),
                 trace=self.trace.data_ptr(),
-                page_values=self.pool.stride(0),
+                page_values=self.pool.stride(0) * self.pool.element_size() // 2,
                 page_table_stride=self.page_tables.shape[1],
                 embedding_scale=self._embedding_scale,
                 sample=sample,

@@ -3,10 +3,32 @@
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.experts import require_experts
 from soloist.model.config import Mixture, ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat
 
 # Mixtures of experts run in the decode kernel. No GPU has run that yet, so it is off, and only
 # tests switch it on.
 RUNS_EXPERTS = False
+# Keys and values in 8 or 4 bits, in the same state.
+RUNS_KV_CODES = False
+
+
+def require_kv(stored: KvFormat, dtype: Dtype) -> None:
+    """Refuse keys and values that only the reference stores.
+
+    Args:
+        stored: how.
+        dtype: of activations. Shares times scales have a wider range than fp16.
+
+    Raises:
+        ShapeUnsupported: naming what there is instead.
+    """
+    if stored.is_plain:
+        return
+    if not RUNS_KV_CODES:
+        raise ShapeUnsupported(f"keys and values in {stored.name}", "16 bits on a GPU")
+    if dtype is not Dtype.BF16:
+        raise ShapeUnsupported(f"keys and values in {stored.name} beside {dtype.value}", "bf16")
 
 
 def require_maths(model: ModelConfig) -> None:

@@ -19,13 +19,13 @@ from soloist.megakernel.image import Image
 from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
-from soloist.megakernel.maths import require_maths
+from soloist.megakernel.maths import require_kv, require_maths
 from soloist.megakernel.program import PRODUCTS, matrix_shape
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import PAGE_FORMATS
+from soloist.model.kv_format import PAGE_FORMATS, KvFormat
 from soloist.parallel.lanes import LaneShare
 from soloist.parallel.share import Share, part_of
 
@@ -40,7 +40,7 @@ class Plan:
 
     Attributes:
         model: the whole.
-        dtype: of activations, of keys and values, and of matrices that have no format of their own.
+        dtype: of activations, and of matrices that have no format of their own.
         gpu: each rank's, or its part of one.
         blocks: of each rank, or of each of its lanes.
         ranks: over how many the model is spread.
@@ -49,6 +49,7 @@ class Plan:
         samples: it also has room for choosing tokens otherwise than by the largest logit.
         formats: of matrices that are stored otherwise than in `dtype`, by the name of their tensor,
             such as 'layers.3.down'.
+        kv: how keys and values are stored; None stores them in `dtype`.
     """
 
     model: ModelConfig
@@ -59,6 +60,7 @@ class Plan:
     queries: int = MAX_QUERIES
     samples: bool = True
     formats: dict[str, WeightFormat] = field(default_factory=dict, hash=False)
+    kv: KvFormat | None = None
 
     def with_room_for(self, queries: int, *, samples: bool) -> "Plan":
         """The same plan for launches of so many queries at most, that sample or do not."""
@@ -138,7 +140,7 @@ class Plan:
     @cached_property
     def kv_layout(self) -> KvLayout:
         """Where keys and values lie in the pages of a rank's pool."""
-        shape, stored = self.shape, PAGE_FORMATS[self.dtype]
+        shape, stored = self.shape, self.kv or PAGE_FORMATS[self.dtype]
         return KvLayout(shape.num_layers, shape.pool_kv_heads, shape.head_dim, stored)
 
     @cached_property
@@ -266,6 +268,7 @@ def make_plan(
     gpu: Gpu,
     ranks: int = 1,
     formats: dict[str, WeightFormat] | None = None,
+    kv: KvFormat | None = None,
 ) -> Plan:
     """The plan that wastes least: its busiest block's bytes times the number of blocks.
 
@@ -277,12 +280,16 @@ def make_plan(
         gpu: each rank's, or its part of one.
         ranks: over how many the model is spread.
         formats: as of `Plan`.
+        kv: the same.
 
     Raises:
         ShapeUnsupported: the kernel cannot run this model; the message says why.
     """
     _require_supported(model, dtype)
-    first = Plan(model, dtype, gpu, 1, ranks, formats=formats or {})
+    kv = None if kv is None or kv.is_plain else kv
+    if kv is not None:
+        require_kv(kv, dtype)
+    first = Plan(model, dtype, gpu, 1, ranks, formats=formats or {}, kv=kv)
     _require_formats(first)
     kv_heads = first.shape.kv_heads
     # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.

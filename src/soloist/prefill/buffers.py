@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.kv.pool import PagePool
+from soloist.kv.pool import PagePool, coding_bytes
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -96,11 +96,12 @@ def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
     buffers = bytes_per_token(config, plan.dtype) * min(MOST_PASS_TOKENS, positions)
     # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
-    gathered = 3 * layout.pool_bytes(num_pages) // layout.num_layers
+    gathered = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes
+    coding = coding_bytes(layout, min(MOST_PASS_TOKENS, positions))
     rope = 2 * rope_table_bytes(config, positions)  # and what the table is made of
     padded = _attended_bytes(config, plan.dtype) * min(MOST_PADDED_TOKENS, positions)
     logits = plan.exchanges.sampled_rows * _FP32_BYTES
-    return buffers + gathered + rope + padded + logits
+    return buffers + gathered + coding + rope + padded + logits
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:

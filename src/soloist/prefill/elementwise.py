@@ -220,6 +220,32 @@ class Elementwise(ABC):
             values: the same.
         """
 
+    def store(self, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """Keys and values of the chunk's tokens to the pool; `heads` have what it then holds.
+
+        What attention sees was rounded before, in this chunk too: so no bit depends on how a prompt
+        was cut.
+        """
+        if not chunk.num_tokens:
+            return
+        stored = slice(chunk.num_tokens)
+        self.pool.write(
+            layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
+        )
+        if not self.pool.layout.format.is_plain:
+            for x in (heads.keys, heads.values):
+                x.copy_(self.pool.rounded(x))
+
+    def read(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
+        """`gather` in plain torch."""
+        window = self.config.layers[layer].attention.window
+        start = 0 if window is None else max(0, chunk.position + 1 - window)
+        start -= start % LEAST_CHUNK_TOKENS
+        if chunk.num_tokens:
+            read = self.pool.read(layer, chunk.page_table, start, chunk.stop)
+            for gathered, part in zip((keys, values), read, strict=True):
+                gathered[start : chunk.stop] = part.transpose(0, 1)
+
     @abstractmethod
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`product` [T, 2 F] (+ `bias`), gate then up, to silu(gate) · up [T, F]."""
@@ -329,20 +355,11 @@ class TorchElementwise(Elementwise):
             (queries, heads.queries), (keys, heads.keys), (values, heads.values)
         ):  # fmt: skip
             rounded.copy_(exact)
-        stored = slice(chunk.num_tokens)
-        self.pool.write(
-            layer, chunk.page_table, chunk.position, heads.keys[stored], heads.values[stored]
-        )
+        self.store(layer, chunk, heads)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
-        window = self.config.layers[layer].attention.window
-        start = 0 if window is None else max(0, chunk.position + 1 - window)
-        start -= start % LEAST_CHUNK_TOKENS
-        if chunk.num_tokens:
-            read = self.pool.read(layer, chunk.page_table, start, chunk.stop)
-            for gathered, part in zip((keys, values), read, strict=True):
-                gathered[start : chunk.stop] = part.transpose(0, 1)
+        self.read(layer, chunk, keys, values)
 
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """See the base class."""

@@ -16,6 +16,12 @@ from soloist.jit.source import Source
 from soloist.kv.layout import HALF_PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
+from soloist.prefill.coded_pages import (
+    BLOCK_HEADS,
+    GATHER_ENTRY,
+    STORE_ENTRY,
+    coded_pages_source,
+)
 from soloist.prefill.elementwise import (
     DTYPES,
     Chunk,
@@ -37,6 +43,8 @@ _ACCESS_VALUES = 8
 _STATIC_SMEM_BYTES = 48 * 1024
 # Enough to fill a GPU; each takes one half page of a head after the other.
 _GATHERING_BLOCKS = 1024
+# The same for eight heads of positions.
+_CODES_BLOCKS = 4096
 
 
 _ENTRIES = ("embed", "add_norm", "qkv_rope_store", "gather", "silu_mul")
@@ -147,6 +155,9 @@ class FusedElementwise(Elementwise):
             n: self._kernels if source == first else self.load(source, ("silu_mul",))
             for n, source in self.sources.swiglu.items()
         }
+        self._coded: Kernels | None = None
+        if not pool.layout.format.is_plain:
+            self._coded = self.load(coded_pages_source(pool.layout), (STORE_ENTRY, GATHER_ENTRY))
         with torch.cuda.device(pool.device):
             self._gate_up = {n: GateUp(s, cache_root) for n, s in self.sources.gate_up.items()}
             own = self.sources.first_attention
@@ -161,6 +172,7 @@ class FusedElementwise(Elementwise):
         words = _MEETING_WORDS + ranks
         self._meeting = torch.zeros(words, dtype=torch.int32, device=pool.device)
         self._stuck = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._without_tokens = torch.tensor([1, 0], dtype=torch.int32, device=pool.device)
 
     def load(self, source: Source, entries: Sequence[str]) -> Kernels:
         """More kernels of the same model. Raises DeviceError."""
@@ -247,6 +259,9 @@ class FusedElementwise(Elementwise):
         """See the base class."""
         vectors, rows = self.layers[layer], chunk.num_rows
         rope = self.rope_table if self.config.layers[layer].attention.rope else None
+        # The kernel stores 16 bits; of a chunk without tokens it stores nothing.
+        has_codes = not self.pool.layout.format.is_plain
+        place = chunk.place * self._without_tokens if has_codes else chunk.place
         args = (
             pointer(product),
             pointer(vectors.qkv_bias),
@@ -258,7 +273,7 @@ class FusedElementwise(Elementwise):
             pointer(heads.values),
             pointer(self.pool.tensor),
             pointer(chunk.page_table),
-            pointer(chunk.place),
+            pointer(place),
             ctypes.c_uint32(layer),
             ctypes.c_int32(rows),
             ctypes.c_int32(self.rope_table.shape[0]),
@@ -266,6 +281,20 @@ class FusedElementwise(Elementwise):
         # A chunk may begin anywhere in a half page.
         half_pages = -(-(rows + HALF_PAGE_POSITIONS - 1) // HALF_PAGE_POSITIONS)
         self._launch("qkv_rope_store", half_pages * self._heads, args)
+        if has_codes:
+            self._round_store(layer, chunk, heads)
+
+    def _round_store(self, layer: int, chunk: Chunk, heads: Heads) -> None:
+        """`store` of codes."""
+        assert self._coded is not None, "a pool of codes"
+        rows = chunk.num_rows
+        args = (
+            pointer(heads.keys), pointer(heads.values), pointer(self.pool.tensor),
+            pointer(chunk.page_table), pointer(chunk.place), ctypes.c_uint32(layer),
+            ctypes.c_int32(rows),
+        )  # fmt: skip
+        blocks = -(-rows * self.pool.num_kv_heads // BLOCK_HEADS)
+        self._coded.launch(STORE_ENTRY, blocks, args, self.stream)
 
     def gather(self, layer: int, chunk: Chunk, keys: Tensor, values: Tensor) -> None:
         """See the base class."""
@@ -282,6 +311,10 @@ class FusedElementwise(Elementwise):
         )
         # How many half pages there are the device knows: a captured graph serves every position.
         units = -(-keys.shape[0] // HALF_PAGE_POSITIONS) * self.pool.num_kv_heads
+        if self._coded is not None:
+            blocks = min(-(-keys.shape[0] * self.pool.num_kv_heads // BLOCK_HEADS), _CODES_BLOCKS)
+            self._coded.launch(GATHER_ENTRY, blocks, args, self.stream)
+            return
         self._launch("gather", min(units, _GATHERING_BLOCKS), args)
 
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:

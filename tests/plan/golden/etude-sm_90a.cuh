@@ -472,6 +472,8 @@ struct Model {
     kKeyRowBytes = 128u,
     kValueRowBytes = 64u,
     kSwappedKeyBytes = 64u,
+    kCodeBits = 16u,
+    kCodeBytes = 4096u,
   };
   // From the start of the pool to a half page's keys; its values follow them.
   static __device__ __forceinline__ u64 half_page_place(u64 page_values, i32 page, u32 layer, u32 head, u32 half) { return page * page_values + ((static_cast<u64>(layer) * kPoolKvHeads + head) * kPageHalves + half) * (kKvParts * kHalfPageValues); }

@@ -6,14 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from interpreter.models import gpu
+from plan.shapes import SMALL
 from soloist.engine.config import EngineConfig, Resolved, resolve
 from soloist.engine.identity import facts_of
-from soloist.engine.memory import MemoryEstimate
+from soloist.engine.memory import Footprint, MemoryEstimate
 from soloist.engine.reference import ReferenceModel
+from soloist.engine.support import support_of
 from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_per_token
+from soloist.kv.offload import HostPages
+from soloist.kv.page_copies import PageCopies
+from soloist.kv.pool import PagePool
+from soloist.megakernel import maths
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
+from soloist.model.families import tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.kv_format import KV_FORMATS, KvName, kv_format, plain
 from soloist.reference.build import build_reference
@@ -172,6 +180,36 @@ def test_a_gpu_has_no_such_cache() -> None:
     with pytest.raises(SettingError, match="none on a GPU") as caught:
         resolved("int8", device="cuda:0")
     assert "--device cpu" in str(caught.value.hint)
+
+
+@NAMES
+def test_once_a_gpu_has_shown_it_the_kernels_pages_are_counted(
+    name: KvName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are host copies, by a page's bytes."""
+    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
+    assert resolved(name, device="cuda:0").kv == kv_format(name, CONFIG, Dtype.BF16)
+    kv = kv_format(name, SMALL, Dtype.BF16)
+    plan = support_of(gpu(13), SMALL, Dtype.BF16, kv=kv).plan
+    assert plan is not None
+    needs = Footprint(SMALL, tensors(SMALL), Dtype.BF16, plan, kv=kv).estimate(3 * 64)
+    shape = plan.shape
+    pool = PagePool(
+        shape.num_layers, shape.pool_kv_heads, shape.head_dim, 3, torch.bfloat16,
+        torch.device("cpu"), kv,
+    )  # fmt: skip
+    assert needs.kv_bytes == pool.tensor.numel()
+    pool.fill()
+    before, host = pool.tensor.clone(), HostPages(pool.tensor, 2**27)
+    assert host.offload([2, 0], [0, 1])
+    pool.tensor.zero_()
+    host.fetch([0, 1], [0, 2])
+    host.join()
+    assert torch.equal(pool.tensor[[0, 2]], before[[2, 0]])
+    copies = PageCopies([pool.tensor])
+    assert copies.bytes_of(128) == 2 * pool.tensor.shape[1:].numel()
+    refused = support_of(gpu(13), SMALL, Dtype.FP16, kv=kv)
+    assert f"{name} beside fp16" in refused.refusal
 
 
 def test_saved_prompts_of_another_format_are_others(tmp_path: Path) -> None:

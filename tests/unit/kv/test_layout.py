@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from soloist.errors import ShapeUnsupported
-from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
+from soloist.kv.layout import HALF_PAGE_POSITIONS, KEYS, PAGE_HALVES, VALUES, KvLayout
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import PAGE_FORMATS, KvFormat
+from soloist.model.kv_format import KV_FORMATS, PAGE_FORMATS, KvFormat, KvName
 
 FORMAT = PAGE_FORMATS[Dtype.BF16]
 HEAD_DIMS = [8, 24, 32, 64, 96, 128, 192]
@@ -71,3 +71,90 @@ def test_the_text_says_the_same() -> None:
 def test_a_head_that_is_no_whole_number_of_chunks_is_refused() -> None:
     with pytest.raises(ShapeUnsupported, match="head dimension 12"):
         KvLayout(LAYERS, HEADS, 12, FORMAT)
+
+
+# Codes ------------------------------------------------------------------------------------------
+
+CODED_DIMS = [32, 64, 96, 128]
+NAMES = pytest.mark.parametrize("name", KV_FORMATS)
+DIMS = pytest.mark.parametrize("head_dim", CODED_DIMS)
+
+
+def coded(name: KvName, head_dim: int) -> KvLayout:
+    return KvLayout(LAYERS, HEADS, head_dim, KV_FORMATS[name](head_dim))
+
+
+@NAMES
+@DIMS
+def test_every_byte_of_a_half_page_is_of_one_position(name: KvName, head_dim: int) -> None:
+    layout = coded(name, head_dim)
+    places = [layout.stored_places(part) for part in (KEYS, VALUES)]
+    for of_part in places:
+        assert of_part.shape == (32, layout.format.num_bytes(head_dim))
+    used = sorted(np.concatenate([p.flatten() for p in places]))
+    assert used == list(range(layout.shape(1)[-1]))
+    assert layout.shape(1)[-1] == 2 * layout.half_page_bytes
+    assert layout.page_bytes == np.prod(layout.shape(1))
+
+
+@NAMES
+@DIMS
+def test_codes_and_scales_lie_where_words_say(name: KvName, head_dim: int) -> None:
+    layout = coded(name, head_dim)
+    keys, values = layout.stored_places(KEYS), layout.stored_places(VALUES)
+    row_bytes = head_dim // 2 if name == "int4" else head_dim
+    block = row_bytes * 32 // head_dim
+    scales = head_dim // 32 if name == "int4" else 1
+    for row in range(32):
+        for byte in range(row_bytes):
+            turned = byte // block ^ layout.key_turn(row)
+            assert keys[row, byte] == row * row_bytes + turned * block + byte % block
+            assert values[row, byte] == 32 * row_bytes + byte * 32 + row
+        for scale in range(scales):
+            for byte in range(2):
+                at = 64 * row_bytes + (scale * 32 + row) * 2 + byte
+                assert keys[row, row_bytes + 2 * scale + byte] == at
+                assert values[row, row_bytes + 2 * scale + byte] == at + scales * 64
+
+
+@NAMES
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_are_read_at_once_share_few_banks(name: KvName, head_dim: int) -> None:
+    """A lane (g, q) has 8 numbers of row 8 (g / 2) + g % 2; 32 lanes, or 16 of 8 bytes, at once."""
+    layout = coded(name, head_dim)
+    places = layout.stored_places(KEYS)
+    lane_bytes = 4 if name == "int4" else 8
+    for block in range(head_dim // 32):
+        for first in range(0, 8, 8 if name == "int4" else 4):
+            hit: dict[int, int] = {}
+            for g in range(first, first + (8 if name == "int4" else 4)):
+                row = 8 * (g // 2) + g % 2
+                for q in range(4):
+                    at = int(places[row, (block * 4 + q) * lane_bytes])
+                    for bank in {at // 4 % 32, (at + lane_bytes - 4) // 4 % 32}:
+                        hit[bank] = hit.get(bank, 0) + 1
+            # In 4 bits a head of 64 numbers has two blocks for four rows.
+            assert max(hit.values()) == (2 if (name, head_dim) == ("int4", 64) else 1)
+
+
+def test_codes_need_whole_blocks() -> None:
+    with pytest.raises(ShapeUnsupported, match="int8 with a head dimension of 48"):
+        coded("int8", 48)
+
+
+@NAMES
+@DIMS
+def test_the_text_of_codes_says_the_same(name: KvName, head_dim: int) -> None:
+    layout = coded(name, head_dim)
+    text = layout.cuda
+    bits = 4 if name == "int4" else 8
+    for part in (
+        f"kHalfPageBytes = {layout.half_page_bytes}u", f"kCodeBits = {bits}u",
+        f"kCodeBytes = {head_dim * 32 * bits // 8}u", f"kKeyRowBytes = {head_dim * bits // 8}u",
+        f"kValueRowBytes = {32 * bits // 8}u", f"kFloatCodes = {int(name == 'fp8')}u",
+        f"kScales = {head_dim // 32 if name == 'int4' else 1}u", "(kKvParts * kHalfPageBytes / 2)",
+    ):  # fmt: skip
+        assert part in text
+    turn = text[text.index("key_turn(u32 row) { return ") :].split("return ")[1].split(";")[0]
+    for row in range(32):
+        assert eval(turn, {"row": row}) == layout.key_turn(row)  # noqa: S307 - text of ours

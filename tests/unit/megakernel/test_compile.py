@@ -37,6 +37,7 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config
+from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
 from unit.jit.small import one_file
 from unit.megakernel import code_sizes, two_models
 from unit.megakernel.assembly import assembly, front_end_log
@@ -226,6 +227,55 @@ def test_the_front_end_accepts_mixtures(name: str) -> None:
     require_accepted(make_plan(config, Dtype.FP16, gpu(SMS, "sm_80"), 2), Build(samples=True))
     traced = Build(trace_round=3, queries=1)
     require_accepted(make_plan(config, Dtype.BF16, gpu(SMS, "sm_120a")), traced)
+
+
+@pytest.fixture
+def codes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
+
+
+def coded_plan(config: ModelConfig, kv: KvName, arch: str) -> Plan:
+    return make_plan(config, Dtype.BF16, GPUS[arch], kv=kv_format(kv, config, Dtype.BF16))
+
+
+@pytest.mark.usefixtures("codes_run")
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, require_sound) -> None:
+    require_sound(coded_plan(etude(), kv, "sm_90a"), Build(queries=queries))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("codes_run")
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "llama-3.1-8b"])
+def test_codes_compile_with_public_shapes(
+    name: str, kv: KvName, queries: int, require_sound
+) -> None:
+    require_sound(coded_plan(PUBLIC[name], kv, "sm_90a"), Build(queries=queries))
+
+
+@pytest.mark.usefixtures("codes_run")
+@pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_the_front_end_accepts_codes_elsewhere(kv: KvName, arch: str) -> None:
+    for queries in (1, MAX_QUERIES):
+        require_accepted(coded_plan(etude(), kv, arch), Build(queries=queries, samples=True))
+
+
+# Bytes that are spilled, and read back.
+SPILLED_BY_CODES: dict[tuple[KvName, str, int], int] = {("int4", "sm_100a", MAX_QUERIES): 20}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("codes_run")
+@pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_codes_compile_elsewhere(kv: KvName, arch: str) -> None:
+    for queries in (1, MAX_QUERIES):
+        most = SPILLED_BY_CODES.get((kv, arch, queries), 0)
+        require_as_little_spilled(coded_plan(etude(), kv, arch), Build(queries=queries), most)
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])

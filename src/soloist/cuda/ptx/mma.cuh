@@ -1,4 +1,4 @@
-// Matrix multiply-accumulate m16n8k16 with fp32 sums, and conversions to the 16-bit type of the model.
+// Matrix multiply-accumulate m16n8k16 with fp32 sums, and arithmetic and conversions of 16-bit types.
 #pragma once
 #include "ptx/types.cuh"
 #include "spec.cuh"
@@ -44,6 +44,13 @@ __device__ __forceinline__ i32 signed_byte(u32 x, u32 byte) {
   u32 r;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "r"(0x8880 + 0x1111 * byte));
   return static_cast<i32>(r);
+}
+
+// a b + c of pairs of bf16. What is exact in bf16 comes out exact, also where an operand is below the normal numbers.
+__device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
 }
 
 // Two fp32 values as a packed pair of fp16, `low` in the low half; round to nearest even.

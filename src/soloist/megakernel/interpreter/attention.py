@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from soloist.kv.layout import HALF_PAGE_POSITIONS
-from soloist.megakernel.interpreter.cache import Cache
+from soloist.megakernel.interpreter.cache import Cache, Stored
 from soloist.megakernel.interpreter.exchange import Operand
 from soloist.megakernel.interpreter.memory import Memory
 from soloist.megakernel.interpreter.partials import Partials
@@ -95,7 +95,8 @@ class Attention:
             keys, values = self._cache.read(layer.number, head, group.sequence, start)
             visible = _visible(layer.splits, group, start)
             _count(seen, group, start, visible)
-            parts[lane].add(_scores(queries, keys, visible), values, self._dtype)
+            scores = _scores(queries, keys, visible)
+            parts[lane].add(scores, values.numbers, self._dtype, values.scales)
         self._publish(layer, head, split, group, joined(parts))
 
     def _fresh(self, layer: _Layer, head: int, group: Group) -> list[Tensor]:
@@ -143,11 +144,22 @@ def _visible(splits: Splits, group: Group, start: int) -> Tensor:
     return (at >= first) & (at <= torch.tensor(group.positions)[:, None])
 
 
-def _scores(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+def _scores(queries: Tensor, keys: Stored, visible: Tensor) -> Tensor:
     """[rows, 32], to base 2, minus infinity where a row's query does not see."""
     scale: float = queries.shape[1] ** -0.5 * math.log2(math.e)
-    scores, group = queries @ keys.T * scale, len(queries) // len(visible)
+    scores, group = _products(queries, keys) * scale, len(queries) // len(visible)
     return scores.masked_fill(~visible.repeat_interleave(group, dim=0), -math.inf)
+
+
+def _products(queries: Tensor, keys: Stored) -> Tensor:
+    """[rows, 32]; of codes the sum of each part of a head is scaled by itself."""
+    if keys.scales is None:
+        return queries @ keys.numbers.T
+    count = keys.scales.shape[1]
+    parts = zip(queries.chunk(count, 1), keys.numbers.chunk(count, 1), keys.scales.T, strict=True)
+    first, *others = (q @ codes.T * scale for q, codes, scale in parts)
+    scores: Tensor = sum(others, first)
+    return scores
 
 
 def _count(seen: Tensor, group: Group, start: int, visible: Tensor) -> None:

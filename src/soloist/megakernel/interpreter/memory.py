@@ -16,7 +16,7 @@ class Memory:
         vectors: fp32 norm weights and biases.
         embedding: [V, H], or None where the head is tied.
         rope: [positions, D / 2, 2] cosine and sine, fp32.
-        pool: [pages, layers, K, 2, 2, 32 · D].
+        pool: the tensor of a `PagePool`.
         page_tables: int32 [sequences, pages].
         first_head: a lane's first KV head in the pool.
         experts: packed, of one layer after the other, bytes or values; None where there are none.

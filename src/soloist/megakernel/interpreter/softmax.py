@@ -35,19 +35,31 @@ class Softmax:
         """[rows, D]: values by their weights."""
         return self.out / self.total[:, None]
 
-    def add(self, scores: Tensor, values: Tensor, dtype: torch.dtype | None) -> None:
+    def add(
+        self,
+        scores: Tensor,
+        values: Tensor,
+        dtype: torch.dtype | None,
+        scales: Tensor | None = None,
+    ) -> None:
         """More positions.
 
         Args:
             scores: [rows, positions], minus infinity where unseen.
             values: [positions, D].
             dtype: what weights are rounded to before they multiply values; None for no rounding.
+            scales: [positions, scales of a head] of values that are codes: weights take them on.
         """
         before, self.top = self.top, torch.maximum(self.top, scores.amax(1))
         base = self.top.nan_to_num(neginf=0.0)
         shrink, weights = (before - base).exp2(), (scores - base[:, None]).exp2()
         self.total = self.total * shrink + weights.sum(1)
-        self.out = self.out * shrink[:, None] + rounded(weights, dtype) @ values
+        if scales is None:
+            added = rounded(weights, dtype) @ values
+        else:
+            parts = zip(values.chunk(scales.shape[1], 1), scales.T, strict=True)
+            added = torch.cat([rounded(weights * s, dtype) @ codes for codes, s in parts], 1)
+        self.out = self.out * shrink[:, None] + added
 
     def add_parts(self, tops: Tensor, totals: Tensor, outs: Tensor) -> None:
         """What others have summed: [rows, parts] twice, and [rows, parts, D]."""

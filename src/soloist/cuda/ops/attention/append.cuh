@@ -1,11 +1,11 @@
 // New keys and values join the cache: in a slot of the ring, and in the pool.
 #pragma once
+#include "tile/kv_codes.cuh"
 #include "tile/kv_page.cuh"
 
-// Keys and values of queries `begin` … `end - 1` join a half page that starts at position `start`: in the
-// ring's slot, or in the pool. Executed by a warp.
+// Those of queries `begin` … `end - 1` as they are, if they lie in the half page.
 template <class M>
-__device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
+__device__ __forceinline__ void append_plain(const Context<M>& cx, u32 begin, u32 end, i32 start, u8* keys, u8* values) {
   constexpr u32 kAtOnce = 2, kValues = M::kHeadDim / 32;
 #pragma unroll 1
   for (u32 c = begin; c < end; c += kAtOnce) {
@@ -31,6 +31,22 @@ __device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end,
   }
 }
 
+// Keys and values of queries `begin` … `end - 1` join a half page that starts at position `start`: in the
+// ring's slot, or in the pool. Executed by a warp.
+template <class M>
+__device__ __forceinline__ void append(const Context<M>& cx, u32 begin, u32 end, i32 start, u8* half_page) {
+  if constexpr (kHasCodes<M>) {
+#pragma unroll 1
+    for (u32 c = begin; c < end; ++c) {
+      const i32 row = cx.shared.control().position[c] - start;
+      if (row < 0 || row >= static_cast<i32>(kHalfPagePositions)) continue;
+      store_rounded<M>(cx.shared.new_kv() + c * (4 * M::kHeadDim), half_page, row, cx.lane);
+    }
+  } else {
+    append_plain(cx, begin, end, start, half_page, half_page + M::kHalfPageBytes);
+  }
+}
+
 // New keys and values of the queries in `stored` go to the pool, where later rounds find them. A query to each warp.
 template <class M>
 __device__ __forceinline__ void store_fresh(const Context<M>& cx, u32 layer, u32 head, u32 stored) {
@@ -40,5 +56,5 @@ __device__ __forceinline__ void store_fresh(const Context<M>& cx, u32 layer, u32
   const u32 page = position / kPagePositions, half_page = position % kPagePositions / kHalfPagePositions;
   const i32 id = cx.params.page_tables[sequence * cx.params.page_table_stride + page];
   u8* pool = reinterpret_cast<u8*>(cx.params.pool + half_page_offset<M>(cx.params.page_values, id, layer, head, half_page));
-  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kHalfPagePositions - 1), pool, pool + M::kHalfPageBytes);
+  append(cx, cx.warp, cx.warp + 1, position & ~static_cast<i32>(kHalfPagePositions - 1), pool);
 }

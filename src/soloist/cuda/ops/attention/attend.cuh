@@ -120,20 +120,21 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       const u32 keys = keys_of(half_page);
       if (behind > g.first_fresh) {
         // All warps that share the half page write the same.
-        u8* slot = at_shared<u8>(keys);
-        append(cx, g.fresh, g.end, start, slot, slot + M::kHalfPageBytes);
+        append(cx, g.fresh, g.end, start, at_shared<u8>(keys));
         appended = true;
         __syncwarp();
       }
-      const u32 values = keys + M::kHalfPageBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
+      const u32 values = keys + M::kCodeBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
+      const Scales<M> scales(keys, value_set(cx));
       const bool partly = window || behind > g.first_position;
       if constexpr (kKeepsQuery<M>)
-        softmax.add(query, keys, values, start, rows.last, window, partly, cx.lane);
+        softmax.add(query, keys, values, scales, start, rows.last, window, partly, cx.lane);
       else if (kKnowsFewRows<M> && rows.few)
-        softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, start, rows.last, window, partly, cx.lane);
+        softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
+                                    cx.lane);
       else
-        softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, start, rows.last,
-                                                           window, partly, cx.lane);
+        softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, scales, start,
+                                                           rows.last, window, partly, cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.

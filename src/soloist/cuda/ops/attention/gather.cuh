@@ -80,11 +80,7 @@ struct LaneMerge {
           const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * M::kGroup, row = count * M::kGroup + of_group;
           if (of_group >= queries * M::kGroup) continue;
           if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
-          float2* to = reinterpret_cast<float2*>(values + (mine * kRows + row) * M::kHeadDim + 2 * q);
-          const u32 swap = row & kRowSwap<M>;
-#pragma unroll
-          for (u32 n = 0; n < kSetDim<M> / 8; ++n)
-            to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[m][n][2 * i], softmax.out[m][n][2 * i + 1]);
+          store_row<M>(values + (mine * kRows + row) * M::kHeadDim, row & kRowSwap<M>, dims, softmax.out[m], i, q);
         }
       // All warps write the same.
       if (kGatheredQueries<M> > 1 && cx.lane < queries) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
@@ -105,9 +101,7 @@ struct LaneMerge {
     if (row >= M::kGroup) return;
     const u32 dims = value_set(cx) * kSetDim<M>;
     if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][0], total);
-    float2* to = reinterpret_cast<float2*>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim + 2 * q);
-#pragma unroll
-    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(softmax.out[0][n][0], softmax.out[0][n][1]);
+    store_row<M>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], 0, q);
   }
 
   // What was gathered is merged, lane after lane, and published.

@@ -2,6 +2,7 @@
 #pragma once
 #include "ops/attention/exchange.cuh"
 #include "ops/attention/split.cuh"
+#include "tile/kv_codes.cuh"
 
 // Cosines and sines of the round's positions come to shared memory once a round. Warp c serves query c.
 template <class M>
@@ -13,11 +14,18 @@ __device__ __forceinline__ void load_rope(const Context<M>& cx) {
 }
 
 // Where queries lie in shared memory: as the lanes of a warp read them for the first operand of m16n8k16,
-// [tile of 16 rows][32 of D][multiply][lane][16 bytes].
+// [tile of 16 rows][32 of D][multiply][lane][16 bytes]. Of eight neighbours those are a pair that are one in the keys' operand.
 template <class M>
 __device__ __forceinline__ u32 q_offset(u32 row, u32 d) {
-  const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
-  return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+  if constexpr (M::kCodeBits == 16) {
+    const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 4 / 2 * 2 + row % 16 / 8;
+    return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + d % 8 / 4) * 512 + lane * 16 + word * 4 + d % 2 * 2;
+  } else {
+    constexpr bool kIsFour = M::kCodeBits == 4;
+    const u32 lane = row % 8 * 4 + d % 32 / 8, word = d % 2 * 2 + row % 16 / 8;
+    const u32 multiply = kIsFour ? d % 4 / 2 : d % 8 / 4, number = kIsFour ? d % 8 / 4 : d % 4 / 2;
+    return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + multiply) * 512 + lane * 16 + word * 4 + number * 2;
+  }
 }
 constexpr u32 kNoRow = ~0u;
 
@@ -163,6 +171,14 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
     value[32 * j + kHalf] = to_half(high[kAtOnce][j]);
   }
 }
+// Keys and values of queries `fresh` are rounded once, for all who append them: a head to each warp.
+template <class M>
+__device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
+  u16* numbers = reinterpret_cast<u16*>(cx.shared.new_kv());
+#pragma unroll 1
+  for (u32 head = cx.warp; head < 2 * kMostQueries; head += kConsumerWarps)
+    if (fresh >> head / 2 & 1) round_in_place<M>(numbers + head * M::kHeadDim, cx.lane);
+}
 template <class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
@@ -188,4 +204,8 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
   }
   factors_known();
   cx.sync();
+  if constexpr (kHasCodes<M>) {
+    round_fresh(cx, cx.queries == 1 ? 1 : groups.needed(cx.lane));
+    cx.sync();
+  }
 }

@@ -1,6 +1,7 @@
 // A warp's running softmaxes over the half pages that it takes.
 #pragma once
 #include "tile/context.cuh"
+#include "tile/kv_codes.cuh"
 
 // Warps that share a half page: for other rows each or, where one query leaves them none, for other values. Warps of a
 // quarter of the SM, which multiply in turn, do not share one.
@@ -51,6 +52,78 @@ struct QueryRows {
   }
 };
 
+// Keys and values have a scale for each 32 dimensions, not one for all.
+template <class M>
+constexpr bool scales_by_step() {
+  if constexpr (kHasCodes<M>) return M::kScales > 1;
+  else return false;
+}
+template <class M>
+inline constexpr bool kScalesByStep = scales_by_step<M>();
+
+// Where scales of a half page's keys lie, and of those values that a warp takes. There are none of numbers as they are.
+template <class M>
+struct Scales {
+  u32 keys = 0, values = 0;
+
+  __device__ __forceinline__ Scales(u32 half_page, u32 value_set) {
+    if constexpr (kHasCodes<M>) {
+      keys = half_page + 2 * M::kCodeBytes;
+      values = keys + M::kScales * M::kScaleRowBytes;
+      if constexpr (kScalesByStep<M>) values += value_set * (kSetDim<M> / 32) * M::kScaleRowBytes;
+    }
+  }
+};
+
+// A lane's part of a half page's keys. Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; of a block of 32
+// numbers the q-th eight. See key_chunk for the swap, and key_turn.
+template <class M>
+struct LaneKeys {
+  u32 even, odd, turn;
+
+  __device__ __forceinline__ LaneKeys(u32 keys, u32 g, u32 q) {
+    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * M::kKeyRowBytes + q * M::kCodeBits;
+    const u32 swapped = (g & 1) * M::kSwappedKeyBytes;
+    even = row + swapped, odd = row - swapped, turn = 0;
+    if constexpr (kHasCodes<M>) turn = M::key_turn(8 * (g >> 1) + (g & 1));
+  }
+  // Of block `k` of its t-th key.
+  __device__ __forceinline__ EightOfKey<M> load(u32 k, u32 t) const {
+    EightOfKey<M> x;
+    if constexpr (kHasCodes<M>) x.load(even + (k ^ turn) * M::kKeyBlockBytes + 2 * t * M::kKeyRowBytes);
+    else x.load((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
+    return x;
+  }
+};
+
+// Scores of a step of 32 dimensions join those of the steps before: at once or, where each step has scales of its own, after that.
+template <class M, bool = kScalesByStep<M>>
+struct StepScores {
+  float (&sums)[4][4];
+
+  __device__ __forceinline__ explicit StepScores(float (&score)[4][4]) : sums(score) {}
+  template <u32 kHalves>
+  __device__ __forceinline__ void add_to(float (&)[4][4], u32, u32) const {}
+};
+template <class M>
+struct StepScores<M, true> {
+  float sums[4][4];
+
+  __device__ __forceinline__ explicit StepScores(const float (&)[4][4]) {
+#pragma unroll
+    for (u32 t = 0; t < 4; ++t) sums[t][0] = sums[t][1] = sums[t][2] = sums[t][3] = 0.0f;
+  }
+  // `of_lane`: the scales of step 0 that the lane needs.
+  template <u32 kHalves>
+  __device__ __forceinline__ void add_to(float (&score)[4][4], u32 of_lane, u32 step) const {
+    const EightScales scale(of_lane + step * M::kScaleRowBytes);
+#pragma unroll
+    for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+      for (u32 i = 0; i < 2 * kHalves; ++i) score[t][i] += sums[t][i] * scale.at(t, i % 2);
+  }
+};
+
 // Running softmaxes over kWarpTiles · 16 rows (query, query head): sums of values, maxima, sums of weights.
 template <class M>
 struct Softmax {
@@ -74,41 +147,45 @@ struct Softmax {
   // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
   // Of 8 rows, kTiles = kHalves = 1, `upper` says which half of a tile they are; they come to the same bits in the lower.
   template <u32 kTiles, u32 kHalves>
-  __device__ __forceinline__ void add(u32 q_rows, u32 tiles, bool upper, u32 keys, u32 values, i32 start,
+  __device__ __forceinline__ void add(u32 q_rows, u32 tiles, bool upper, u32 keys, u32 values, const Scales<M>& scales, i32 start,
                                       const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 lane) {
-    const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * M::kSwappedKeyBytes;
+    const u32 g = lane / 4, q = lane % 4;
     float score[kTiles][4][4];
 #pragma unroll
     for (u32 m = 0; m < kTiles; ++m)
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
-    // Lane (g, q) reads keys 8 (g / 2) + g % 2, and each second one after it; see key_chunk for the swap.
-    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * M::kKeyRowBytes + q * 16;
-    const u32 even = row + swapped, odd = row - swapped;
+    const LaneKeys<M> of_lane(keys, g, q);
 #pragma unroll(M::kHeadDim % 64 == 0 ? 2 : 3)
     for (u32 k = 0; k < M::kHeadDim / 32; ++k) {
       uint4 x[4];
 #pragma unroll
-      for (u32 t = 0; t < 4; ++t) x[t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
+      for (u32 t = 0; t < 4; ++t) x[t] = of_lane.load(k, t).operand();
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
         const u32 at = q_rows + (m * (M::kHeadDim / 32) + k) * 1024;
         uint4 low = load_shared(at), high = load_shared(at + 512);
         if (kHalves < kRowHalves<M>) low = lower_rows(low, upper), high = lower_rows(high, upper);
+        StepScores<M> step(score[m]);
 #pragma unroll
-        for (u32 t = 0; t < 4; ++t) mma(score[m][t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
+        for (u32 t = 0; t < 4; ++t) mma(step.sums[t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
 #pragma unroll
-        for (u32 t = 0; t < 4; ++t) mma(score[m][t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
+        for (u32 t = 0; t < 4; ++t) mma(step.sums[t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
+        step.template add_to<kHalves>(score[m], scales.keys + q * 16, k);
       }
     }
+    if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<kTiles, kHalves>(score, scales.keys + q * 16);
     u32 weight[kTiles][4][2];
     weigh<kTiles, kHalves>(score, weight, tiles, start, last, window, partly, q);
 #pragma unroll
     for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
+      Values<M, 4> of_step;
+      of_step.load(values, n, g, q);
+      if constexpr (kHasCodes<M>)
+        if (kScalesByStep<M> || n == 0) share<kTiles, kHalves>(score, weight, scales.values + n / 4 * kHalfPagePositions * 2 + q * 16);
       uint4 v[4];
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i)
-        v[i] = load_shared(values + (8 * (n + i) + g) * M::kValueRowBytes + q * 16);
+      for (u32 i = 0; i < 4; ++i) v[i] = of_step.operand(i);
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -122,34 +199,36 @@ struct Softmax {
   }
 
   // The same for one query, whose rows are in registers. Keys and values are asked for before anything waits for them.
-  __device__ __forceinline__ void add(const QueryRows<M>& query, u32 keys, u32 values, i32 start, const i32 (&last)[1][1], i32 window,
-                                      bool partly, u32 lane) {
-    constexpr u32 kParts = M::kHeadDim / 32;
-    const u32 g = lane / 4, q = lane % 4, swapped = (g & 1) * M::kSwappedKeyBytes;
-    const u32 row = keys + (8 * (g >> 1) + (g & 1)) * M::kKeyRowBytes + q * 16;
-    const u32 even = row + swapped, odd = row - swapped;
-    uint4 x[kParts][4], v[kValuesAtOnce];
-    const auto load_values = [&](u32 first) {
-#pragma unroll
-      for (u32 n = 0; n < kValuesAtOnce; ++n) v[n] = load_shared(values + (8 * (first + n) + g) * M::kValueRowBytes + q * 16);
-    };
+  __device__ __forceinline__ void add(const QueryRows<M>& query, u32 keys, u32 values, const Scales<M>& scales, i32 start,
+                                      const i32 (&last)[1][1], i32 window, bool partly, u32 lane) {
+    constexpr u32 kParts = M::kHeadDim / 32, kScaled = kScalesByStep<M> ? 4 : kValuesAtOnce;
+    const u32 g = lane / 4, q = lane % 4;
+    const LaneKeys<M> of_lane(keys, g, q);
+    EightOfKey<M> x[kParts][4];
+    Values<M, kValuesAtOnce> v;
 #pragma unroll
     for (u32 k = 0; k < kParts; ++k)
 #pragma unroll
-      for (u32 t = 0; t < 4; ++t) x[k][t] = load_shared((k % 2 ? odd : even) + k * 64 + 2 * t * M::kKeyRowBytes);
+      for (u32 t = 0; t < 4; ++t) x[k][t] = of_lane.load(k, t);
     float score[1][4][4];
 #pragma unroll
     for (u32 t = 0; t < 4; ++t) score[0][t][0] = score[0][t][1] = score[0][t][2] = score[0][t][3] = 0.0f;
 #pragma unroll
     for (u32 k = 0; k < kParts; ++k) {
+      StepScores<M> step(score[0]);
+      uint4 b[4];
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t) b[t] = x[k][t].operand();
 #pragma unroll
       for (u32 t = 0; t < 4; ++t)
-        mma(score[0][t], query.low[k].x, query.low[k].y, query.low[k].z, query.low[k].w, x[k][t].x, x[k][t].y);
+        mma(step.sums[t], query.low[k].x, query.low[k].y, query.low[k].z, query.low[k].w, b[t].x, b[t].y);
 #pragma unroll
       for (u32 t = 0; t < 4; ++t)
-        mma(score[0][t], query.high[k].x, query.high[k].y, query.high[k].z, query.high[k].w, x[k][t].z, x[k][t].w);
+        mma(step.sums[t], query.high[k].x, query.high[k].y, query.high[k].z, query.high[k].w, b[t].z, b[t].w);
+      step.template add_to<1>(score[0], scales.keys + q * 16, k);
     }
-    load_values(0);
+    v.load(values, 0, g, q);
+    if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<1, 1>(score, scales.keys + q * 16);
     u32 weight[1][4][2];
     weigh<1, 1>(score, weight, 1, start, last, window, partly, q);
     // Rows 8 … 15 are nobody's. Were they zeros, the compiler would make some for every multiply.
@@ -158,18 +237,54 @@ struct Softmax {
     for (u32 t = 0; t < 4; ++t) rest[t] = pack_pair(score[0][t][2], score[0][t][3]);
 #pragma unroll
     for (u32 first = 0; first < kSetDim<M> / 8; first += kValuesAtOnce) {
-      if (first > 0) load_values(first);
+      if (first > 0) v.load(values, first, g, q);
 #pragma unroll
-      for (u32 n = 0; n < kValuesAtOnce; ++n)
-        mma(out[0][first + n], weight[0][0][0], rest[0], weight[0][1][0], rest[1], v[n].x, v[n].y);
+      for (u32 part = 0; part < kValuesAtOnce; part += kScaled) {
+        if constexpr (kHasCodes<M>)
+          if (kScalesByStep<M> || first == 0)
+            share<1, 1>(score, weight, scales.values + (first + part) / 4 * kHalfPagePositions * 2 + q * 16);
+        uint4 b[kScaled];
 #pragma unroll
-      for (u32 n = 0; n < kValuesAtOnce; ++n)
-        mma(out[0][first + n], weight[0][2][0], rest[2], weight[0][3][0], rest[3], v[n].z, v[n].w);
+        for (u32 n = 0; n < kScaled; ++n) b[n] = v.operand(part + n);
+#pragma unroll
+        for (u32 n = 0; n < kScaled; ++n)
+          mma(out[0][first + part + n], weight[0][0][0], rest[0], weight[0][1][0], rest[1], b[n].x, b[n].y);
+#pragma unroll
+        for (u32 n = 0; n < kScaled; ++n)
+          mma(out[0][first + part + n], weight[0][2][0], rest[2], weight[0][3][0], rest[3], b[n].z, b[n].w);
+      }
     }
   }
 
  private:
-  // What scores make of the running softmaxes, and the weights of values.
+  // Scores of codes become scores of keys; scales are those of the lane's positions.
+  template <u32 kTiles, u32 kHalves>
+  static __device__ __forceinline__ void scale_scores(float (&score)[kTiles][4][4], u32 at) {
+    const EightScales scale(at);
+#pragma unroll
+    for (u32 m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (u32 t = 0; t < 4; ++t)
+#pragma unroll
+        for (u32 i = 0; i < 2 * kHalves; ++i) score[m][t][i] *= scale.at(t, i % 2);
+  }
+  // Shares, which `weigh` left in place of scores, as what codes of values are multiplied by.
+  template <u32 kTiles, u32 kHalves>
+  static __device__ __forceinline__ void share(const float (&shares)[kTiles][4][4], u32 (&weight)[kTiles][4][2], u32 at) {
+    const EightScales scale(at);
+#pragma unroll
+    for (u32 m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (u32 t = 0; t < 4; t += 2)
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e)
+#pragma unroll
+          for (u32 r = 0; r < 2; ++r)
+            weight[m][t + e][r] = r < kHalves ? pack_pair(shares[m][t][2 * r + e] * scale.at(t, e),
+                                                          shares[m][t + 1][2 * r + e] * scale.at(t + 1, e))
+                                              : 0;
+  }
+  // What scores make of the running softmaxes, and the weights of values; of codes `share` makes these of the shares.
   template <u32 kTiles, u32 kHalves = kRowHalves<M>>
   __device__ __forceinline__ void weigh(float (&score)[kTiles][4][4], u32 (&weight)[kTiles][4][2], u32 tiles, i32 start,
                                         const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 q) {
@@ -178,6 +293,10 @@ struct Softmax {
       if (kTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) weight[m][t][0] = weight[m][t][1] = 0;
+        if constexpr (kHasCodes<M>) {
+#pragma unroll
+          for (u32 t = 0; t < 4; ++t) score[m][t][0] = score[m][t][1] = score[m][t][2] = score[m][t][3] = 0.0f;
+        }
         continue;
       }
 #pragma unroll
@@ -220,11 +339,30 @@ struct Softmax {
           }
         }
       }
+      if constexpr (!kHasCodes<M>) {
 #pragma unroll
-      for (u32 t = 0; t < 4; ++t) {
-        weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
-        weight[m][t][1] = kHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
+        for (u32 t = 0; t < 4; ++t) {
+          weight[m][t][0] = pack_pair(score[m][t][0], score[m][t][1]);
+          weight[m][t][1] = kHalves == 2 ? pack_pair(score[m][t][2], score[m][t][3]) : 0;
+        }
       }
     }
   }
 };
+
+// A lane's sums of one row, of the lower or the upper half of a tile, to where the row's values lie, from dimension `dims` on.
+template <class M>
+__device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, const float (&out)[kSetDim<M> / 8][4], u32 half, u32 q) {
+  if constexpr (M::kCodeBits == 4) {  // sums of two times eight dimensions are neighbours, see Values
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 2) {
+      float2* to = reinterpret_cast<float2*>(values + (dims / 8 + n + q / 2 ^ swap) * 8 + q % 2 * 4);
+      to[0] = make_float2(out[n][2 * half], out[n + 1][2 * half]);
+      to[1] = make_float2(out[n][2 * half + 1], out[n + 1][2 * half + 1]);
+    }
+  } else {
+    float2* to = reinterpret_cast<float2*>(values + 2 * q);
+#pragma unroll
+    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
+  }
+}
