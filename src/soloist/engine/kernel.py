@@ -34,7 +34,13 @@ from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
-from soloist.weights.unpacking import Unpacked, parts_to_rows, tables_of_columns
+from soloist.weights.unpacking import (
+    Unpacked,
+    UnpackedExperts,
+    parts_to_rows,
+    routers_of,
+    tables_of_columns,
+)
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -123,7 +129,8 @@ def load_kernel(
         capacity: what there shall be room for.
         cache_root: where compiled kernels are kept; None keeps none on disk.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill, with numbers
-            in place of parts; otherwise prefill unpacks one matrix at a time.
+            in place of parts; otherwise prefill unpacks one matrix at a time. Experts it unpacks in
+            any case.
         packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
 
     Raises:
@@ -183,6 +190,7 @@ def _load_rank(
     if table is not None:
         weights["embedding"] = table  # prefill and the kernel share it
     packed = pack_weights(plan, weights, device, keep_rows=reads is _Reads.ROWS)
+    vectors |= routers_of(plan, packed)
     if reads is _Reads.ROWS:
         parts_to_rows(plan, weights)
     decoder = Decoder(
@@ -195,11 +203,11 @@ def _load_rank(
         FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks
     )
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
-    matrices: Matrices | Products
-    if reads is _Reads.ROWS:
-        matrices = weights.__getitem__
-    elif reads is _Reads.UNPACKED:
-        matrices = Unpacked(plan, packed)
+    matrices: Products
+    if reads is not _Reads.PACKED:
+        rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
+        # Of experts there is one copy in any case.
+        matrices = Products(rows, UnpackedExperts(plan, packed) if plan.has_experts else None)
     else:
         tables = tables_of_columns(plan, packed)
         matrices = PackedMatrices(plan, packed, tables, most, cache_root)

@@ -5,6 +5,7 @@ The sum has three parts: weights, KV cache for the chosen context, and scratch f
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
 
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import OutOfMemory, gigabytes
@@ -18,11 +19,18 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, plain
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.buffers import prefill_bytes
+from soloist.prefill.experts import pieces_at_once
 from soloist.prefill.packed_form import arranged_bytes, parted_bytes
 from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
-from soloist.weights.memory import packed_bytes, parts_bytes, row_bytes, unpacking_bytes
+from soloist.weights.memory import (
+    packed_bytes,
+    parts_bytes,
+    row_bytes,
+    unpacked_experts_bytes,
+    unpacking_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class Footprint:
             )
         num_pages = num_pages_of(context_tokens)
         prefill = prefill_bytes(config, plan, num_pages)
+        at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
+        prefill += unpacked_experts_bytes(plan, at_once)
         if self.page_attention:
             prefill += MOST_PARTIAL_BYTES
         # On its way to the kernel's order a matrix takes what it takes on its way back.

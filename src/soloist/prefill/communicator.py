@@ -12,6 +12,7 @@ from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.buffers import Buffers, allocate, widest
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
+from soloist.prefill.experts import MixturePass
 from soloist.prefill.products import Products
 from soloist.prefill.residual_streams import residual_streams_of
 
@@ -34,6 +35,7 @@ class Workspace:
         buffers: of a whole chunk.
         last: of the last token in the last layer.
         logits: [1, V] of the rank.
+        mixtures: of experts; None in a model without.
     """
 
     def __init__(
@@ -49,6 +51,10 @@ class Workspace:
         self.buffers, self.last = (allocate(config, rows, pool) for rows in (most_tokens, 1))
         logits = (1, config.vocab_size)
         self.logits = torch.empty(logits, dtype=widest(pool), device=pool.device)
+        self.mixtures: MixturePass | None = None
+        if config.mixtures:
+            assert products.experts is not None, "experts of mixtures are needed"
+            self.mixtures = MixturePass(config, products.experts, pool, operations, most_tokens)
 
 
 class Rows(NamedTuple):

@@ -159,6 +159,57 @@ def place_expert(
         start += num_bytes
 
 
+def unpack_experts(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
+    """Parts of a matrix of several experts, as of `unpack`, rows of one after those of another.
+
+    Args:
+        plan: of the kernel.
+        operation: of one expert.
+        packed: [experts, bytes].
+    """
+    matrix, layout, count = operation.matrix, layout_of(operation.matrix), len(packed)
+    half_tiles = matrix.units * matrix.unit_half_tiles
+    by_half_tile = packed.reshape(count * half_tiles, -1)
+    firsts = half_tiles * torch.arange(count)[:, None, None]
+    ready: list[Tensor] = []
+    for part in _pieces(operation):
+        index = (firsts + part).flatten(0, 1).to(packed.device)
+        slots = by_half_tile[index]
+        tiles, halves = _from_slots(slots, matrix.steps, pairs_steps=matrix.pairs_steps)
+        for place_, values in enumerate(layout.unpacked(tiles, halves)):
+            if place_ == len(ready):
+                ready.append(values.new_empty(count * half_tiles, *values.shape[2:]))
+            ready[place_][index] = values
+    by_row = [
+        torch.cat(
+            [
+                unordered(plan.shape, matrix, own.flatten(0, 1)[: matrix.rows])
+                for own in values.split(half_tiles)
+            ]
+        )
+        for values in ready
+    ]
+    return layout.parts(by_row, matrix.columns)
+
+
+def word_places(plan: Plan, operation: Operation) -> Tensor:
+    """Where a packed matrix of 16-bit values has its words, row by row: int32 [rows · columns / 2].
+
+    A word is two values that are neighbours in a row.
+    """
+    matrix = operation.matrix
+    assert matrix.format.is_plain, "values that stand for themselves"
+    # 0 is padding.
+    numbers = torch.arange(1, matrix.rows * matrix.columns + 1, dtype=torch.int32)
+    packed = pack(plan, operation, {"": numbers.view(matrix.rows, matrix.columns)}).flatten()
+    found = packed.nonzero().flatten()
+    places = torch.empty(len(numbers), dtype=torch.int32)
+    places[packed[found].long() - 1] = found.to(torch.int32)
+    first, second = places[::2], places[1::2]
+    assert torch.equal(first // 2 * 2 + 1, second), "values of a word are neighbours"
+    return first // 2
+
+
 def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
     """The inverse of `place`: a packed matrix [half slots, bytes or values] out of the image."""
     matrix, given = operation.matrix, image.dtype
