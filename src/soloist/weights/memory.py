@@ -113,12 +113,14 @@ def unpacked_experts_bytes(plan: Plan, at_once: Callable[[Mixture], int]) -> int
         mlp, experts = kind.layer.mlp, kind.experts
         if experts is None or not isinstance(mlp, Mixture):
             continue
-        values = sum(m.rows * m.columns for m in (experts.gate_up, experts.down))
-        total += at_once(mlp) * (experts.num_bytes + values * plan.dtype.num_bytes)
-        if experts.gate_up.format.is_plain:
-            total += values * plan.dtype.num_bytes  # where each word of an expert lies
-        else:
-            most = max(most, at_once(mlp) * values * _EXPERT_BYTES_EACH)
+        total += at_once(mlp) * experts.num_bytes
+        for matrix in (experts.gate_up, experts.down):
+            values = matrix.rows * matrix.columns
+            total += at_once(mlp) * values * plan.dtype.num_bytes
+            if matrix.format.is_plain:
+                total += values * plan.dtype.num_bytes  # where each word of an expert lies
+            else:
+                most = max(most, at_once(mlp) * values * _EXPERT_BYTES_EACH)
     return total + most
 
 

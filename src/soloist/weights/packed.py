@@ -80,6 +80,12 @@ def _packed_experts(plan: Plan, weights: Weights, device: torch.device) -> Tenso
         experts = layout.layer(layer).experts
         for number in range(experts.router.num_experts if experts else 0):
             at = f"layers.{layer}.experts.{number}."
-            parts = {name: weights.pop(at + name).to(device, dtype) for name in OF_EXPERTS}
-            place_expert(plan, layer, number, parts, packed)
+            matrices = {}
+            for name in OF_EXPERTS:
+                stored = layout.operation(layer, name).matrix.format
+                to = dtype if stored.is_plain else None
+                matrices[name] = {
+                    part: weights.pop(at + name + part).to(device, to) for part in stored.parts
+                }
+            place_expert(plan, layer, number, matrices, packed)
     return packed

@@ -136,7 +136,11 @@ def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: T
 
 
 def place_expert(
-    plan: Plan, layer: int, number: int, parts: Mapping[str, Tensor], experts: Tensor
+    plan: Plan,
+    layer: int,
+    number: int,
+    matrices: Mapping[str, Mapping[str, Tensor]],
+    experts: Tensor,
 ) -> None:
     """Pack the matrices of one expert into the experts of all layers, bytes or values.
 
@@ -144,14 +148,14 @@ def place_expert(
         plan: of the kernel.
         layer: the expert's.
         number: of the expert.
-        parts: rows of its gate_up and down, of what `experts` consists of.
+        matrices: parts of its gate_up and down, as of `pack`.
         experts: [experts_bytes], or values in place of bytes.
     """
     kind = plan.image.layer(layer)
     assert kind.experts is not None, "a mixture"
     start = plan.image.experts_offset(layer) + number * kind.experts.num_bytes
-    for name, values in parts.items():
-        packed = pack(plan, kind.operations[name], {"": values}).flatten()
+    for name, parts in matrices.items():
+        packed = pack(plan, kind.operations[name], parts).flatten()
         num_bytes = kind.operations[name].matrix.num_bytes
         own = packed.view(experts.dtype)
         at = start * own.numel() // num_bytes

@@ -165,8 +165,13 @@ def routers_of(plan: Plan, packed: PackedWeights) -> dict[str, Tensor]:
 
 
 def parts_to_rows(plan: Plan, weights: Weights) -> None:
-    """Replace the parts of a rank's quantised matrices by rows, one matrix after the other."""
+    """Replace the parts of a rank's quantised matrices by rows, one matrix after the other.
+
+    Experts are not among `weights`: the kernel's copy is the only one.
+    """
     for name, stored in plan.formats.items():
+        if name not in weights:
+            continue
         parts = {part: weights.pop(name + part) for part in stored.parts}
         assert stored.meaning is not None, "a format of its own says what its parts mean"
         weights[name] = as_numbers(stored.meaning, parts, plan.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import CONTEXT, gpu, prompt, reference_logits
+from interpreter.quantised import alike, formats_of, quantised
 from soloist.errors import ShapeUnsupported
 from soloist.kv.pool import PagePool
 from soloist.megakernel import maths
@@ -200,6 +201,27 @@ def test_experts_come_out_of_what_the_kernel_reads(name: str, ranks: int) -> Non
             for end in ("router", *(["router_correction"] if kind.router.is_corrected else [])):
                 at = f"layers.{layer}.{end}"
                 assert torch.equal(routers[at], weights[at].float())
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int8"])
+@pytest.mark.parametrize("name", ["softmax", "some layers dense"])
+def test_quantised_experts_come_out_as_the_numbers_that_they_stand_for(
+    name: str, kind: str
+) -> None:
+    config = MIXTURES[name]
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, gpu(SMS), formats=formats_of(stored))
+    parts, meant = quantised(random_weights(config), stored)
+    unpacked = UnpackedExperts(plan, pack_weights(plan, dict(parts), CPU))
+    rows = from_rows({key: values.bfloat16() for key, values in meant.items()})
+    for layer, of_layer in enumerate(config.layers):
+        if of_layer.router is None:
+            continue
+        numbers = torch.tensor([3, 0, 3, of_layer.router.num_experts - 1])
+        for ours, theirs in zip(unpacked(layer, numbers), rows(layer, numbers), strict=True):
+            assert torch.equal(ours, theirs)
+    at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
+    assert unpacked.num_bytes <= unpacked_experts_bytes(plan, at_once)
 
 
 def test_what_is_unpacked_gives_the_bits_of_rows() -> None:

@@ -168,8 +168,8 @@ __device__ __forceinline__ void publish_tile(Context<M>& cx, const Sums<typename
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
-  // Activations stay in registers from tile to tile where there is room for all of them.
-  constexpr bool kStay = GateUp::kSteps == GateUp::kDepth;
+  // Activations stay in registers from tile to tile where there is room for all of them and no other form is made of them.
+  constexpr bool kStay = kArithmetic<GateUp> == Arithmetic::kPlain && GateUp::kSteps == GateUp::kDepth;
   cx.begin(Phase::kGateUp);
   cx.let_clean(cx.layers_done + cx.round - 1);
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
@@ -229,8 +229,9 @@ __device__ __forceinline__ void add_slot(Sums<Op>& totals, const Sums<Op>& sums,
 template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
+  static_assert(!Down::kPermuted && !kDealsTiles<Down>, "the plan refuses such formats of experts");
   // All of a slot's activations come at once, and the next slot's while they are used.
-  constexpr bool kAhead = Down::kSteps == Down::kDepth;
+  constexpr bool kAhead = kArithmetic<Down> == Arithmetic::kPlain && Down::kSteps == Down::kDepth;
   cx.begin(Phase::kDown);
   const u32 units = Down::num_units(cx.block);
   RowVectors<Down> vectors;
@@ -259,6 +260,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       if (!__all_sync(~0u, missing == 0.0f)) ahead.fill(operand);
     } else {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
+      if constexpr (kConverts<Down>) __syncwarp();  // all lanes are done with what the last slot's became
       multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
         if (slot == 0) cx.arrived();
       });
