@@ -21,7 +21,14 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.tile import (
+    COLUMN_DIGITS,
+    HALF_STEP_COLUMNS,
+    HALF_TILE_ROWS,
+    HALF_TILE_VALUES,
+    STEP_COLUMNS,
+    WARP_COLUMNS,
+)
 from soloist.weights.layout import layout_of, with_paired_columns, without_paired_columns
 from soloist.weights.memory import VALUES_AT_ONCE
 
@@ -78,6 +85,8 @@ def columns_of(operation: Operation, values: Tensor) -> Tensor:
 def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tensor:
     """A matrix's tensors in the checkpoint's order → all its half slots [half slots, bytes].
 
+    Of one that ends in half a step [half tiles, bytes].
+
     Args:
         plan: of the kernel.
         operation: which matrix.
@@ -86,6 +95,8 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
     """
     matrix, layout = operation.matrix, layout_of(operation.matrix)
     by_row = layout.by_row(parts, matrix.steps)
+    if matrix.ends_in_half:
+        by_row = [_with_half_step(values) for values in by_row]
     rows = matrix.units * matrix.unit_rows
     half_tiles = rows // HALF_TILE_ROWS
     ready = []
@@ -98,16 +109,21 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
         index = part.to(ready[0].device)
         tiles = layout.packed([values[index] for values in ready])
         slots = _to_slots(*tiles, pairs_steps=matrix.pairs_steps)
+        if matrix.ends_in_half:
+            slots = slots[
+                :, : slots.shape[1] * matrix.padded_columns // (matrix.steps * STEP_COLUMNS)
+            ]
         if packed is None:
             packed = slots.new_empty(half_tiles, slots[0].numel() // index.shape[1])
-        packed[index] = slots.view(*index.shape, -1)
+        packed[index] = slots.reshape(*index.shape, -1)
     assert packed is not None, "a matrix has rows"
-    return packed.view(half_tiles * matrix.steps, -1)
+    return packed if matrix.ends_in_half else packed.view(half_tiles * matrix.steps, -1)
 
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack`; scales and zeros are those of the format's groups."""
     matrix, layout = operation.matrix, layout_of(operation.matrix)
+    assert not matrix.ends_in_half, "of experts in 16 bits see word_places"
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.view(half_tiles, -1)
     ready: list[Tensor] = []
@@ -172,6 +188,7 @@ def unpack_experts(plan: Plan, operation: Operation, packed: Tensor) -> dict[str
         packed: [experts, bytes].
     """
     matrix, layout, count = operation.matrix, layout_of(operation.matrix), len(packed)
+    assert not matrix.ends_in_half, "quantised ones have whole steps"
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.reshape(count * half_tiles, -1)
     firsts = half_tiles * torch.arange(count)[:, None, None]
@@ -284,6 +301,13 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
         _Part(torch.tensor(starts)[:, None] + torch.arange(count))
         for count, starts in by_count.items()
     )
+
+
+def _with_half_step(values: Tensor) -> Tensor:
+    """[rows, steps, columns]: of the last step's first half each warp gets as many."""
+    last = values[:, -1, :HALF_STEP_COLUMNS].unflatten(1, (COLUMN_DIGITS["w"], -1))
+    last = pad(last, (0, WARP_COLUMNS - last.shape[-1])).flatten(1)
+    return torch.cat([values[:, :-1], last[:, None]], dim=1)
 
 
 def _to_slots(tiles: Tensor, halves: Tensor, *, pairs_steps: bool) -> Tensor:
