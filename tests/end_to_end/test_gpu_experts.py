@@ -18,7 +18,9 @@ from end_to_end.test_gpu_lanes import Spread, rounded
 from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import prompt, reference_logits
+from interpreter.quantised import alike, formats_of, quantised
 from plan.shapes import MIXTURE
+from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.kv.pool import PagePool
 from soloist.megakernel import maths
@@ -56,6 +58,37 @@ def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
 
 
+@pytest.mark.parametrize("name", ["half steps", "softmax"])
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8"])
+def test_quantised_experts(kind: str, name: str) -> None:
+    """Decoding by one query and by eight, whose bits are those of one, and from a prompt on."""
+    config = MIXTURES[name]
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, here(SMS), formats=formats_of(stored))
+    parts, meant = quantised(
+        {k: v.float() for k, v in rounded(random_weights(config)).items()}, stored
+    )
+    model = loaded(plan, parts, keep_rows=True)
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, meant, ids)
+    one_by_one = forced_logits(model.decoder, config.vocab_size, ids, 1, TOKENS)
+    require_near(one_by_one, wanted)
+    eight = forced_logits(model.decoder, config.vocab_size, ids, MAX_QUERIES, TOKENS)
+    assert torch.equal(eight, one_by_one)
+    pages, errors = model.page_tables[0], []
+    for start, stop in pairwise((0, 30, 70, 71, 110, 149)):
+        seen = model.prefill.run(ids[start:stop], start, pages)
+        assert seen is not None
+        right = wanted[stop - 1]
+        errors.append(float((seen.cpu() - right).norm() / right.norm()))
+    assert float(torch.tensor(errors).median()) < MOST_ERROR
+
+
+def require_near(seen: Tensor, wanted: Tensor) -> None:
+    errors = (seen.cpu() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < MOST_ERROR
+
+
 def spread(config: ModelConfig, ranks: int = 1) -> tuple[Spread, dict[str, Tensor]]:
     """The model, and its weights as the GPU has them."""
     weights = random_weights(config)
@@ -73,8 +106,7 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, weights, ids)
     one_by_one = model.logits(ids, 1)
-    errors = (one_by_one.cpu() - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert float(errors.median()) < MOST_ERROR
+    require_near(one_by_one, wanted)
     for queries in (2, 5):
         assert torch.equal(model.logits(ids, queries), one_by_one)
     assert torch.equal(model.logits(ids, 3, sequence=1), one_by_one)

@@ -123,8 +123,7 @@ def load_kernel(
     Args:
         plan: of the decode kernel.
         weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
-            of matrices with formats of their own all parts; on its GPU if rows are kept, else there
-            or on the host; taken over.
+            of matrices with formats of their own all parts; on its GPU or on the host; taken over.
         devices: the GPU of each rank.
         capacity: what there shall be room for.
         cache_root: where compiled kernels are kept; None keeps none on disk.
@@ -192,6 +191,8 @@ def _load_rank(
     packed = pack_weights(plan, weights, device, keep_rows=reads is _Reads.ROWS)
     vectors |= routers_of(plan, packed)
     if reads is _Reads.ROWS:
+        for name, values in weights.items():
+            weights[name] = values.to(device)
         parts_to_rows(plan, weights)
     decoder = Decoder(
         plan, packed, rope, pool.tensor,

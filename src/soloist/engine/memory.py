@@ -151,7 +151,7 @@ class Staging:
     Attributes:
         bytes: of a rank's weights before they are packed.
         on_host: they wait there, one after the other, for want of room on the GPU.
-        keeps_rows: numbers in rows lie beside the packed weights.
+        keeps_rows: numbers in rows lie beside the packed weights, but for those of experts.
     """
 
     bytes: int
@@ -173,9 +173,12 @@ def stage(
     in_parts = parts_bytes(specs, dtype, {} if plan is None else plan.formats)
     if plan is None:
         return Staging(in_parts, on_host=False, keeps_rows=True)
-    # Numbers come out of parts one matrix after the other.
-    needed = max(in_parts, row_bytes(specs, dtype))
-    return Staging(in_parts, on_host=room_bytes < in_parts, keeps_rows=room_bytes >= needed)
+    # Numbers come out of parts one matrix after the other. Of experts no rows are kept: there may
+    # be room for those of all else even where weights have to wait on the host.
+    on_host, rows = room_bytes < in_parts, row_bytes((s for s in specs if s.expert is None), dtype)
+    return Staging(
+        in_parts, on_host, keeps_rows=room_bytes >= (rows if on_host else max(in_parts, rows))
+    )
 
 
 def require_merging_memory(
