@@ -83,7 +83,9 @@ struct GlobalOperand {
   const u8* lane_base;
   bool active;
   u32 converted, powers;  // of the warp, in shared memory
-  u32 half_step;  // bytes from `lane_base` back to where the warp's columns of half a step would be, were it the first one
+  // Of half a step: bytes from where a warp's columns of a whole one begin back to those that it has; whether the lane has any.
+  u32 half_step;
+  bool has_half;
   Gathered8 gathered;  // of a permuted matrix
 
   // `vectors`: where those of the layer begin.
@@ -91,7 +93,10 @@ struct GlobalOperand {
   __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx, u64 vectors = 0)
       : lane_base(buffer + (cx.warp * (kWarpColumns<Op> / 32) * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
-    if constexpr (Op::kEndsInHalf) half_step = cx.warp * (kRoomQueries * 64);
+    if constexpr (Op::kEndsInHalf) {
+      half_step = cx.warp * (kRoomQueries * 64);
+      has_half = !kPairs<Op> || cx.lane / 4 == 0;  // of two halves that come by one load there is the first
+    }
     if constexpr (kConverts<Op>) {
       lane_base = buffer + cx.warp * (kWarpColumns<Op> * 2) + cx.lane % 8 * 16;
       converted = cx.shared.converted() + cx.warp * (kConvertedSteps * 128);
@@ -108,9 +113,7 @@ struct GlobalOperand {
     uint4 v = make_uint4(0, 0, 0, 0);
     if constexpr (Op::kEndsInHalf)
       if (step + 1 == Op::kSteps) {
-        // Of two halves that come by one load there is the first one.
-        const bool has = active && part == 0 && (!kPairs<Op> || threadIdx.x % 32 < 4);
-        if (has) v = load_exchanged(lane_base + step * (kStepColumns / 32 * kRoomQueries * 64) - half_step);
+        if (active && has_half && part == 0) v = load_exchanged(lane_base + step * (kStepColumns / 32 * kRoomQueries * 64) - half_step);
         return v;
       }
     if constexpr (kGathers) {
