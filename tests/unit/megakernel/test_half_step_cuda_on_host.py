@@ -38,8 +38,8 @@ static void look(const uint4& seen, u32 query, u32 first, bool any) {
   u16 halves[8];
   std::memcpy(halves, &seen, 16);
   for (u32 i = 0; i < 8; ++i) {
-    const u32 k = first + i;
-    require(halves[i] == (any ? activations[(k / 32 * kRoomQueries + query) * 32 + k % 32] : 0), __LINE__);
+    const u32 k = first + i, place = (k / 32 * kRoomQueries + query) * 32 + k % 32;
+    require(halves[i] == (any ? activations[place] : 0), __LINE__);
   }
 }
 
@@ -49,15 +49,17 @@ int main() {
   const u32 queries = kRoomQueries == 1 ? 1 : 5;
   for (u32 warp = 0; warp < kConsumerWarps; ++warp)
     for (u32 lane = 0; lane < 32; ++lane) {
-      const GlobalOperand<Op> operand(reinterpret_cast<u8*>(activations), Context{warp, lane, queries});
+      const Context cx{warp, lane, queries};
+      const GlobalOperand<Op> operand(reinterpret_cast<u8*>(activations), cx);
       const u32 query = kRoomQueries == 1 ? 0 : lane / 4, own = lane % 4 * 8;
       for (u32 step = 0; step < Op::kSteps; ++step)
         for (u32 part = 0; part < GlobalOperand<Op>::kLoads; ++part) {
           const uint4 seen = operand.load<false>(step, part);
           const u32 half = kPairs<Op> ? lane / 4 : part;  // of the warp's columns
           const bool active = kPairs<Op> ? lane / 4 < 2 : lane / 4 < queries;
-          if (step + 1 < Op::kSteps) look(seen, query, step * kStepColumns + warp * 64 + half * 32 + own, active);
-          else look(seen, query, step * kStepColumns + warp * 32 + own, active && half == 0);
+          const u32 first = step * kStepColumns + own;
+          if (step + 1 < Op::kSteps) look(seen, query, first + warp * 64 + half * 32, active);
+          else look(seen, query, first + warp * 32, active && half == 0);
         }
     }
 }

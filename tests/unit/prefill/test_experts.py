@@ -272,7 +272,8 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
             plan, partial(pieces_at_once, hidden_size=config.hidden_size)
         )
         assert unpacked.num_bytes <= counted, name
-    assert mixture_bytes(replace(config, layers=config.layers[:1]), Dtype.BF16, CONTEXT) == 0
+    dense = replace(config, layers=MIXTURES["some layers dense"].layers[:1])
+    assert mixture_bytes(dense, Dtype.BF16, CONTEXT) == 0
 
 
 def test_widths_are_given_up_where_a_row_s_bits_hang_on_its_place(
