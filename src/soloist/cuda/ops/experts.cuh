@@ -201,6 +201,28 @@ __device__ __forceinline__ GlobalOperand<typename L::Down> slot_operand(const Co
   return operand;
 }
 
+// Ask for all activations of a slot, of steps that are in flight together; whether they have come.
+template <class Op>
+__device__ __forceinline__ void ask_for_slot(Ahead<Op>& ahead, const GlobalOperand<Op>& operand) {
+  if constexpr (kConverts<Op>) {
+    ahead.load(operand, 0);
+  } else {
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) ahead.load(operand, d, d);
+  }
+}
+template <class Op>
+__device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
+  if constexpr (kConverts<Op>) {
+    return ahead.is_there();
+  } else {
+    float missing = 0.0f;
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) missing = ahead.missing(d, missing);
+    return __all_sync(~0u, missing == 0.0f);
+  }
+}
+
 // A block's rows of one expert; activations that come next take the place of those that were used.
 template <bool kAgain, class Op, class M>
 __device__ __forceinline__ void multiply_rows(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
@@ -230,8 +252,10 @@ template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
   static_assert(!Down::kPermuted && !kDealsTiles<Down>, "the plan refuses such formats of experts");
-  // All of a slot's activations come at once, and the next slot's while they are used.
-  constexpr bool kAhead = kArithmetic<Down> == Arithmetic::kPlain && Down::kSteps == Down::kDepth;
+  // All of a slot's activations come at once, and the next slot's while they are used: in their place, or in registers of their
+  // own where another form is made of those that are used.
+  constexpr bool kConverting = kConverts<Down>, kAtOnce = kConverting ? Down::kSteps <= kConvertedSteps : Down::kSteps == Down::kDepth;
+  constexpr bool kAhead = kAtOnce && kArithmetic<Down> == Arithmetic::kPlain, kApart = kAtOnce && !kAhead;
   cx.begin(Phase::kDown);
   const u32 units = Down::num_units(cx.block);
   RowVectors<Down> vectors;
@@ -243,7 +267,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   Sums<Down> totals;
   totals.clear();
   Ahead<Down> ahead;
-  if constexpr (kAhead) {
+  if constexpr (kAtOnce) {
     ahead.fill(slot_operand<L>(cx, gated, 0, slots.queries[0], layer));
     cx.arrived();
   }
@@ -254,13 +278,20 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       const u32 next = min(slot + 1, count - 1);
       const auto operand = slot_operand<L>(cx, gated, next, slots.queries[next], layer);
       multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-      float missing = 0.0f;
-#pragma unroll
-      for (u32 d = 0; d < Down::kDepth; ++d) missing = ahead.missing(d, missing);
-      if (!__all_sync(~0u, missing == 0.0f)) ahead.fill(operand);
+      if (!has_come(ahead)) ahead.fill(operand);
+    } else if constexpr (kApart) {
+      const u32 after = min(slot + 1, count - 1);
+      const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
+      const auto following = slot_operand<L>(cx, gated, after, slots.queries[after], layer);
+      Ahead<Down> next;
+      ask_for_slot(next, following);
+      if constexpr (kConverting) __syncwarp();  // all lanes are done with what the last slot's became
+      multiply_rows<false>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+      if (!has_come(next)) next.fill(following);
+      ahead = next;
     } else {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
-      if constexpr (kConverts<Down>) __syncwarp();  // all lanes are done with what the last slot's became
+      if constexpr (kConverting) __syncwarp();  // the same
       multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
         if (slot == 0) cx.arrived();
       });
