@@ -82,6 +82,15 @@ def test_quantised_experts(kind: str, name: str) -> None:
         right = wanted[stop - 1]
         errors.append(float((seen.cpu() - right).norm() / right.norm()))
     assert float(torch.tensor(errors).median()) < MOST_ERROR
+    # A prompt can be recorded, experts that it unpacks included.
+    seen = model.prefill.run(ids[:20], 0, pages)
+    assert seen is not None
+    launched = seen.clone()
+    model.prefill.capture([20])
+    assert model.prefill.parts[0].graphs.by_rows
+    recorded = model.prefill.run(ids[:20], 0, pages)
+    assert recorded is not None
+    assert float((recorded - launched).norm() / launched.norm()) < MOST_ERROR
 
 
 def require_near(seen: Tensor, wanted: Tensor) -> None:

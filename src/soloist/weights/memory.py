@@ -20,6 +20,7 @@ VALUES_AT_ONCE = 1 << 23
 _BYTES_EACH = 20
 # Of quantised experts, of which several are unpacked together, beside that.
 _EXPERT_BYTES_EACH = 8
+_PLACE_BYTES = 8
 
 # Of a matrix that an adapter changes: in fp64 twice, in fp32, and as it is read and written.
 MERGED_AT_ONCE = 1 << 21
@@ -120,8 +121,10 @@ def unpacked_experts_bytes(plan: Plan, at_once: Callable[[Mixture], int]) -> int
             if matrix.format.is_plain:
                 total += values * plan.dtype.num_bytes  # where each word of an expert lies
             else:
+                total += at_once(mlp) * values * _PLACE_BYTES // HALF_TILE_VALUES * 2
                 most = max(most, at_once(mlp) * values * _EXPERT_BYTES_EACH)
-    return total + most
+    # Recorded passes have what is made on the way once more.
+    return total + 2 * most
 
 
 def unpacking_bytes(plan: Plan, specs: Iterable[TensorSpec]) -> int:

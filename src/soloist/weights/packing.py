@@ -8,7 +8,7 @@ Half tiles of two steps make a slot, so that the ring has no half empty ones. Wh
 has all parts of a format: its values, then their scales.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -179,22 +179,33 @@ def place_expert(
         start += num_bytes
 
 
-def unpack_experts(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
+def pieces_of_experts(operation: Operation, count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Which half tiles of so many experts are unpacked together, on their device."""
+    matrix = operation.matrix
+    half_tiles = matrix.units * matrix.unit_half_tiles
+    firsts = half_tiles * torch.arange(count)[:, None, None]
+    return tuple((firsts + part).flatten(0, 1).to(device) for part in _pieces(operation))
+
+
+def unpack_experts(
+    plan: Plan, operation: Operation, packed: Tensor, pieces: Sequence[Tensor]
+) -> dict[str, Tensor]:
     """Parts of a matrix of several experts, as of `unpack`, rows of one after those of another.
+
+    The host waits for nothing.
 
     Args:
         plan: of the kernel.
         operation: of one expert.
         packed: [experts, bytes].
+        pieces: as `pieces_of_experts` has them for so many.
     """
     matrix, layout, count = operation.matrix, layout_of(operation.matrix), len(packed)
     assert not matrix.ends_in_half, "quantised ones have whole steps"
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.reshape(count * half_tiles, -1)
-    firsts = half_tiles * torch.arange(count)[:, None, None]
     ready: list[Tensor] = []
-    for part in _pieces(operation):
-        index = (firsts + part).flatten(0, 1).to(packed.device)
+    for index in pieces:
         slots = by_half_tile[index]
         tiles, halves = _from_slots(slots, matrix.steps, pairs_steps=matrix.pairs_steps)
         for place_, values in enumerate(layout.unpacked(tiles, halves)):

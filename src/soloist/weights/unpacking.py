@@ -12,7 +12,14 @@ from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.numbers import as_numbers, write_numbers
-from soloist.weights.packing import columns_of, gather, unpack, unpack_experts, word_places
+from soloist.weights.packing import (
+    columns_of,
+    gather,
+    pieces_of_experts,
+    unpack,
+    unpack_experts,
+    word_places,
+)
 
 
 class Unpacked:
@@ -79,11 +86,14 @@ class UnpackedExperts:
             if op.matrix.format.is_plain
         }
         self._room: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        # Of quantised matrices and so many experts; made at a first call, which nobody records.
+        self._pieces: dict[tuple[Operation, int], tuple[Tensor, ...]] = {}
 
     @property
     def num_bytes(self) -> int:
         """What it has in memory between calls."""
-        held = (*self._places.values(), *self._room.values())
+        indices = (x for pieces in self._pieces.values() for x in pieces)
+        held = (*self._places.values(), *self._room.values(), *indices)
         return sum(x.numel() * x.element_size() for x in held)
 
     def __call__(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +128,10 @@ class UnpackedExperts:
         meaning = matrix.format.meaning
         assert meaning is not None, "a format of its own says what its parts mean"
         meaning = replace(meaning, group=matrix.format.group)
-        parts = unpack_experts(self._plan, operation, packed)
+        which = (operation, len(packed))
+        if which not in self._pieces:
+            self._pieces[which] = pieces_of_experts(*which, packed.device)
+        parts = unpack_experts(self._plan, operation, packed, self._pieces[which])
         write_numbers(meaning, parts, rows.flatten(0, 1))
         return rows
 
