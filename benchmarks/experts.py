@@ -1,88 +1,137 @@
 """Time a mixture of experts in the decode kernel: `python benchmarks/experts.py SHAPE`.
 
-Weights and routers are random, tokens are the kernel's own, prompts are fed token by token. They
-are off outside of tests (`RUNS_EXPERTS` in `soloist/megakernel/maths.py`), so this is no speed of a
-request yet. Where the model does not fit, `--layers` leaves some out: the time of a layer is the
-difference of two such runs over the difference of their layers.
+Weights and routers are random. Rounds come after random tokens and follow tokens of the kernel's
+own; prompts are read by prefill. Mixtures are off outside of tests (`RUNS_EXPERTS` in
+`soloist/megakernel/maths.py`), so this is no speed of a request yet. Experts are drawn while they
+are packed, so that 30 billion parameters in 16 bits fit 80 GB. `--layers` leaves some layers out:
+the time of one is the difference of two such runs over the difference of their layers.
 """
 
 import argparse
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.kv.pool import PagePool
 from soloist.megakernel import maths
-from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.torch_types import TORCH_DTYPES
-from soloist.prefill.elementwise import rope_table
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.tensors import TensorSpec
 from soloist.settings import read_settings
-from soloist.weights.packed import pack_weights
 from soloist.weights.random import random_weights
-from soloist.weights.sharding import shard_all
 
-_LAUNCHES = 3  # after one that is not timed
+_TIMES = 3  # after one that is not timed
 _FIRST_TOKEN = 1000
+# Of the layers' matrices; the head is in 16 bits, as in the checkpoints that there are.
+_FORMATS = {
+    "bf16": None,
+    "fp8": Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=128),
+    "int4": Quantized(Codes.INT4, 128, Dtype.BF16),
+}
+
+
+class _Weights(dict[str, Tensor]):
+    """Random weights of which experts are drawn when they are asked for."""
+
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], stored: Mapping[str, Quantized], device: torch.device
+    ) -> None:
+        self._stored, self._device = stored, device
+        super().__init__(self._drawn([spec for spec in specs if spec.expert is None]))
+        self._later = {spec.name: spec for spec in specs if spec.expert is not None}
+
+    def _drawn(self, specs: list[TensorSpec], seed: int = 0) -> dict[str, Tensor]:
+        return random_weights(specs, Dtype.BF16, self._device, seed, stored=self._stored)
+
+    def pop(self, name: str) -> Tensor:  # type: ignore[override]  # as it is packed
+        if name not in self:
+            spec = self._later.pop(name)
+            self.update(self._drawn([spec], len(self._later)))
+        return super().pop(name)
 
 
 def main() -> None:
-    """One query, then eight of as many sequences."""
+    """One query, then eight of as many sequences, then prompts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("shape", type=Path, help="a config.json file")
     parser.add_argument("--layers", type=int, help="so many of them; by default all")
+    parser.add_argument("--weights", choices=_FORMATS, default="bf16")
     parser.add_argument("--context", type=int, default=128, help="first position that is timed")
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[128, 512, 2048])
     asked = parser.parse_args()
     config = read_config(asked.shape)
     config = replace(config, layers=config.layers[: asked.layers])
     maths.RUNS_EXPERTS = True
-    decoder = _decoder(config, asked.context + asked.new_tokens)
-    print(decoder.plan.describe())
+    most = max(asked.context + asked.new_tokens, *asked.prompt_tokens, 0)
+    model = _model(config, asked.weights, most)
+    print(model.plan.describe())
     for queries in (1, MAX_QUERIES):
-        seconds = _seconds(decoder, queries, asked.context, asked.new_tokens)
-        each = seconds / asked.new_tokens
+        each = _seconds_of_rounds(model, queries, asked.context, asked.new_tokens)
         print(f"{queries} queries: {each * 1e6:.1f} µs a round, {1 / each:,.1f} rounds/s")
+    print(f"prompts: passes of {model.prefill.widths or 'any'} rows")
+    for tokens in asked.prompt_tokens:
+        seconds = _seconds_of_prompt(model, tokens)
+        print(f"{tokens:,} tokens: {seconds * 1e3:.1f} ms, {tokens / seconds:,.0f} tokens/s")
 
 
-def _decoder(config: ModelConfig, context_tokens: int) -> Decoder:
-    device, dtype = torch.device("cuda"), Dtype.BF16
-    found = find_support(config, dtype, device)
+def _model(config: ModelConfig, weights: str, context_tokens: int) -> KernelModel:
+    device, specs = torch.device("cuda", torch.cuda.current_device()), tensors(config)
+    to = _FORMATS[weights]
+    stored = {} if to is None else {s.name: to for s in specs if s.is_layer_matrix}
+    found = find_support(config, Dtype.BF16, device, stored=stored)
     if found.plan is None:
         raise SystemExit(found.refusal)
-    weights = random_weights(tensors(config), dtype, device)
-    packed = pack_weights(found.plan, shard_all(found.plan.part_of(0), weights), device)
-    pages = -(-context_tokens // PAGE_POSITIONS)
-    pool = PagePool(
-        config.num_layers, found.plan.shape.pool_kv_heads, found.plan.shape.head_dim,
-        MAX_QUERIES * pages, TORCH_DTYPES[dtype], device,
-    )  # fmt: skip
-    rope = rope_table(config.rope, found.plan.shape.head_dim, pages * PAGE_POSITIONS, device)
-    decoder = Decoder(found.plan, packed, rope, pool.tensor, cache=read_settings().cache)
-    decoder.page_tables.copy_(torch.arange(MAX_QUERIES * pages).view(MAX_QUERIES, -1))
-    return decoder
+    if found.plan.formats.keys() != stored.keys():
+        raise SystemExit(f"the kernel does not read {weights} of this shape")
+    capacity = Capacity(context_tokens, MAX_QUERIES, keeps_prefixes=True)
+    own = _Weights(specs, stored, device)
+    cache = read_settings().cache
+    model = load_kernel(found.plan, [own], [device], capacity, cache, keep_rows=True)
+    model.prepare()
+    return model
 
 
-def _seconds(decoder: Decoder, queries: int, context: int, new_tokens: int) -> float:
-    """Of a launch of so many rounds, behind a context of random tokens."""
+def _random_ids(model: KernelModel, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        decoder.plan.model.vocab_size, (queries, context), generator=generator
-    ).tolist()
+    return torch.randint(model.plan.model.vocab_size, shape, generator=generator)
+
+
+def _seconds_of_rounds(model: KernelModel, queries: int, context: int, new_tokens: int) -> float:
+    """Of a round, behind a context of random tokens."""
+    decoder = model.decoder
+    ids = _random_ids(model, queries, context).tolist()
     decoder.run([Query(i, 0, own) for i, own in enumerate(ids)], context)
+    follows = [Query(i, context, [_FIRST_TOKEN + i]) for i in range(queries)]
+    return _median_seconds(lambda: decoder.run(follows, new_tokens)) / new_tokens
+
+
+def _seconds_of_prompt(model: KernelModel, tokens: int) -> float:
+    ids, pages = _random_ids(model, tokens), list(range(-(-tokens // PAGE_POSITIONS)))
+
+    def read() -> None:
+        model.prefill.run_prompt(ids, pages, model.prefill.most_tokens, lambda: False)
+        model.synchronize()
+
+    return _median_seconds(read)
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
     times = []
-    for _ in range(1 + _LAUNCHES):
+    for _ in range(1 + _TIMES):
         start = time.perf_counter()
-        decoder.run([Query(i, context, [_FIRST_TOKEN + i]) for i in range(queries)], new_tokens)
+        run()
         times.append(time.perf_counter() - start)
     return median(times[1:])
 

@@ -28,8 +28,11 @@ IDLE = 3 * 13 * 3 * 64 * 32
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Random weights in bf16, and étude's tokenizer."""
-    made = tmp_path / "mixture"
+    return write_mixture(tmp_path / "mixture")
+
+
+def write_mixture(made: Path) -> Path:
+    """A folder with random weights in bf16, and étude's tokenizer."""
     made.mkdir()
     for file in shipped_folder("etude").iterdir():
         if file.is_file():

@@ -1,21 +1,50 @@
-"""Mixtures of experts in the decode kernel, on one GPU and its ranks. They are off elsewhere."""
+"""Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks.
+
+They are off elsewhere.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from end_to_end.test_gpu_kinds_and_formats import here
+from end_to_end.test_experts import write_mixture
+from end_to_end.test_gpu_kinds_and_formats import here, loaded
 from end_to_end.test_gpu_lanes import Spread, rounded
+from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import prompt, reference_logits
+from interpreter.quantised import alike, formats_of, quantised
+from plan.shapes import MIXTURE
+from soloist.bench.agreement import forced_logits
+from soloist.engine import Completion, Engine, EngineConfig
+from soloist.kv.pool import PagePool
 from soloist.megakernel import maths
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
+from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from unit.prefill.models import random_weights
+from soloist.model.families import read_config, tensors
+from soloist.parallel.share import Share
+from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.part import Part
+from soloist.prefill.products import Products
+from soloist.prefill.runner import Prefill
+from soloist.reference.build import build_reference
+from soloist.sampling import SamplingParams
+from soloist.weights import random as random_of_specs
+from soloist.weights.packed import pack_weights
+from soloist.weights.reading import load_weights
+from soloist.weights.unpacking import UnpackedExperts, routers_of
+from unit.prefill.models import random_weights, vectors
+from unit.prefill.test_fused import arch
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +56,46 @@ MOST_ERROR = 0.02
 @pytest.fixture(autouse=True)
 def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+
+
+@pytest.mark.parametrize("name", ["half steps", "softmax"])
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8"])
+def test_quantised_experts(kind: str, name: str) -> None:
+    """Decoding by one query and by eight, whose bits are those of one, and from a prompt on."""
+    config = MIXTURES[name]
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, here(SMS), formats=formats_of(stored))
+    parts, meant = quantised(
+        {k: v.float() for k, v in rounded(random_weights(config)).items()}, stored
+    )
+    model = loaded(plan, parts, keep_rows=True)
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, meant, ids)
+    one_by_one = forced_logits(model.decoder, config.vocab_size, ids, 1, TOKENS)
+    require_near(one_by_one, wanted)
+    eight = forced_logits(model.decoder, config.vocab_size, ids, MAX_QUERIES, TOKENS)
+    assert torch.equal(eight, one_by_one)
+    pages, errors = model.page_tables[0], []
+    for start, stop in pairwise((0, 30, 70, 71, 110, 149)):
+        seen = model.prefill.run(ids[start:stop], start, pages)
+        assert seen is not None
+        right = wanted[stop - 1]
+        errors.append(float((seen.cpu() - right).norm() / right.norm()))
+    assert float(torch.tensor(errors).median()) < MOST_ERROR
+    # A prompt can be recorded, experts that it unpacks included.
+    seen = model.prefill.run(ids[:20], 0, pages)
+    assert seen is not None
+    launched = seen.clone()
+    model.prefill.capture([20])
+    assert model.prefill.parts[0].graphs.by_rows
+    recorded = model.prefill.run(ids[:20], 0, pages)
+    assert recorded is not None
+    assert float((recorded - launched).norm() / launched.norm()) < MOST_ERROR
+
+
+def require_near(seen: Tensor, wanted: Tensor) -> None:
+    errors = (seen.cpu() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < MOST_ERROR
 
 
 def spread(config: ModelConfig, ranks: int = 1) -> tuple[Spread, dict[str, Tensor]]:
@@ -46,8 +115,7 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, weights, ids)
     one_by_one = model.logits(ids, 1)
-    errors = (one_by_one.cpu() - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert float(errors.median()) < MOST_ERROR
+    require_near(one_by_one, wanted)
     for queries in (2, 5):
         assert torch.equal(model.logits(ids, queries), one_by_one)
     assert torch.equal(model.logits(ids, 3, sequence=1), one_by_one)
@@ -89,3 +157,117 @@ def test_activations_that_are_no_numbers_end_a_launch_in_order(queries: int) -> 
     model = Spread(config, make_plan(config, Dtype.BF16, here(SMS)), weights)
     logits = model.logits(prompt(config, 24), queries)
     assert logits.isnan().all()
+
+
+@pytest.mark.parametrize("keep_rows", [True, False], ids=["rows", "unpacked"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_kernel_goes_on_from_a_prompt(name: str, ranks: int, keep_rows: bool) -> None:
+    config = MIXTURES[name]
+    plan, weights = make_plan(config, Dtype.BF16, here(SMS), ranks), random_weights(config)
+    model = loaded(plan, weights, keep_rows=keep_rows)
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, rounded(weights), ids)
+    errors = []
+
+    def note(seen: Tensor | None, position: int) -> None:
+        assert seen is not None
+        right = wanted[position]
+        errors.append(float((seen.cpu() - right).norm() / right.norm()))
+
+    cuts = (0, 1, 70, 71, 100, 120)
+    for start, stop in pairwise(cuts):
+        note(model.prefill.run(ids[start:stop], start, model.page_tables[0]), stop - 1)
+    rest = ids[cuts[-1] :]
+    kept = torch.zeros(len(rest), 1, plan.exchanges.sampled_rows, device="cuda")
+    model.decoder.run([Query(0, cuts[-1], rest)], len(rest), logits=kept)
+    for i, seen in enumerate(kept[:, 0, : config.vocab_size]):
+        note(seen, cuts[-1] + i)
+    assert float(torch.tensor(errors).median()) < MOST_ERROR
+    assert float(torch.tensor(errors[: len(cuts) - 1]).median()) < MOST_ERROR
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Prefill:
+    """Two layers of qwen3-30b-a3b."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maths, "RUNS_EXPERTS", True)
+        config = read_config(MIXTURE)
+        config = replace(config, layers=config.layers[:2], context_tokens=8192)
+        weights = random_of_specs.random_weights(tensors(config), Dtype.BF16, GPU)
+        plan = make_plan(config, Dtype.BF16, here(132))
+        packed = pack_weights(plan, weights, GPU, keep_rows=True)
+        a = config.layers[0].attention
+        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
+        own = vectors(weights) | routers_of(plan, packed)
+        products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
+        fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
+        return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
+
+
+def test_the_host_waits_for_nothing_in_a_mixture(wide: Prefill) -> None:
+    """Whichever experts are chosen: the host does not know, so a pass can be recorded."""
+    mixtures = wide.parts[0].work.mixtures
+    assert mixtures is not None
+    wide.run(random_ids(wide.config, 300), 0, list(range(PAGES)))
+    normed = torch.randn(300, wide.config.hidden_size, device="cuda").bfloat16()
+    out = torch.empty_like(normed)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.inference_mode():
+            mixtures(0, normed, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.isfinite().all()
+
+
+def test_no_bit_of_a_token_depends_on_how_its_prompt_is_cut(wide: Prefill) -> None:
+    """As of models without experts in test_gpu_passes.py; recorded passes included."""
+    mixtures = wide.parts[0].work.mixtures
+    assert mixtures is not None
+    normed = torch.randn(2048, wide.config.hidden_size, device="cuda").bfloat16()
+    with torch.inference_mode():
+        whole, part = torch.empty_like(normed), torch.empty_like(normed)
+        mixtures(1, normed, whole)
+        for start, stop in ((0, 1), (5, 300), (1024, 2048)):
+            mixtures(1, normed[start:stop], part[start:stop])
+            assert torch.equal(part[start:stop], whole[start:stop])
+    wide.settle_widths()
+    if not wide.widths:
+        pytest.skip("no widths agree here: prompts are read in the grid's chunks")
+    wide.capture([32, *wide.widths])
+    ids, most = random_ids(wide.config, 1500), wide.widths[-1]
+    cold = read(wide, ids, cut(1500, min(most, 1500), most))
+    assert cold[0].isfinite().all()
+    for first in (256, 768, 1280):
+        assert same(read(wide, ids, cut(1500, first, most)), cold), first
+        assert same(read(wide, ids, cut(1500, first, most), by_graph=False), cold), first
+
+
+@pytest.mark.parametrize("words", [6, 300], ids=["read by the kernel", "read by prefill"])
+def test_a_request_of_a_mixture(words: int, tmp_path: Path) -> None:
+    """Its tokens are those that the reference would choose, or nearly."""
+    folder = write_mixture(tmp_path / "mixture")
+    engine = Engine.load(EngineConfig(str(folder), device="cuda", precision="bf16"))
+    assert engine.report.executor == "decode kernel", engine.report.refusal
+    ids = prompt(engine.config, words)
+    *_, end = engine.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    assert isinstance(end, Completion)
+    require_near_best(folder, ids, list(end.token_ids))
+
+
+def require_near_best(folder: Path, ids: list[int], made: list[int]) -> None:
+    """By logits of the reference in fp32, of which rounding may change a few by much."""
+    assert len(made) == 40
+    checkpoint = open_checkpoint(folder)
+    config = read_config(folder / "config.json")
+    weights = load_weights(checkpoint, tensors(config), Dtype.FP32, torch.device("cpu"))
+    reference = build_reference(config, weights)
+    whole = torch.tensor(ids + made[:-1])
+    logits = reference.forward(whole, 0, reference.new_cache(len(whole)), "all")
+    assert logits is not None
+    logits = logits[len(ids) - 1 :]
+    lacking = (logits.amax(1) - logits[torch.arange(len(made)), made]) / logits.std(1)
+    assert float(lacking.median()) < 0.05
+    assert float(lacking.mean()) < 0.3

@@ -32,6 +32,10 @@ MIXTURES: Mapping[str, ModelConfig] = {
     "some layers dense": _model(
         Mlp(136), _USUAL, replace(_USUAL, expert=Mlp(520)), Mlp(136), _USUAL
     ),
+    # Every block has one tile of `down`; experts end in half a step, which may be the only one.
+    "half steps": _model(
+        replace(_USUAL, expert=Mlp(200)), replace(_USUAL, expert=Mlp(768)), hidden_size=112
+    ),
 }
 SMS = 7
 

@@ -202,11 +202,8 @@ def _load_lane(
         else values[place_here]
         for name, values in parts.items()
     }
-    # In bytes all ones are NaN; without rounding the image has values in their place, if any
-    # matrix's values stand for themselves.
-    rounds = dtype is not torch.float32 or not any(
-        op.matrix.format.is_plain for op in plan.operations
-    )
+    # In bytes all ones are NaN.
+    rounds = _rounds(plan, dtype)
     image = torch.full((plan.blocks, layout.block_stride // (1 if rounds else 2)), torch.nan)
     image = torch.full_like(image, 255, dtype=torch.uint8) if rounds else image
     vectors = torch.full((layout.vector_values,), torch.nan)
@@ -238,19 +235,34 @@ def _load_lane(
     return image, vectors
 
 
+def _rounds(plan: Plan, dtype: torch.dtype) -> bool:
+    """Whether weights are bytes.
+
+    Without rounding they are values in place of bytes, if any matrix's stand for themselves.
+    """
+    plain = any(op.matrix.format.is_plain for op in plan.operations)
+    return dtype is not torch.float32 or not plain
+
+
 def load_experts(plan: Plan, weights: Weights, dtype: torch.dtype, rank: int = 0) -> Tensor | None:
     """All experts of a rank as the kernel has them, or values in place of bytes."""
     if not plan.has_experts:
         return None
     parts = shard_all(plan.part_of(rank), weights)
-    rounds = dtype is not torch.float32
+    rounds = _rounds(plan, dtype)
     experts = torch.full((plan.image.experts_bytes // (1 if rounds else 2),), torch.nan)
     experts = torch.full_like(experts, 255, dtype=torch.uint8) if rounds else experts
     for layer in range(plan.model.num_layers):
         of_layer = plan.image.layer(layer).experts
         for number in range(of_layer.router.num_experts if of_layer else 0):
             at = f"layers.{layer}.experts.{number}."
-            own = {name: parts[at + name].to(dtype) for name in OF_EXPERTS}
+            own = {}
+            for name in OF_EXPERTS:
+                stored = plan.image.operation(layer, name).matrix.format
+                own[name] = {
+                    part: parts[at + name + part].to(dtype if stored.is_plain else None)
+                    for part in stored.parts
+                }
             place_expert(plan, layer, number, own, experts)
     return experts
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
+from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel import maths
@@ -16,7 +18,10 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import Mixture, Mlp, ModelConfig, Router
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
+from soloist.model.families.dense import decoder_tensors as tensors_of
 from soloist.reference.experts import choose
+from soloist.weights.formats import formats_of as formats_of_stored
+from soloist.weights.loading import regrouped
 from soloist.weights.memory import packed_bytes
 from soloist.weights.packed import pack_weights
 from unit.prefill.models import random_weights
@@ -95,6 +100,107 @@ def test_slots_are_the_distinct_experts_in_ascending_order() -> None:
     chosen = Chosen(({3: 0.5, 9: 0.5}, {0: 0.1, 9: 0.9}))
     assert chosen.slots == [0, 3, 9]
     assert [chosen.queries(expert) for expert in chosen.slots] == [[1], [0], [0, 1]]
+
+
+KINDS = ("fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8")
+
+
+def quantised_bench(
+    config: ModelConfig, kind: str, ranks: int, dtype: torch.dtype | None
+) -> tuple[Bench, dict[str, Tensor]]:
+    """All matrices in one format, and the numbers that they stand for."""
+    rounded = {
+        k: v if "router" in k else v.bfloat16().float() for k, v in random_weights(config).items()
+    }
+    stored = alike(config, kind)
+    parts, meant = quantised(rounded, stored)
+    formats = formats_of_stored(stored, config, ranks)
+    assert formats.keys() >= stored.keys(), "the kernel reads all of these"
+    read = regrouped(parts.items(), tensors_of(config), stored, formats)
+    plan = make_plan(config, Dtype.BF16, gpu(SMS), ranks, formats)
+    return Bench(config, plan, dict(read), dtype), meant
+
+
+def wide_experts(neurons: int) -> ModelConfig:
+    """So that ranks have whole groups of columns of `down`."""
+    config = MIXTURES["softmax"]
+    mixture = Mixture(Router(16, 3, normalises=True), Mlp(neurons))
+    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
+    return replace(config, layers=layers, hidden_size=256)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "kind"),
+    [
+        *((wide_experts(1040), 1, kind) for kind in KINDS),
+        (wide_experts(256), 2, "fp8-block"), (wide_experts(256), 2, "int4"),
+        (MIXTURES["some layers dense"], 1, "fp8-block"),
+    ],
+    ids=[*KINDS, "fp8-block on ranks", "int4 on ranks", "some layers dense"],
+)  # fmt: skip
+def test_quantised_experts_give_the_logits_of_their_numbers(
+    config: ModelConfig, ranks: int, kind: str
+) -> None:
+    """Without rounding, so that places and scales alone decide."""
+    bench, meant = quantised_bench(config, kind, ranks, None)
+    ids = prompt(config, 16)
+    wanted = reference_logits(config, meant, ids)
+    torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "int4"])
+def test_what_quantised_experts_are_multiplied_with_stays_near(kind: str) -> None:
+    config = wide_experts(256)
+    bench, meant = quantised_bench(config, kind, 1, torch.bfloat16)
+    ids = prompt(config, 16)
+    wanted = reference_logits(config, meant, ids)
+    for seen in (bench.feed(ids, 8), bench.feed(ids[:8])):
+        right = wanted[: len(seen)]
+        errors = (seen - right).norm(dim=1) / right.norm(dim=1)
+        assert 1e-5 < float(errors.median()) < 0.02
+
+
+def test_a_layers_experts_may_have_a_format_of_their_own() -> None:
+    """Quantised gate_up beside a `down` in 16 bits, in one layer alone."""
+    config = MIXTURES["softmax"]
+    names = [f"layers.1.experts.{n}.gate_up" for n in range(16)]
+    stored = alike(config, "fp8-block", names)
+    plan = make_plan(config, Dtype.BF16, gpu(SMS), formats=formats_of(stored))
+    assert len(plan.image.kinds) == 2
+    whole, mixed = (kind.experts for kind in plan.image.kinds)
+    assert whole is not None
+    assert mixed is not None
+    assert mixed.gate_up.num_bytes < whole.gate_up.num_bytes
+    assert mixed.down.num_bytes == whole.down.num_bytes
+    rounded = {
+        k: v if "router" in k else v.bfloat16().float() for k, v in random_weights(config).items()
+    }
+    parts, meant = quantised(rounded, stored)
+    ids = prompt(config, 24)
+    seen, wanted = (
+        Bench(config, plan, parts, torch.bfloat16).feed(ids, 8),
+        reference_logits(config, meant, ids),
+    )
+    errors = (seen - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [
+        ({0: "int4"}, "experts of layer 0 with gate_up in several formats"),
+        (dict.fromkeys(range(16), "int4-permuted"), "gate_up of experts in int4"),
+        (dict.fromkeys(range(16), "super-int4"), "gate_up of experts in int4"),
+        ({16: "int4"}, "a format of layers.0.experts.16.gate_up"),
+    ],
+    ids=["one of them", "permuted", "super-blocks", "none such"],
+)
+def test_formats_of_experts_that_the_kernel_does_not_read(
+    kinds: dict[int, str], named: str
+) -> None:
+    stored = {f"layers.0.experts.{n}.gate_up": FORMATS[kind] for n, kind in kinds.items()}
+    with pytest.raises(ShapeUnsupported, match=named):
+        make_plan(MIXTURES["softmax"], Dtype.BF16, gpu(SMS), formats=formats_of(stored))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -44,7 +44,13 @@ from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
-from soloist.weights.unpacking import Unpacked, parts_to_rows, tables_of_columns
+from soloist.weights.unpacking import (
+    Unpacked,
+    UnpackedExperts,
+    parts_to_rows,
+    routers_of,
+    tables_of_columns,
+)
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
@@ -129,13 +135,13 @@ def load_kernel(
     Args:
         plan: of the decode kernel.
         weights: of each rank, a tensor for each of its share (`shard_all`) in the plan's precision,
-            of matrices with formats of their own all parts; on its GPU if rows are kept, else there
-            or on the host; taken over.
+            of matrices with formats of their own all parts; on its GPU or on the host; taken over.
         devices: the GPU of each rank.
         capacity: what there shall be room for.
         cache_root: where compiled kernels are kept; None keeps none on disk.
         keep_rows: leave `weights` in GPU memory beside the packed ones, for prefill, with numbers
-            in place of parts; otherwise prefill unpacks one matrix at a time.
+            in place of parts; otherwise prefill unpacks one matrix at a time. Experts it unpacks in
+            any case.
         packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
 
     Raises:
@@ -200,7 +206,10 @@ def _load_rank(
     if table is not None:
         weights["embedding"] = table  # prefill and the kernel share it
     packed = pack_weights(plan, weights, device, keep_rows=reads is _Reads.ROWS)
+    vectors |= routers_of(plan, packed)
     if reads is _Reads.ROWS:
+        for name, values in weights.items():
+            weights[name] = values.to(device)
         parts_to_rows(plan, weights)
     decoder = Decoder(
         plan, packed, rope, pool.tensor,
@@ -212,11 +221,11 @@ def _load_rank(
         FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks
     )
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
-    matrices: Matrices | Products
-    if reads is _Reads.ROWS:
-        matrices = weights.__getitem__
-    elif reads is _Reads.UNPACKED:
-        matrices = Unpacked(plan, packed)
+    matrices: Products
+    if reads is not _Reads.PACKED:
+        rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
+        # Of experts there is one copy in any case.
+        matrices = Products(rows, UnpackedExperts(plan, packed) if plan.has_experts else None)
     else:
         tables = tables_of_columns(plan, packed)
         matrices = PackedMatrices(plan, packed, tables, most, cache_root)

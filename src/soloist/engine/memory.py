@@ -5,6 +5,7 @@ The sum has three parts: weights, KV cache for the chosen context, and scratch f
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
 
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import OutOfMemory, gigabytes
@@ -18,11 +19,18 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, plain
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.buffers import prefill_bytes
+from soloist.prefill.experts import pieces_at_once
 from soloist.prefill.packed_form import arranged_bytes, parted_bytes
 from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
-from soloist.weights.memory import packed_bytes, parts_bytes, row_bytes, unpacking_bytes
+from soloist.weights.memory import (
+    packed_bytes,
+    parts_bytes,
+    row_bytes,
+    unpacked_experts_bytes,
+    unpacking_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class Footprint:
             )
         num_pages = num_pages_of(context_tokens)
         prefill = prefill_bytes(config, plan, num_pages)
+        at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
+        prefill += unpacked_experts_bytes(plan, at_once)
         if self.page_attention:
             prefill += MOST_PARTIAL_BYTES
         # On its way to the kernel's order a matrix takes what it takes on its way back.
@@ -141,7 +151,7 @@ class Staging:
     Attributes:
         bytes: of a rank's weights before they are packed.
         on_host: they wait there, one after the other, for want of room on the GPU.
-        keeps_rows: numbers in rows lie beside the packed weights.
+        keeps_rows: numbers in rows lie beside the packed weights, but for those of experts.
     """
 
     bytes: int
@@ -163,9 +173,12 @@ def stage(
     in_parts = parts_bytes(specs, dtype, {} if plan is None else plan.formats)
     if plan is None:
         return Staging(in_parts, on_host=False, keeps_rows=True)
-    # Numbers come out of parts one matrix after the other.
-    needed = max(in_parts, row_bytes(specs, dtype))
-    return Staging(in_parts, on_host=room_bytes < in_parts, keeps_rows=room_bytes >= needed)
+    # Numbers come out of parts one matrix after the other. Of experts no rows are kept: there may
+    # be room for those of all else even where weights have to wait on the host.
+    on_host, rows = room_bytes < in_parts, row_bytes((s for s in specs if s.expert is None), dtype)
+    return Staging(
+        in_parts, on_host, keeps_rows=room_bytes >= (rows if on_host else max(in_parts, rows))
+    )
 
 
 def require_merging_memory(

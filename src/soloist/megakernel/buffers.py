@@ -33,18 +33,18 @@ class Activations:
 
     Attributes:
         columns: that a matrix is multiplied with.
-        steps: of 512 columns, the last of which may hold padding: zeros for good.
+        padded_columns: of all steps, the last of which may hold padding: zeros for good.
         slots: how many times that: once for each expert that the queries of a round can choose.
     """
 
     columns: int
-    steps: int
+    padded_columns: int
     slots: int = 1
 
     @property
     def slot_columns(self) -> int:
         """Columns from one slot to the next."""
-        return self.steps * STEP_COLUMNS
+        return self.padded_columns
 
     @property
     def chunks(self) -> int:
@@ -170,7 +170,7 @@ class Exchanges:
 
 
 def _activations(op: Operation) -> Activations:
-    return Activations(op.matrix.columns, op.matrix.steps)
+    return Activations(op.matrix.columns, op.matrix.padded_columns)
 
 
 def _gated(kind: LayerKind) -> Activations:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.partition import Matrix
-from soloist.megakernel.tile import STEP_COLUMNS
 from soloist.model.config import Mixture, Router
 
 # A lane of a warp ranks every 32nd expert, in registers.
@@ -52,7 +51,7 @@ class Experts:
     @property
     def slot_columns(self) -> int:
         """Columns that the activations of a slot take before `down`, padding included."""
-        return self.down.steps * STEP_COLUMNS
+        return self.down.padded_columns
 
     def most_slots(self, queries: int) -> int:
         """Distinct experts that so many queries can choose."""

@@ -612,6 +612,7 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
         "kOffset": offset,
         "kPermuted": matrix.format.is_permuted,
         "kPairsSteps": matrix.pairs_steps,
+        "kEndsInHalf": matrix.ends_in_half,
     }
     if matrix.format.is_permuted:
         values["kTable"] = table

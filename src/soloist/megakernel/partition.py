@@ -10,7 +10,13 @@ tiles of two steps.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from soloist.megakernel.tile import HALF_TILE_ROWS, STEP_COLUMNS, TILE_ROWS, WARP_COLUMNS
+from soloist.megakernel.tile import (
+    HALF_STEP_COLUMNS,
+    HALF_TILE_ROWS,
+    STEP_COLUMNS,
+    TILE_ROWS,
+    WARP_COLUMNS,
+)
 from soloist.megakernel.weight_format import WeightFormat
 
 
@@ -35,6 +41,8 @@ class Matrix:
         blocks: over how many blocks it is spread.
         format: how its values are stored.
         padded_units: units with padding, so that all blocks have as many; None: as rows say.
+        ends_in_half: the last step has half as many columns, of which a warp has half as many. Of
+            matrices in 16 bits, of which every block has one tile.
     """
 
     name: str
@@ -44,6 +52,7 @@ class Matrix:
     blocks: int
     format: WeightFormat
     padded_units: int | None = None
+    ends_in_half: bool = False
 
     @property
     def unit_rows(self) -> int:
@@ -66,6 +75,21 @@ class Matrix:
         return -(-self.columns // STEP_COLUMNS)
 
     @property
+    def padded_columns(self) -> int:
+        """Columns of all steps."""
+        return self.steps * STEP_COLUMNS - (HALF_STEP_COLUMNS if self.ends_in_half else 0)
+
+    @property
+    def may_end_in_half(self) -> bool:
+        """Whether half a step holds what is left over, and the kernel knows such a matrix."""
+        is_tile = self.units * self.unit_half_tiles == 2 * self.blocks
+        return (
+            is_tile
+            and self.format.is_plain
+            and 0 < self.columns % STEP_COLUMNS <= HALF_STEP_COLUMNS
+        )
+
+    @property
     def unit_half_tiles(self) -> int:
         """Half tiles of one unit and step."""
         return self.unit_rows // HALF_TILE_ROWS
@@ -73,7 +97,8 @@ class Matrix:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit, over all steps."""
-        return self.unit_half_tiles * self.steps * self.format.half_tile_bytes
+        step_bytes = self.unit_half_tiles * self.format.half_tile_bytes
+        return step_bytes * self.padded_columns // STEP_COLUMNS
 
     @property
     def shares_slots(self) -> bool:

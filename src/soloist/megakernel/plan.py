@@ -20,7 +20,7 @@ from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
-from soloist.megakernel.program import PRODUCTS, matrix_shape
+from soloist.megakernel.program import PRODUCTS, matrix_shape, tensor_of
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
@@ -48,7 +48,7 @@ class Plan:
             ring; the rest of the plan is the same, and so are a query's bits.
         samples: it also has room for choosing tokens otherwise than by the largest logit.
         formats: of matrices that are stored otherwise than in `dtype`, by the name of their tensor,
-            such as 'layers.3.down'.
+            such as 'layers.3.down' or 'layers.3.experts.5.down'. All experts of a layer have one.
         kv: how keys and values are stored; None stores them in `dtype`.
     """
 
@@ -106,8 +106,11 @@ class Plan:
         )  # fmt: skip
 
     def _kind(self, layer: int) -> LayerKind:
-        formats = tuple((p.name, self.format_of(f"layers.{layer}.{p.name}")) for p in PRODUCTS)
-        return LayerKind(self.shape.kind_of(layer), self.shape.hidden_size, formats, self._spread)
+        own = self.shape.kind_of(layer)
+        formats = tuple(
+            (p.name, self.format_of(tensor_of(own, layer, p.name, 0))) for p in PRODUCTS
+        )
+        return LayerKind(own, self.shape.hidden_size, formats, self._spread)
 
     @property
     def _spread(self) -> Spread:
@@ -326,6 +329,8 @@ def _require_formats(plan: Plan) -> None:
     """Each format is that of a matrix, which the kernel can read."""
     layers = range(plan.shape.num_layers)
     names = {f"layers.{i}.{name}" for i in layers for name in plan.image.layer(i).in_blocks}
+    for layer in layers:
+        names |= _formats_of_experts(plan, layer)
     names |= set() if plan.share.tied_head else {"head"}
     for name, stored in plan.formats.items():
         if name not in names:
@@ -339,11 +344,31 @@ def _require_formats(plan: Plan) -> None:
             raise ShapeUnsupported(given, f"multiples of {group}")
 
 
+def _formats_of_experts(plan: Plan, layer: int) -> set[str]:
+    """Names of the matrices of a layer's experts, which all have one format that is read."""
+    experts, own = plan.image.layer(layer).experts, plan.shape.kind_of(layer)
+    names: set[str] = set()
+    for matrix in () if experts is None else (experts.gate_up, experts.down):
+        assert experts is not None, "there are some"
+        each = [
+            tensor_of(own, layer, matrix.name, number)
+            for number in range(experts.router.num_experts)
+        ]
+        if len({plan.format_of(name) for name in each}) > 1:
+            given = f"experts of layer {layer} with {matrix.name} in several formats"
+            raise ShapeUnsupported(given, "one for all experts of a layer")
+        if matrix.format.is_permuted or matrix.format.super_block:
+            given = f"{matrix.name} of experts in {matrix.format.name}"
+            raise ShapeUnsupported(given, "formats without super-blocks, in the order of columns")
+        names.update(each)
+    return names
+
+
 def _columns(model: ModelConfig, name: str) -> int:
     """Columns of a matrix of a model, or of a rank's share of one."""
     if not name.startswith("layers."):
         return model.hidden_size
-    _, layer, short = name.split(".")
+    _, layer, *_, short = name.split(".")
     phase = next(phase for phase in PRODUCTS if phase.name == short)
     return matrix_shape(phase, model.layers[int(layer)], model.hidden_size)[1]
 

@@ -145,6 +145,13 @@ PRODUCTS = tuple(phase for phase in LAYER if phase.product is not None)
 OF_EXPERTS = ("gate_up", "down")
 
 
+def tensor_of(layer: Layer, number: int, name: str, expert: int) -> str:
+    """The name of a matrix's tensor in a layer of that number; of an expert, if it has some."""
+    if isinstance(layer.mlp, Mixture) and name in OF_EXPERTS:
+        return f"layers.{number}.experts.{expert}.{name}"
+    return f"layers.{number}.{name}"
+
+
 def phases_of(layer: Layer) -> tuple[Phase, ...]:
     """The phases of a layer, in order."""
     if not isinstance(layer.mlp, Mixture):

@@ -19,6 +19,8 @@ SLOT_BYTES = 2 * HALF_TILE_VALUES * 2
 COLUMN_DIGITS = {"w": 8, "p": 2, "q": 4, "m": 2, "r": 2, "e": 2}
 # Columns of a step that a warp has.
 WARP_COLUMNS = STEP_COLUMNS // COLUMN_DIGITS["w"]
+# Columns of half a step: of a warp's 64 columns the first half, which is the first half of a tile.
+HALF_STEP_COLUMNS = STEP_COLUMNS // COLUMN_DIGITS["p"]
 ROW_DIGITS = {"h": 2, "g": HALF_TILE_ROWS}
 # In which order values of 16 bits lie, slowest digit first. A lane's 16 bytes are one multiply's.
 TILE_ORDER = "pwmgqrhe"

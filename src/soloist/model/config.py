@@ -148,6 +148,11 @@ class Layer:
         return self.mlp
 
     @property
+    def router(self) -> Router | None:
+        """Of a layer that has experts."""
+        return self.mlp.router if isinstance(self.mlp, Mixture) else None
+
+    @property
     def each_mlp(self) -> Mlp:
         """The MLP, or what each of the experts is."""
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.expert

@@ -13,6 +13,7 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
+from soloist.prefill.experts import mixture_bytes
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
@@ -94,14 +95,16 @@ def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
         num_pages: of the pool.
     """
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
-    buffers = bytes_per_token(config, plan.dtype) * min(MOST_PASS_TOKENS, positions)
+    most_tokens = min(MOST_PASS_TOKENS, positions)
+    buffers = bytes_per_token(config, plan.dtype) * most_tokens
+    experts = mixture_bytes(config, plan.dtype, most_tokens)
     # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
     gathered = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes
-    coding = coding_bytes(layout, min(MOST_PASS_TOKENS, positions))
+    coding = coding_bytes(layout, most_tokens)
     rope = 2 * rope_table_bytes(config, positions)  # and what the table is made of
     padded = _attended_bytes(config, plan.dtype) * min(MOST_PADDED_TOKENS, positions)
     logits = plan.exchanges.sampled_rows * _FP32_BYTES
-    return buffers + gathered + coding + rope + padded + logits
+    return buffers + experts + gathered + coding + rope + padded + logits
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
@@ -136,7 +139,9 @@ def num_bytes(*tensors: Tensor) -> int:
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
-    a, ffn = config.layers[0].attention, max(x.dense_mlp.intermediate_size for x in config.layers)
+    a = config.layers[0].attention
+    dense = [x.dense_mlp.intermediate_size for x in config.layers if x.router is None]
+    ffn = max(dense, default=0)
     streams, hidden = residual_streams_of(config), config.hidden_size
     given = 0 if streams.ring_modules else hidden
     return {

@@ -12,6 +12,7 @@ from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.buffers import Buffers, allocate, widest
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
+from soloist.prefill.experts import MixturePass
 from soloist.prefill.products import Products
 from soloist.prefill.residual_streams import residual_streams_of
 
@@ -36,6 +37,7 @@ class Workspace:
         logits: [1, V] of the rank.
         attended: [rows, Q · D], room for what attention gives where its product takes more rows
             than a pass has; None where it does not.
+        mixtures: of experts; None in a model without.
     """
 
     def __init__(
@@ -52,6 +54,10 @@ class Workspace:
         logits = (1, config.vocab_size)
         self.logits = torch.empty(logits, dtype=widest(pool), device=pool.device)
         self.attended: Tensor | None = None
+        self.mixtures: MixturePass | None = None
+        if config.mixtures:
+            assert products.experts is not None, "experts of mixtures are needed"
+            self.mixtures = MixturePass(config, products.experts, pool, operations, most_tokens)
 
 
 class Rows(NamedTuple):

@@ -29,7 +29,12 @@ DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16}
 
 @dataclass(frozen=True, slots=True)
 class LayerVectors:
-    """One layer's fp32 norm weights and biases; None where the layer has none."""
+    """One layer's fp32 norm weights and biases; None where the layer has none.
+
+    Attributes:
+        router: [E, H], of a mixture of experts.
+        router_correction: [E], of one whose scores are corrected.
+    """
 
     attention_norm: Tensor
     mlp_norm: Tensor
@@ -39,6 +44,8 @@ class LayerVectors:
     attention_output_bias: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    router: Tensor | None = None
+    router_correction: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class Elementwise(ABC):
 
     Args:
         config: what the rank has; layers have the same heads, and rope turns their halves.
-        vectors: fp32 norm weights and biases, by the name of their `TensorSpec`.
+        vectors: fp32 norm weights, biases and routers, by the name of their `TensorSpec`.
         pool: gains keys and values.
         rope: cosine and sine of at least all positions in use, as from `rope_table`; None makes it.
     """
@@ -248,7 +255,7 @@ class Elementwise(ABC):
 
     @abstractmethod
     def silu_mul(self, product: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """`product` [T, 2 F] (+ `bias`), gate then up, to silu(gate) · up [T, F]."""
+        """`product` [..., 2 F] (+ `bias`), gate then up, to silu(gate) · up [..., F]."""
 
     def gate_up(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> bool:  # noqa: ARG002 - most have no such kernel
         """The product of `x` [T, H] with gate_up's matrix [2 F, H] and `silu_mul` at once.
@@ -396,7 +403,8 @@ def _rotated(heads: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVectors:
-    attention, mlp = config.layers[layer].attention, config.layers[layer].dense_mlp
+    attention, mlp = config.layers[layer].attention, config.layers[layer].each_mlp
+    router = config.layers[layer].router
 
     def own(name: str, *, there: bool) -> Tensor | None:
         return vectors[f"layers.{layer}.{name}"] if there else None
@@ -410,4 +418,8 @@ def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVe
         attention_output_bias=own("attention_output_bias", there=attention.output_bias),
         gate_up_bias=own("gate_up_bias", there=mlp.bias),
         down_bias=own("down_bias", there=mlp.bias),
+        router=own("router", there=router is not None),
+        router_correction=own(
+            "router_correction", there=router is not None and router.is_corrected
+        ),
     )

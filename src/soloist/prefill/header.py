@@ -21,10 +21,10 @@ def header(config: ModelConfig, dtype: Dtype, ranks: int = 1, neurons: int | Non
         config: what the rank has, with heads and neurons of all its streams.
         dtype: of weights and of what products read.
         ranks: over how many the model is spread.
-        neurons: of the MLPs that the kernels are for; None: of the first layer's.
+        neurons: of the MLPs or experts that the kernels are for; None: of the first layer's.
     """
     attention = config.layers[0].attention
-    neurons = config.layers[0].dense_mlp.intermediate_size if neurons is None else neurons
+    neurons = config.layers[0].each_mlp.intermediate_size if neurons is None else neurons
     streams = residual_streams_of(config)
     pages = KvLayout(
         config.num_layers, attention.num_kv_heads, attention.head_dim, PAGE_FORMATS[dtype]

@@ -60,6 +60,8 @@ def require_packed_prompts(plan: Plan) -> None:
         raise ShapeUnsupported(f"prompts from packed weights on {plan.gpu.arch}", ARCH)
     if plan.ranks > 1 or plan.shape.has_lanes:
         raise ShapeUnsupported("prompts from packed weights on several GPUs or lanes", "one GPU")
+    if plan.has_experts:
+        raise ShapeUnsupported("prompts of mixtures from packed weights", "an MLP in every layer")
     for op in operations_of(plan):
         matrix = op.matrix
         if matrix.columns % ARRANGED_COLUMNS:

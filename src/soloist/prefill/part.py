@@ -42,8 +42,9 @@ class Part:
         matrices: a row-major matrix in the pool's dtype by the name of its `TensorSpec`, cut for
             the share (`shard_all`): [out, in], of lanes [l, out, in]; 'embedding' [V, H] is the
             whole table, and on several ranks there is a 'head' in any case. Or what multiplies by
-            matrices that lie otherwise.
-        vectors: fp32 norm weights and biases of the share by the name of their `TensorSpec`.
+            matrices that lie otherwise, or has experts as well.
+        vectors: fp32 norm weights, biases and routers of the share by the name of their
+            `TensorSpec`.
         pool: gains keys and values of the share's heads.
         operations: what runs between products: `FusedElementwise` with its last arguments bound,
             or plain torch.
@@ -124,7 +125,8 @@ class Part:
             *work.buffers, *work.last, work.logits, *attended, self._upload.words, rope, *gathered,
         )  # fmt: skip
         pages = 0 if self.fused is None else self.fused.page_attention_bytes
-        return num_bytes(*held) + self.communicator.num_bytes + pages
+        experts = 0 if work.mixtures is None else work.mixtures.num_bytes
+        return num_bytes(*held) + self.communicator.num_bytes + pages + experts
 
     def take_widths(self, widths: Widths) -> None:
         """Have passes of these widths, and a place for gathered keys and values."""
@@ -215,8 +217,6 @@ def require_prefill(config: ModelConfig) -> None:
     if config.lanes is not None:
         raise ShapeUnsupported(f"{config.lanes.num_lanes} lanes", "models without lanes")
     require_maths(config)
-    if config.mixtures:
-        raise ShapeUnsupported("prompts of a mixture of experts", "an MLP in every layer")
     heads = {
         (a.num_query_heads, a.num_kv_heads, a.head_dim)
         for a in (layer.attention for layer in config.layers)

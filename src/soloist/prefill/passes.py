@@ -18,7 +18,7 @@ from soloist.prefill.products import Factor
 
 
 class Names(NamedTuple):
-    """Of one layer's matrices."""
+    """Of one layer's matrices; gate_up and down of one that has no experts."""
 
     qkv: str
     attention_output: str
@@ -87,9 +87,7 @@ class Pass:
         yield from communicator.mlp_input(layer, rows, chunk)
         if narrowing is Narrowing.MLP:
             rows = communicator.last_row(rows, chunk)
-        activated = self.activate(layer, rows.buffers)
-        out = communicator.output(2 * layer + 1, rows)
-        products.multiply(activated, names.down, out)
+        self._mlp(layer, rows)
         yield from communicator.after_layer(layer, rows)
         if is_last:
             yield from communicator.head(rows, chunk)
@@ -101,6 +99,16 @@ class Pass:
             return attended
         assert self._work.attended is not None, "`Part.take_widths` made room"
         return self._work.attended[: len(attended)].copy_(attended)
+
+    def _mlp(self, layer: int, rows: Rows) -> None:
+        """What a layer's MLP gives, or its experts."""
+        out = self._communicator.output(2 * layer + 1, rows)
+        if self._work.config.layers[layer].router is not None:
+            assert self._work.mixtures is not None, "some layer has experts"
+            self._work.mixtures(layer, rows.buffers.normed, out)
+            return
+        activated = self.activate(layer, rows.buffers)
+        self._work.products.multiply(activated, self.names[layer].down, out)
 
     @property
     def keys_at(self) -> int:

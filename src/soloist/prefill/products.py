@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from soloist.prefill.experts import ExpertMatrices
+
 Matrices = Callable[[str], Tensor]
 # Libraries ask no more of where a matrix lies.
 _MOST_ALIGNMENT = 256
@@ -26,19 +28,21 @@ class Products:
     Args:
         matrices: a row-major matrix [out, in], of l lanes [l, out, in], by the name of its
             `TensorSpec`, valid until the next call.
+        experts: those of mixtures; None where there are none.
 
     Attributes:
         in_rows: all matrices can be had row by row; otherwise the embedding alone, unless it is
             the head.
         matrix: `matrices`.
+        experts: as given.
         padded_rows: as of `Widths.products`.
         pads: whether these count: not in a pass whose rows may have bits of their own.
     """
 
     in_rows = True
 
-    def __init__(self, matrices: Matrices) -> None:
-        self.matrix = matrices
+    def __init__(self, matrices: Matrices, experts: ExpertMatrices | None = None) -> None:
+        self.matrix, self.experts = matrices, experts
         self.padded_rows: Mapping[tuple[str, int], int] = {}
         self.pads = True
 

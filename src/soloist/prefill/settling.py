@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from soloist.megakernel.program import OF_EXPERTS
+from soloist.model.config import Mixture
 from soloist.prefill.invariance import attention_is_invariant, product_behaviours
 from soloist.prefill.part import Part
 from soloist.prefill.products import Arranged
@@ -17,7 +19,7 @@ Behaviours = dict[int, dict[str, Hashable | None]]
 
 def settled_widths(parts: Sequence[Part]) -> Widths | None:
     """Widths at which all ranks' products and attention are batch-invariant, if any."""
-    if not all(tries_widths(part) for part in parts):
+    if not all(tries_widths(part) and experts_are_invariant(part) for part in parts):
         return None
     of_parts = [behaviours(part) for part in parts]
     everywhere = {
@@ -76,14 +78,36 @@ def attention_is_invariant_at(part: Part, widths: tuple[int, ...]) -> bool:
     return all(attention_is_invariant(heads, window, most_keys, widths, like) for window in windows)
 
 
+@torch.inference_mode()
+def experts_are_invariant(part: Part) -> bool:
+    """Whether products of experts and routers give a row the same bits wherever it lies.
+
+    They have the same shape at all widths, so nothing else decides.
+    """
+    mixtures, config = part.work.mixtures, part.work.config
+    if mixtures is None:
+        return True
+    part.work.operations.start()
+    seen: set[Mixture] = set()
+    for layer, kind in enumerate(config.layers):
+        if not isinstance(kind.mlp, Mixture) or kind.mlp in seen:
+            continue
+        seen.add(kind.mlp)
+        if not mixtures.keeps_bits(layer):
+            return False
+    return True
+
+
 def products_of(part: Part) -> list[tuple[str, int]]:
     """Matrices that may be multiplied differently, and the row from which on.
 
     That is one for each size of matrix and each way in which its address is aligned.
     """
     found: dict[tuple[str, Hashable], str] = {}
-    for names in part.model_pass.names:
+    for names, layer in zip(part.model_pass.names, part.work.config.layers, strict=True):
         for short, name in names._asdict().items():
+            if layer.router is not None and short in OF_EXPERTS:
+                continue
             _, behaviour = part.work.products.behaviour(name)
             found.setdefault((short, behaviour), name)
     products = [(name, 0) for name in found.values()]
@@ -99,7 +123,9 @@ def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
     """
     work, (_, layer, short) = part.work, name.split(".")
     rows = part.communicator.rows(len(x))
-    b = rows.buffers.of_layer(work.config.layers[int(layer)].dense_mlp.intermediate_size)
+    b = rows.buffers
+    if short in OF_EXPERTS:
+        b = b.of_layer(work.config.layers[int(layer)].dense_mlp.intermediate_size)
     if short == "attention_output":
         factor = x.repeat(1, work.streams.count)
     else:

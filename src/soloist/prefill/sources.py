@@ -21,8 +21,8 @@ class PrefillSources:
     Attributes:
         elementwise: what runs between products, but for `lanes`, and SwiGLU of the first layer.
         lanes: the same of a model with lanes.
-        swiglu: by neurons of an MLP, as many as one lane has.
-        gate_up: gate_up with SwiGLU, by neurons; of those that have such a kernel.
+        swiglu: by neurons of an MLP or expert, as many as one lane has.
+        gate_up: gate_up with SwiGLU, by neurons; of those MLPs that have such a kernel.
         first_attention: attention of first chunks; None where a library does it.
     """
 
@@ -50,7 +50,8 @@ def prefill_sources(config: ModelConfig, dtype: Dtype, arch: str, ranks: int = 1
         ranks: over how many the model is spread.
     """
     streams = residual_streams_of(config)
-    mlps = dict.fromkeys(layer.dense_mlp.intermediate_size for layer in config.layers)  # in order
+    mlps = dict.fromkeys(layer.each_mlp.intermediate_size for layer in config.layers)  # in order
+    dense = {layer.each_mlp.intermediate_size for layer in config.layers if layer.router is None}
     specs = {n // streams.count: header(config, dtype, ranks, n) for n in mlps}
     spec, head_dim = next(iter(specs.values())), config.layers[0].attention.head_dim
     return PrefillSources(
@@ -60,7 +61,7 @@ def prefill_sources(config: ModelConfig, dtype: Dtype, arch: str, ranks: int = 1
         gate_up={
             n: gate_up_source(own)
             for n, own in specs.items()
-            if streams.fuses_gate_up and has_gate_up(arch, config.hidden_size, n)
+            if n in dense and streams.fuses_gate_up and has_gate_up(arch, config.hidden_size, n)
         },
         first_attention=first_attention_source(head_dim, dtype)
         if has_first_attention(arch, head_dim)

@@ -1,14 +1,14 @@
 """Bytes of weights: in rows, packed, and of a matrix between the two. Pure arithmetic."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.tile import HALF_TILE_VALUES
 from soloist.megakernel.weight_format import WeightFormat
-from soloist.model.config import ModelConfig
+from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.tensors import TensorSpec, streamed
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Of a quantised matrix on its way to the kernel's order or back; each takes up to so many bytes.
 VALUES_AT_ONCE = 1 << 23
 _BYTES_EACH = 20
+# Of quantised experts, of which several are unpacked together, beside that.
+_EXPERT_BYTES_EACH = 8
+_PLACE_BYTES = 8
 
 # Of a matrix that an adapter changes: in fp64 twice, in fp32, and as it is read and written.
 MERGED_AT_ONCE = 1 << 21
@@ -31,9 +34,11 @@ def row_bytes(specs: Iterable[TensorSpec], dtype: Dtype) -> int:
 
 
 def packed_bytes(plan: Plan) -> int:
-    """What a rank streams and looks up: its image, experts, and an embedding that is not tied."""
+    """What a rank streams and looks up: image, experts, routers, an embedding that is not tied."""
     table_values = 0 if plan.share.tied_head else plan.model.vocab_size * plan.model.hidden_size
     weights = plan.image.num_bytes + plan.image.experts_bytes
+    for mixture in plan.share.mixtures:
+        weights += mixture.router.num_experts * plan.model.hidden_size * Dtype.FP32.num_bytes
     return weights + table_values * plan.dtype.num_bytes
 
 
@@ -100,6 +105,26 @@ def _merging_bytes(change: "Change") -> int:
     at_once = max(MERGED_AT_ONCE, rows, columns)  # at least one row, of the matrix or its transpose
     made = Dtype.FP32.num_bytes * rows * columns
     return whole + made + _FACTOR_BYTES_EACH * factors + _MERGED_BYTES_EACH * at_once
+
+
+def unpacked_experts_bytes(plan: Plan, at_once: Callable[[Mixture], int]) -> int:
+    """What experts take on their way from packed to rows, so many of a mixture at once."""
+    total, most = 0, 0
+    for kind in plan.image.kinds:
+        mlp, experts = kind.layer.mlp, kind.experts
+        if experts is None or not isinstance(mlp, Mixture):
+            continue
+        total += at_once(mlp) * experts.num_bytes
+        for matrix in (experts.gate_up, experts.down):
+            values = matrix.rows * matrix.columns
+            total += at_once(mlp) * values * plan.dtype.num_bytes
+            if matrix.format.is_plain:
+                total += values * plan.dtype.num_bytes  # where each word of an expert lies
+            else:
+                total += at_once(mlp) * values * _PLACE_BYTES // HALF_TILE_VALUES * 2
+                most = max(most, at_once(mlp) * values * _EXPERT_BYTES_EACH)
+    # Recorded passes have what is made on the way once more.
+    return total + 2 * most
 
 
 def unpacking_bytes(plan: Plan, specs: Iterable[TensorSpec]) -> int:

@@ -1,7 +1,5 @@
 """A rank's whole share in the kernel's order: every matrix packed and placed, every vector."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ def pack_weights(
         weights: row-major tensors of the rank's share (`shard_all`), best on its GPU; entries are
             taken out as they are packed, so that not all of them lie in memory twice.
         device: the rank's GPU.
-        keep_rows: leave `weights` as they are.
+        keep_rows: leave `weights` as they are, but for experts.
     """
     take = weights.__getitem__ if keep_rows else weights.pop
     dtype, layout, shape = TORCH_DTYPES[plan.dtype], plan.image, plan.shape
@@ -62,7 +60,7 @@ def pack_weights(
             values = take(f"layers.{layer}.{name}")
             values = values.flatten() if name == "router" else values
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
-    experts = _packed_experts(plan, take, device)
+    experts = _packed_experts(plan, weights, device)
     put_vector(layout.final_norm_offset, take("final_norm"))
     if plan.share.tied_head:
         put_matrix(0, "head", "embedding")
@@ -72,10 +70,8 @@ def pack_weights(
     return PackedWeights(image, vectors.flatten(), table, experts)
 
 
-def _packed_experts(
-    plan: Plan, take: Callable[[str], Tensor], device: torch.device
-) -> Tensor | None:
-    """Those of all layers, if there are any."""
+def _packed_experts(plan: Plan, weights: Weights, device: torch.device) -> Tensor | None:
+    """Those of all layers, if there are any; taken out of `weights`."""
     if not plan.has_experts:
         return None
     dtype, layout = TORCH_DTYPES[plan.dtype], plan.image
@@ -84,6 +80,12 @@ def _packed_experts(
         experts = layout.layer(layer).experts
         for number in range(experts.router.num_experts if experts else 0):
             at = f"layers.{layer}.experts.{number}."
-            parts = {name: take(at + name).to(device, dtype) for name in OF_EXPERTS}
-            place_expert(plan, layer, number, parts, packed)
+            matrices = {}
+            for name in OF_EXPERTS:
+                stored = layout.operation(layer, name).matrix.format
+                to = dtype if stored.is_plain else None
+                matrices[name] = {
+                    part: weights.pop(at + name + part).to(device, to) for part in stored.parts
+                }
+            place_expert(plan, layer, number, matrices, packed)
     return packed

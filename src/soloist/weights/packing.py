@@ -8,7 +8,7 @@ Half tiles of two steps make a slot, so that the ring has no half empty ones. Wh
 has all parts of a format: its values, then their scales.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -21,7 +21,14 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.tile import (
+    COLUMN_DIGITS,
+    HALF_STEP_COLUMNS,
+    HALF_TILE_ROWS,
+    HALF_TILE_VALUES,
+    STEP_COLUMNS,
+    WARP_COLUMNS,
+)
 from soloist.weights.layout import layout_of, with_paired_columns, without_paired_columns
 from soloist.weights.memory import VALUES_AT_ONCE
 
@@ -78,6 +85,8 @@ def columns_of(operation: Operation, values: Tensor) -> Tensor:
 def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tensor:
     """A matrix's tensors in the checkpoint's order → all its half slots [half slots, bytes].
 
+    Of one that ends in half a step [half tiles, bytes].
+
     Args:
         plan: of the kernel.
         operation: which matrix.
@@ -86,6 +95,8 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
     """
     matrix, layout = operation.matrix, layout_of(operation.matrix)
     by_row = layout.by_row(parts, matrix.steps)
+    if matrix.ends_in_half:
+        by_row = [_with_half_step(values) for values in by_row]
     rows = matrix.units * matrix.unit_rows
     half_tiles = rows // HALF_TILE_ROWS
     ready = []
@@ -98,16 +109,21 @@ def pack(plan: Plan, operation: Operation, parts: Mapping[str, Tensor]) -> Tenso
         index = part.to(ready[0].device)
         tiles = layout.packed([values[index] for values in ready])
         slots = _to_slots(*tiles, pairs_steps=matrix.pairs_steps)
+        if matrix.ends_in_half:
+            slots = slots[
+                :, : slots.shape[1] * matrix.padded_columns // (matrix.steps * STEP_COLUMNS)
+            ]
         if packed is None:
             packed = slots.new_empty(half_tiles, slots[0].numel() // index.shape[1])
-        packed[index] = slots.view(*index.shape, -1)
+        packed[index] = slots.reshape(*index.shape, -1)
     assert packed is not None, "a matrix has rows"
-    return packed.view(half_tiles * matrix.steps, -1)
+    return packed if matrix.ends_in_half else packed.view(half_tiles * matrix.steps, -1)
 
 
 def unpack(plan: Plan, operation: Operation, packed: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack`; scales and zeros are those of the format's groups."""
     matrix, layout = operation.matrix, layout_of(operation.matrix)
+    assert not matrix.ends_in_half, "of experts in 16 bits see word_places"
     half_tiles = matrix.units * matrix.unit_half_tiles
     by_half_tile = packed.view(half_tiles, -1)
     ready: list[Tensor] = []
@@ -136,7 +152,11 @@ def place(plan: Plan, operation: Operation, layer: int, packed: Tensor, image: T
 
 
 def place_expert(
-    plan: Plan, layer: int, number: int, parts: Mapping[str, Tensor], experts: Tensor
+    plan: Plan,
+    layer: int,
+    number: int,
+    matrices: Mapping[str, Mapping[str, Tensor]],
+    experts: Tensor,
 ) -> None:
     """Pack the matrices of one expert into the experts of all layers, bytes or values.
 
@@ -144,19 +164,82 @@ def place_expert(
         plan: of the kernel.
         layer: the expert's.
         number: of the expert.
-        parts: rows of its gate_up and down, of what `experts` consists of.
+        matrices: parts of its gate_up and down, as of `pack`.
         experts: [experts_bytes], or values in place of bytes.
     """
     kind = plan.image.layer(layer)
     assert kind.experts is not None, "a mixture"
     start = plan.image.experts_offset(layer) + number * kind.experts.num_bytes
-    for name, values in parts.items():
-        packed = pack(plan, kind.operations[name], {"": values}).flatten()
+    for name, parts in matrices.items():
+        packed = pack(plan, kind.operations[name], parts).flatten()
         num_bytes = kind.operations[name].matrix.num_bytes
         own = packed.view(experts.dtype)
         at = start * own.numel() // num_bytes
         experts[at : at + own.numel()] = own
         start += num_bytes
+
+
+def pieces_of_experts(operation: Operation, count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Which half tiles of so many experts are unpacked together, on their device."""
+    matrix = operation.matrix
+    half_tiles = matrix.units * matrix.unit_half_tiles
+    firsts = half_tiles * torch.arange(count)[:, None, None]
+    return tuple((firsts + part).flatten(0, 1).to(device) for part in _pieces(operation))
+
+
+def unpack_experts(
+    plan: Plan, operation: Operation, packed: Tensor, pieces: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Parts of a matrix of several experts, as of `unpack`, rows of one after those of another.
+
+    The host waits for nothing.
+
+    Args:
+        plan: of the kernel.
+        operation: of one expert.
+        packed: [experts, bytes].
+        pieces: as `pieces_of_experts` has them for so many.
+    """
+    matrix, layout, count = operation.matrix, layout_of(operation.matrix), len(packed)
+    assert not matrix.ends_in_half, "quantised ones have whole steps"
+    half_tiles = matrix.units * matrix.unit_half_tiles
+    by_half_tile = packed.reshape(count * half_tiles, -1)
+    ready: list[Tensor] = []
+    for index in pieces:
+        slots = by_half_tile[index]
+        tiles, halves = _from_slots(slots, matrix.steps, pairs_steps=matrix.pairs_steps)
+        for place_, values in enumerate(layout.unpacked(tiles, halves)):
+            if place_ == len(ready):
+                ready.append(values.new_empty(count * half_tiles, *values.shape[2:]))
+            ready[place_][index] = values
+    by_row = [
+        torch.cat(
+            [
+                unordered(plan.shape, matrix, own.flatten(0, 1)[: matrix.rows])
+                for own in values.split(half_tiles)
+            ]
+        )
+        for values in ready
+    ]
+    return layout.parts(by_row, matrix.columns)
+
+
+def word_places(plan: Plan, operation: Operation) -> Tensor:
+    """Where a packed matrix of 16-bit values has its words, row by row: int32 [rows · columns / 2].
+
+    A word is two values that are neighbours in a row.
+    """
+    matrix = operation.matrix
+    assert matrix.format.is_plain, "values that stand for themselves"
+    # 0 is padding.
+    numbers = torch.arange(1, matrix.rows * matrix.columns + 1, dtype=torch.int32)
+    packed = pack(plan, operation, {"": numbers.view(matrix.rows, matrix.columns)}).flatten()
+    found = packed.nonzero().flatten()
+    places = torch.empty(len(numbers), dtype=torch.int32)
+    places[packed[found].long() - 1] = found.to(torch.int32)
+    first, second = places[::2], places[1::2]
+    assert torch.equal(first // 2 * 2 + 1, second), "values of a word are neighbours"
+    return first // 2
 
 
 def gather(plan: Plan, operation: Operation, layer: int, image: Tensor) -> Tensor:
@@ -229,6 +312,13 @@ def _parts(operation: Operation) -> tuple[_Part, ...]:
         _Part(torch.tensor(starts)[:, None] + torch.arange(count))
         for count, starts in by_count.items()
     )
+
+
+def _with_half_step(values: Tensor) -> Tensor:
+    """[rows, steps, columns]: of the last step's first half each warp gets as many."""
+    last = values[:, -1, :HALF_STEP_COLUMNS].unflatten(1, (COLUMN_DIGITS["w"], -1))
+    last = pad(last, (0, WARP_COLUMNS - last.shape[-1])).flatten(1)
+    return torch.cat([values[:, :-1], last[:, None]], dim=1)
 
 
 def _to_slots(tiles: Tensor, halves: Tensor, *, pairs_steps: bool) -> Tensor:

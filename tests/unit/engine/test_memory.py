@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreter.mixtures import MIXTURES
 from plan.shapes import SMALL, small_plan
 from soloist.device import HEADROOM_BYTES
 from soloist.engine.memory import Footprint, require_host_memory, stage
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.kv.pool import PagePool
+from soloist.megakernel import maths
 from soloist.megakernel.memory import workspace_bytes
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
@@ -23,11 +25,14 @@ from soloist.parallel.share import Share
 from soloist.prefill.buffers import num_bytes
 from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.part import Part
+from soloist.prefill.products import Products
+from soloist.prefill.runner import Prefill
 from soloist.weights.choice import Rounding, rounding_of
 from soloist.weights.formats import formats_of
 from soloist.weights.memory import parts_bytes, row_bytes
 from soloist.weights.packed import pack_weights
 from soloist.weights.random import random_weights
+from soloist.weights.unpacking import UnpackedExperts, routers_of
 from unit.model.configurations import LLAMA_31_8B, PUBLISHED, QWEN3_17B, written
 from unit.prefill.models import model
 
@@ -146,6 +151,52 @@ def test_packing_is_staged_by_the_room_there_is(codes: Codes | None) -> None:
     assert staged(rows - 1) == (codes is None, False)
     assert staged(parts - 1) == (True, False)
     assert stage(specs, Dtype.FP32, None, 0).on_host is False
+
+
+def test_rows_of_experts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all else may stay where weights waited on the host for want of room."""
+    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+    config = MIXTURES["softmax"]
+    specs = tensors(config)
+    plan = small_plan(config, 7)
+    whole = row_bytes(specs, Dtype.BF16)
+    rest = row_bytes([spec for spec in specs if spec.expert is None], Dtype.BF16)
+    assert rest < whole / 2
+
+    def staged(room_bytes: int) -> tuple[bool, bool]:
+        found = stage(specs, Dtype.BF16, plan, room_bytes)
+        return found.on_host, found.keeps_rows
+
+    assert staged(whole) == (False, True)
+    assert staged(whole - 1) == (True, True)
+    assert staged(rest - 1) == (True, False)
+
+
+def test_of_mixtures_buffers_and_unpacked_experts_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+    config = MIXTURES["softmax"]
+    plan, specs = small_plan(config, 7), tensors(config)
+    needs = Footprint(config, specs, Dtype.BF16, plan).estimate(100)
+    weights = random_weights(specs, Dtype.BF16, CPU)
+    own = dict(weights)
+    packed = pack_weights(plan, weights, CPU)
+    assert packed.experts is not None
+    assert packed.embedding is not None
+    held = num_bytes(packed.image, packed.experts, packed.embedding)
+    routers = sum(x.numel() * 4 for name, x in own.items() if name.endswith("router"))
+    assert needs.weights_bytes == held + routers
+    vectors = {name: x.float() for name, x in own.items() if "norm" in name}
+    unpacked = UnpackedExperts(plan, packed)
+    pool = PagePool(config.num_layers, 2, 32, 2, torch.bfloat16, CPU)
+    part = Part(
+        Share(config, 1, 0), Products(own.__getitem__, unpacked),
+        vectors | routers_of(plan, packed), pool, most_tokens=128,
+    )  # fmt: skip
+    Prefill([part]).run(list(range(100)), 0, [0, 1])
+    held = part.num_bytes + unpacked.num_bytes
+    assert needs.scratch_bytes > workspace_bytes(plan) + held
 
 
 def test_an_estimate_counts_packed_bytes() -> None:

@@ -206,6 +206,16 @@ def test_experts_compile_cleanly(queries: int, require_sound) -> None:
     require_sound(plan, Build(queries=queries))
 
 
+@pytest.mark.usefixtures("experts_run")
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4"])
+def test_quantised_experts_compile_cleanly(kind: str, queries: int, require_sound) -> None:
+    config = read_config(MIXTURE)
+    formats = formats_of(alike(config, kind))
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
+    require_sound(plan, Build(queries=queries))
+
+
 # Bytes that are spilled once a layer, by the router of eight queries.
 SPILLED_BY_ROUTERS = {"mixtral-8x7b": 372, "some layers dense": 28}
 OTHER_MIXTURES = {**MIXTURES, "mixtral-8x7b": mixtral_8x7b()}
@@ -227,6 +237,11 @@ def test_the_front_end_accepts_mixtures(name: str) -> None:
     require_accepted(make_plan(config, Dtype.FP16, gpu(SMS, "sm_80"), 2), Build(samples=True))
     traced = Build(trace_round=3, queries=1)
     require_accepted(make_plan(config, Dtype.BF16, gpu(SMS, "sm_120a")), traced)
+    for kind in ("fp8-block", "int4", "int4-zeros", "int4-offsets", "int8"):
+        formats = formats_of(alike(config, kind))
+        require_accepted(make_plan(config, Dtype.BF16, gpu(SMS, "sm_80"), formats=formats))
+        quantised = make_plan(config, Dtype.FP16, gpu(SMS), formats=formats)
+        require_accepted(quantised, Build(queries=1))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ MAIN = r"""
 struct Op {
   struct Format { static constexpr Arithmetic kArithmetic = Arithmetic::kIntegers; };
   static constexpr u32 kTiles = 1, kDepth = 1, kSteps = kColumns / kStepColumns, kTable = 4;
-  static constexpr bool kPermuted = true, kPairsSteps = false;
+  static constexpr bool kPermuted = true, kPairsSteps = false, kEndsInHalf = false;
 };
 struct Context {
   u32 warp, lane, queries;

@@ -67,8 +67,12 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 def vectors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Norm scales and biases in fp32."""
-    return {name: values.float() for name, values in weights.items() if values.ndim == 1}
+    """Norm scales, biases and routers in fp32."""
+    return {
+        name: values.float()
+        for name, values in weights.items()
+        if values.ndim == 1 or name.endswith("router")
+    }
 
 
 def matrices(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

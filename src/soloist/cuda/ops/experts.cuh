@@ -168,8 +168,8 @@ __device__ __forceinline__ void publish_tile(Context<M>& cx, const Sums<typename
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
-  // Activations stay in registers from tile to tile where there is room for all of them.
-  constexpr bool kStay = GateUp::kSteps == GateUp::kDepth;
+  // Activations stay in registers from tile to tile where there is room for all of them and no other form is made of them.
+  constexpr bool kStay = kArithmetic<GateUp> == Arithmetic::kPlain && GateUp::kSteps == GateUp::kDepth;
   cx.begin(Phase::kGateUp);
   cx.let_clean(cx.layers_done + cx.round - 1);
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
@@ -201,6 +201,28 @@ __device__ __forceinline__ GlobalOperand<typename L::Down> slot_operand(const Co
   return operand;
 }
 
+// Ask for all activations of a slot, of steps that are in flight together; whether they have come.
+template <class Op>
+__device__ __forceinline__ void ask_for_slot(Ahead<Op>& ahead, const GlobalOperand<Op>& operand) {
+  if constexpr (kConverts<Op>) {
+    ahead.load(operand, 0);
+  } else {
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) ahead.load(operand, d, d);
+  }
+}
+template <class Op>
+__device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
+  if constexpr (kConverts<Op>) {
+    return ahead.is_there();
+  } else {
+    float missing = 0.0f;
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) missing = ahead.missing(d, missing);
+    return __all_sync(~0u, missing == 0.0f);
+  }
+}
+
 // A block's rows of one expert; activations that come next take the place of those that were used.
 template <bool kAgain, class Op, class M>
 __device__ __forceinline__ void multiply_rows(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
@@ -229,8 +251,11 @@ __device__ __forceinline__ void add_slot(Sums<Op>& totals, const Sums<Op>& sums,
 template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
-  // All of a slot's activations come at once, and the next slot's while they are used.
-  constexpr bool kAhead = Down::kSteps == Down::kDepth;
+  static_assert(!Down::kPermuted && !kDealsTiles<Down>, "the plan refuses such formats of experts");
+  // All of a slot's activations come at once, and the next slot's while they are used: in their place, or in registers of their
+  // own where another form is made of those that are used.
+  constexpr bool kConverting = kConverts<Down>, kAtOnce = kConverting ? Down::kSteps <= kConvertedSteps : Down::kSteps == Down::kDepth;
+  constexpr bool kAhead = kAtOnce && kArithmetic<Down> == Arithmetic::kPlain, kApart = kAtOnce && !kAhead;
   cx.begin(Phase::kDown);
   const u32 units = Down::num_units(cx.block);
   RowVectors<Down> vectors;
@@ -242,7 +267,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   Sums<Down> totals;
   totals.clear();
   Ahead<Down> ahead;
-  if constexpr (kAhead) {
+  if constexpr (kAtOnce) {
     ahead.fill(slot_operand<L>(cx, gated, 0, slots.queries[0], layer));
     cx.arrived();
   }
@@ -253,12 +278,20 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       const u32 next = min(slot + 1, count - 1);
       const auto operand = slot_operand<L>(cx, gated, next, slots.queries[next], layer);
       multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
-      float missing = 0.0f;
-#pragma unroll
-      for (u32 d = 0; d < Down::kDepth; ++d) missing = ahead.missing(d, missing);
-      if (!__all_sync(~0u, missing == 0.0f)) ahead.fill(operand);
+      if (!has_come(ahead)) ahead.fill(operand);
+    } else if constexpr (kApart) {
+      const u32 after = min(slot + 1, count - 1);
+      const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
+      const auto following = slot_operand<L>(cx, gated, after, slots.queries[after], layer);
+      Ahead<Down> next;
+      ask_for_slot(next, following);
+      if constexpr (kConverting) __syncwarp();  // all lanes are done with what the last slot's became
+      multiply_rows<false>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
+      if (!has_come(next)) next.fill(following);
+      ahead = next;
     } else {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
+      if constexpr (kConverting) __syncwarp();  // the same
       multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
         if (slot == 0) cx.arrived();
       });

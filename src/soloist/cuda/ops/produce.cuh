@@ -193,7 +193,8 @@ __device__ __forceinline__ Part part_of_phase(const Params& params, const Expert
         const u64 within = is_down ? L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes
                                    : static_cast<u64>(tile % GateUp::kUnits) * L::kTileBytes;
         part = Part{params.experts + L::experts(layer) + static_cast<u64>(slots.expert[slot]) * L::kExpertBytes + within,
-                    is_down ? Down::num_units(block) : 2, is_down ? Down::kSteps : GateUp::kSteps,
+                    !is_down ? 2 : Down::kEndsInHalf ? 1 : Down::num_units(block),
+                    !is_down ? GateUp::kSteps : Down::kEndsInHalf ? 2 * Down::kSteps - 1 : Down::kSteps,
                     2 * (is_down ? Down::kHalfTileBytes * Down::kSlotTiles : GateUp::kHalfTileBytes * GateUp::kSlotTiles),
                     is_down ? Down::kHalfTileBytes : GateUp::kHalfTileBytes};
         return;

@@ -83,6 +83,9 @@ struct GlobalOperand {
   const u8* lane_base;
   bool active;
   u32 converted, powers;  // of the warp, in shared memory
+  // Of half a step: bytes from where a warp's columns of a whole one begin back to those that it has; whether the lane has any.
+  u32 half_step;
+  bool has_half;
   Gathered8 gathered;  // of a permuted matrix
 
   // `vectors`: where those of the layer begin.
@@ -90,6 +93,10 @@ struct GlobalOperand {
   __device__ __forceinline__ GlobalOperand(const u8* buffer, const C& cx, u64 vectors = 0)
       : lane_base(buffer + (cx.warp * (kWarpColumns<Op> / 32) * kRoomQueries + cx.lane / 4) * 64 + cx.lane % 4 * 16),
         active(cx.lane / 4 < (kPairs<Op> ? 2 : cx.queries)) {
+    if constexpr (Op::kEndsInHalf) {
+      half_step = cx.warp * (kRoomQueries * 64);
+      has_half = !kPairs<Op> || cx.lane / 4 == 0;  // of two halves that come by one load there is the first
+    }
     if constexpr (kConverts<Op>) {
       lane_base = buffer + cx.warp * (kWarpColumns<Op> * 2) + cx.lane % 8 * 16;
       converted = cx.shared.converted() + cx.warp * (kConvertedSteps * 128);
@@ -104,6 +111,11 @@ struct GlobalOperand {
   template <bool kGathers>
   __device__ __forceinline__ uint4 load(u32 step, u32 part) const {
     uint4 v = make_uint4(0, 0, 0, 0);
+    if constexpr (Op::kEndsInHalf)
+      if (step + 1 == Op::kSteps) {
+        if (active && has_half && part == 0) v = load_exchanged(lane_base + step * (kStepColumns / 32 * kRoomQueries * 64) - half_step);
+        return v;
+      }
     if constexpr (kGathers) {
       if (active) v = gathered.load(step * kStepColumns + part * 32);
     } else {

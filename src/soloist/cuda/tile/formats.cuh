@@ -38,6 +38,12 @@ struct Plain16 {
       high[1] = load_shared(at + kHalfBytes + 512);
     }
   }
+  // Of half a step, which has the first half of a warp's columns.
+  __device__ __forceinline__ void load_half_step(u32 tile, const Place& place) {
+    low[0] = load_shared(tile + place.values);
+    low[1] = load_shared(tile + place.values + 512);
+    high[0] = high[1] = make_uint4(0, 0, 0, 0);
+  }
   // Of the loads something: they are neighbours in the queue to shared memory.
   __device__ __forceinline__ u32 loaded() const { return low[1].x; }
 };

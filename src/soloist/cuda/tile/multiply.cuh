@@ -71,7 +71,13 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
   static_assert(Op::kSlotTiles == 1, "a tile fills a slot");
   const typename Fragments::Place place(warp, lane);
   PlainSteps<Op, kAgain> steps(operand, ahead, lane);
-  const auto load = [&](Fragments& w, u32 i) { w.load(ring.take(), place, Order::is_full(i), Order::is_left_over(i)); };
+  static_assert(!Op::kEndsInHalf || (kHalves == 2 && Op::kTiles == 1), "half a step is half a slot");
+  // Tile `i` of a turn whose steps are those from `first` on.
+  const auto load = [&](Fragments& w, u32 i, u32 first) {
+    if constexpr (Op::kEndsInHalf)
+      if (first + Order::step(i) + 1 == Op::kSteps) return w.load_half_step(ring.take(), place);
+    w.load(ring.take(), place, Order::is_full(i), Order::is_left_over(i));
+  };
   Fragments early[kTiles + 1];  // no more of them are used
   Fragments later[kBatch];
   const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
@@ -84,7 +90,7 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
 #pragma unroll
     for (u32 j = 0; j < kBatch; ++j) {
       if (i + j >= kTiles || !exists(Order::step(i + j), first)) continue;
-      load(fragments(i, j), i + j);
+      load(fragments(i, j), i + j, first);
       ++count;
     }
     return count;
@@ -92,7 +98,7 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
   if constexpr (kEarly > 0) {
     const u32 taken = ring.slot;
 #pragma unroll
-    for (i32 i = 0; i < kEarly; ++i) load(early[i], i);
+    for (i32 i = 0; i < kEarly; ++i) load(early[i], i, 0);
     ring.release(lane, taken, kEarly, early[kEarly - 1].loaded());
   }
   arrived();

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from soloist.megakernel.layer_kind import Operation
-from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUMNS
+from soloist.megakernel.tile import (
+    HALF_STEP_COLUMNS,
+    HALF_TILE_ROWS,
+    HALF_TILE_VALUES,
+    STEP_COLUMNS,
+)
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.dtype import Dtype
 from soloist.model.quantized import OFFSET_COLUMNS, Codes
@@ -57,6 +62,8 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Num
         return _of_super_blocks(packed, op, rows)
     if op.matrix.pairs_steps:
         return _of_paired_steps(packed, op, rows)
+    if op.matrix.ends_in_half:
+        return _ending_in_half(packed, op, half)
     stored, steps, at = op.matrix.format, op.matrix.steps, 0
     values = torch.full((rows, steps, STEP_COLUMNS), torch.nan)
     scales = torch.full((rows, steps, stored.step_groups), torch.nan)
@@ -80,6 +87,17 @@ def unpacked(packed: Tensor, op: Operation, rows: int, half: torch.dtype) -> Num
         return Numbers(values.flatten(1))
     added = offsets.flatten(1) if stored.offset_bits else None
     return Numbers(values.flatten(1), scales.flatten(1), added)
+
+
+def _ending_in_half(packed: Tensor, op: Operation, half: torch.dtype) -> Numbers:
+    """The same of one tile in 16 bits whose last step has the first half of each warp's columns."""
+    values = packed.view(half).float() if packed.dtype is torch.uint8 else packed.float()
+    places, whole = _places_16(2), 2 * HALF_TILE_VALUES
+    k = torch.arange(HALF_STEP_COLUMNS)
+    last = places[:, k // 32 * 64 + k % 32]
+    steps = [values[step * whole :][places] for step in range(op.matrix.steps - 1)]
+    assert len(values) == len(steps) * whole + last.max() + 1, f"{op.matrix.name}: slots"
+    return Numbers(torch.cat([*steps, values[len(steps) * whole :][last]], dim=1))
 
 
 def _of_paired_steps(packed: Tensor, op: Operation, rows: int) -> Numbers:
