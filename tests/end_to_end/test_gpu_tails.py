@@ -81,7 +81,9 @@ def test_what_was_kept_changes_no_bit(path: TailPath, page_attention: bool) -> N
             model.forget()
             read(model, prompt[:kept])
             answer, held, num_cached = read(model, prompt)
-            assert num_cached == min(kept, boundary) // 256 * 256
+            # What rounds read is not kept, not even a whole chunk at a prompt's end.
+            of_passes = (kept - 1) // 256 * 256 if path == "decode" and kept > 256 else kept
+            assert num_cached == min(of_passes, boundary) // 256 * 256
             assert answer == cold[0], (tokens, kept)
             assert torch.equal(held, cold[1]), (tokens, kept)
 
