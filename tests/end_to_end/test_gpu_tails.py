@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 CONTEXT = 8192
 NAME = "llama-3.2-1b"
-# Tails of 1, 8, 9, 44, 150 and 255 tokens, and of a whole chunk, which passes always read first.
+# Tails of 1, 8, 9, 44, 150 and 255 tokens, and of a whole chunk.
 LENGTHS = (1025, 1032, 1289, 2348, 4246, 5375, 2048)
 SOME = SamplingParams(max_tokens=4, ignore_eos=True)
 # Relative error of logits: both ways round what they compute in other places.

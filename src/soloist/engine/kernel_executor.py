@@ -97,7 +97,7 @@ class KernelExecutor(Executor):
 
     Attributes:
         drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says.
-            No GPU has run that yet, so it is off, and only tests switch it on.
+            It is right and not measured yet, so it is off, and only tests switch it on.
         tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 

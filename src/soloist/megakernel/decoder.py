@@ -162,7 +162,7 @@ class Decoder:
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """Start a launch that drafts after each round what the next one checks.
 
-        For a plan of one rank. No run on a GPU has shown yet that it does what the definition does.
+        For a plan of one rank.
 
         Args:
             query: the latest token, with stops. Its choice has no penalties, and no mask.

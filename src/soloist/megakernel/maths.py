@@ -6,7 +6,7 @@ from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat
 
-# Mixtures of experts run in the decode kernel. No GPU has run that yet, so it is off, and only
+# Mixtures of experts run in the decode kernel. No GPU has run all of it yet, so it is off, and only
 # tests switch it on.
 RUNS_EXPERTS = False
 # Keys and values in 8 or 4 bits, in the same state.

@@ -33,6 +33,7 @@ from soloist.prefill.packed_form import (
 )
 from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
 from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
+from unit.prefill.in_flight import disassembler, overwritten
 from unit.prefill.packed_matrices import KINDS, SHAPES, Packed, packed_matrix
 
 # A product of a group of warps, in machine code of sm_90.
@@ -104,6 +105,19 @@ def test_variants_to_be_timed_compile(kind: str, groups: int, direct: bool) -> N
         for out in (Out.VALUES, Out.ARRANGED):
             form = form_of(matrix, Dtype.BF16, tokens, out)
             compiled(replace(form, groups=groups, direct=direct))
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
+@pytest.mark.parametrize("kind", some(["plain", "int4", "fp8-block", "int8-zeros"], ("plain",)))
+def test_no_operand_changes_under_a_product(kind: str, direct: bool, tmp_path: Path) -> None:
+    if (nvdisasm := disassembler()) is None:
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
+    for tokens, groups in ((256, 1), (64, 2)):
+        form = form_of(matrix, Dtype.BF16, tokens, Out.VALUES)
+        file = tmp_path / "product.cubin"
+        file.write_bytes(compiled(replace(form, groups=groups, direct=direct)).data)
+        assert overwritten(file, nvdisasm) == []
 
 
 def test_kernels_beside_them_compile() -> None:
