@@ -17,6 +17,7 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.folder import shipped_folder
+from soloist.model.kv_format import KvFormat
 from soloist.model.quantized import AT_LOAD, Codes, Quantized
 from soloist.model.torch_types import Weights
 from soloist.weights.export import write_export
@@ -30,8 +31,13 @@ class _Card(Placement):
     """Ranks on an H200 that lies in the host's memory."""
 
     def support(
-        self, config: ModelConfig, dtype: Dtype, stored: Mapping[str, Quantized] | None = None
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        stored: Mapping[str, Quantized] | None = None,
+        kv: KvFormat | None = None,
     ) -> Support:
+        assert kv is None or kv.is_plain
         return support_on((9, 0), 132 // self.ranks, 227 * 1024, config, dtype, self.ranks, stored)
 
 
