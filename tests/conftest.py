@@ -4,6 +4,7 @@ One thread a process, since pytest-xdist already uses every core; what takes man
 `-m slow` only. Properties have no deadline: a busy machine is slow now and then.
 """
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,8 +12,15 @@ import pytest
 import torch
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if config.getoption("--one-gpu-each") and worker:
+        # Before CUDA starts in this process, which reads it then.
+        number = int(worker.removeprefix("gw")) % config.getoption("--one-gpu-each")
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+    if (folder := config.getoption("--kernels")) is not None:
+        share_kernels(folder.resolve())
     if find_spec("hypothesis"):
         from hypothesis import settings
 
@@ -20,7 +28,40 @@ def pytest_configure() -> None:
         settings.load_profile("soloist")
 
 
+def share_kernels(folder: Path) -> None:
+    """Have caches of all tests look into one folder before they compile."""
+    from soloist.jit import cache
+    from soloist.jit.compiler import Cubin
+    from soloist.jit.source import Source
+
+    compile_source = cache.compile_source
+    within: list[Source] = []  # what is compiled for that folder now
+
+    def kept(source: Source, arch: str) -> Cubin:
+        if source in within:
+            return compile_source(source, arch)
+        within.append(source)
+        try:
+            return cache.load_or_build(source, arch, folder)
+        finally:
+            within.remove(source)
+
+    cache.compile_source = kept
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-gpu-each",
+        type=int,
+        metavar="N",
+        help="each worker sees one of N GPUs, in turn; not for tests that need several",
+    )
+    parser.addoption(
+        "--kernels",
+        type=Path,
+        metavar="FOLDER",
+        help="keep compiled kernels of all tests there: for other workers, and for the next run",
+    )
     parser.addoption(
         "--require-gpu",
         action="store_true",
