@@ -1,45 +1,11 @@
 """What lanes gather for a permuted matrix (`tile/activations.cuh`), compiled by g++."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
-from soloist.megakernel.tile import STEP_COLUMNS
-from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
-
-STEPS = 3
-
-SPEC = f"""
-constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kMostChains = 4;
-constexpr u32 kConvertedSteps = 16;
-constexpr u32 kStepColumns = {STEP_COLUMNS}, kColumns = {STEPS} * kStepColumns;
-"""
-
-REST = r"""
-struct uint2 { u32 x, y; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-inline float __fmaf_rn(float a, float b, float c) { return a * b + c; }
-inline float load_exchanged(const float* p) { float x; std::memcpy(&x, p, 4); return x; }
-template <class T> T __ldg(const T* p) { return *p; }
-inline u32 __byte_perm(u32 a, u32 b, u32 places) {
-  const u64 bytes = static_cast<u64>(b) << 32 | a;
-  u32 made = 0;
-  for (u32 i = 0; i < 4; ++i) made |= (bytes >> (places >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
-  return made;
-}
-constexpr u32 kSentinel = 0xffffffffu;
-inline u32 present(u32 word) { return word == kSentinel ? 0x7fffffffu : word; }
-inline bool is_present(u32 x) { return x != kSentinel; }
-inline bool is_present(uint4) { return true; }
-inline float sentinel_sum(uint4, float x) { return x; }
-inline bool __all_sync(u32, bool x) { return x; }
-enum class Arithmetic : u32 { kPlain, kScaled, kIntegers, kSuperBlocks };
-"""
+from soloist.megakernel.limits import MAX_QUERIES
+from unit.megakernel.activations_on_host import run
 
 MAIN = r"""
 #include "tile/activations.cuh"
@@ -121,26 +87,4 @@ int main() {
 
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 def test_lanes_gather_what_the_table_names(queries: int, tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
-    files = {
-        "ptx/memory.cuh": MEMORY + SPEC + f"constexpr u32 kMostQueries = {queries};\n" + REST,
-        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
-        "sync/wait.cuh": "",
-        "tile/formats.cuh": "",
-        "tile/activations.cuh": (CUDA / "tile/activations.cuh").read_text(encoding="utf-8"),
-        "main.cpp": MAIN,
-    }
-    for name, text in files.items():
-        place = tmp_path / name
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(text, encoding="utf-8")
-    program, options = tmp_path / "gather", ["-std=c++17", "-O1", "-w", f"-I{tmp_path}"]
-    made = subprocess.run(
-        [compiler, *options, tmp_path / "main.cpp", "-o", program],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    run(MAIN, queries, tmp_path)

@@ -1,15 +1,11 @@
 """Activations of a last step that is half as long (`tile/activations.cuh`), compiled by g++."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from soloist.megakernel.limits import MAX_QUERIES
-from unit.megakernel.test_gathered_cuda_on_host import REST, SPEC
-from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
+from unit.megakernel.activations_on_host import run
 
 MAIN = r"""
 #include <cstdlib>
@@ -68,30 +64,7 @@ int main() {
 
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 def test_a_warp_has_half_as_many_columns_of_half_a_step(queries: int, tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
-    queried = f"constexpr u32 kMostQueries = {queries};\n"
     exchanged = (
         "inline uint4 load_exchanged(const u8* p) { uint4 v; std::memcpy(&v, p, 16); return v; }\n"
     )
-    files = {
-        "ptx/memory.cuh": MEMORY + SPEC + queried + REST + exchanged,
-        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
-        "sync/wait.cuh": "",
-        "tile/formats.cuh": "",
-        "tile/activations.cuh": (CUDA / "tile/activations.cuh").read_text(encoding="utf-8"),
-        "main.cpp": MAIN,
-    }
-    for name, text in files.items():
-        place = tmp_path / name
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(text, encoding="utf-8")
-    program, options = tmp_path / "half", ["-std=c++17", "-O1", "-w", f"-I{tmp_path}"]
-    made = subprocess.run(
-        [compiler, *options, tmp_path / "main.cpp", "-o", program],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    run(MAIN, queries, tmp_path, exchanged)

@@ -31,7 +31,7 @@ from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
-from unit.megakernel.test_integers_cuda_on_host import LANES, place
+from unit.megakernel.lanes_on_host import LANES, place
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 NAMES: tuple[KvName | None, ...] = (None, *KV_FORMATS)
@@ -125,36 +125,9 @@ u32 lane_here() { return 0; }
 """
 
 MAIN = r"""
-#include <functional>
 #include "ops/attention/append.cuh"
 #include "ops/attention/softmax.cuh"
 OF_PREPARE
-
-static std::function<void(u32)> body;
-static void lane_body() {
-  const u32 lane = threadIdx.x % 32;
-  body(lane);
-  lanes[lane].ended = true;
-  swapcontext(&lanes[lane].context, &scheduler);
-}
-static void run_warp(u32 warp, std::function<void(u32)> given) {
-  body = given;
-  for (u32 i = 0; i < 32; ++i) {
-    getcontext(&lanes[i].context);
-    lanes[i].context.uc_stack.ss_sp = lanes[i].stack;
-    lanes[i].context.uc_stack.ss_size = sizeof lanes[i].stack;
-    makecontext(&lanes[i].context, lane_body, 0);
-    lanes[i].ended = false, lanes[i].meetings = 0;
-  }
-  for (bool runs = true; runs;) {
-    runs = false;
-    for (u32 i = 0; i < 32; ++i) {
-      if (lanes[i].ended) continue;
-      threadIdx.x = warp * 32 + i, runs = true;
-      swapcontext(&scheduler, &lanes[i].context);
-    }
-  }
-}
 
 using M = Kernel;
 constexpr u32 kQueriesAt = 4 << 20;

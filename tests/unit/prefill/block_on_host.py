@@ -204,6 +204,26 @@ static bool run_block(void (*thread)(), u32 count) {
 }
 """
 
+# Of kernels whose products run on by themselves: behind their own `multiply_oldest`, which does
+# those of the oldest group of `issued`.
+PRODUCTS_IN_FLIGHT = r"""
+template <u32 kInFlight> void wait_for_products() {
+  const u32 first = threadIdx.x / 128 * 128;
+  Meeting& group = of_groups[threadIdx.x / 128];
+  meet(group, 128);
+  if (threadIdx.x == first) {
+    const auto in_flight = [&] {
+      u32 count = 0;
+      for (const Issued& one : issued[first]) count += one.commits;
+      return count;
+    };
+    while (in_flight() > kInFlight) multiply_oldest(first);
+  }
+  meet(group, 128);
+}
+template <u32 kSums> void take_sums(float (&)[kSums]) {}
+"""
+
 
 def without_shared(text: str) -> str:
     """A kernel without its shared memory and barriers, which are those of the world."""

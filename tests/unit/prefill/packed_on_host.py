@@ -5,7 +5,7 @@ from pathlib import Path
 
 from soloist.jit.source import Source
 from soloist.prefill.packed_form import Form
-from unit.prefill.block_on_host import compiled, without_shared
+from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_shared
 
 _SHIMS = (
     "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/tensor.cuh",
@@ -93,21 +93,6 @@ static void multiply_oldest(u32 first) {
     }
   }
 }
-template <u32 kInFlight> void wait_for_products() {
-  const u32 first = threadIdx.x / 128 * 128;
-  Meeting& group = of_groups[threadIdx.x / 128];
-  meet(group, 128);
-  if (threadIdx.x == first) {
-    const auto in_flight = [&] {
-      u32 count = 0;
-      for (const Issued& one : issued[first]) count += one.commits;
-      return count;
-    };
-    while (in_flight() > kInFlight) multiply_oldest(first);
-  }
-  meet(group, 128);
-}
-template <u32 kSums> void take_sums(float (&)[kSums]) {}
 """
 
 MAIN = r"""
@@ -176,5 +161,11 @@ def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
 
 def _compiled(header: str, kernel: str, main: str, folder: Path) -> ctypes.CDLL:
     return compiled(
-        header, kernel, main, folder, own=_OWN, shims=_SHIMS, tiles=("fragments", "silu")
+        header,
+        kernel,
+        main,
+        folder,
+        own=_OWN + PRODUCTS_IN_FLIGHT,
+        shims=_SHIMS,
+        tiles=("fragments", "silu"),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from soloist.jit.tensor_map import Boxes
 from soloist.kv.pool import PagePool
 from soloist.prefill.page_form import PageForm, launch_scale
-from unit.prefill.block_on_host import compiled, without_shared
+from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_shared
 
 _SHIMS = (
     "ptx/cluster.cuh", "ptx/memory.cuh", "ptx/mma.cuh", "ptx/setmaxnreg.cuh", "ptx/stage.cuh",
@@ -134,21 +134,6 @@ static void multiply_oldest(u32 first) {
     }
   }
 }
-template <u32 kInFlight> void wait_for_products() {
-  const u32 first = threadIdx.x / 128 * 128;
-  Meeting& group = of_groups[threadIdx.x / 128];
-  meet(group, 128);
-  if (threadIdx.x == first) {
-    const auto in_flight = [&] {
-      u32 count = 0;
-      for (const Issued& one : issued[first]) count += one.commits;
-      return count;
-    };
-    while (in_flight() > kInFlight) multiply_oldest(first);
-  }
-  meet(group, 128);
-}
-template <u32 kSums> void take_sums(float (&)[kSums]) {}
 """
 
 _MAIN = r"""
@@ -259,5 +244,5 @@ def built(form: PageForm, folder: Path) -> ctypes.CDLL:
     """The kernel of a form."""
     return compiled(
         form.source.header, without_shared(form.source.text), _MAIN, folder,
-        own=_OWN, shims=_SHIMS, tiles=("pass_items",),
+        own=_OWN + PRODUCTS_IN_FLIGHT, shims=_SHIMS, tiles=("pass_items",),
     )  # fmt: skip

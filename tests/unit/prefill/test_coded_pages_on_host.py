@@ -25,7 +25,7 @@ from soloist.prefill.coded_pages import (
     coded_pages_source,
 )
 from soloist.prefill.elementwise import Chunk, Heads, TorchElementwise
-from unit.megakernel.test_integers_cuda_on_host import LANES, place
+from unit.megakernel.lanes_on_host import LANES, place
 from unit.megakernel.test_kv_codes_cuda_on_host import MULTIPLY, fresh_heads
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 from unit.prefill.models import model, random_weights, vectors
@@ -45,36 +45,12 @@ static Index blockIdx, gridDim;
 """
 
 MAIN = r"""
-#include <functional>
 #include "kernels/coded_pages.cu"
 
-static std::function<void()> body;
-static void lane_body() {
-  const u32 lane = threadIdx.x % 32;
-  body();
-  lanes[lane].ended = true;
-  swapcontext(&lanes[lane].context, &scheduler);
-}
-static void run_grid(u32 blocks, std::function<void()> given) {
-  body = given, gridDim.x = blocks;
+static void run_grid(u32 blocks, std::function<void()> does) {
+  gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (u32 warp = 0; warp < kWarps; ++warp) {
-      for (u32 i = 0; i < 32; ++i) {
-        getcontext(&lanes[i].context);
-        lanes[i].context.uc_stack.ss_sp = lanes[i].stack;
-        lanes[i].context.uc_stack.ss_size = sizeof lanes[i].stack;
-        makecontext(&lanes[i].context, lane_body, 0);
-        lanes[i].ended = false, lanes[i].meetings = 0;
-      }
-      for (bool runs = true; runs;) {
-        runs = false;
-        for (u32 i = 0; i < 32; ++i) {
-          if (lanes[i].ended) continue;
-          threadIdx.x = warp * 32 + i, runs = true;
-          swapcontext(&scheduler, &lanes[i].context);
-        }
-      }
-    }
+    for (u32 warp = 0; warp < kWarps; ++warp) run_warp(warp, [&](u32) { does(); });
 }
 extern "C" void store(u16* keys, u16* values, u8* pool, const i32* table, const Place* where,
                       u32 layer, i32 rows) {
