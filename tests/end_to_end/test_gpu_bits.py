@@ -1,7 +1,7 @@
 """The bits of logits and tokens are those that were recorded: a change of design changes none.
 
-Recorded are hashes, of one kind of GPU, one compiler and one torch (whose libraries read prompts);
-elsewhere these tests are skipped. Workers need `--dist loadgroup`, so that one alone has the large
+Recorded are hashes by kind of GPU, of one compiler and one torch: its libraries multiply prompts,
+and have other bits on some kinds. Elsewhere these tests are skipped. Workers need `--dist loadgroup`, so that one alone has the large
 shapes. A change that means to change bits records them anew:
 
     pytest tests/end_to_end/test_gpu_bits.py --record-bits -n 8 --dist loadgroup
@@ -52,13 +52,9 @@ DENSE = ("llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama", "llama-3.1-8b")
 LANE_CASES = ("mean of lanes", "sum before norm", "vocabulary slices", "no early sum")
 
 
-def machine() -> dict[str, str]:
-    """What bits may depend on."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "nvrtc": ".".join(map(str, nvrtc_version())),
-        "torch": torch.__version__,
-    }
+def libraries() -> dict[str, str]:
+    """What bits may depend on, beside the kind of GPU."""
+    return {"nvrtc": ".".join(map(str, nvrtc_version())), "torch": torch.__version__}
 
 
 def hashed(content: Tensor | list[int]) -> str:
@@ -83,20 +79,22 @@ def bits(model: KernelModel, vocab_size: int, ids: list[int]) -> dict[str, str]:
 
 def compare(name: str, found: dict[str, str], config: pytest.Config) -> None:
     """Hold a model's hashes against the recorded ones, or record them."""
+    device = torch.cuda.get_device_name()
     if not config.getoption("--record-bits"):
         recorded = json.loads(RECORDED.read_text("utf-8"))
-        if recorded["machine"] != machine():
-            pytest.skip(f"recorded on {recorded['machine']}, this is {machine()}")
-        if name not in recorded["bits"]:
-            pytest.skip("not recorded yet: --record-bits")
-        assert found == recorded["bits"][name], "meant? see the head of this file"
+        if recorded["libraries"] != libraries():
+            pytest.skip(f"recorded with {recorded['libraries']}, here are {libraries()}")
+        if name not in recorded["bits"].get(device, {}):
+            pytest.skip(f"not recorded on {device} yet: --record-bits")
+        assert found == recorded["bits"][device][name], "meant? see the head of this file"
         return
     with RECORDED.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several workers write
         file.seek(0)
-        before = json.loads(file.read() or "{}").get("bits", {})
-        now = {"machine": machine(), "bits": dict(sorted({**before, name: found}.items()))}
+        bits_of = json.loads(file.read() or "{}").get("bits", {})
+        bits_of[device] = dict(sorted({**bits_of.get(device, {}), name: found}.items()))
         file.truncate(0)
+        now = {"libraries": libraries(), "bits": bits_of}
         file.write(json.dumps(now, indent=1) + "\n")
 
 
