@@ -1,7 +1,4 @@
-"""Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks.
-
-They are off elsewhere.
-"""
+"""Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +20,6 @@ from plan.shapes import MIXTURE
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
@@ -51,11 +47,6 @@ pytestmark = pytest.mark.gpu
 TOKENS = 150  # three pages
 # Of a token, half of all: what rounding to 16 bits may do where it changes no choice.
 MOST_ERROR = 0.02
-
-
-@pytest.fixture(autouse=True)
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
 
 
 @pytest.mark.parametrize("name", ["half steps", "softmax"])
@@ -190,19 +181,17 @@ def test_the_kernel_goes_on_from_a_prompt(name: str, ranks: int, keep_rows: bool
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Prefill:
     """Two layers of qwen3-30b-a3b."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maths, "RUNS_EXPERTS", True)
-        config = read_config(MIXTURE)
-        config = replace(config, layers=config.layers[:2], context_tokens=8192)
-        weights = random_of_specs.random_weights(tensors(config), Dtype.BF16, GPU)
-        plan = make_plan(config, Dtype.BF16, here(132))
-        packed = pack_weights(plan, weights, GPU, keep_rows=True)
-        a = config.layers[0].attention
-        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
-        own = vectors(weights) | routers_of(plan, packed)
-        products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
-        fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
-        return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
+    config = read_config(MIXTURE)
+    config = replace(config, layers=config.layers[:2], context_tokens=8192)
+    weights = random_of_specs.random_weights(tensors(config), Dtype.BF16, GPU)
+    plan = make_plan(config, Dtype.BF16, here(132))
+    packed = pack_weights(plan, weights, GPU, keep_rows=True)
+    a = config.layers[0].attention
+    pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
+    own = vectors(weights) | routers_of(plan, packed)
+    products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
+    fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
+    return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
 
 
 def test_the_host_waits_for_nothing_in_a_mixture(wide: Prefill) -> None:

@@ -228,7 +228,7 @@ class Engine:
         to = Destination(
             placed.devices, resolved.dtype,
             for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
-            in_files=_in_files(asked, chosen, checkpoint, device, resolved.dtype),
+            in_files=_in_files(asked, chosen, checkpoint, device, resolved.dtype), plan=plan,
         )  # fmt: skip
         source = Source(
             checkpoint,

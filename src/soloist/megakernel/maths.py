@@ -6,10 +6,8 @@ from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat
 
-# Mixtures of experts run in the decode kernel. No GPU has run all of it yet, so it is off, and only
-# tests switch it on.
-RUNS_EXPERTS = False
-# Keys and values in 8 or 4 bits, in the same state.
+# Keys and values in 8 or 4 bits run in the decode kernel. No GPU has run all of it yet, so it is
+# off, and only tests switch it on.
 RUNS_KV_CODES = False
 
 
@@ -45,8 +43,6 @@ def require_maths(model: ModelConfig) -> None:
     for layer in model.layers:
         attention, mlp = layer.attention, layer.mlp
         if isinstance(mlp, Mixture):
-            if not RUNS_EXPERTS:
-                raise ShapeUnsupported("a mixture of experts", "an MLP in every layer")
             require_experts(mlp)
         checks += [
             (layer.norms_inputs, "layers without norms before attention and MLP", "such norms"),

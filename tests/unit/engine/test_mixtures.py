@@ -14,7 +14,6 @@ from interpreter.quantised import alike, formats_of, quantised
 from soloist.engine import kernel
 from soloist.engine.kernel import Capacity, _load_rank, _Reads
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -47,7 +46,6 @@ class OnCpu(TorchElementwise):
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[tuple[Any, str, Any]] = [
-        (maths, "RUNS_EXPERTS", True),
         (kernel, "Decoder", NoDecoder),
         (kernel, "FusedElementwise", OnCpu),
         (torch.cuda, "synchronize", lambda _: None),

@@ -194,19 +194,12 @@ def test_builds_for_looking_inside_compile(build: Build) -> None:
     assert compiled(plan, build).report.warnings == ()
 
 
-@pytest.fixture
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
-
-
-@pytest.mark.usefixtures("experts_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 def test_experts_compile_cleanly(queries: int, require_sound) -> None:
     plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
     require_sound(plan, Build(queries=queries))
 
 
-@pytest.mark.usefixtures("experts_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4"])
 def test_quantised_experts_compile_cleanly(kind: str, queries: int, require_sound) -> None:
@@ -222,7 +215,6 @@ OTHER_MIXTURES = {**MIXTURES, "mixtral-8x7b": mixtral_8x7b()}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("experts_run")
 @pytest.mark.parametrize("name", OTHER_MIXTURES)
 def test_other_mixtures_compile(name: str) -> None:
     on = gpu(SMS) if name in MIXTURES else TYPICAL["sm_90a"]
@@ -230,7 +222,6 @@ def test_other_mixtures_compile(name: str) -> None:
     require_as_little_spilled(plan, Build(), SPILLED_BY_ROUTERS.get(name, 0))
 
 
-@pytest.mark.usefixtures("experts_run")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_front_end_accepts_mixtures(name: str) -> None:
     config = MIXTURES[name]
