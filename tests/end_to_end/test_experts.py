@@ -31,13 +31,13 @@ def folder(tmp_path: Path) -> Path:
     return write_mixture(tmp_path / "mixture")
 
 
-def write_mixture(made: Path) -> Path:
+def write_mixture(made: Path, **changed: int) -> Path:
     """A folder with random weights in bf16, and étude's tokenizer."""
     made.mkdir()
     for file in shipped_folder("etude").iterdir():
         if file.is_file():
             shutil.copy(file, made)
-    (made / "config.json").write_text(json.dumps(CONFIG))
+    (made / "config.json").write_text(json.dumps({**CONFIG, **changed}))
     specs = tensors(read_config(made / "config.json"))
     weights = random_weights(specs, Dtype.BF16, torch.device("cpu"))
     stored = {}

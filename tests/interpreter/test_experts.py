@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.mixtures import MIXTURES, SMS
+from interpreter.mixtures import MIXTURES, SMS, wide_experts
 from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -113,14 +113,6 @@ def quantised_bench(
     read = regrouped(parts.items(), tensors_of(config), stored, formats)
     plan = make_plan(config, Dtype.BF16, gpu(SMS), ranks, formats)
     return Bench(config, plan, dict(read), dtype), meant
-
-
-def wide_experts(neurons: int) -> ModelConfig:
-    """So that ranks have whole groups of columns of `down`."""
-    config = MIXTURES["softmax"]
-    mixture = Mixture(Router(16, 3, normalises=True), Mlp(neurons))
-    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
-    return replace(config, layers=layers, hidden_size=256)
 
 
 @pytest.mark.parametrize(
