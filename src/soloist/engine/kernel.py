@@ -238,7 +238,9 @@ def _load_rank(
 
 def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
     """None where nothing was measured."""
-    if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1 or plan.shape.has_lanes:
+    if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1:
+        return None
+    if plan.shape.has_lanes or plan.has_experts:
         return None
     values = sum(spec.num_values for spec in tensors(plan.model) if spec.is_layer_matrix)
     facts = TailFacts(
