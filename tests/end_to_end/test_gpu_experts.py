@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.quantized import AT_LOAD
 from soloist.parallel.share import Share
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.part import Part
@@ -36,8 +38,10 @@ from soloist.prefill.runner import Prefill
 from soloist.reference.build import build_reference
 from soloist.sampling import SamplingParams
 from soloist.weights import random as random_of_specs
+from soloist.weights.choice import Rounding, choose
+from soloist.weights.memory import row_bytes
 from soloist.weights.packed import pack_weights
-from soloist.weights.reading import load_weights
+from soloist.weights.reading import Forms, load_weights
 from soloist.weights.unpacking import UnpackedExperts, routers_of
 from unit.prefill.models import random_weights, vectors
 from unit.prefill.test_fused import arch
@@ -45,6 +49,7 @@ from unit.prefill.test_fused import arch
 pytestmark = pytest.mark.gpu
 
 TOKENS = 150  # three pages
+NOT_ROUNDED = Rounding()
 # Of a token, half of all: what rounding to 16 bits may do where it changes no choice.
 MOST_ERROR = 0.02
 
@@ -235,23 +240,49 @@ def test_no_bit_of_a_token_depends_on_how_its_prompt_is_cut(wide: Prefill) -> No
 
 
 @pytest.mark.parametrize("words", [6, 300], ids=["read by the kernel", "read by prefill"])
-def test_a_request_of_a_mixture(words: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"rank_devices": (0, 0)}, *({"weights": codes} for codes in AT_LOAD.values())],
+    ids=["bf16", "two ranks", *AT_LOAD],
+)  # fmt: skip
+def test_a_request_of_a_mixture(words: int, how: dict[str, Any], tmp_path: Path) -> None:
     """Its tokens are those that the reference would choose, or nearly."""
-    folder = write_mixture(tmp_path / "mixture")
-    engine = Engine.load(EngineConfig(str(folder), device="cuda", precision="bf16"))
+    folder = write_mixture(tmp_path / "mixture", hidden_size=256, moe_intermediate_size=256)
+    asked = EngineConfig(str(folder), device="cuda", precision="bf16", **how)
+    engine = Engine.load(asked)
     assert engine.report.executor == "decode kernel", engine.report.refusal
+    assert (engine.report.weights == "bf16") is (asked.weights is None)
     ids = prompt(engine.config, words)
     *_, end = engine.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     assert isinstance(end, Completion)
-    require_near_best(folder, ids, list(end.token_ids))
+    require_near_best(folder, ids, list(end.token_ids), asked.rounding)
 
 
-def require_near_best(folder: Path, ids: list[int], made: list[int]) -> None:
+def test_loading_takes_what_was_estimated(tmp_path: Path) -> None:
+    """Beside the rows of all but experts: a second copy of experts is half a gigabyte."""
+    large = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
+    folder = write_mixture(tmp_path / "mixture", **large)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    asked = EngineConfig(str(folder), device="cuda", precision="bf16", prepare=False)
+    engine = Engine.load(asked)
+    assert engine.report.executor == "decode kernel", engine.report.refusal
+    rest = row_bytes((s for s in tensors(engine.config) if s.expert is None), Dtype.BF16)
+    counted = engine.resolved.memory.total_bytes + rest
+    assert torch.cuda.max_memory_allocated() - before <= counted
+
+
+def require_near_best(
+    folder: Path, ids: list[int], made: list[int], rounding: Rounding = NOT_ROUNDED
+) -> None:
     """By logits of the reference in fp32, of which rounding may change a few by much."""
     assert len(made) == 40
     checkpoint = open_checkpoint(folder)
     config = read_config(folder / "config.json")
-    weights = load_weights(checkpoint, tensors(config), Dtype.FP32, torch.device("cpu"))
+    chosen = choose(checkpoint, config, tensors(config), rounding)
+    forms = Forms(rounding=chosen.rounding)
+    cpu = torch.device("cpu")
+    weights = load_weights(checkpoint, chosen.specs, Dtype.FP32, cpu, forms=forms)
     reference = build_reference(config, weights)
     whole = torch.tensor(ids + made[:-1])
     logits = reference.forward(whole, 0, reference.new_cache(len(whole)), "all")

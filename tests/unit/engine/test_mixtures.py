@@ -1,5 +1,6 @@
 """How a mixture's weights are put in place for its prompts, with the operations of plain torch."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import CONTEXT, gpu, prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
 from live_bytes import LiveBytes
+from plan.shapes import MIXTURE
 from soloist.engine import Engine, EngineConfig, engine, kernel
 from soloist.engine.config import Resolved
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import Capacity, _load_rank, _Reads
 from soloist.engine.support import Support, support_of
 from soloist.kv.pool import PagePool
+from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 from soloist.model.quantized import Codes
 from soloist.model.torch_types import Weights
 from soloist.prefill.elementwise import TorchElementwise, Vectors
@@ -128,3 +132,17 @@ def test_an_engine_has_experts_packed_while_it_reads_them(
     counted = caught.value.resolved.memory.weights_bytes
     assert counted > plan.image.experts_bytes
     assert live.most_bytes < counted + plan.image.experts_bytes / 2
+
+
+def test_a_round_that_checks_predictions_costs_what_its_queries_read() -> None:
+    """Eight queries of qwen3-30b-a3b that choose at random read 4.2 times the bytes of one."""
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    costs = kernel.predictions_of(plan).costs.of_drafts
+    assert list(costs) == sorted(set(costs))
+    plain = kernel.PREDICTIONS.costs.of_drafts
+    chosen = 48 * 8 * 3 * 768 * 2048 * 2 / plan.image.streamed_bytes  # share of the bytes
+    assert costs[0] / plain[0] == pytest.approx(1 + chosen * (15.5 / 8 - 1), rel=0.005)
+    assert costs[-1] / plain[-1] == pytest.approx(1 + chosen * (51.6 / 8 - 1), rel=0.005)
+    dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
+    assert kernel.predictions_of(make_plan(dense, Dtype.BF16, gpu(SMS))) is kernel.PREDICTIONS
+    assert kernel._costs_of_tails(plan, Capacity(CONTEXT)) is None
