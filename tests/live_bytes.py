@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
         self.most_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is untyped
+    def __torch_dispatch__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
