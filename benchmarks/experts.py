@@ -1,15 +1,14 @@
 """Time a mixture of experts in the decode kernel: `python benchmarks/experts.py SHAPE`.
 
 Weights and routers are random. Rounds come after random tokens and follow tokens of the kernel's
-own; prompts are read by prefill. Mixtures are off outside of tests (`RUNS_EXPERTS` in
-`soloist/megakernel/maths.py`), so this is no speed of a request yet. Experts are drawn while they
-are packed, so that 30 billion parameters in 16 bits fit 80 GB. `--layers` leaves some layers out:
-the time of one is the difference of two such runs over the difference of their layers.
+own; prompts are read by prefill. Experts are drawn while they are packed, so that 30 billion
+parameters in 16 bits fit 80 GB. `--layers` leaves some layers out: the time of one is the
+difference of two such runs over the difference of their layers.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -20,16 +19,15 @@ from torch import Tensor
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.megakernel import maths
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.quantized import Codes, Quantized
-from soloist.model.tensors import TensorSpec
 from soloist.settings import read_settings
-from soloist.weights.random import random_weights
+from soloist.weights.distribution import distribute
+from soloist.weights.random import random_tensors
 
 _TIMES = 3  # after one that is not timed
 _FIRST_TOKEN = 1000
@@ -39,26 +37,6 @@ _FORMATS = {
     "fp8": Quantized(Codes.FP8, 128, Dtype.FP32, scale_rows=128),
     "int4": Quantized(Codes.INT4, 128, Dtype.BF16),
 }
-
-
-class _Weights(dict[str, Tensor]):
-    """Random weights of which experts are drawn when they are asked for."""
-
-    def __init__(
-        self, specs: tuple[TensorSpec, ...], stored: Mapping[str, Quantized], device: torch.device
-    ) -> None:
-        self._stored, self._device = stored, device
-        super().__init__(self._drawn([spec for spec in specs if spec.expert is None]))
-        self._later = {spec.name: spec for spec in specs if spec.expert is not None}
-
-    def _drawn(self, specs: list[TensorSpec], seed: int = 0) -> dict[str, Tensor]:
-        return random_weights(specs, Dtype.BF16, self._device, seed, stored=self._stored)
-
-    def pop(self, name: str) -> Tensor:  # type: ignore[override]  # as it is packed
-        if name not in self:
-            spec = self._later.pop(name)
-            self.update(self._drawn([spec], len(self._later)))
-        return super().pop(name)
 
 
 def main() -> None:
@@ -73,7 +51,6 @@ def main() -> None:
     asked = parser.parse_args()
     config = read_config(asked.shape)
     config = replace(config, layers=config.layers[: asked.layers])
-    maths.RUNS_EXPERTS = True
     most = max(asked.context + asked.new_tokens, *asked.prompt_tokens, 0)
     model = _model(config, asked.weights, most)
     print(model.plan.describe())
@@ -96,9 +73,10 @@ def _model(config: ModelConfig, weights: str, context_tokens: int) -> KernelMode
     if found.plan.formats.keys() != stored.keys():
         raise SystemExit(f"the kernel does not read {weights} of this shape")
     capacity = Capacity(context_tokens, MAX_QUERIES, keeps_prefixes=True)
-    own = _Weights(specs, stored, device)
+    drawn = random_tensors(specs, Dtype.BF16, device, stored=stored)
+    own = distribute(drawn, config, [device], stays_on_host=False, plan=found.plan)
     cache = read_settings().cache
-    model = load_kernel(found.plan, [own], [device], capacity, cache, keep_rows=True)
+    model = load_kernel(found.plan, own, [device], capacity, cache, keep_rows=True)
     model.prepare()
     return model
 

@@ -1,12 +1,10 @@
-"""Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks.
-
-They are off elsewhere.
-"""
+"""Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks."""
 
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from plan.shapes import MIXTURE
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
@@ -32,6 +29,7 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
+from soloist.model.quantized import AT_LOAD
 from soloist.parallel.share import Share
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.part import Part
@@ -40,8 +38,10 @@ from soloist.prefill.runner import Prefill
 from soloist.reference.build import build_reference
 from soloist.sampling import SamplingParams
 from soloist.weights import random as random_of_specs
+from soloist.weights.choice import Rounding, choose
+from soloist.weights.memory import row_bytes
 from soloist.weights.packed import pack_weights
-from soloist.weights.reading import load_weights
+from soloist.weights.reading import Forms, load_weights
 from soloist.weights.unpacking import UnpackedExperts, routers_of
 from unit.prefill.models import random_weights, vectors
 from unit.prefill.test_fused import arch
@@ -49,13 +49,9 @@ from unit.prefill.test_fused import arch
 pytestmark = pytest.mark.gpu
 
 TOKENS = 150  # three pages
+NOT_ROUNDED = Rounding()
 # Of a token, half of all: what rounding to 16 bits may do where it changes no choice.
 MOST_ERROR = 0.02
-
-
-@pytest.fixture(autouse=True)
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
 
 
 @pytest.mark.parametrize("name", ["half steps", "softmax"])
@@ -190,19 +186,17 @@ def test_the_kernel_goes_on_from_a_prompt(name: str, ranks: int, keep_rows: bool
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Prefill:
     """Two layers of qwen3-30b-a3b."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maths, "RUNS_EXPERTS", True)
-        config = read_config(MIXTURE)
-        config = replace(config, layers=config.layers[:2], context_tokens=8192)
-        weights = random_of_specs.random_weights(tensors(config), Dtype.BF16, GPU)
-        plan = make_plan(config, Dtype.BF16, here(132))
-        packed = pack_weights(plan, weights, GPU, keep_rows=True)
-        a = config.layers[0].attention
-        pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
-        own = vectors(weights) | routers_of(plan, packed)
-        products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
-        fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
-        return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
+    config = read_config(MIXTURE)
+    config = replace(config, layers=config.layers[:2], context_tokens=8192)
+    weights = random_of_specs.random_weights(tensors(config), Dtype.BF16, GPU)
+    plan = make_plan(config, Dtype.BF16, here(132))
+    packed = pack_weights(plan, weights, GPU, keep_rows=True)
+    a = config.layers[0].attention
+    pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
+    own = vectors(weights) | routers_of(plan, packed)
+    products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
+    fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
+    return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
 
 
 def test_the_host_waits_for_nothing_in_a_mixture(wide: Prefill) -> None:
@@ -246,23 +240,49 @@ def test_no_bit_of_a_token_depends_on_how_its_prompt_is_cut(wide: Prefill) -> No
 
 
 @pytest.mark.parametrize("words", [6, 300], ids=["read by the kernel", "read by prefill"])
-def test_a_request_of_a_mixture(words: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"rank_devices": (0, 0)}, *({"weights": codes} for codes in AT_LOAD.values())],
+    ids=["bf16", "two ranks", *AT_LOAD],
+)  # fmt: skip
+def test_a_request_of_a_mixture(words: int, how: dict[str, Any], tmp_path: Path) -> None:
     """Its tokens are those that the reference would choose, or nearly."""
-    folder = write_mixture(tmp_path / "mixture")
-    engine = Engine.load(EngineConfig(str(folder), device="cuda", precision="bf16"))
+    folder = write_mixture(tmp_path / "mixture", hidden_size=256, moe_intermediate_size=256)
+    asked = EngineConfig(str(folder), device="cuda", precision="bf16", **how)
+    engine = Engine.load(asked)
     assert engine.report.executor == "decode kernel", engine.report.refusal
+    assert (engine.report.weights == "bf16") is (asked.weights is None)
     ids = prompt(engine.config, words)
     *_, end = engine.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     assert isinstance(end, Completion)
-    require_near_best(folder, ids, list(end.token_ids))
+    require_near_best(folder, ids, list(end.token_ids), asked.rounding)
 
 
-def require_near_best(folder: Path, ids: list[int], made: list[int]) -> None:
+def test_loading_takes_what_was_estimated(tmp_path: Path) -> None:
+    """Beside the rows of all but experts: a second copy of experts is half a gigabyte."""
+    large = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
+    folder = write_mixture(tmp_path / "mixture", **large)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    asked = EngineConfig(str(folder), device="cuda", precision="bf16", prepare=False)
+    engine = Engine.load(asked)
+    assert engine.report.executor == "decode kernel", engine.report.refusal
+    rest = row_bytes((s for s in tensors(engine.config) if s.expert is None), Dtype.BF16)
+    counted = engine.resolved.memory.total_bytes + rest
+    assert torch.cuda.max_memory_allocated() - before <= counted
+
+
+def require_near_best(
+    folder: Path, ids: list[int], made: list[int], rounding: Rounding = NOT_ROUNDED
+) -> None:
     """By logits of the reference in fp32, of which rounding may change a few by much."""
     assert len(made) == 40
     checkpoint = open_checkpoint(folder)
     config = read_config(folder / "config.json")
-    weights = load_weights(checkpoint, tensors(config), Dtype.FP32, torch.device("cpu"))
+    chosen = choose(checkpoint, config, tensors(config), rounding)
+    forms = Forms(rounding=chosen.rounding)
+    cpu = torch.device("cpu")
+    weights = load_weights(checkpoint, chosen.specs, Dtype.FP32, cpu, forms=forms)
     reference = build_reference(config, weights)
     whole = torch.tensor(ids + made[:-1])
     logits = reference.forward(whole, 0, reference.new_cache(len(whole)), "all")

@@ -124,11 +124,14 @@ def test_a_mixture_of_experts(soloist, tmp_path):
     assert done.status == 0, done.err
     for words in (
         "30.5 B parameters (3.35 B for a token)",
-        "no: reference only",
-        "does not support a mixture of experts",
         "its own 8 of 128 experts",
+        "the extra time of routing is left out",
     ):
         assert words in done.out
+    assert "reference only" not in done.out
+    rows = json.loads(soloist("plan", "--config", file, "--hardware", "H200", "--json").out)["rows"]
+    runs = {row["precision"] for row in rows if row["runs"]}
+    assert runs == {"fp16/bf16", "fp8", "int4"}
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ MIXTURES: Mapping[str, ModelConfig] = {
 SMS = 7
 
 
+def wide_experts(neurons: int) -> ModelConfig:
+    """So that ranks have whole groups of columns of `down`."""
+    config = MIXTURES["softmax"]
+    mixture = replace(_USUAL, expert=Mlp(neurons))
+    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
+    return replace(config, layers=layers, hidden_size=256)
+
+
 def mixtral_8x7b() -> ModelConfig:
     """In four of its layers."""
     mixture = Mixture(Router(8, 2, normalises=True), Mlp(14336))

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.mixtures import MIXTURES, SMS
+from interpreter.mixtures import MIXTURES, SMS, wide_experts
 from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel import maths
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.interpreter.experts import Chosen, chosen_by
 from soloist.megakernel.plan import Plan, make_plan
@@ -27,11 +26,6 @@ from soloist.weights.packed import pack_weights
 from unit.prefill.models import random_weights
 
 ATOL = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
 
 
 def plan_of(config: ModelConfig, ranks: int = 1) -> Plan:
@@ -119,14 +113,6 @@ def quantised_bench(
     read = regrouped(parts.items(), tensors_of(config), stored, formats)
     plan = make_plan(config, Dtype.BF16, gpu(SMS), ranks, formats)
     return Bench(config, plan, dict(read), dtype), meant
-
-
-def wide_experts(neurons: int) -> ModelConfig:
-    """So that ranks have whole groups of columns of `down`."""
-    config = MIXTURES["softmax"]
-    mixture = Mixture(Router(16, 3, normalises=True), Mlp(neurons))
-    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
-    return replace(config, layers=layers, hidden_size=256)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +226,8 @@ def test_memory_and_streams_count_experts() -> None:
         (Mixture(Router(16, 3, num_groups=4, num_groups_kept=2), Mlp(40)), "groups of experts"),
         (Mixture(Router(1024, 3), Mlp(40)), "1024 experts"),
         (Mixture(Router(64, 40), Mlp(40)), "40 experts for a token"),
+        (Mixture(Router(16, 3), Mlp(40, bias=True)), "experts with biases"),
+        (Mixture(Router(16, 3), Mlp(40, activation="gelu_tanh")), "the activation gelu_tanh"),
         (Mixture(Router(16, 3), Mlp(36)), "intermediate_size 36"),
     ],
 )
@@ -253,13 +241,6 @@ def test_what_the_kernel_does_not_know_is_named(mixture: Mixture, named: str) ->
 def test_experts_of_too_few_neurons_for_the_ranks_are_refused() -> None:
     with pytest.raises(ShapeUnsupported, match="experts of 40 neurons on 4 ranks"):
         plan_of(MIXTURES["softmax"], 4)
-
-
-def test_the_switch_is_off() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maths, "RUNS_EXPERTS", False)
-        with pytest.raises(ShapeUnsupported, match="a mixture of experts"):
-            plan_of(MIXTURES["softmax"])
 
 
 @pytest.mark.parametrize("name", ["softmax", "some layers dense"])

@@ -3,13 +3,12 @@
 On the decode kernel, or a shape without a GPU on the reference.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from soloist.bench.decode import python_prompt
 from soloist.device import available_memory_bytes, usable_cores
@@ -32,7 +31,6 @@ from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import plain
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
-from soloist.model.torch_types import Weights
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
 from soloist.weights.choice import Rounding, require_matrices, rounding_of, untied
@@ -40,7 +38,7 @@ from soloist.weights.distribution import distribute
 from soloist.weights.loading import regrouped
 from soloist.weights.memory import parts_bytes, row_bytes, stored_bytes, streamed_bytes
 from soloist.weights.numbers import as_numbers
-from soloist.weights.random import random_weights
+from soloist.weights.random import random_tensors, random_weights
 
 NOT_ROUNDED = Rounding()
 
@@ -245,17 +243,19 @@ def shape_on_gpu(
         held, tensors(held), dtype, support.plan, reading.packed_prompts, reading.page_attention
     )
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
-    # On the first GPU all weights lie before they are cut.
-    in_parts = parts_bytes(specs, dtype, formats)
+    # On the first GPU tensors are drawn before they are cut: as much room as all take is more than
+    # that. Experts are drawn while they are packed.
+    rest = [spec for spec in specs if spec.expert is None]
+    in_parts = parts_bytes(rest, dtype, formats)
     is_staged = needed_bytes + in_parts > free_bytes
-    has_room = needed_bytes + max(in_parts, row_bytes(specs, dtype)) <= free_bytes
+    has_room = needed_bytes + max(in_parts, row_bytes(rest, dtype)) <= free_bytes
     home = torch.device("cpu") if is_staged else placed.devices[0]
     kept = {name: shape.stored[name] for name in formats}
     # Drawn on the GPU in any case: the numbers are not to depend on the room.
-    whole = random_weights(specs, dtype, placed.devices[0], home=home, stored=kept)
+    drawn = random_tensors(specs, dtype, placed.devices[0], home=home, stored=kept)
     weights = distribute(
-        regrouped(_taken(whole), specs, kept, formats),
-        config, placed.devices, stays_on_host=is_staged,
+        regrouped(drawn, specs, kept, formats),
+        config, placed.devices, stays_on_host=is_staged, plan=support.plan,
     )  # fmt: skip
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
@@ -267,12 +267,6 @@ def shape_on_gpu(
     )  # fmt: skip
     model.prepare()
     return model
-
-
-def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, which leave the dictionary."""
-    for name in list(weights):
-        yield name, weights.pop(name)
 
 
 def shape_on_cpu(

@@ -1,12 +1,15 @@
 """`soloist info`: what a model is and what it needs, without loading it."""
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from soloist.cli.tables import show_facts
 from soloist.cli.terminal import millions, print_json
 from soloist.device import available_memory_bytes
-from soloist.errors import SettingError, gigabytes
+from soloist.errors import SettingError, ShapeUnsupported, gigabytes
 from soloist.kv.memory import kv_bytes_per_token
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import make_plan
 from soloist.model.adapter import open_adapter
 from soloist.model.checkpoint import Checkpoint, open_checkpoint
 from soloist.model.config import ModelConfig
@@ -165,11 +168,12 @@ def _adapter_facts(
 
 def _kernel_bytes(checkpoint: Checkpoint, config: ModelConfig, chosen: Chosen) -> int | None:
     """Weights that the decode kernel reads for a token, if it runs and some are quantised."""
-    if config.mixtures:
-        return None
     if not (formats := formats_of(chosen.stored, config)):
         return None
-    return streamed_bytes(chosen.specs, checkpoint.dtype, formats, config)
+    with suppress(ShapeUnsupported):
+        make_plan(config, checkpoint.dtype, TYPICAL["sm_90a"], formats=formats)
+        return streamed_bytes(chosen.specs, checkpoint.dtype, formats, config)
+    return None
 
 
 def describe_attention(config: ModelConfig) -> str:

@@ -228,7 +228,7 @@ class Engine:
         to = Destination(
             placed.devices, resolved.dtype,
             for_kernel=plan is not None, stays_on_host=staging.on_host, formats=formats,
-            in_files=_in_files(asked, chosen, checkpoint, device, resolved.dtype),
+            in_files=_in_files(asked, chosen, checkpoint, device, resolved.dtype), plan=plan,
         )  # fmt: skip
         source = Source(
             checkpoint,
@@ -417,8 +417,7 @@ def _kernel(
     *,
     keep_rows: bool,
 ) -> Executor:
-    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
-    from soloist.engine.kernel_executor import PREDICTIONS
+    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel, predictions_of
     from soloist.prefill.widths import MOST_PASS_TOKENS
 
     capacity = Capacity(
@@ -436,7 +435,7 @@ def _kernel(
         plan, weights, devices, capacity, cache,
         keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
     )  # fmt: skip
-    model.drafting = PREDICTIONS if asked.speculates else None
+    model.drafting = predictions_of(plan) if asked.speculates else None
     if asked.prepare:
         model.prepare()
     return model

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from soloist.engine.identity import identity_of
-from soloist.engine.kernel_executor import KernelExecutor
+from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.tail_path import (
     MEASURED_ARCH,
     TailCosts,
@@ -42,6 +42,7 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.speculation import Costs, Drafting
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
 from soloist.weights.unpacking import (
@@ -238,7 +239,9 @@ def _load_rank(
 
 def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
     """None where nothing was measured."""
-    if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1 or plan.shape.has_lanes:
+    if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1:
+        return None
+    if plan.shape.has_lanes or plan.has_experts:
         return None
     values = sum(spec.num_values for spec in tensors(plan.model) if spec.is_layer_matrix)
     facts = TailFacts(
@@ -246,6 +249,31 @@ def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
         plan.model.num_layers, plan.shape.head_dim, capacity.page_attention,
     )  # fmt: skip
     return tail_costs(facts)
+
+
+def predictions_of(plan: Plan) -> Drafting:
+    """How predictions are drafted: of a mixture each query more may read experts of its own.
+
+    They are taken to be chosen at random, which no text does: it shares more.
+    """
+    if not plan.has_experts:
+        return PREDICTIONS
+    layers = [plan.image.layer(layer).experts for layer in range(plan.shape.num_layers)]
+
+    def read_bytes(queries: int) -> float:
+        more = 0.0
+        for experts in layers:
+            if experts is not None:
+                count, chosen = experts.router.num_experts, experts.router.num_chosen
+                distinct = count * (1 - (1 - chosen / count) ** queries)
+                more += experts.num_bytes * (distinct - chosen)
+        return plan.image.streamed_bytes + more
+
+    costs = [
+        round(cost * read_bytes(1 + drafts) / plan.image.streamed_bytes)
+        for drafts, cost in enumerate(PREDICTIONS.costs.of_drafts, 1)
+    ]
+    return replace(PREDICTIONS, costs=Costs(tuple(costs)))
 
 
 class KernelModel(KernelExecutor):

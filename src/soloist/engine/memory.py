@@ -149,7 +149,8 @@ class Staging:
     """Where weights are while they are packed, and which rows stay for prefill.
 
     Attributes:
-        bytes: of a rank's weights before they are packed.
+        bytes: of a rank's weights before they are packed, but for those of experts, which are
+            packed as they are read.
         on_host: they wait there, one after the other, for want of room on the GPU.
         keeps_rows: numbers in rows lie beside the packed weights, but for those of experts.
     """
@@ -170,12 +171,13 @@ def stage(
         plan: of the decode kernel; the reference packs nothing.
         room_bytes: free beside the estimate.
     """
-    in_parts = parts_bytes(specs, dtype, {} if plan is None else plan.formats)
     if plan is None:
-        return Staging(in_parts, on_host=False, keeps_rows=True)
-    # Numbers come out of parts one matrix after the other. Of experts no rows are kept: there may
-    # be room for those of all else even where weights have to wait on the host.
-    on_host, rows = room_bytes < in_parts, row_bytes((s for s in specs if s.expert is None), dtype)
+        return Staging(parts_bytes(specs, dtype, {}), on_host=False, keeps_rows=True)
+    # Numbers come out of parts one matrix after the other. Experts are packed as they are read, and
+    # no rows of them are kept.
+    rest = [spec for spec in specs if spec.expert is None]
+    in_parts = parts_bytes(rest, dtype, plan.formats)
+    on_host, rows = room_bytes < in_parts, row_bytes(rest, dtype)
     return Staging(
         in_parts, on_host, keeps_rows=room_bytes >= (rows if on_host else max(in_parts, rows))
     )

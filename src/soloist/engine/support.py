@@ -9,6 +9,7 @@ import torch
 from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
+from soloist.megakernel.maths import require_architecture
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import ModelConfig
@@ -106,6 +107,7 @@ def support_of(
     Quantised matrices that the kernel does not read, or not beside the rest, are in 16 bits.
     """
     try:
+        require_architecture(config, gpu.arch)
         if stored and (formats := formats_of(stored, config, ranks)):
             with suppress(ShapeUnsupported):
                 return Support(make_plan(config, dtype, gpu, ranks, formats, kv))

@@ -6,11 +6,23 @@ from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat
 
-# Mixtures of experts run in the decode kernel. No GPU has run all of it yet, so it is off, and only
-# tests switch it on.
-RUNS_EXPERTS = False
-# Keys and values in 8 or 4 bits, in the same state.
+# Keys and values in 8 or 4 bits run in the decode kernel. No GPU has run all of it yet, so it is
+# off, and only tests switch it on.
 RUNS_KV_CODES = False
+# Where mixtures of experts run. Builds for other architectures have run nowhere and spill registers
+# with eight queries, and on sm_80 one of int4 has too much shared memory.
+EXPERTS_ARCH = "sm_90a"
+
+
+def require_architecture(model: ModelConfig, arch: str) -> None:
+    """Refuse what only the reference runs on GPUs of an architecture.
+
+    Raises:
+        ShapeUnsupported: naming it.
+    """
+    if model.mixtures and arch != EXPERTS_ARCH:
+        allowed = f"{EXPERTS_ARCH}, which is Hopper: H100 and H200"
+        raise ShapeUnsupported(f"a mixture of experts on {arch}", allowed)
 
 
 def require_kv(stored: KvFormat, dtype: Dtype) -> None:
@@ -45,8 +57,6 @@ def require_maths(model: ModelConfig) -> None:
     for layer in model.layers:
         attention, mlp = layer.attention, layer.mlp
         if isinstance(mlp, Mixture):
-            if not RUNS_EXPERTS:
-                raise ShapeUnsupported("a mixture of experts", "an MLP in every layer")
             require_experts(mlp)
         checks += [
             (layer.norms_inputs, "layers without norms before attention and MLP", "such norms"),

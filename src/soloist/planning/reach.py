@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from soloist.device import HEADROOM_BYTES
 from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported, gigabytes
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.maths import require_architecture
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
 from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
 from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware
-from soloist.planning.model import Model
+from soloist.planning.model import EXPERTS, Model
 from soloist.planning.precision import (
     PRECISIONS,
     SIXTEEN_BIT,
@@ -130,8 +131,8 @@ def reaches(
     hardware = subject.hardware
     shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
 
-    # The kernel reads codes of matrices in two dimensions.
-    shapes = [spec.shape for spec in subject.model.specs if spec.is_layer_matrix]
+    # The kernel reads codes of matrices in two dimensions; a layer's experts are many of them.
+    shapes = [s.shape for s in subject.model.specs if s.is_layer_matrix and EXPERTS not in s.name]
     is_quantisable = all(len(shape) == 2 for shape in shapes)
 
     def obstacle(precision: Precision, gpus: int) -> str:
@@ -141,8 +142,6 @@ def reaches(
             return f"no kernel for {hardware.name}"
         if not subject.model.kv.is_plain:
             return f"no {subject.model.kv.name} KV cache"
-        if subject.model.mixture is not None:
-            return "reference only"
         if not precision.runs or (precision.bits < SIXTEEN_BIT.bits and not is_quantisable):
             return f"no {precision.name} weights"
         return "" if shape_fits[gpus] else "reference only"
@@ -231,6 +230,7 @@ def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
             what = f"the family '{subject.model.family}'"
         return f"neither the decode kernel nor the reference implementation runs {what}"
     try:
+        require_architecture(subject.model.config, subject.hardware.arch)
         make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
     except ShapeUnsupported as error:
         return error.message

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.checkpoint import Checkpoint
 from soloist.model.config import ModelConfig
@@ -62,6 +63,8 @@ class Destination:
         stays_on_host: they wait there to be packed, for want of room on the GPU.
         formats: of matrices that the kernel takes quantised.
         in_files: as of `Forms`; for the reference on a CPU.
+        plan: of the kernel: its experts are packed as they are read, so that they lie neither on
+            the host nor twice on a GPU. None leaves them in rows.
     """
 
     devices: tuple[torch.device, ...]
@@ -70,6 +73,7 @@ class Destination:
     stays_on_host: bool
     formats: Mapping[str, WeightFormat] = field(default_factory=dict)
     in_files: frozenset[str] = frozenset()
+    plan: Plan | None = None
 
     @property
     def home(self) -> torch.device:
@@ -85,6 +89,8 @@ def load_ranks(
     source: Source, to: Destination, on_progress: Callable[[LoadProgress], None]
 ) -> tuple[list[Weights], float]:
     """Every rank's weights, and the seconds that reading took, before now and here.
+
+    Experts come packed, of a destination with a plan: see `distribute`.
 
     `on_progress` is told after every tensor; the source's upload is closed.
 
@@ -104,7 +110,9 @@ def load_ranks(
             read = with_neurons_moved(
                 read, {name: order for name, order in source.neurons.items() if name in keep}
             )
-            weights = distribute(read, source.config, to.devices, stays_on_host=to.stays_on_host)
+            weights = distribute(
+                read, source.config, to.devices, stays_on_host=to.stays_on_host, plan=to.plan
+            )
         else:
             weights = [dict(read)]
     end = time.perf_counter()

@@ -1,4 +1,12 @@
-"""A rank's whole share in the kernel's order: every matrix packed and placed, every vector."""
+"""A rank's whole share in the kernel's order: every matrix packed and placed, every vector.
+
+Experts are most of a mixture. So they are packed as they are read, one matrix after the other, and
+never lie anywhere else as a whole.
+"""
+
+import re
+from collections.abc import Iterator
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -11,6 +19,14 @@ from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.packing import ordered, pack, place, place_expert, table_of
 
+# Among the tensors of a rank's share: all of its experts, as `ExpertPacker` packs them.
+EXPERTS = "experts"
+
+_OF_EXPERT = re.compile(
+    r"(?P<matrix>layers\.(?P<layer>\d+)\.experts\.(?P<number>\d+)\.(?P<name>gate_up|down))"
+    r"(?P<part>(\..+)?)"
+)
+
 
 def pack_weights(
     plan: Plan, weights: Weights, device: torch.device, *, keep_rows: bool = False
@@ -20,7 +36,8 @@ def pack_weights(
     Args:
         plan: of the kernel.
         weights: row-major tensors of the rank's share (`shard_all`), best on its GPU; entries are
-            taken out as they are packed, so that not all of them lie in memory twice.
+            taken out as they are packed, so that not all of them lie in memory twice. Experts may
+            be packed already, all of them under the name `EXPERTS`.
         device: the rank's GPU.
         keep_rows: leave `weights` as they are, but for experts.
     """
@@ -74,18 +91,70 @@ def _packed_experts(plan: Plan, weights: Weights, device: torch.device) -> Tenso
     """Those of all layers, if there are any; taken out of `weights`."""
     if not plan.has_experts:
         return None
-    dtype, layout = TORCH_DTYPES[plan.dtype], plan.image
-    packed = torch.empty(layout.experts_bytes, dtype=torch.uint8, device=device)
-    for layer in range(plan.shape.num_layers):
-        experts = layout.layer(layer).experts
-        for number in range(experts.router.num_experts if experts else 0):
-            at = f"layers.{layer}.experts.{number}."
-            matrices = {}
-            for name in OF_EXPERTS:
-                stored = layout.operation(layer, name).matrix.format
-                to = dtype if stored.is_plain else None
-                matrices[name] = {
-                    part: weights.pop(at + name + part).to(device, to) for part in stored.parts
-                }
-            place_expert(plan, layer, number, matrices, packed)
-    return packed
+    if EXPERTS in weights:
+        return weights.pop(EXPERTS)
+    packer = ExpertPacker(plan, device)
+    for name in packer.names():
+        packer.add(name, weights.pop(name))
+    return packer.packed()
+
+
+class ExpertPacker:
+    """A rank's experts on their way into the kernel's order, tensor by tensor and in any order.
+
+    Threads may share it.
+
+    Args:
+        plan: of the kernel.
+        device: the rank's GPU; all that its experts will take is allocated here and now.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._dtype = plan, TORCH_DTYPES[plan.dtype]
+        self._packed = torch.empty(plan.image.experts_bytes, dtype=torch.uint8, device=device)
+        self._missing = set(self.names())
+        self._waiting: dict[str, dict[str, Tensor]] = {}  # parts of matrices that lack others
+        self._lock = Lock()
+
+    def names(self) -> Iterator[str]:
+        """Of all tensors that it takes, those of a matrix one after the other."""
+        image = self._plan.image
+        for layer in range(self._plan.shape.num_layers):
+            experts = image.layer(layer).experts
+            for number in range(experts.router.num_experts if experts else 0):
+                for name in OF_EXPERTS:
+                    for part in image.operation(layer, name).matrix.format.parts:
+                        yield f"layers.{layer}.experts.{number}.{name}{part}"
+
+    @staticmethod
+    def takes(name: str) -> bool:
+        """Whether a tensor of this name is one of an expert."""
+        return _OF_EXPERT.fullmatch(name) is not None
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Pack a tensor of the rank's share, or keep it until its matrix has all parts.
+
+        Args:
+            name: one of `names`, each of which comes once.
+            values: on any device.
+        """
+        found = _OF_EXPERT.fullmatch(name)
+        assert found is not None, f"{name} is none of an expert's tensors"
+        layer, number, short = int(found["layer"]), int(found["number"]), found["name"]
+        stored = self._plan.image.operation(layer, short).matrix.format
+        to = self._dtype if stored.is_plain else None
+        part = values.to(self._packed.device, to)
+        with self._lock:
+            assert name in self._missing, f"{name} is not wanted, or not again"
+            self._missing.remove(name)
+            parts = self._waiting.setdefault(found["matrix"], {})
+            parts[found["part"]] = part
+            if len(parts) < len(stored.parts):
+                return
+            del self._waiting[found["matrix"]]
+        place_expert(self._plan, layer, number, {short: parts}, self._packed)
+
+    def packed(self) -> Tensor:
+        """All experts, uint8 [bytes], once all of their tensors were added."""
+        assert not self._missing, f"{len(self._missing):,} tensors of experts were not added"
+        return self._packed

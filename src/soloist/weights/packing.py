@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.program import OF_EXPERTS
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import (
     COLUMN_DIGITS,
@@ -158,24 +159,25 @@ def place_expert(
     matrices: Mapping[str, Mapping[str, Tensor]],
     experts: Tensor,
 ) -> None:
-    """Pack the matrices of one expert into the experts of all layers, bytes or values.
+    """Pack matrices of one expert into the experts of all layers, bytes or values.
 
     Args:
         plan: of the kernel.
         layer: the expert's.
         number: of the expert.
-        matrices: parts of its gate_up and down, as of `pack`.
+        matrices: parts of its gate_up, its down or both, as of `pack`.
         experts: [experts_bytes], or values in place of bytes.
     """
     kind = plan.image.layer(layer)
     assert kind.experts is not None, "a mixture"
     start = plan.image.experts_offset(layer) + number * kind.experts.num_bytes
-    for name, parts in matrices.items():
-        packed = pack(plan, kind.operations[name], parts).flatten()
+    for name in OF_EXPERTS:
         num_bytes = kind.operations[name].matrix.num_bytes
-        own = packed.view(experts.dtype)
-        at = start * own.numel() // num_bytes
-        experts[at : at + own.numel()] = own
+        if (parts := matrices.get(name)) is not None:
+            packed = pack(plan, kind.operations[name], parts).flatten()
+            own = packed.view(experts.dtype)
+            at = start * own.numel() // num_bytes
+            experts[at : at + own.numel()] = own
         start += num_bytes
 
 

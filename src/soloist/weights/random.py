@@ -1,6 +1,6 @@
 """Weights that no checkpoint has: random ones, to measure shapes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,22 @@ def random_weights(
     home: torch.device | None = None,
     stored: Mapping[str, Quantized] | None = None,
 ) -> Weights:
+    """All of `random_tensors`, by name."""
+    return dict(random_tensors(specs, dtype, device, seed, home=home, stored=stored))
+
+
+def random_tensors(
+    specs: Iterable[TensorSpec],
+    dtype: Dtype,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    home: torch.device | None = None,
+    stored: Mapping[str, Quantized] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Weights for benchmarks: normal values scaled so that activations keep their size.
+
+    Each is drawn when it is asked for.
 
     Args:
         specs: names and shapes.
@@ -34,20 +49,18 @@ def random_weights(
         stored: by name, matrices that are drawn as codes, with scales; never as numbers.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    weights: Weights = {}
     for spec in specs:
         quantized = (stored or {}).get(spec.name)
         if quantized is not None:
             for part, values in _random_parts(spec, quantized, generator).items():
-                weights[spec.name + part] = values.to(home or device)
+                yield spec.name + part, values.to(home or device)
             continue
         values = torch.empty(spec.shape, dtype=torch.float32, device=device)
         if spec.name.endswith("norm"):
             values.fill_(1.0)
         else:
             values.normal_(0.0, spec.shape[-1] ** -0.5, generator=generator)
-        weights[spec.name] = values.to(TORCH_DTYPES[spec.held_in(dtype)]).to(home or device)
-    return weights
+        yield spec.name, values.to(TORCH_DTYPES[spec.held_in(dtype)]).to(home or device)
 
 
 def _random_parts(spec: TensorSpec, to: Quantized, generator: torch.Generator) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from soloist.engine.request import Request
 from soloist.engine.support import find_support, support_on
 from soloist.errors import BadLogits, CudaMissing, LaunchError, OutOfMemory
 from soloist.megakernel.sampling_header import NO_TOKEN
-from soloist.model.config import Attention, Lanes, ModelConfig
+from soloist.model.config import Attention, Lanes, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.quantized import Codes, Quantized
 from soloist.sampling import Sampler, SamplingParams
+from soloist.weights.memory import packed_bytes
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, logits_after, opened
+from unit.model.configurations import PUBLISHED, written
 from unit.prefill.models import model
 
 EOS = (3,)
@@ -348,17 +351,53 @@ def test_refusals_say_why_and_what_runs(
     assert "\n" not in found.refusal
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_are_refused_however_they_are_stored(ranks: int) -> None:
-    """In 16 bits, quantised, and over several GPUs: always in words, and never by an assertion."""
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_experts_are_supported_however_they_are_stored(ranks: int) -> None:
+    """In 16 bits and quantised, on one GPU and several; in formats that it does not read, in 16."""
     config = read_config(MIXTURE)
-    codes = Quantized(Codes.FP8, group=128, scale_dtype=Dtype.FP32, scale_rows=128)
-    stored = {spec.name: codes for spec in tensors(config) if spec.is_layer_matrix}
-    for matrices in (None, stored):
-        found = support_on(*H200, config, Dtype.BF16, ranks, matrices)
-        assert found.plan is None
-        assert "does not support a mixture of experts" in found.refusal
-        assert found.refusal.endswith("running the reference implementation")
+    names = [spec.name for spec in tensors(config) if spec.is_layer_matrix]
+    blocks = Quantized(Codes.FP8, group=128, scale_dtype=Dtype.FP32, scale_rows=128)
+    whole = support_on(*H200, config, Dtype.BF16, ranks)
+    quantised = support_on(*H200, config, Dtype.BF16, ranks, dict.fromkeys(names, blocks))
+    assert whole.plan is not None
+    assert quantised.plan is not None
+    assert quantised.formats.keys() == set(names)
+    assert packed_bytes(quantised.plan) < 0.85 * packed_bytes(whole.plan)
+    permuted = Quantized(Codes.INT4, group=128, scale_dtype=Dtype.BF16, permuted=True)
+    plain = support_on(*H200, config, Dtype.BF16, ranks, dict.fromkeys(names, permuted))
+    assert plain.plan is not None
+    assert not plain.formats
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_experts_run_on_hopper_alone(capability: tuple[int, int]) -> None:
+    """Others have never run them, and not all builds for them are sound."""
+    config = read_config(MIXTURE)
+    found = support_on(capability, 132, 227 * 1024, config, Dtype.BF16)
+    assert found.plan is None
+    assert f"a mixture of experts on sm_{capability[0]}{capability[1]}" in found.refusal
+    assert "(allowed: sm_90a, which is Hopper: H100 and H200)" in found.refusal
+    dense = replace(config, layers=(replace(config.layers[0], mlp=Mlp(768)),))
+    assert support_on(capability, 132, 227 * 1024, dense, Dtype.BF16).plan is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("qwen1.5-moe-a2.7b", "a mixture with shared experts"),
+        ("glm-4.5-air", "a mixture with shared experts"),
+        ("olmoe-1b-7b", "norms over all heads of queries and keys"),
+        ("mixtral-8x7b", ""),
+    ],
+)
+def test_published_mixtures_run_or_are_refused_in_words(
+    name: str, named: str, tmp_path: Path
+) -> None:
+    config = read_config(written(tmp_path, PUBLISHED[name]))
+    found = support_on(*H200, config, Dtype.BF16)
+    assert (found.plan is None) is bool(named)
+    assert named in found.refusal
+    assert not named or found.refusal.endswith("running the reference implementation")
 
 
 def test_lanes_are_supported() -> None:

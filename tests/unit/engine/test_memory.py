@@ -15,7 +15,6 @@ from soloist.device import HEADROOM_BYTES
 from soloist.engine.memory import Footprint, require_host_memory, stage
 from soloist.errors import OutOfMemory, gigabytes
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.memory import workspace_bytes
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
@@ -153,9 +152,8 @@ def test_packing_is_staged_by_the_room_there_is(codes: Codes | None) -> None:
     assert stage(specs, Dtype.FP32, None, 0).on_host is False
 
 
-def test_rows_of_experts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all else may stay where weights waited on the host for want of room."""
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+def test_experts_wait_nowhere_and_no_rows_of_them_are_kept() -> None:
+    """They are packed as they are read: there has to be room for all else, or none at all."""
     config = MIXTURES["softmax"]
     specs = tensors(config)
     plan = small_plan(config, 7)
@@ -163,19 +161,17 @@ def test_rows_of_experts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     rest = row_bytes([spec for spec in specs if spec.expert is None], Dtype.BF16)
     assert rest < whole / 2
 
-    def staged(room_bytes: int) -> tuple[bool, bool]:
+    def staged(room_bytes: int) -> tuple[int, bool, bool]:
         found = stage(specs, Dtype.BF16, plan, room_bytes)
-        return found.on_host, found.keeps_rows
+        return found.bytes, found.on_host, found.keeps_rows
 
-    assert staged(whole) == (False, True)
-    assert staged(whole - 1) == (True, True)
-    assert staged(rest - 1) == (True, False)
+    assert staged(rest) == (rest, False, True)
+    assert staged(rest - 1) == (rest, True, False)
+    of_reference = stage(specs, Dtype.BF16, None, 0)
+    assert (of_reference.bytes, of_reference.on_host) == (whole, False)
 
 
-def test_of_mixtures_buffers_and_unpacked_experts_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+def test_of_mixtures_buffers_and_unpacked_experts_are_counted() -> None:
     config = MIXTURES["softmax"]
     plan, specs = small_plan(config, 7), tensors(config)
     needs = Footprint(config, specs, Dtype.BF16, plan).estimate(100)

@@ -1,5 +1,6 @@
 """How a mixture's weights are put in place for its prompts, with the operations of plain torch."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from end_to_end.test_experts import write_mixture
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import CONTEXT, gpu, prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
-from soloist.engine import kernel
+from live_bytes import LiveBytes
+from plan.shapes import MIXTURE
+from soloist.engine import Engine, EngineConfig, engine, kernel
+from soloist.engine.config import Resolved
+from soloist.engine.gpus import Placement
 from soloist.engine.kernel import Capacity, _load_rank, _Reads
+from soloist.engine.support import Support, support_of
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
-from soloist.megakernel.plan import make_plan
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
+from soloist.model.quantized import Codes
+from soloist.model.torch_types import Weights
 from soloist.prefill.elementwise import TorchElementwise, Vectors
 from soloist.prefill.runner import Prefill
+from soloist.weights.packed import EXPERTS
 from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
 
@@ -47,7 +58,6 @@ class OnCpu(TorchElementwise):
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[tuple[Any, str, Any]] = [
-        (maths, "RUNS_EXPERTS", True),
         (kernel, "Decoder", NoDecoder),
         (kernel, "FusedElementwise", OnCpu),
         (torch.cuda, "synchronize", lambda _: None),
@@ -82,3 +92,57 @@ def test_prompts_of_what_was_loaded(name: str, kind: str | None, reads: _Reads) 
         errors.append((seen - wanted[stop - 1]).norm() / wanted[stop - 1].norm())
     # Where a choice hangs on rounding a token has another expert, which is no small difference.
     assert float(torch.stack(errors).median()) < 0.02
+
+
+class Arrived(Exception):
+    """What an engine would run."""
+
+    def __init__(self, plan: Plan, weights: list[Weights], resolved: Resolved) -> None:
+        super().__init__()
+        self.plan, self.weights, self.resolved = plan, weights, resolved
+
+
+@pytest.mark.parametrize("codes", [None, Codes.INT8])
+def test_an_engine_has_experts_packed_while_it_reads_them(
+    codes: Codes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one copy of them, which the estimate counted."""
+    large = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32}
+    folder = write_mixture(tmp_path / "mixture", **large)
+
+    def support(_: Placement, config: ModelConfig, dtype: Dtype, *how: Any) -> Support:
+        return support_of(gpu(16), config, dtype, 1, *how)
+
+    def arrive(
+        _: EngineConfig, plan: Plan, weights: list[Weights], resolved: Resolved,
+        *_more: Any, **_named: Any,
+    ) -> None:  # fmt: skip
+        raise Arrived(plan, weights, resolved)
+
+    monkeypatch.setattr(Placement, "support", support)
+    monkeypatch.setattr(engine, "_kernel", arrive)
+    # A GPU holds what a CPU may leave in files.
+    monkeypatch.setattr(engine, "_in_files", lambda *_: frozenset())
+    asked = EngineConfig(str(folder), device="cpu", precision="bf16", weights=codes)
+    with pytest.raises(Arrived) as caught, LiveBytes() as live:
+        Engine.load(asked)
+    plan, (own,) = caught.value.plan, caught.value.weights
+    assert own[EXPERTS].numel() == plan.image.experts_bytes
+    assert not [name for name in own if ".experts." in name]
+    counted = caught.value.resolved.memory.weights_bytes
+    assert counted > plan.image.experts_bytes
+    assert live.most_bytes < counted + plan.image.experts_bytes / 2
+
+
+def test_a_round_that_checks_predictions_costs_what_its_queries_read() -> None:
+    """Eight queries of qwen3-30b-a3b that choose at random read 4.2 times the bytes of one."""
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    costs = kernel.predictions_of(plan).costs.of_drafts
+    assert list(costs) == sorted(set(costs))
+    plain = kernel.PREDICTIONS.costs.of_drafts
+    chosen = 48 * 8 * 3 * 768 * 2048 * 2 / plan.image.streamed_bytes  # share of the bytes
+    assert costs[0] / plain[0] == pytest.approx(1 + chosen * (15.5 / 8 - 1), rel=0.005)
+    assert costs[-1] / plain[-1] == pytest.approx(1 + chosen * (51.6 / 8 - 1), rel=0.005)
+    dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
+    assert kernel.predictions_of(make_plan(dense, Dtype.BF16, gpu(SMS))) is kernel.PREDICTIONS
+    assert kernel._costs_of_tails(plan, Capacity(CONTEXT)) is None

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import gpu
-from soloist.megakernel import maths
 from soloist.megakernel.experts import Experts
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.interpreter.experts import Chosen, chosen_by
@@ -230,10 +229,7 @@ int main() {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_blocks_own_what_the_plan_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
+def test_blocks_own_what_the_plan_says(name: str, tmp_path: Path) -> None:
     plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS))
     found = [kind.experts for kind in plan.image.kinds if kind.experts]
     experts: Experts = found[0]

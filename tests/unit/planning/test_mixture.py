@@ -215,13 +215,45 @@ def test_layers_without_experts(tmp_path):
     assert "layers.0.experts.down" not in glm
 
 
-def test_what_runs_on_the_reference_alone(tmp_path):
-    model = model_of(tmp_path, mixtures.QWEN3_30B_A3B)
-    subject = Subject(model, find_hardware("H200"), 8192)
-    rows = reaches(subject, [SIXTEEN_BIT, find_precision("int4")], [1, 8])
-    assert {row.obstacle for row in rows} == {"reference only"}
-    assert "does not support a mixture of experts" in find_shape_obstacle(subject)
+@pytest.mark.parametrize("values", [mixtures.QWEN3_30B_A3B, mixtures.MIXTRAL_8X7B])
+def test_what_runs_in_the_decode_kernel(values, tmp_path):
+    """In 16 bits and in codes, on one GPU and several; how fast was not measured."""
+    subject = Subject(model_of(tmp_path, values), find_hardware("H200"), 8192)
+    kinds = [SIXTEEN_BIT, *map(find_precision, ("fp8", "int4", "fp4"))]
+    rows = reaches(subject, kinds, [1, 8])
+    assert {(row.precision.name, row.obstacle) for row in rows} == {
+        ("fp16/bf16", ""), ("fp8", ""), ("int4", ""), ("fp4", "no fp4 weights"),
+    }  # fmt: skip
+    assert find_shape_obstacle(subject) == ""
     assert not any(row.measured for row in rows)
+
+
+def test_experts_are_planned_for_the_reference_on_other_gpus(tmp_path):
+    model = model_of(tmp_path, mixtures.QWEN3_30B_A3B)
+    for name, arch in (("A100 80GB", "sm_80"), ("B200", "sm_100a")):
+        subject = Subject(model, find_hardware(name), 8192)
+        rows = reaches(subject, [SIXTEEN_BIT], [8])
+        assert [row.obstacle for row in rows] == ["reference only"]
+        assert f"a mixture of experts on {arch}" in find_shape_obstacle(subject)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (mixtures.GLM_45_AIR, "a mixture with shared experts"),
+        (mixtures.QWEN15_MOE, "a mixture with shared experts"),
+        (mixtures.OLMOE_1B_7B, "norms over all heads of queries and keys"),
+        ({**mixtures.QWEN3_30B_A3B, "num_attention_heads": 64, "num_key_value_heads": 4},
+         "16 query heads to a KV head"),
+    ],
+)  # fmt: skip
+def test_what_runs_on_the_reference_alone(values, named, tmp_path):
+    subject = Subject(model_of(tmp_path, values), find_hardware("H200"), 8192)
+    rows = reaches(subject, [SIXTEEN_BIT, find_precision("int4")], [1, 8])
+    obstacles = {row.obstacle for row in rows}
+    assert "reference only" in obstacles
+    assert "" not in obstacles
+    assert f"does not support {named}" in find_shape_obstacle(subject)
 
 
 def test_it_is_planned_for_and_does_not_run(tmp_path):

@@ -13,11 +13,10 @@ from interpreter.models import CONTEXT, gpu, prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
 from soloist.errors import ShapeUnsupported
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import Mixture, Mlp, ModelConfig, Router
 from soloist.model.dtype import Dtype
-from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.model.torch_types import Weights
 from soloist.parallel.share import Share
 from soloist.prefill import settling
 from soloist.prefill.experts import (
@@ -43,11 +42,6 @@ from unit.prefill.models import matrices, random_weights, vectors
 CPU = torch.device("cpu")
 TOKENS, PAGES = 150, [2, 0, 3]
 CUTS = {"one": [0, 150], "uneven": [0, 1, 30, 65, 66, 150], "pages": [0, 64, 128, 150]}
-
-
-@pytest.fixture(autouse=True)
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", True)
 
 
 def from_rows(weights: Weights) -> ExpertMatrices:
@@ -299,10 +293,3 @@ def test_widths_are_given_up_where_a_row_s_bits_hang_on_its_place(
 def test_prompts_of_mixtures_from_packed_weights_are_refused() -> None:
     with pytest.raises(ShapeUnsupported, match="prompts of mixtures from packed weights"):
         require_packed_prompts(plan_of(MIXTURES["softmax"]))
-
-
-def test_without_the_switch_mixtures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_EXPERTS", False)
-    config = MIXTURES["softmax"]
-    with pytest.raises(ShapeUnsupported, match="a mixture of experts"):
-        prefill(config, random_weights(config), TORCH_DTYPES[Dtype.FP32])
