@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits in the decode kernel, and prompts. They are off elsewhere."""
+"""Keys and values in 8 and 4 bits in the decode kernel, and prompts."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.request import Request
 from soloist.errors import ShapeUnsupported
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.megakernel import maths
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.header import Build
 from soloist.megakernel.limits import MAX_QUERIES
@@ -41,11 +40,6 @@ ROUNDS = 64
 # Relative error of all logits: what rounding activations to bf16 may do, codes that round to the
 # next one by it included (tests/interpreter/test_kv_codes.py).
 MOST_ERROR = {"int8": 0.03, "fp8": 0.03, "int4": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def runs_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
 
 
 def coded(case: str, name: KvName, folder: Path, ranks: int = 1) -> tuple[ModelConfig, Plan]:

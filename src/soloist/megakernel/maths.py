@@ -9,12 +9,10 @@ from soloist.model.kv_format import KvFormat
 # Mixtures of experts run in the decode kernel. No GPU has run all of it yet, so it is off, and only
 # tests switch it on.
 RUNS_EXPERTS = False
-# Keys and values in 8 or 4 bits, in the same state.
-RUNS_KV_CODES = False
 
 
 def require_kv(stored: KvFormat, dtype: Dtype) -> None:
-    """Refuse keys and values that only the reference stores.
+    """Refuse keys and values in codes where only the reference stores them.
 
     Args:
         stored: how.
@@ -23,11 +21,7 @@ def require_kv(stored: KvFormat, dtype: Dtype) -> None:
     Raises:
         ShapeUnsupported: naming what there is instead.
     """
-    if stored.is_plain:
-        return
-    if not RUNS_KV_CODES:
-        raise ShapeUnsupported(f"keys and values in {stored.name}", "16 bits on a GPU")
-    if dtype is not Dtype.BF16:
+    if not stored.is_plain and dtype is not Dtype.BF16:
         raise ShapeUnsupported(f"keys and values in {stored.name} beside {dtype.value}", "bf16")
 
 

@@ -244,16 +244,10 @@ def test_the_front_end_accepts_mixtures(name: str) -> None:
         require_accepted(quantised, Build(queries=1))
 
 
-@pytest.fixture
-def codes_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
-
-
 def coded_plan(config: ModelConfig, kv: KvName, arch: str) -> Plan:
     return make_plan(config, Dtype.BF16, GPUS[arch], kv=kv_format(kv, config, Dtype.BF16))
 
 
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, require_sound) -> None:
@@ -261,7 +255,6 @@ def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, requ
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "llama-3.1-8b"])
@@ -271,7 +264,6 @@ def test_codes_compile_with_public_shapes(
     require_sound(coded_plan(PUBLIC[name], kv, "sm_90a"), Build(queries=queries))
 
 
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_the_front_end_accepts_codes_elsewhere(kv: KvName, arch: str) -> None:
@@ -284,7 +276,6 @@ SPILLED_BY_CODES: dict[tuple[KvName, str, int], int] = {("int4", "sm_100a", MAX_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_codes_compile_elsewhere(kv: KvName, arch: str) -> None:
