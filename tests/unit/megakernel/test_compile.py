@@ -276,6 +276,14 @@ def test_codes_compile_with_other_heads(name: str, kv: KvName, tmp_path: Path) -
         require_as_little_spilled(plan, Build(queries=queries), 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("name", ["etude", "llama-3.1-8b"])
+def test_drafting_compiles_with_codes(name: str, kv: KvName, tmp_path: Path) -> None:
+    plan = coded_plan(configured(name, tmp_path), kv, "sm_90a")
+    require_as_little_spilled(plan, Build(drafts=True), 0)
+
+
 @pytest.mark.parametrize(
     ("kv", "ranks"),
     [
