@@ -17,6 +17,7 @@
     │   │                     BadTokenId · BadLogits · BadGrammar · GrammarFailed
     │   │                     StepFailed · PredictionTooLong
     │   ├── SettingError      options and environment
+    │   ├── KvUnsupported     --kv on a GPU
     │   ├── NotDeployable     models and machines of a cluster
     │   └── UnknownHardware   hardware without figures
     ├── Unavailable           the engine takes no request now: QueueFull · ShuttingDown
@@ -649,6 +650,16 @@ class SettingError(UserError):
         super().__init__(
             f"{setting} is {value!r} (allowed: {allowed})",
             hint or f"set {setting} to an allowed value",
+        )
+
+
+class KvUnsupported(UserError):
+    """The decode kernel would run a model, but not with keys and values in these codes."""
+
+    def __init__(self, given: str, reason: str, *, wants_bf16: bool) -> None:
+        super().__init__(
+            f"--kv is {given!r}, but {reason}",
+            "take --precision bf16, or leave out --kv" if wants_bf16 else "leave out --kv",
         )
 
 

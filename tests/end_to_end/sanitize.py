@@ -11,6 +11,7 @@ from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
+from soloist.model.kv_format import KV_FORMATS
 from soloist.sampling import SamplingParams
 from soloist.sampling.adjust import TokenCounts
 
@@ -35,7 +36,10 @@ def tokens(model: KernelModel, queries: Sequence[Query]) -> list[list[int]]:
 
 
 def main() -> None:
-    engine = Engine.load(EngineConfig("etude", "cuda", "bf16", 256, prepare=False, sequences=3))
+    kv = next((name for name in KV_FORMATS if f"--kv={name}" in sys.argv), None)
+    engine = Engine.load(
+        EngineConfig("etude", "cuda", "bf16", 256, prepare=False, sequences=3, kv=kv)
+    )
     model = engine.model
     assert isinstance(model, KernelModel), engine.report.refusal
     model.bind()

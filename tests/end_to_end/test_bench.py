@@ -54,6 +54,25 @@ def test_accuracy_with_a_kv_cache_in_fewer_bits(soloist, tmp_path):
         assert mean == pytest.approx(found["int4"][figure], rel=1e-6)
 
 
+@pytest.mark.parametrize("bench", ["decode", "prefill"])
+@pytest.mark.parametrize("subject", [("etude-draft",), ("--shape", SHAPE)], ids=["model", "shape"])
+def test_speed_with_a_kv_cache_in_fewer_bits(soloist, tmp_path, bench, subject):
+    """The row names it, and is no pair of one without."""
+    file, plain = tmp_path / "int4.json", tmp_path / "none.json"
+    asked = ("bench", bench, *subject, "--device", "cpu", "--runs", 1, "--prompt-tokens", 200)
+    asked += ("--new-tokens", 8) if bench == "decode" else ()
+    done = soloist(*asked, "--kv", "int4", "-o", file)
+    assert done.status == 0, done.err
+    assert "KV cache int4" in done.out
+    assert soloist(*asked, "-o", plain).status == 0
+    coded, exact = (json.loads(one.read_text())[0] for one in (file, plain))
+    assert (coded["kv"], exact["kv"]) == ("int4", "")
+    if bench == "decode":
+        assert coded["streamed_bytes_per_token"] < exact["streamed_bytes_per_token"]
+    compared = soloist("bench", "compare", plain, file)
+    assert "with a KV cache in int4" in compared.out
+
+
 @pytest.mark.parametrize("head", [(), ("--head-weights", "int8")], ids=["tied", "head"])
 def test_accuracy_on_rounded_weights(soloist, head):
     """transformers reads the numbers of the same codes; against others, rounding shows."""
@@ -326,7 +345,9 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("accuracy", "etude", "--precision", "fp32"), "--precision"),
         (("accuracy", "etude", "--positions", 1), "--positions"),
         (("accuracy", "etude", "--kv", "int3"), "int8, fp8, int4"),
-        (("decode", "--shape", SHAPE, "--kv", "int8"), "only without --shape"),
+        (("decode", "--shape", SHAPE, "--kv", "int3"), "int8, fp8, int4"),
+        (("prefill", "--shape", SHAPE, "--kv", "fp8", "--page-attention"), "--page-attention"),
+        (("prefill", "etude-draft", "--kv", "fp8", "--page-attention"), "--page-attention"),
         (("accuracy", "etude", "--positions", 70_000), "65,536"),
         (("accuracy", "etude", "--against", "vllm"), "vllm"),
         (("accuracy", "etude", "--repeats", -1), "--repeats"),

@@ -12,12 +12,15 @@ from soloist.errors import CudaMissing
 from soloist.jit import cache
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import Cubin, Report
+from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.folder import find_model
+from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
+from soloist.prefill.coded_pages import coded_pages_source
 from soloist.prefill.sources import prefill_sources
 
 KINDS = (
@@ -76,7 +79,7 @@ def test_the_users_own_cache(soloist, tmp_path, compiled, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "option",
     [("--sms", 8), ("--gpus", 2), ("--precision", "fp16"), ("--weights", "int4"),
-     ("--head-weights", "int8")],
+     ("--head-weights", "int8"), ("--kv", "fp8")],
 )  # fmt: skip
 @pytest.mark.usefixtures("compiled")
 def test_what_makes_other_kernels(soloist, tmp_path, option) -> None:
@@ -94,6 +97,11 @@ def test_what_makes_other_kernels(soloist, tmp_path, option) -> None:
         (("--arch", "sm_90a", "--gpus", "3"), "--gpus is '3' (allowed: 1, 2, 4, 8)"),
         (("--arch", "sm_90a", "--precision", "fp32"), "nothing to compile: the decode kernel"),
         (("--arch", "sm_90a", "--gpus", "auto"), "--gpus is 'auto'"),
+        (("--arch", "sm_90a", "--kv", "int3"), "--kv is 'int3' (allowed: int8, fp8, int4)"),
+        (
+            ("--arch", "sm_90a", "--kv", "int4", "--precision", "fp16"),
+            "--kv is 'int4', but",
+        ),
     ],
 )
 def test_what_is_refused(soloist, tmp_path, given, said) -> None:
@@ -125,6 +133,20 @@ def test_each_source_is_named_once() -> None:
     assert len({named.source for named in sources}) == len(sources)
 
 
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_codes_of_keys_and_values_have_a_kernel_more(name: KvName) -> None:
+    """And it is the one that prefill asks for."""
+    kv = kv_format(name, etude(), Dtype.BF16)
+    plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], kv=kv)
+    sources = list(kernel_sources(plan))
+    assert [named.name for named in sources] == [*KINDS[:-1], "prompts, coded_pages", KINDS[-1]]
+    a = etude().layers[0].attention
+    pool = PagePool(
+        etude().num_layers, a.num_kv_heads, a.head_dim, 1, torch.bfloat16, torch.device("cpu"), kv
+    )
+    assert sources[-2].source == coded_pages_source(pool.layout)
+
+
 def test_kernels_of_prompts_by_architecture() -> None:
     """Hopper alone has kernels of its own for attention and for gate_up of whole tiles."""
     for arch, names in (
@@ -136,11 +158,12 @@ def test_kernels_of_prompts_by_architecture() -> None:
 
 
 @pytest.mark.gpu
-def test_a_start_compiles_nothing(soloist, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_a_start_compiles_nothing(soloist, tmp_path: Path, monkeypatch, kv: KvName | None) -> None:
     """On the GPU that they were compiled for."""
     monkeypatch.setenv("SOLOIST_CACHE", str(tmp_path))
-    assert soloist("compile", "etude-draft").status == 0
+    assert soloist("compile", "etude-draft", *(("--kv", kv) if kv else ())).status == 0
     before = set(tmp_path.glob("kernels/*"))
-    engine = Engine.load(EngineConfig("etude-draft", measures_bandwidth=True))
+    engine = Engine.load(EngineConfig("etude-draft", measures_bandwidth=True, kv=kv))
     assert engine.report.executor == "decode kernel"
     assert set(tmp_path.glob("kernels/*")) == before

@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits in the decode kernel, and prompts. They are off elsewhere."""
+"""Keys and values in 8 and 4 bits in the decode kernel, and prompts."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from end_to_end.test_gpu_kinds_and_formats import here
+from interpreter import lane_models
 from interpreter.models import CASES, CONTEXT, Bench, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.core import tokens_of
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.reference import ReferenceModel
 from soloist.engine.request import Request
-from soloist.errors import ShapeUnsupported
+from soloist.errors import KvUnsupported, ShapeUnsupported
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.megakernel import maths
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.header import Build
 from soloist.megakernel.limits import MAX_QUERIES
@@ -24,6 +25,7 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
+from soloist.model.torch_types import Weights
 from soloist.sampling import Sampler, SamplingParams
 from soloist.weights.sharding import shard_all
 from unit.prefill.models import random_weights
@@ -43,20 +45,22 @@ ROUNDS = 64
 MOST_ERROR = {"int8": 0.03, "fp8": 0.03, "int4": 0.05}
 
 
-@pytest.fixture(autouse=True)
-def runs_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
-
-
 def coded(case: str, name: KvName, folder: Path, ranks: int = 1) -> tuple[ModelConfig, Plan]:
     config, _ = configured(case, folder)
     kv = kv_format(name, config, Dtype.BF16)
     return config, make_plan(config, Dtype.BF16, here(CASES[case][1]), ranks, kv=kv)
 
 
-def loaded(config: ModelConfig, plan: Plan, *, page_attention: bool = False) -> KernelModel:
+def loaded(
+    config: ModelConfig,
+    plan: Plan,
+    *,
+    page_attention: bool = False,
+    weights: Weights | None = None,
+) -> KernelModel:
     devices = [torch.device("cuda", torch.cuda.current_device())] * plan.ranks
-    whole = {k: v.to("cuda", torch.bfloat16) for k, v in random_weights(config).items()}
+    weights = weights or random_weights(config)
+    whole = {k: v.to("cuda", torch.bfloat16) for k, v in weights.items()}
     parts = [shard_all(plan.part_of(rank), whole) for rank in range(plan.ranks)]
     capacity = Capacity(CONTEXT, page_attention=page_attention)
     return load_kernel(plan, parts, devices, capacity, None, keep_rows=True)
@@ -96,6 +100,47 @@ def test_logits_are_the_references_with_the_same_codes(
         assert torch.equal(forced(model, ids, queries), one_by_one)
         for pool, kept in zip(model.pools, pages, strict=True):
             assert torch.equal(pool.tensor, kept)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@NAMES
+def test_lanes(name: KvName, ranks: int, tmp_path: Path) -> None:
+    """By rounds and by a pass."""
+    config, plain, weights = lane_models.configured("mean of lanes", tmp_path, ranks)
+    kv = kv_format(name, config, Dtype.BF16)
+    plan = make_plan(config, Dtype.BF16, here(plain.gpu.num_sms), ranks, kv=kv)
+    ids = prompt(config, TOKENS)
+    wanted = reference_logits(config, {k: v.bfloat16() for k, v in weights.items()}, ids, kv)
+    model = loaded(config, plan, weights=weights)
+    one_by_one = forced(model, ids, 1)
+    assert error_of(one_by_one, wanted) < MOST_ERROR[name]
+    for queries in (5, MAX_QUERIES):
+        assert torch.equal(forced(model, ids, queries), one_by_one)
+    for start, stop in ((0, 70), (70, TOKENS)):
+        logits = model.prefill.run(ids[start:stop], start, model.page_tables[0])
+        assert logits is not None
+        assert error_of(logits, wanted[stop - 1]) < 2 * MOST_ERROR[name]
+
+
+@NAMES
+def test_the_reference_has_codes_on_a_gpu_too(name: KvName) -> None:
+    """Where the kernel does not run the model: in fp32, nearly the CPU's logits."""
+    seen = []
+    for device in ("cpu", "cuda"):
+        asked = EngineConfig(
+            "etude-draft", device=device, precision="fp32", context_tokens=200, kv=name
+        )
+        engine = Engine.load(asked)
+        assert isinstance(engine.model, ReferenceModel)
+        assert engine.resolved.kv.name == name
+        reference, vocab = engine.model.reference, engine.config.vocab_size
+        ids = torch.tensor([7 + n * n % (vocab - 7) for n in range(TOKENS)])
+        cache = reference.new_cache(TOKENS)
+        logits = reference.forward(ids.to(reference.device), 0, cache, "all")
+        assert logits is not None
+        seen.append(logits.cpu().clone())
+    on_cpu, on_gpu = seen
+    assert error_of(on_gpu, on_cpu) < MOST_ERROR[name]
 
 
 @NAMES
@@ -219,3 +264,9 @@ def test_what_there_is_no_kernel_for_is_refused(name: KvName, tmp_path: Path) ->
         make_plan(config, Dtype.FP16, plan.gpu, kv=plan.kv)
     with pytest.raises(ShapeUnsupported, match=f"KV pages in {name}"):
         loaded(config, plan, page_attention=True)
+
+
+@NAMES
+def test_fp16_is_refused_before_it_is_loaded(name: KvName) -> None:
+    with pytest.raises(KvUnsupported, match="beside fp16"):
+        Engine.load(EngineConfig("etude", device="cuda", precision="fp16", kv=name))

@@ -140,6 +140,10 @@ def test_run_with_a_kv_cache_in_fewer_bits(soloist, kv):
     assert done.status == 0, done.err
     assert f"KV cache {kv}" in done.err
     assert "12 new tokens" in done.err
+    told = json.loads(
+        soloist("run", "etude", "-p", "x", "-n", 1, "--device", "cpu", "--kv", kv, "--json").out
+    )
+    assert (told["kv"], told["precision"]) == (kv, "fp32")
 
 
 def test_an_unknown_kv_cache_is_refused(soloist):

@@ -10,12 +10,11 @@ from torch import Tensor
 from interpreter import lane_models
 from interpreter.models import Bench, configured, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel import maths
 from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
+from soloist.model.kv_format import KV_FORMATS, KvName, kv_format, plain
 from soloist.model.torch_types import Weights
 from unit.prefill.models import random_weights
 
@@ -25,11 +24,6 @@ CASES = ("qwen3-norms-128", "mistral-window-96", "smollm3-nope-64")
 TOKENS = 136
 # Where products are summed in another order a number now and then rounds to the next code.
 ERROR = {"int8": 3e-4, "fp8": 2e-3, "int4": 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def runs_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
 
 
 def coded(case: str, name: KvName, folder: Path, ranks: int = 1) -> tuple[ModelConfig, Plan]:
@@ -125,12 +119,8 @@ def test_a_cache_of_codes_is_split_later(name: KvName, tmp_path: Path) -> None:
 
 
 @NAMES
-def test_what_has_no_kernel_is_refused(
-    name: KvName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_kernel_is_refused(name: KvName, tmp_path: Path) -> None:
     config, plan = coded("qwen3-norms-128", name, tmp_path)
-    with pytest.raises(ShapeUnsupported, match=f"{name} beside fp16"):
+    with pytest.raises(ShapeUnsupported, match=f"keys and values in {name} beside fp16.*bf16"):
         make_plan(config, Dtype.FP16, gpu(9), kv=plan.kv)
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", False)
-    with pytest.raises(ShapeUnsupported, match=f"keys and values in {name}.*16 bits"):
-        make_plan(config, Dtype.BF16, gpu(9), kv=plan.kv)
+    assert make_plan(config, Dtype.FP16, gpu(9), kv=plain(Dtype.FP16)).kv is None

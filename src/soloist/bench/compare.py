@@ -43,7 +43,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
     )
-    | {"busy_processes": 0},
+    | {"busy_processes": 0, "kv": ""},
     "serve": dict.fromkeys(("shape", "api", "prefix", "max_tokens")),
     "agent": dict.fromkeys(
         ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")

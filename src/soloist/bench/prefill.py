@@ -32,7 +32,7 @@ from soloist.bench.subject import (
     shape_placement,
 )
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import resolve_device
+from soloist.engine.config import require_kv_attention, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
@@ -55,7 +55,7 @@ class Plan:
     """What to measure.
 
     Attributes:
-        asked: model, device, precision, GPUs, rounding; of a shape all but the first.
+        asked: model, device, precision, GPUs, rounding, KV cache; of a shape all but the first.
         shape: a config.json, for random weights and tokens instead of the model.
         prompt_tokens: lengths of prompts.
         runs: timed, after one that is not.
@@ -81,6 +81,7 @@ class _Reader:
     name: str
     precision: str
     weights: str
+    kv: str
     executor: Executor
     num_gpus: int
     vocab_size: int
@@ -128,6 +129,7 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         UserError, DeviceError: as from loading the model.
     """
     config = _checked(plan)
+    require_kv_attention(plan.asked)
     device = torch.device(resolve_device(plan.asked.device, devices()))
     if device.type != "cuda":
         for option, is_asked in (
@@ -219,6 +221,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
             engine.report.folder.name,
             engine.resolved.dtype.value,
             engine.report.weights,
+            plan.asked.kv or "",
             engine.model,
             engine.resolved.num_gpus,
             engine.config.vocab_size,
@@ -231,7 +234,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         plan.shape, plan.asked.precision, device, plan.asked.device, plan.asked.gpus
     )
     rounding = Rounding(plan.asked.weights, plan.asked.head_weights)
-    shape = rounded_shape(config, dtype, rounding)
+    shape = rounded_shape(config, dtype, rounding, plan.asked.kv)
     executor: Executor
     if device.type == "cpu":
         executor = shape_on_cpu(shape, room, keeps_prefixes=keeps)
@@ -245,7 +248,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         )  # fmt: skip
     ids = random_prompt(config, longest)
     return _Reader(
-        shape_name(plan.shape), dtype.value, shape.label(executor), executor,
+        shape_name(plan.shape), dtype.value, shape.label(executor), shape.kv_label, executor,
         placed.num_gpus, config.vocab_size, ids, device_name(str(device)),
     )  # fmt: skip
 
@@ -273,5 +276,6 @@ def _row(
         prompt_tokens_per_s=rows.Spread.of([(length - n) / seconds for seconds, n in read], 1),
         clocks=clocks,
         weights=reader.weights,
+        kv=reader.kv,
         **record.origin("torch"),
     )

@@ -184,7 +184,7 @@ class PrefillRow:
         prompt_tokens_per_s: prompt tokens that were read / time to the first token.
         clocks: as in `DecodeRow`.
         versions, commit, command, date: as in `DecodeRow`.
-        others_cores, busy_processes, weights: as in `DecodeRow`.
+        others_cores, busy_processes, weights, kv: as in `DecodeRow`.
     """
 
     bench: str
@@ -207,6 +207,7 @@ class PrefillRow:
     others_cores: float | None = None
     busy_processes: int = 0
     weights: str = ""
+    kv: str = ""
 
 
 @dataclass(frozen=True, slots=True)

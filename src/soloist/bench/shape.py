@@ -43,7 +43,7 @@ from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.families import read_config
-from soloist.model.kv_format import plain
+from soloist.model.kv_format import KvName
 from soloist.sampling import Sampler, SamplingParams
 from soloist.weights.choice import Rounding
 
@@ -69,6 +69,7 @@ class Plan:
         gpus: how many run it together, or 'auto'.
         num_busy: processes that only count beside it.
         rounding: what matrices are random codes of.
+        kv: what keys and values are stored as; None for `precision`.
     """
 
     file: Path
@@ -83,6 +84,7 @@ class Plan:
     gpus: GpuCount = 1
     num_busy: int = 0
     rounding: Rounding = NOT_ROUNDED
+    kv: KvName | None = None
 
     @property
     def all_columns(self) -> int:
@@ -123,7 +125,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         _check_reference(plan)
     bandwidth = read_bandwidth(device)
     model: Executor
-    shape = rounded_shape(config, dtype, plan.rounding)
+    shape = rounded_shape(config, dtype, plan.rounding, plan.kv)
     if device.type == "cpu":
         model = shape_on_cpu(shape, plan.last)
     else:
@@ -153,6 +155,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             others_cores=others.cores,
             busy_processes=plan.num_busy,
             weights=shape.label(model),
+            kv=shape.kv_label,
         )
     ]
 
@@ -210,9 +213,7 @@ def _row(
     steps = [(plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of([rate * plan.all_columns for rate in steps])
     middle = plan.start + plan.new_tokens // 2
-    streamed = weights_bytes + plan.sequences * kv_bytes_seen(
-        shape.config, plain(shape.dtype), middle
-    )
+    streamed = weights_bytes + plan.sequences * kv_bytes_seen(shape.config, shape.kv, middle)
     all_gb_per_s = bandwidth.gb_per_s * max(1, placed.num_gpus)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     return rows.DecodeRow(

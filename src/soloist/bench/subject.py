@@ -28,7 +28,7 @@ from soloist.megakernel.gpu import LEAST_CAPABILITY
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
-from soloist.model.kv_format import plain
+from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.widths import MOST_PASS_TOKENS
@@ -90,9 +90,10 @@ class Subject:
 
     def streamed_bytes(self, position: int) -> int:
         """Weights, keys and values that one GPU has to read for the token at `position`."""
-        config, dtype = self.model.plan.model, self.model.plan.dtype
-        weights = streamed_bytes(tensors(config), dtype, self.model.plan.formats, config)
-        return (weights + kv_bytes_seen(config, plain(dtype), position)) // self.model.plan.ranks
+        plan = self.model.plan
+        weights = streamed_bytes(tensors(plan.model), plan.dtype, plan.formats, plan.model)
+        seen = kv_bytes_seen(plan.model, plan.kv_layout.format, position)
+        return (weights + seen) // plan.ranks
 
     def phase_bytes(self, position: int) -> dict[str, int]:
         """The same by phases of a round; norms and biases are in none of them."""
@@ -106,7 +107,8 @@ class Subject:
             phase = phases.get(spec.name.rpartition(".")[2])
             if phase is not None:
                 sums[phase] += stored_bytes([spec], dtype, self.model.plan.formats)
-        sums["attention"] = kv_bytes_seen(config, plain(dtype), position)
+        kv = self.model.plan.kv_layout.format
+        sums["attention"] = kv_bytes_seen(config, kv, position)
         return {phase: total // self.model.plan.ranks for phase, total in sums.items()}
 
 
@@ -178,12 +180,19 @@ class Shape:
         specs: its tensors.
         dtype: of those that are not quantised.
         stored: matrices that are random codes, by name.
+        kv: how keys and values are stored.
     """
 
     config: ModelConfig
     specs: tuple[TensorSpec, ...]
     dtype: Dtype
     stored: Mapping[str, Quantized]
+    kv: KvFormat
+
+    @property
+    def kv_label(self) -> str:
+        """How keys and values are stored, as result files call it."""
+        return "" if self.kv.is_plain else self.kv.name
 
     def label(self, model: Executor) -> str:
         """How weights are stored there, as result files call it."""
@@ -199,11 +208,16 @@ class Shape:
         return streamed_bytes(self.specs, self.dtype, formats, self.config)
 
 
-def rounded_shape(config: ModelConfig, dtype: Dtype, rounding: Rounding = NOT_ROUNDED) -> Shape:
-    """A shape whose matrices are codes, as if they had been rounded.
+def rounded_shape(
+    config: ModelConfig,
+    dtype: Dtype,
+    rounding: Rounding = NOT_ROUNDED,
+    kv: KvName | None = None,
+) -> Shape:
+    """A shape whose matrices are codes, as if they had been rounded, with such a KV cache.
 
     Raises:
-        SettingError: its matrices cannot be rounded.
+        SettingError: its matrices cannot be rounded, or heads have no such format.
         CheckpointError: a row has no groups of the right size.
     """
     specs = tensors(config)
@@ -212,7 +226,8 @@ def rounded_shape(config: ModelConfig, dtype: Dtype, rounding: Rounding = NOT_RO
         config, specs = untied(config, specs)
     # Scales are in 16 bits whatever the reference computes in.
     in_16_bits = Dtype.BF16 if dtype is Dtype.FP32 else dtype
-    return Shape(config, specs, dtype, rounding_of(specs, rounding, in_16_bits))
+    stored = rounding_of(specs, rounding, in_16_bits)
+    return Shape(config, specs, dtype, stored, kv_format(kv, config, dtype))
 
 
 def shape_on_gpu(
@@ -231,17 +246,19 @@ def shape_on_gpu(
 
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
+        KvUnsupported: it does, but not with such keys and values.
     """
     config, specs, dtype = shape.config, shape.specs, shape.dtype
-    support = placed.support(config, dtype, shape.stored)
+    support = placed.support(config, dtype, shape.stored, shape.kv)
     if support.plan is None:
         raise DeviceError(support.refusal.partition(";")[0], "measure it without --shape")
     held, formats = placed.share_of(config), support.plan.formats
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     footprint = Footprint(
-        held, tensors(held), dtype, support.plan, reading.packed_prompts, reading.page_attention
-    )
+        held, tensors(held), dtype, support.plan, reading.packed_prompts, reading.page_attention,
+        shape.kv,
+    )  # fmt: skip
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU tensors are drawn before they are cut: as much room as all take is more than
     # that. Experts are drawn while they are packed.
@@ -278,13 +295,16 @@ def shape_on_cpu(
         OutOfMemory: they do not fit.
     """
     config, specs, dtype = shape.config, shape.specs, shape.dtype
-    Footprint(config, specs, dtype).require(context_tokens, available_memory_bytes())
+    footprint = Footprint(config, specs, dtype, kv=shape.kv)
+    footprint.require(context_tokens, available_memory_bytes())
     torch.set_num_threads(read_settings().threads or usable_cores())
     weights = random_weights(specs, dtype, torch.device("cpu"), stored=shape.stored)
     for name, quantized in shape.stored.items():
         parts = {part: weights.pop(name + part) for part in quantized.parts}
         weights[name] = as_numbers(quantized, parts, dtype)
-    return ReferenceModel(config, weights, context_tokens, keeps_prefixes=keeps_prefixes)
+    return ReferenceModel(
+        config, weights, context_tokens, keeps_prefixes=keeps_prefixes, kv=shape.kv
+    )
 
 
 def shape_subject(

@@ -17,6 +17,7 @@ from soloist.megakernel.gpu import TYPICAL, Gpu, gpu_from_capability
 from soloist.megakernel.plan import Plan
 from soloist.model.dtype import Dtype
 from soloist.model.folder import find_model
+from soloist.model.kv_format import KvName, kv_format
 from soloist.parallel.share import RANKS
 from soloist.settings import read_settings
 from soloist.weights.choice import Rounding
@@ -39,6 +40,7 @@ class Asked:
         precision: in which the model will run.
         rounding: of its weights on loading.
         accepted_fields: of config.json, that nobody knows.
+        kv: what keys and values will be stored as; None for the model's precision.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Asked:
     precision: Precision
     rounding: Rounding
     accepted_fields: tuple[str, ...]
+    kv: KvName | None = None
 
 
 def checked_ranks(given: str) -> int:
@@ -133,7 +136,8 @@ def _plan_of(asked: Asked, gpu: Gpu) -> Plan:
     )
     checkpoint, chosen = open_model(folder, config)
     dtype = checkpoint.dtype if asked.precision == "auto" else Dtype(asked.precision)
-    support = support_of(gpu, chosen.config, dtype, asked.ranks, chosen.stored)
+    kv = kv_format(asked.kv, chosen.config, dtype)
+    support = support_of(gpu, chosen.config, dtype, asked.ranks, chosen.stored, kv)
     if support.plan is None:
         raise NothingToCompile(support.refusal.partition(";")[0])
     return support.plan

@@ -141,6 +141,7 @@ def report(engine: Engine, completion: Completion) -> dict[str, object]:
         "adapter": engine.report.adapter or None,
         "precision": engine.resolved.dtype.value,
         "weights": engine.report.weights,
+        "kv": engine.resolved.kv.name,
         "context_tokens": engine.resolved.context_tokens,
         "checkpoint_bytes": engine.report.checkpoint_bytes,
         "gpu_memory": None if memory is None else asdict(memory),

@@ -39,7 +39,7 @@ Kv = Annotated[
     str | None,
     _model(
         help="Keep keys and values in fewer bits: int8, fp8 or int4; default: as --precision says. "
-        "On a CPU only."
+        "On the decode kernel with bf16 only."
     ),
 ]
 Weights = Annotated[

@@ -119,8 +119,8 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         lines.append(f"assumed: dequantising {', '.join(unpacked)} costs nothing")
     if not subject.model.kv.is_plain:
         lines.append(
-            f"assumed: dequantising a KV cache in {subject.model.kv.name} costs nothing; it runs "
-            "on a CPU only"
+            f"assumed: dequantising a KV cache in {subject.model.kv.name} costs nothing; the "
+            "decode kernel has it beside bf16, not fp16"
         )
     shown = {row.precision for row in rows}
     unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]

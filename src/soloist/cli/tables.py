@@ -87,7 +87,8 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     if first.start_position not in (None, first.prompt_tokens):
         wide += f" · decode from position {first.start_position:,}"
     print(
-        f"{first.shape} · {_stored(first)} · {first.device} · {first.prompt_tokens} prompt + "
+        f"{first.shape} · {_stored(first)}{_kept(first)} · {first.device} · "
+        f"{first.prompt_tokens} prompt + "
         f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
         f"{first.bandwidth_gb_per_s} GB/s · "
         f"{f'sampled at temperature {first.temperature:g}' if first.temperature else 'greedy'}"
@@ -160,6 +161,11 @@ def _stored(row: "DecodeRow | PrefillRow | StartupRow | AccuracyRow") -> str:
     return stored_words(row.weights, row.precision)
 
 
+def _kept(row: "DecodeRow | PrefillRow | AccuracyRow") -> str:
+    """How keys and values are stored, where that is not the precision."""
+    return f" · KV cache {row.kv}" if row.kv else ""
+
+
 def stored_words(weights: str, precision: str) -> str:
     """The precision, and weights where they are in another."""
     return precision if weights in ("", precision) else f"{weights} in {precision}"
@@ -169,8 +175,8 @@ def show_prefill(rows: "Sequence[PrefillRow]") -> None:
     """How fast prompts are read."""
     first = rows[0]
     print(
-        f"{first.shape} · {_stored(first)} · {first.device} · from token ids to the first token "
-        f"· median of {first.runs} runs"
+        f"{first.shape} · {_stored(first)}{_kept(first)} · {first.device} · from token ids to the "
+        f"first token · median of {first.runs} runs"
     )
     show_columns(
         rows,
@@ -222,10 +228,9 @@ def show_startup(rows: "Sequence[StartupRow]") -> None:
 def show_accuracy(rows: "Sequence[AccuracyRow]") -> None:
     """Distances from fp32."""
     first = rows[0]
-    kv = f" · KV cache {first.kv}" if first.kv else ""
     print(
-        f"{first.shape} · {_stored(first)}{kv} · {first.device} · {first.positions} teacher-forced "
-        f"positions of {first.text} · against fp32 arithmetic"
+        f"{first.shape} · {_stored(first)}{_kept(first)} · {first.device} · "
+        f"{first.positions} teacher-forced positions of {first.text} · against fp32 arithmetic"
     )
     show_columns(
         rows,

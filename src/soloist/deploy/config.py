@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from soloist.engine.config import EngineConfig
 from soloist.errors import NotDeployable, SettingError
+from soloist.model.kv_format import KvName
 from soloist.model.quantized import AT_LOAD
 from soloist.server.config import ServerConfig
 from soloist.server.problems import path_of
@@ -72,6 +73,7 @@ class ModelSpec(_Strict):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     weights: Literal["int4", "int8", "fp8"] | None = None
     head_weights: Literal["int4", "int8", "fp8"] | None = None
+    kv: KvName | None = None
     revision: Name | None = None
     prefix_cache: bool = True
     accept_fields: tuple[Name, ...] = ()
@@ -102,6 +104,7 @@ class ModelSpec(_Strict):
             gpus=max(1, self.gpus),
             weights=AT_LOAD.get(self.weights or ""),
             head_weights=AT_LOAD.get(self.head_weights or ""),
+            kv=self.kv,
             accepted_fields=self.accept_fields,
         )
 

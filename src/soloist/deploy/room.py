@@ -11,6 +11,7 @@ from soloist.model.checkpoint import open_checkpoint
 from soloist.model.dtype import Dtype
 from soloist.model.families import FAMILIES, read_config, tensors
 from soloist.model.folder import CONFIG_FILE, find_model
+from soloist.model.kv_format import kv_format
 
 # Bits of a number at least, where weights are rounded or were stored quantised: what scales and
 # packing add is left to the estimate that a replica makes before it allocates anything.
@@ -32,7 +33,8 @@ def memory_for(spec: ModelSpec, node: str) -> Memory | None:
     checkpoint = open_checkpoint(folder)
     checkpoint.check(specs, FAMILIES[config.family].ignored(config))
     dtype = Dtype.BF16 if spec.precision == "auto" else Dtype(spec.precision)
-    needs = Footprint(config, specs, dtype).estimate(spec.context or 1)
+    kv = kv_format(spec.kv, config, dtype)
+    needs = Footprint(config, specs, dtype, kv=kv).estimate(spec.context or 1)
     weights_bytes = needs.weights_bytes
     if spec.weights is not None or checkpoint.quantization is not None:
         weights_bytes = weights_bytes * _LEAST_BITS // (8 * dtype.num_bytes)

@@ -17,6 +17,7 @@ from soloist.jit.source import Source
 from soloist.megakernel.header import Build
 from soloist.megakernel.kernel import decode_sources
 from soloist.megakernel.plan import Plan
+from soloist.prefill.coded_pages import coded_pages_source
 from soloist.prefill.part import config_of
 from soloist.prefill.sources import prefill_sources
 
@@ -61,7 +62,8 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
         yield NamedSource(f"decoding up to 8 query tokens, {build}", several)
         yield NamedSource(f"decoding one query token, {build}", single)
     prefill = prefill_sources(config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks)
-    for source in prefill.all:
+    coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
+    for source in (*prefill.all, *coded):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)
     yield NamedSource("memory bandwidth", bandwidth_source())
 

@@ -10,7 +10,6 @@ from soloist.engine.tail_path import TAIL_PATHS, TailPath
 from soloist.errors import DeviceMissing, OutOfMemory, SettingError, gigabytes
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_per_token
-from soloist.megakernel import maths
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
@@ -64,7 +63,7 @@ class EngineConfig:
             name, 'int4', 'int8' or 'fp8'.
         head_weights: likewise of the LM head.
         kv: what keys and values are rounded to, 'int8', 'fp8' or 'int4'; None stores them in the
-            precision of the model. On a CPU only.
+            precision of the model. In bf16 on the decode kernel, in any precision elsewhere.
         speculates: check several drafted tokens in a step, where that pays (docs/speculation.md).
         adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
             it is loaded, before anything is rounded.
@@ -178,6 +177,7 @@ def resolve(
 
     Raises:
         SettingError: a context beyond the model's, or a KV cache that there is not.
+        KvUnsupported: raised by `plan_in` where the kernel does not store such a cache.
         OutOfMemory: it does not fit; the hint names what would.
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
@@ -186,11 +186,7 @@ def resolve(
         raise SettingError("tail path", asked.tail_path, ", ".join(TAIL_PATHS))
     if not 1 <= asked.sequences <= MAX_QUERIES:
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
-    if asked.kv is not None and device != "cpu" and not maths.RUNS_KV_CODES:
-        raise SettingError(
-            "--kv", asked.kv, "none on a GPU, where keys and values are stored in 16 bits",
-            "leave out --kv, or take --device cpu",
-        )  # fmt: skip
+    require_kv_attention(asked)
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(
@@ -219,6 +215,19 @@ def resolve(
     further -= further % PAGE_POSITIONS
     memory = replace(memory, kv_bytes=memory.kv_bytes + further * token_bytes)
     return Resolved(device, dtype, context, memory, context + further, kv)
+
+
+def require_kv_attention(asked: EngineConfig) -> None:
+    """Refuse prompts that attend to KV pages by a kernel of ours where pages hold codes.
+
+    Raises:
+        SettingError: both are asked for.
+    """
+    if asked.page_attention and asked.kv is not None:
+        raise SettingError(
+            "--kv", asked.kv, "none with --page-attention, which reads keys and values in 16 bits",
+            "leave out --kv or --page-attention",
+        )  # fmt: skip
 
 
 def cache_dir_bytes(asked: EngineConfig) -> int:

@@ -56,6 +56,7 @@ class Placement:
 
         Raises:
             RanksUnsupported: it does not run the model on several.
+            KvUnsupported: it would, but for `kv`.
         """
         on = self.devices[0], self.ranks, self.sharing
         found = find_support(config, dtype, *on, stored, kv)

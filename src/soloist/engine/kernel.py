@@ -243,6 +243,8 @@ def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
         return None
     if plan.shape.has_lanes or plan.has_experts:
         return None
+    if plan.kv is not None:
+        return None
     values = sum(spec.num_values for spec in tensors(plan.model) if spec.is_layer_matrix)
     facts = TailFacts(
         plan.image.streamed_bytes, values, plan.kv_layout.pool_bytes(1) / PAGE_POSITIONS,

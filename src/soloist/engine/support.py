@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.errors import CudaMissing, GpuUnsupported, ShapeUnsupported
+from soloist.errors import CudaMissing, GpuUnsupported, KvUnsupported, ShapeUnsupported
 from soloist.jit.bindings import driver, nvrtc
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.maths import require_architecture
@@ -56,6 +56,9 @@ def find_support(
         sharing: how many of them share a device.
         stored: quantised matrices by name.
         kv: how keys and values are stored; None stores them in `dtype`.
+
+    Raises:
+        KvUnsupported: the kernel refuses nothing else of this model.
     """
     if device.type != "cuda":
         return Support(None)
@@ -104,14 +107,26 @@ def support_of(
 ) -> Support:
     """The same for a GPU.
 
-    Quantised matrices that the kernel does not read, or not beside the rest, are in 16 bits.
+    Quantised matrices that the kernel does not read, or not beside the rest, are in 16 bits. Keys
+    and values that it does not store so are refused: nobody expects the reference, or matrices in
+    16 bits, for want of them.
     """
+
+    def planned(formats: dict[str, WeightFormat]) -> Plan:
+        try:
+            return make_plan(config, dtype, gpu, ranks, formats, kv)
+        except ShapeUnsupported as error:
+            if kv is None or kv.is_plain:
+                raise
+            make_plan(config, dtype, gpu, ranks, formats)  # raises where --kv is not the reason
+            raise KvUnsupported(kv.name, error.message, wants_bf16=dtype is Dtype.FP16) from error
+
     try:
         require_architecture(config, gpu.arch)
         if stored and (formats := formats_of(stored, config, ranks)):
             with suppress(ShapeUnsupported):
-                return Support(make_plan(config, dtype, gpu, ranks, formats, kv))
-        return Support(make_plan(config, dtype, gpu, ranks, kv=kv))
+                return Support(planned(formats))
+        return Support(planned({}))
     except ShapeUnsupported as error:
         return _refused(error)
 

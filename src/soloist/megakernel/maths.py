@@ -6,9 +6,6 @@ from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat
 
-# Keys and values in 8 or 4 bits run in the decode kernel. No GPU has run all of it yet, so it is
-# off, and only tests switch it on.
-RUNS_KV_CODES = False
 # Where mixtures of experts run. Builds for other architectures have run nowhere and spill registers
 # with eight queries, and on sm_80 one of int4 has too much shared memory.
 EXPERTS_ARCH = "sm_90a"
@@ -26,7 +23,7 @@ def require_architecture(model: ModelConfig, arch: str) -> None:
 
 
 def require_kv(stored: KvFormat, dtype: Dtype) -> None:
-    """Refuse keys and values that only the reference stores.
+    """Refuse keys and values in codes where only the reference stores them.
 
     Args:
         stored: how.
@@ -35,11 +32,7 @@ def require_kv(stored: KvFormat, dtype: Dtype) -> None:
     Raises:
         ShapeUnsupported: naming what there is instead.
     """
-    if stored.is_plain:
-        return
-    if not RUNS_KV_CODES:
-        raise ShapeUnsupported(f"keys and values in {stored.name}", "16 bits on a GPU")
-    if dtype is not Dtype.BF16:
+    if not stored.is_plain and dtype is not Dtype.BF16:
         raise ShapeUnsupported(f"keys and values in {stored.name} beside {dtype.value}", "bf16")
 
 

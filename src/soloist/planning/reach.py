@@ -9,6 +9,7 @@ from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.maths import require_architecture
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KvFormat
 from soloist.planning.bounds import kv_bytes_held, speed_limit, step_cost
 from soloist.planning.expectation import Expectation, Wall, expect, is_measured
 from soloist.planning.hardware import Hardware
@@ -130,6 +131,10 @@ def reaches(
     """
     hardware = subject.hardware
     shape_fits = {gpus: not find_shape_obstacle(subject, gpus) for gpus in gpu_counts}
+    kv = subject.model.kv
+    kv_fits = shape_fits
+    if not kv.is_plain:
+        kv_fits = {gpus: not find_shape_obstacle(subject, gpus, kv) for gpus in gpu_counts}
 
     # The kernel reads codes of matrices in two dimensions; a layer's experts are many of them.
     shapes = [s.shape for s in subject.model.specs if s.is_layer_matrix and EXPERTS not in s.name]
@@ -140,11 +145,11 @@ def reaches(
             return "not this family" if subject.model.mixture else "no text parts"
         if hardware.arch is None:
             return f"no kernel for {hardware.name}"
-        if not subject.model.kv.is_plain:
-            return f"no {subject.model.kv.name} KV cache"
         if not precision.runs or (precision.bits < SIXTEEN_BIT.bits and not is_quantisable):
             return f"no {precision.name} weights"
-        return "" if shape_fits[gpus] else "reference only"
+        if not shape_fits[gpus]:
+            return "reference only"
+        return "" if kv_fits[gpus] else f"no {kv.name} KV cache"
 
     rows = [
         reach(subject, precision, gpus, obstacle(precision, gpus))
@@ -217,10 +222,11 @@ def longest_context(subject: Subject, precision: Precision, gpus: int) -> int:
     return max(0, min(subject.model.context_tokens, room // (one - none)))
 
 
-def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
+def find_shape_obstacle(subject: Subject, gpus: int = 1, kv: KvFormat | None = None) -> str:
     """Why the decode kernel cannot run this shape on so many GPUs; empty where it can or is none.
 
-    Such a model runs on the reference, but for those that do not run at all.
+    Such a model runs on the reference, but for those that do not run at all. With `kv`, whether
+    the kernel stores keys and values so is a part of the question.
     """
     if subject.hardware.arch is None:
         return ""
@@ -231,7 +237,7 @@ def find_shape_obstacle(subject: Subject, gpus: int = 1) -> str:
         return f"neither the decode kernel nor the reference implementation runs {what}"
     try:
         require_architecture(subject.model.config, subject.hardware.arch)
-        make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus)
+        make_plan(subject.model.config, Dtype.BF16, TYPICAL[subject.hardware.arch], gpus, kv=kv)
     except ShapeUnsupported as error:
         return error.message
     return ""

@@ -9,6 +9,7 @@ from soloist.deploy.lost import last_words
 from soloist.deploy.machines import Memory, Node, require_memory, require_nodes
 from soloist.deploy.metrics import merged
 from soloist.deploy.reading import gist_of
+from soloist.deploy.room import memory_for
 from soloist.errors import NotDeployable
 from soloist.server.problems import Problem
 
@@ -32,6 +33,7 @@ def deployment(*models: dict, **fields):
         ({"models": [{**MODEL, "gpus": 3}]}, "models[0].gpus: Input should be 0, 1, 2, 4 or 8"),
         ({"models": [{**MODEL, "replicas": 2, "autoscaling": {"most": 3}}]}, "are both given"),
         ({"models": [{**MODEL, "autoscaling": {"most": 1, "least": 2}}]}, "most is 1, less than"),
+        ({"models": [{**MODEL, "kv": "int3"}]}, "models[0].kv: Input should be 'int8', 'fp8' or"),
         ({"models": [{**MODEL, "sequences": 9}]}, "models[0].sequences: Input should be less than"),
         ({"models": [MODEL], "api_key_file": "/nowhere"}, "api_key_file '/nowhere' cannot be read"),
         ({"models": [MODEL], "cors_origins": ["localhost"]}, "--cors-origin is 'localhost'"),
@@ -48,17 +50,30 @@ def test_a_file_is_yaml_with_fields(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text(
         "models:\n  - model: etude\n    gpus: 0\n    names: [a, b]\n    weights: int4\n"
+        "    kv: fp8\n"
     )
     (spec,) = read_deployment(file).models
     assert spec.shown_names == ("a", "b")
     engine = spec.engine()
     assert (engine.device, engine.weights, engine.sequences) == ("cpu", "int4", 8)
+    assert engine.kv == "fp8"
     for text in ("models: [", "- models", ""):
         file.write_text(text)
         with pytest.raises(NotDeployable):
             read_deployment(file)
     with pytest.raises(NotDeployable, match="cannot be read"):
         read_deployment(tmp_path / "nowhere")
+
+
+def test_a_smaller_kv_cache_needs_less_of_a_node() -> None:
+    values = 2 * 8 * 2 * 64 * 4000  # K and V, layers, heads, dim, context
+    needed = {}
+    for kv in (None, "int8", "int4"):
+        found = memory_for(deployment({**MODEL, "context": 4000, "kv": kv}).models[0], "node")
+        assert found is not None
+        needed[kv] = found.needed_bytes
+    assert needed[None] - needed["int8"] == 2 * values - values * 66 // 64
+    assert needed[None] - needed["int4"] == 2 * values - values * 36 // 64
 
 
 def test_a_replica_never_spreads_over_nodes() -> None:

@@ -13,12 +13,10 @@ from soloist.engine.identity import facts_of
 from soloist.engine.memory import Footprint, MemoryEstimate
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import support_of
-from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_per_token
 from soloist.kv.offload import HostPages
 from soloist.kv.page_copies import PageCopies
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families import tensors
@@ -175,19 +173,10 @@ def test_memory_is_that_of_codes_and_scales(name: KvName, token_bytes: int) -> N
     assert found.memory.scratch_bytes - exact.memory.scratch_bytes >= 4 * a_layer
 
 
-def test_a_gpu_has_no_such_cache() -> None:
-    assert resolved(None, device="cuda:0").kv == plain(Dtype.BF16)
-    with pytest.raises(SettingError, match="none on a GPU") as caught:
-        resolved("int8", device="cuda:0")
-    assert "--device cpu" in str(caught.value.hint)
-
-
 @NAMES
-def test_once_a_gpu_has_shown_it_the_kernels_pages_are_counted(
-    name: KvName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_kernels_pages_are_counted(name: KvName) -> None:
     """And so are host copies, by a page's bytes."""
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
+    assert resolved(None, device="cuda:0").kv == plain(Dtype.BF16)
     assert resolved(name, device="cuda:0").kv == kv_format(name, CONFIG, Dtype.BF16)
     kv = kv_format(name, SMALL, Dtype.BF16)
     plan = support_of(gpu(13), SMALL, Dtype.BF16, kv=kv).plan
@@ -208,8 +197,6 @@ def test_once_a_gpu_has_shown_it_the_kernels_pages_are_counted(
     assert torch.equal(pool.tensor[[0, 2]], before[[2, 0]])
     copies = PageCopies([pool.tensor])
     assert copies.bytes_of(128) == 2 * pool.tensor.shape[1:].numel()
-    refused = support_of(gpu(13), SMALL, Dtype.FP16, kv=kv)
-    assert f"{name} beside fp16" in refused.refusal
 
 
 def test_saved_prompts_of_another_format_are_others(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the engine hands to the decode kernel of quantised weights, without a GPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine import engine as engine_module
 from soloist.engine.gpus import Placement
 from soloist.engine.memory import Staging
-from soloist.engine.support import Support, support_on
+from soloist.engine.support import Support, support_of
+from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 INT8 = Codes.INT8
 
 
-class _Card(Placement):
+class Card(Placement):
     """Ranks on an H200 that lies in the host's memory."""
 
     def support(
@@ -37,8 +38,8 @@ class _Card(Placement):
         stored: Mapping[str, Quantized] | None = None,
         kv: KvFormat | None = None,
     ) -> Support:
-        assert kv is None or kv.is_plain
-        return support_on((9, 0), 132 // self.ranks, 227 * 1024, config, dtype, self.ranks, stored)
+        card = replace(TYPICAL["sm_90a"], num_sms=132 // self.ranks)
+        return support_of(card, config, dtype, self.ranks, stored, kv)
 
 
 @dataclass
@@ -60,7 +61,7 @@ def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple
         assert not packed_prompts
         return Loaded(plan, weights, keep_rows)
 
-    monkeypatch.setattr(engine_module, "place", lambda *_: _Card((CPU,) * ranks))
+    monkeypatch.setattr(engine_module, "place", lambda *_: Card((CPU,) * ranks))
     monkeypatch.setattr("soloist.engine.kernel.load_kernel", load_kernel)
     config = EngineConfig(**{"model": "etude", "precision": "bf16", "context_tokens": 256, **asked})
     engine = Engine.load(config)

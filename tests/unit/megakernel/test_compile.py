@@ -258,16 +258,10 @@ def test_the_front_end_accepts_mixtures(name: str) -> None:
         require_accepted(quantised, Build(queries=1))
 
 
-@pytest.fixture
-def codes_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
-
-
 def coded_plan(config: ModelConfig, kv: KvName, arch: str) -> Plan:
     return make_plan(config, Dtype.BF16, GPUS[arch], kv=kv_format(kv, config, Dtype.BF16))
 
 
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, require_sound) -> None:
@@ -275,7 +269,6 @@ def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, requ
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "llama-3.1-8b"])
@@ -285,7 +278,46 @@ def test_codes_compile_with_public_shapes(
     require_sound(coded_plan(PUBLIC[name], kv, "sm_90a"), Build(queries=queries))
 
 
-@pytest.mark.usefixtures("codes_run")
+@pytest.mark.parametrize(
+    "kv", ["int8", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8", "int4"))]
+)
+@pytest.mark.parametrize(
+    "name", ["llama-untied-biases-32", "mistral-window-96", "llama-one-kv-head-128"]
+)
+def test_codes_compile_with_other_heads(name: str, kv: KvName, tmp_path: Path) -> None:
+    for queries in (1, MAX_QUERIES):
+        plan = coded_plan(configured(name, tmp_path), kv, "sm_90a")
+        require_as_little_spilled(plan, Build(queries=queries), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("name", ["etude", "llama-3.1-8b"])
+def test_drafting_compiles_with_codes(name: str, kv: KvName, tmp_path: Path) -> None:
+    plan = coded_plan(configured(name, tmp_path), kv, "sm_90a")
+    require_as_little_spilled(plan, Build(drafts=True), 0)
+
+
+@pytest.mark.parametrize(
+    ("kv", "ranks"),
+    [
+        ("int8", 1),
+        *(
+            pytest.param(kv, ranks, marks=pytest.mark.slow)
+            for kv in KV_FORMATS
+            for ranks in (1, 8)
+            if (kv, ranks) != ("int8", 1)
+        ),
+    ],
+)
+def test_codes_compile_with_lanes(kv: KvName, ranks: int) -> None:
+    config = read_config(LANEFORMER)
+    codes = kv_format(kv, config, Dtype.BF16)
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], ranks, kv=codes)
+    for queries in (1, MAX_QUERIES):
+        require_as_little_spilled(plan, Build(queries=queries), 0)
+
+
 @pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_the_front_end_accepts_codes_elsewhere(kv: KvName, arch: str) -> None:
@@ -298,13 +330,14 @@ SPILLED_BY_CODES: dict[tuple[KvName, str, int], int] = {("int4", "sm_100a", MAX_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("codes_run")
 @pytest.mark.parametrize("arch", [arch for arch in TYPICAL if arch != "sm_90a"])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_codes_compile_elsewhere(kv: KvName, arch: str) -> None:
     for queries in (1, MAX_QUERIES):
         most = SPILLED_BY_CODES.get((kv, arch, queries), 0)
         require_as_little_spilled(coded_plan(etude(), kv, arch), Build(queries=queries), most)
+    wide = coded_plan(PUBLIC["llama-3.1-8b"], kv, arch)
+    require_as_little_spilled(wide, Build(), 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])

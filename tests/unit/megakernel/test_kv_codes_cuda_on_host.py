@@ -20,7 +20,6 @@ from torch import Tensor
 from plan.shapes import shaped
 from soloist.kv.layout import page_constants
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build, _constants, _of_model
 from soloist.megakernel.interpreter.attention import _products
@@ -240,11 +239,6 @@ extern "C" void attend(const u16* queries, u32 rows, u32 first_row, const i32* l
   attend_of<Kernel>(queries, rows, first_row, last, pages, half_pages, window, out, best, total);
 }
 """
-
-
-@pytest.fixture(autouse=True)
-def runs_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
 
 
 def plan_of(shape: str, name: KvName | None) -> Plan:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from soloist.device import HEADROOM_BYTES
-from soloist.errors import DoesNotFit, SettingError
+from soloist.errors import DoesNotFit, SettingError, ShapeUnsupported
+from soloist.megakernel import plan as plan_module
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import kv_format
 from soloist.planning.expectation import Wall
@@ -45,7 +46,7 @@ def test_a_model_that_fits(tmp_path):
 
 @pytest.mark.parametrize(("kv", "head_bytes"), [("int8", 130), ("int4", 72)])
 def test_keys_and_values_in_fewer_bits(tmp_path, kv, head_bytes):
-    """Less is held and read, by an assumption, and the table says that no GPU runs it."""
+    """Less is held and read, by an assumption; and GPUs run it."""
     plain = subject_of(tmp_path, "H200", 131_072)
     model = plain.model
     subject = replace(plain, model=replace(model, kv=kv_format(kv, model.config, Dtype.BF16)))
@@ -54,8 +55,28 @@ def test_keys_and_values_in_fewer_bits(tmp_path, kv, head_bytes):
     assert wide.bytes_per_token - row.bytes_per_token == wide.kv_bytes - row.kv_bytes
     assert wide.measured
     assert not row.measured
-    (found,) = reaches(subject, [FP16], [1])
-    assert found.obstacle == f"no {kv} KV cache"
+    assert [found.obstacle for found in reaches(subject, [FP16], GPU_COUNTS)] == [""] * 4
+
+
+def test_keys_and_values_in_fewer_bits_that_the_kernel_lacks(tmp_path, monkeypatch):
+    """Codes are named only where nothing else is the reason."""
+
+    def with_codes(**changes: object) -> Subject:
+        plain = subject_of(tmp_path, "H200", 1024, **changes)
+        kv = kv_format("int8", plain.model.config, Dtype.BF16)
+        return replace(plain, model=replace(plain.model, kv=kv))
+
+    heads_of_256 = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+    (row,) = reaches(with_codes(**heads_of_256), [FP16], [1])
+    assert row.obstacle == "reference only"
+
+    def refuse(*_: object) -> None:
+        raise ShapeUnsupported("such codes", "16 bits")
+
+    monkeypatch.setattr(plan_module, "require_kv", refuse)
+    (row,) = reaches(with_codes(), [FP16], [1])
+    assert row.obstacle == "no int8 KV cache"
+    assert not reaches(subject_of(tmp_path, "H200", 1024), [FP16], [1])[0].obstacle
 
 
 def test_a_model_that_does_not_fit_lacks_so_much(tmp_path):

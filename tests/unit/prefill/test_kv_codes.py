@@ -9,7 +9,6 @@ from torch import Tensor
 
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
-from soloist.megakernel import maths
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention, ModelConfig
@@ -100,9 +99,8 @@ def test_attention_sees_what_the_pool_holds(name: KvName) -> None:
         assert not seen[131:].any()
 
 
-def test_reading_codes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_codes_is_counted() -> None:
     """Numbers that are read take what they do of 16 bits, and making them takes some more."""
-    monkeypatch.setattr(maths, "RUNS_KV_CODES", True)
     config = model(Attention(8, 4, 64), hidden_size=512, ffn=1024, vocab_size=1000)
     on = replace(TYPICAL["sm_90a"], num_sms=16)
     plain = make_plan(config, Dtype.BF16, on)

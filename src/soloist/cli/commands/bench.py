@@ -80,8 +80,6 @@ def decode(
         raise SettingError(option, given, "only without --shape")
     if wrong and not prediction:
         raise SettingError("--wrong", wrong, "only with --prediction")
-    if shape is not None and kv is not None:
-        raise SettingError("--kv", kv, "only without --shape")
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
@@ -99,6 +97,7 @@ def decode(
                 gpus=o.parsed_gpus(gpus),
                 num_busy=busy,
                 rounding=Rounding(layers, head),
+                kv=o.checked_kv(kv),
             )
         )
     else:
@@ -145,6 +144,7 @@ def prefill(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     packed_prompts: Annotated[
         bool,
         typer.Option(
@@ -196,6 +196,7 @@ def prefill(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
         weights=layers, head_weights=head, accepted_fields=accepted,
         packed_prompts=packed_prompts, page_attention=page_attention, tail_path=tail_path,
+        kv=o.checked_kv(kv),
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,

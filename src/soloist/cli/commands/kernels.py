@@ -36,6 +36,7 @@ def compile_(
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
+    kv: o.Kv = None,
     revision: o.Revision = None,
     accept_field: o.AcceptField = None,
     json: o.Json = False,
@@ -43,8 +44,8 @@ def compile_(
     """Compile a model's kernels ahead of its first start; no GPU is needed.
 
     A machine finds them where SOLOIST_CACHE names the folder, and compiles nothing. Give the
-    options with which the model will run: --gpus, --precision, --weights and --head-weights make
-    other kernels.
+    options with which the model will run: --gpus, --precision, --weights, --head-weights and --kv
+    make other kernels.
     """
     from soloist.cli import compiling
     from soloist.weights.choice import Rounding
@@ -59,5 +60,6 @@ def compile_(
         precision=o.checked_precision(precision),
         rounding=Rounding(o.checked_weights(weights), o.checked_head_weights(head_weights)),
         accepted_fields=o.accepted_fields(accept_field),
+        kv=o.checked_kv(kv),
     )
     compiling.fill(asked, as_json=json)
