@@ -30,8 +30,10 @@ def soloist(
     def run(*arguments: object, stdin: bytes | None = None) -> Outcome:
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        words = [str(a) for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["soloist", *words])  # result rows name the command
         with pytest.raises(SystemExit) as exit_:
-            main([str(a) for a in arguments])
+            main(words)
         captured = capsys.readouterr()
         return Outcome(exit_.value.code or 0, captured.out, captured.err)
 

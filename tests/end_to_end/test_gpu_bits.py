@@ -1,8 +1,9 @@
 """The bits of logits and tokens are those that were recorded: a change of design changes none.
 
 Recorded are hashes by kind of GPU, of one compiler and one torch: its libraries multiply prompts,
-and have other bits on some kinds. Elsewhere these tests are skipped. Workers need `--dist loadgroup`, so that one alone has the large
-shapes. A change that means to change bits records them anew:
+and have other bits on some kinds. Elsewhere these tests are skipped. Workers need `--dist
+loadgroup`, so that one alone has the large shapes. A change that means to change bits records them
+anew:
 
     pytest tests/end_to_end/test_gpu_bits.py --record-bits -n 8 --dist loadgroup
 """

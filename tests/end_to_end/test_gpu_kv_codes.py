@@ -9,6 +9,7 @@ from torch import Tensor
 
 from end_to_end.test_gpu_kinds_and_formats import here
 from interpreter import lane_models
+from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import CASES, CONTEXT, Bench, configured, prompt, reference_logits
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Engine, EngineConfig
@@ -40,8 +41,8 @@ MODELS = (
 )  # fmt: skip
 TOKENS = 150  # three pages
 ROUNDS = 64
-# Relative error of all logits: what rounding activations to bf16 may do, codes that round to the
-# next one by it included (tests/interpreter/test_kv_codes.py).
+# Relative error of what is nearly the same: bf16 in another order, and codes that round to the next
+# one by it.
 MOST_ERROR = {"int8": 0.03, "fp8": 0.03, "int4": 0.05}
 
 
@@ -66,10 +67,18 @@ def loaded(
     return load_kernel(plan, parts, devices, capacity, None, keep_rows=True)
 
 
-def reference(config: ModelConfig, plan: Plan, ids: list[int]) -> Tensor:
-    """[T, V] with the weights that the GPU has, and the same codes."""
-    weights = {k: v.bfloat16() for k, v in random_weights(config).items()}
-    return reference_logits(config, weights, ids, plan.kv)
+def require_near(
+    seen: Tensor, config: ModelConfig, plan: Plan, ids: list[int], weights: Weights | None = None
+) -> None:
+    """No further from the reference with the same codes than the kernel's rounding has to be.
+
+    Rounding activations to bf16 makes many numbers round to the next code, more in some models than
+    in others: the interpreter says how far off logits are then.
+    """
+    weights = {k: v.bfloat16() for k, v in (weights or random_weights(config)).items()}
+    wanted = reference_logits(config, weights, ids, plan.kv)
+    interpreted = Bench(config, plan, weights, torch.bfloat16).feed(ids, MAX_QUERIES)
+    assert error_of(seen, wanted) < 1.2 * error_of(interpreted, wanted)
 
 
 def error_of(seen: Tensor, wanted: Tensor) -> float:
@@ -92,7 +101,7 @@ def test_logits_are_the_references_with_the_same_codes(
     config, plan = coded(case, name, tmp_path, ranks)
     model, ids = loaded(config, plan), prompt(config, TOKENS)
     one_by_one = forced(model, ids, 1)
-    assert error_of(one_by_one, reference(config, plan, ids)) < MOST_ERROR[name]
+    require_near(one_by_one, config, plan, ids)
     pages = [pool.tensor.clone() for pool in model.pools]
     for queries in (2, 5, MAX_QUERIES):
         for pool in model.pools:
@@ -110,16 +119,32 @@ def test_lanes(name: KvName, ranks: int, tmp_path: Path) -> None:
     kv = kv_format(name, config, Dtype.BF16)
     plan = make_plan(config, Dtype.BF16, here(plain.gpu.num_sms), ranks, kv=kv)
     ids = prompt(config, TOKENS)
-    wanted = reference_logits(config, {k: v.bfloat16() for k, v in weights.items()}, ids, kv)
     model = loaded(config, plan, weights=weights)
     one_by_one = forced(model, ids, 1)
-    assert error_of(one_by_one, wanted) < MOST_ERROR[name]
+    require_near(one_by_one, config, plan, ids, weights)
+    wanted = reference_logits(config, {k: v.bfloat16() for k, v in weights.items()}, ids, kv)
     for queries in (5, MAX_QUERIES):
         assert torch.equal(forced(model, ids, queries), one_by_one)
     for start, stop in ((0, 70), (70, TOKENS)):
         logits = model.prefill.run(ids[start:stop], start, model.page_tables[0])
         assert logits is not None
         assert error_of(logits, wanted[stop - 1]) < 2 * MOST_ERROR[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@NAMES
+def test_experts(name: KvName, ranks: int) -> None:
+    config = MIXTURES["softmax"]
+    kv = kv_format(name, config, Dtype.BF16)
+    plan = make_plan(config, Dtype.BF16, here(SMS), ranks, kv=kv)
+    weights = random_weights(config)
+    model, ids = loaded(config, plan, weights=weights), prompt(config, TOKENS)
+    one_by_one = forced(model, ids, 1)
+    wanted = reference_logits(config, {k: v.bfloat16() for k, v in weights.items()}, ids, kv)
+    # Where a choice hangs on rounding a token has another expert, which is no small difference.
+    errors = (one_by_one.cpu() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < MOST_ERROR[name]
+    assert torch.equal(forced(model, ids, MAX_QUERIES), one_by_one)
 
 
 @NAMES
@@ -162,7 +187,7 @@ def test_split_caches(
     config, plan = coded(case, name, tmp_path)
     model, ids = loaded(config, plan), prompt(config, TOKENS)
     one_by_one = forced(model, ids, 1)
-    assert error_of(one_by_one, reference(config, plan, ids)) < MOST_ERROR[name]
+    require_near(one_by_one, config, plan, ids)
     assert torch.equal(forced(model, ids, MAX_QUERIES), one_by_one)
 
 
@@ -201,7 +226,8 @@ def test_prompts_are_the_references_and_the_kernel_goes_on(
 ) -> None:
     config, plan = coded(case, name, tmp_path)
     model, ids = loaded(config, plan), prompt(config, TOKENS)
-    wanted = reference(config, plan, ids)
+    weights = {k: v.bfloat16() for k, v in random_weights(config).items()}
+    wanted = reference_logits(config, weights, ids, plan.kv)
     for start, stop in ((0, 70), (70, TOKENS - 1)):
         logits = model.prefill.run(ids[start:stop], start, model.page_tables[0])
         assert logits is not None

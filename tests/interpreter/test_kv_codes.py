@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from interpreter import lane_models
+from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import Bench, configured, gpu, prompt, reference_logits
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.attention_plan import AttentionPlan
@@ -79,6 +80,18 @@ def test_lanes_give_the_same(name: KvName, ranks: int, tmp_path: Path) -> None:
     ids = prompt(config, 70)
     wanted = reference_logits(config, weights, ids, kv)
     assert error_of(Bench(config, plan, weights).feed(ids, 5), wanted) < ERROR[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@NAMES
+def test_experts_give_the_same(name: KvName, ranks: int) -> None:
+    config = MIXTURES["softmax"]
+    plan = make_plan(
+        config, Dtype.BF16, gpu(SMS), ranks, kv=kv_format(name, config, Dtype.BF16)
+    )  # fmt: skip
+    weights, ids = random_weights(config), prompt(config, 70)
+    wanted = reference_logits(config, weights, ids, plan.kv)
+    assert error_of(Bench(config, plan, weights).feed(ids, 8), wanted) < ERROR[name]
 
 
 @NAMES
