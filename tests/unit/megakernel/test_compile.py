@@ -29,7 +29,6 @@ from soloist.engine.bandwidth import bandwidth_source
 from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
-from soloist.megakernel import maths
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
 from soloist.megakernel.limits import MAX_QUERIES, THREADS
