@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -544,6 +545,27 @@ def test_a_server_with_keys_asks_for_one(tab) -> None:
         tab.reload()  # kept for this tab of the browser
         tab.get_by_text("tokens of context").wait_for()
         assert KEY not in tab.evaluate("JSON.stringify(localStorage)")
+
+
+def test_a_long_list_is_several_that_look_like_one(tab) -> None:
+    """What is far from the end of it can be left alone."""
+    text = "".join(f"{i}. item {i} of `list`, with **bold** words\n" for i in range(7, 207))
+    with running(lambda _: scripted(Scripted(text, 2000, ends=True), 32_768)) as server:
+        open_page(tab, wait_until_ready(server))
+        assert say(tab, "Say it", 10_000).startswith("ended: stop")
+        lists = tab.locator(".assistant .text ol")
+        assert lists.count() > 2
+        numbers = lists.evaluate_all(
+            "all => all.flatMap((one) => [...one.children].map((_, i) => one.start + i))"
+        )
+        items = tab.locator(".assistant .text li").all_text_contents()
+        assert numbers == list(range(7, 207))
+        assert [int(item.split()[1]) for item in items] == numbers
+        tops = tab.evaluate("""() => { const all = [...document.querySelectorAll(".text li")];
+            all.at(-1).scrollIntoView(); return all.map((one) => one.getBoundingClientRect().top); }
+            """)
+        last = [b - a for a, b in pairwise(tops[-100:])]
+        assert max(last) - min(last) < 1, "no gap where one ends and another begins"
 
 
 def test_it_is_dark_or_light_and_fits_a_phone(tab, fast) -> None:

@@ -112,16 +112,20 @@ export class Markdown {
     else this.#put(...this.#running);
   }
 
-  // After all others; a part that is full is far from the end soon.
+  // After all others.
   #put(...elements) {
     for (const one of elements) {
-      if (this.#part === null || this.#part.childNodes.length >= TOGETHER) {
-        const full = this.#part;
-        if (full !== null) setTimeout(() => full.classList.add("past"), DRAWN_MS);
-        this.#part = this.#root.appendChild(element("div", [], "blocks"));
-      }
+      if (this.#part?.childNodes.length >= TOGETHER) this.#cut();
+      this.#part ??= this.#root.appendChild(element("div", [], "blocks"));
       this.#part.append(one);
     }
+  }
+
+  // The part is full, and far from the end soon.
+  #cut() {
+    const full = this.#part;
+    setTimeout(() => full.classList.add("past"), DRAWN_MS);
+    this.#part = null;
   }
 
   // All items of a list or rows of a table but the last are over.
@@ -135,13 +139,27 @@ export class Markdown {
       this.#put(element);
       this.#begun = { type, element: element.querySelector("tbody") ?? element };
     }
-    this.#begun.element.append(...parts, ...this.#running);
+    this.#begun.element.append(...parts);
+    if (type === "list") this.#goOn(block);
+    this.#begun.element.append(...this.#running);
     const lines = block.raw.trimEnd().split("\n");
     const after = this.#open.slice(block.raw.trimEnd().length);
     this.#open =
       type === "table"
         ? [lines[0], lines[1], lines.at(-1)].join("\n") + after
         : this.#open.slice(textOf(block.items.slice(0, -1)).length);
+  }
+
+  // What follows of a list is one of its own, so that what is out of sight can be left alone.
+  #goOn(block) {
+    const before = this.#begun.element;
+    const [after] = elementsOf({ ...block, items: [] }, true);
+    if (block.ordered) after.start = before.start + before.childElementCount;
+    before.classList.add("cut");
+    after.classList.add("more");
+    this.#cut();
+    this.#put(after);
+    this.#begun.element = after;
   }
 }
 
