@@ -88,6 +88,16 @@ def test_lanes_have_codes(name: KvName, ranks: int) -> None:
 
 
 @NAMES
+def test_mixtures_have_codes_beside_bf16(name: KvName) -> None:
+    config = read_config(MIXTURE)
+    plan = support_of(H200, config, Dtype.BF16, kv=kv_format(name, config, Dtype.BF16)).plan
+    assert plan is not None
+    assert plan.kv_layout.format.name == name
+    with pytest.raises(KvUnsupported, match="beside fp16"):
+        support_of(H200, config, Dtype.FP16, kv=kv_format(name, config, Dtype.FP16))
+
+
+@NAMES
 def test_what_reading_ends_of_prompts_takes_was_not_measured(name: KvName) -> None:
     config = PUBLIC["llama-3.1-8b"]
     for kv, is_known in ((None, True), (name, False)):
@@ -141,7 +151,10 @@ def test_attention_from_pages_has_no_codes(name: KvName, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("config", "dtype", "named"),
-    [(SMALL, Dtype.FP32, "fp32"), (read_config(MIXTURE), Dtype.FP16, "a mixture of experts")],
+    [
+        (SMALL, Dtype.FP32, "fp32"),
+        (replace(SMALL, embedding_scale=2.0), Dtype.FP16, "a scale of embeddings"),
+    ],
 )
 def test_its_own_reason_is_told_and_the_reference_runs(
     config: ModelConfig, dtype: Dtype, named: str

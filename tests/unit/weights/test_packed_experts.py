@@ -1,6 +1,7 @@
 """Experts get from files into the kernel's order without a second copy of them anywhere."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -237,6 +238,10 @@ def test_files_may_be_larger_than_the_hosts_memory(ranks: int, folders: dict[str
     system may let go of the files."""
     assert (folders["bf16"] / "model.safetensors").stat().st_size > 100e6
     script = [sys.executable, "-c", _BOUNDED, str(folders["bf16"]), str(ranks)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        script, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 50e6
