@@ -94,6 +94,63 @@ def _hop(name: str, way: str) -> File:
     )
 
 
+# On one GPU, whichever it is: a file's name begins with its kind.
+_KEPT = (
+    ("llama-3.1-8b", "--prompt-tokens 100000 --kept 99840 --kept 99072 --runs 3"),
+    ("llama-3.1-8b", "--prompt-tokens 32000 --kept 31744 --runs 5"),
+    ("llama-3.2-1b", "--prompt-tokens 100000 --kept 99840 --runs 5"),
+    ("llama-3.1-8b", "--prompt-tokens 32000 --prompt-tokens 100000 --prefix cold --runs 2"),
+)
+_WAYS_OF_ATTENTION = ("", " --page-attention")
+_WAYS_OF_PRODUCTS = ("", " --packed-prompts")
+
+
+def _prefill(shape: str, options: str) -> str:
+    return f"bench prefill --shape benchmarks/shapes/{shape}.json --precision bf16 {options}"
+
+
+def _of_one_gpu(kind: str) -> dict[str, File]:
+    """Files of prompts, predictions and caches in fewer bits."""
+    files = {
+        "one-copy": (
+            *(
+                _prefill(shape, f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}")
+                for shape in _SHAPES
+                for way in _WAYS_OF_PRODUCTS
+            ),
+            *(
+                _prefill(
+                    "llama-3.1-8b",
+                    f"--weights {weights} --prompt-tokens 128 --prompt-tokens 2048 --prefix cold"
+                    f"{way}",
+                )
+                for weights in ("int4", "fp8")
+                for way in _WAYS_OF_PRODUCTS
+            ),
+        ),
+        "kept-prompts": tuple(
+            _prefill(shape, f"{options}{way}")
+            for shape, options in _KEPT
+            for way in _WAYS_OF_ATTENTION
+        ),
+        "predictions": tuple(
+            f"bench decode {_quantized(form, shape)} {_RUN} --prediction --wrong {wrong}"
+            for form, shape, wrongs in (
+                ("bf16", "llama-3.1-8b", (0, 0.25, 1)),
+                ("bf16", "qwen3-1.7b", (0, 1)),
+                ("int4", "llama-3.1-8b", (0,)),
+            )
+            for wrong in wrongs
+        ),
+        "kv": tuple(
+            _decode("llama-3.1-8b", f"{_RUN} --context {context}{kv}")
+            for context in (8192, 128000)
+            for kv in ("", " --kv int8", " --kv fp8", " --kv int4")
+        ),
+    }
+    return {f"{kind}-{name}.json": File(commands) for name, commands in files.items()}
+
+
 SUITES: Mapping[str, Mapping[str, File]] = {
     "cpu": {
         "cpu-bandwidth.json": File(("bench bandwidth --device cpu",)),
@@ -178,7 +235,8 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "ray-hop.json": _hop("Ray, HAProxy, throughput settings", "ray"),
         "ray-hop-as-it-comes.json": _hop("Ray as it comes", "ray-as-it-comes"),
     },
-    "h200": {
+    "h200": _of_one_gpu("h200")
+    | {
         "h200.json": File(
             (
                 *(_decode(shape, _RUN) for shape in _SHAPES),
@@ -274,6 +332,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             )
         ),
     },
+    "h100": _of_one_gpu("h100"),
     # Several of them, linked by NVLink: as many as a machine has, by `--only`.
     "8-h200": {
         f"{gpus}-h200.json": File(
@@ -330,6 +389,7 @@ _IN_TURN = (
 IN_TURN: Mapping[str, tuple[str, ...]] = {
     "h200-in-turn.json": _IN_TURN,
     "2-h100-in-turn.json": tuple(_decode(shape, f"{_RUN} --runs 3 --gpus 2") for shape in _SHAPES),
+    "h100-in-turn.json": ("bench startup etude --runs 2 --kernel-cache warm",),
     "h200-quantized-in-turn.json": (
         *(
             _decode(shape, f"--weights int4 {_RUN} --runs 3{columns}")
