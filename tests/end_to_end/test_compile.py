@@ -21,12 +21,13 @@ from soloist.model.families import read_config
 from soloist.model.folder import find_model
 from soloist.model.kv_format import KV_FORMATS, KvName, kv_format
 from soloist.prefill.coded_pages import coded_pages_source
+from soloist.prefill.page_form import page_form
 from soloist.prefill.sources import prefill_sources
 
 KINDS = (
     "decoding up to 8 query tokens, greedy", "decoding one query token, greedy",
     "decoding up to 8 query tokens, sampling", "decoding one query token, sampling",
-    "prompts, prefill", "prompts, gate_up", "prompts, attend_first", "memory bandwidth",
+    "prompts, prefill", "prompts, gate_up", "prompts, attend_pages", "memory bandwidth",
 )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_a_folder_is_filled_once(soloist, tmp_path, compiled) -> None:
     assert f"etude · bf16 · sm_90a, 132 SMs · {folder}" in first.err
     assert [line.partition("  ")[0] for line in first.out.splitlines()[1:]] == list(KINDS)
     assert sorted(set(compiled)) == [
-        ("kernels/attend_first.cu", "sm_90a"), ("kernels/decode.cu", "sm_90a"),
+        ("kernels/attend_pages.cu", "sm_90a"), ("kernels/decode.cu", "sm_90a"),
         ("kernels/gate_up.cu", "sm_90a"), ("kernels/prefill.cu", "sm_90a"),
         ("kernels/read.cu", "sm_90a"),
     ]  # fmt: skip
@@ -139,7 +140,8 @@ def test_codes_of_keys_and_values_have_a_kernel_more(name: KvName) -> None:
     kv = kv_format(name, etude(), Dtype.BF16)
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], kv=kv)
     sources = list(kernel_sources(plan))
-    assert [named.name for named in sources] == [*KINDS[:-1], "prompts, coded_pages", KINDS[-1]]
+    kinds = [kind.replace("attend_pages", "attend_first") for kind in KINDS]
+    assert [named.name for named in sources] == [*kinds[:-1], "prompts, coded_pages", kinds[-1]]
     a = etude().layers[0].attention
     pool = PagePool(
         etude().num_layers, a.num_kv_heads, a.head_dim, 1, torch.bfloat16, torch.device("cpu"), kv
@@ -149,12 +151,27 @@ def test_codes_of_keys_and_values_have_a_kernel_more(name: KvName) -> None:
 
 def test_kernels_of_prompts_by_architecture() -> None:
     """Hopper alone has kernels of its own for attention and for gate_up of whole tiles."""
-    for arch, names in (
-        ("sm_90a", ("prefill", "gate_up", "attend_first")),
-        ("sm_80", ("prefill",)),
+    pages = page_form(make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"]))
+    for arch, pages_of, names in (
+        ("sm_90a", pages, ("prefill", "gate_up", "attend_pages")),
+        ("sm_90a", None, ("prefill", "gate_up", "attend_first")),
+        ("sm_80", None, ("prefill",)),
     ):
-        found = prefill_sources(etude(), Dtype.BF16, arch).all
+        found = prefill_sources(etude(), Dtype.BF16, arch, pages=pages_of).all
         assert tuple(Path(source.kernel).stem for source in found) == names
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_is_what_a_start_loads(ranks: int) -> None:
+    """From KV pages where that runs, and only there."""
+    for arch in TYPICAL:
+        plan = make_plan(etude(), Dtype.BF16, TYPICAL[arch], ranks)
+        of_attention = [
+            named.source for named in kernel_sources(plan) if "attend" in named.source.kernel
+        ]
+        form = page_form(plan)
+        assert (form is not None) == (arch == "sm_90a")
+        assert of_attention == ([] if form is None else [form.source])
 
 
 @pytest.mark.gpu

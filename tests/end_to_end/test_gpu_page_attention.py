@@ -36,6 +36,14 @@ def load(**asked: object) -> Engine:
     return Engine.load(replace(config, **asked))  # type: ignore[arg-type]
 
 
+def test_nobody_has_to_ask_for_it() -> None:
+    for asked, attends in (({}, True), ({"rank_devices": (0, 0)}, False)):
+        engine = load(**asked)
+        assert isinstance(engine.model, KernelModel)
+        operations = engine.model.prefill.parts[0].work.operations
+        assert operations.attends_pages == engine.resolved.page_attention == attends
+
+
 def logits(model: object, vocab_size: int, tokens: int, chunk: int | None = None) -> Tensor:
     """Of a prompt's last token."""
     assert isinstance(model, KernelModel)
@@ -55,9 +63,11 @@ def require_near(seen: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("keeps", [False, True], ids=["not kept", "kept"])
 def test_prompts_are_those_of_the_library(keeps: bool) -> None:
     asked = {"keeps_prefixes": keeps, "sequences": 2 if keeps else 1}
-    library, own = load(**asked), load(page_attention=True, **asked)
+    library, own = load(page_attention=False, **asked), load(page_attention=True, **asked)
     assert isinstance(own.model, KernelModel)
     assert own.model.prefill.parts[0].work.operations.attends_pages
+    assert isinstance(library.model, KernelModel)
+    assert not library.model.prefill.parts[0].work.operations.attends_pages
     for tokens in (n for n in LENGTHS if n < own.resolved.context_tokens):
         vocab = own.config.vocab_size
         require_near(logits(own.model, vocab, tokens), logits(library.model, vocab, tokens))

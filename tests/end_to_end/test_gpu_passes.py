@@ -1,6 +1,8 @@
 """Passes of settled widths on a GPU: the same bits, however a prompt is cut and launched.
 
-Real widths, few layers: libraries choose their kernels by the sizes of products.
+Real widths, few layers: libraries choose their kernels by the sizes of products. Keys are gathered
+and a library attends, as on all GPUs but Hopper's; of attention straight from pages
+`test_gpu_page_attention.py` shows the same.
 """
 
 import random
@@ -57,7 +59,7 @@ def prefill(config: ModelConfig, dtype: Dtype, cache_root: Path) -> Prefill:
     weights = random_weights(tensors(config), dtype, GPU)
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], GPU)
-    fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root)
+    fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root, pages=None)
     part = Part(Share(config, 1, 0), weights.__getitem__, vectors(weights), pool, fused)
     return Prefill([part])
 
@@ -220,7 +222,9 @@ def spread(
             config.num_layers, a.num_kv_heads, a.head_dim, PAGES, TORCH_DTYPES[dtype], device
         )
         given = held.__getitem__, vectors(held), pool
-        fused = partial(FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks)
+        fused = partial(
+            FusedElementwise, arch=arch(), cache_root=cache_root, ranks=ranks, pages=None
+        )
         parts.append(Part(share, *given, fused, lane_operations=FusedLanes))
     return Prefill(parts)
 

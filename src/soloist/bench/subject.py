@@ -31,6 +31,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
+from soloist.prefill.page_form import page_form
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
 from soloist.weights.choice import Rounding, require_matrices, rounding_of, untied
@@ -53,7 +54,7 @@ class Reading(NamedTuple):
     """
 
     packed_prompts: bool = False
-    page_attention: bool = False
+    page_attention: bool | None = None
     tail_path: TailPath = "prefill"
 
 
@@ -246,6 +247,7 @@ def shape_on_gpu(
 
     Raises:
         DeviceError: the kernel does not run this shape, or it does not fit.
+        ShapeUnsupported: nor does a way of reading that was asked for.
         KvUnsupported: it does, but not with such keys and values.
     """
     config, specs, dtype = shape.config, shape.specs, shape.dtype
@@ -255,8 +257,9 @@ def shape_on_gpu(
     held, formats = placed.share_of(config), support.plan.formats
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
+    pages = page_form(support.plan, asked=reading.page_attention, shares_gpu=placed.sharing > 1)
     footprint = Footprint(
-        held, tensors(held), dtype, support.plan, reading.packed_prompts, reading.page_attention,
+        held, tensors(held), dtype, support.plan, reading.packed_prompts, pages is not None,
         shape.kv,
     )  # fmt: skip
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
@@ -276,7 +279,7 @@ def shape_on_gpu(
     )  # fmt: skip
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
-        page_attention=reading.page_attention, tail_path=reading.tail_path,
+        page_attention=pages is not None, tail_path=reading.tail_path,
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,

@@ -18,6 +18,7 @@ from soloist.megakernel.header import Build
 from soloist.megakernel.kernel import decode_sources
 from soloist.megakernel.plan import Plan
 from soloist.prefill.coded_pages import coded_pages_source
+from soloist.prefill.page_form import page_form
 from soloist.prefill.part import config_of
 from soloist.prefill.sources import prefill_sources
 
@@ -56,12 +57,17 @@ class CompiledKernel:
 
 
 def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
-    """Everything that is compiled for a model's plan, what takes longest first."""
+    """Everything that is compiled for a model's plan, what takes longest first.
+
+    As prompts are read where nobody asks for another way.
+    """
     for build, options in _BUILDS.items():
         single, several = decode_sources(plan, options)
         yield NamedSource(f"decoding up to 8 query tokens, {build}", several)
         yield NamedSource(f"decoding one query token, {build}", single)
-    prefill = prefill_sources(config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks)
+    prefill = prefill_sources(
+        config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks, page_form(plan)
+    )
     coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
     for source in (*prefill.all, *coded):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)

@@ -17,6 +17,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
+from soloist.prefill.page_form import page_form
 from soloist.weights.choice import Rounding
 
 # Of the host's free memory, for cached prompts.
@@ -69,8 +70,9 @@ class EngineConfig:
             it is loaded, before anything is rounded.
         packed_prompts: prompts are read from the packed weights, and rows are never kept;
             how quick that is, is not measured yet.
-        page_attention: prompts attend to KV pages by a kernel of ours, without a copy of what was
-            cached; how quick that is, is not measured yet.
+        page_attention: whether prompts attend to KV pages by a kernel of ours, without a copy of
+            what was cached, or by a library. None takes the kernel where it runs: on Hopper GPUs,
+            without `kv`. The ways have other bits.
         tail_path: which way a prompt's last tokens are read, those behind its last chunk, which no
             other prompt gets: by a pass ('prefill'), in rounds of the decode kernel ('decode'), or
             by a rule of measured figures ('auto'). The ways have other bits; what was kept of a
@@ -97,7 +99,7 @@ class EngineConfig:
     head_weights: Codes | None = None
     kv: KvName | None = None
     packed_prompts: bool = False
-    page_attention: bool = False
+    page_attention: bool | None = None
     tail_path: TailPath = "prefill"
     accepted_fields: tuple[str, ...] = ()
     adapter: str | None = None
@@ -112,6 +114,11 @@ class EngineConfig:
         """
         return Rounding(_codes("weights", self.weights), _codes("head_weights", self.head_weights))
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Several ranks run on one GPU."""
+        return len(set(self.rank_devices)) < len(self.rank_devices)
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -124,6 +131,7 @@ class Resolved:
         memory: what will be allocated, on each of several GPUs.
         kv_tokens: positions of the KV cache, shared by all requests: at least one context.
         kv: how keys and values are stored.
+        page_attention: prompts attend to KV pages by a kernel of ours.
         rank_devices: of each rank, where there are several.
     """
 
@@ -133,6 +141,7 @@ class Resolved:
     memory: MemoryEstimate
     kv_tokens: int
     kv: KvFormat
+    page_attention: bool = False
     rank_devices: tuple[str, ...] = ()
 
     @property
@@ -178,6 +187,7 @@ def resolve(
     Raises:
         SettingError: a context beyond the model's, or a KV cache that there is not.
         KvUnsupported: raised by `plan_in` where the kernel does not store such a cache.
+        ShapeUnsupported: prompts shall attend to KV pages where no kernel of ours does.
         OutOfMemory: it does not fit; the hint names what would.
     """
     if asked.precision not in ("auto", "fp32", "bf16", "fp16"):
@@ -193,9 +203,14 @@ def resolve(
             "context", wanted, f"1 … {model.context_tokens:,}, the positions the model was made for"
         )
 
+    def attends_pages(plan: Plan | None) -> bool:
+        if plan is None:
+            return False
+        return page_form(plan, asked=asked.page_attention, shares_gpu=asked.shares_gpu) is not None
+
     def footprint(dtype: Dtype) -> Footprint:
         specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
-        ways = asked.packed_prompts, asked.page_attention
+        ways = asked.packed_prompts, attends_pages(plan)
         return Footprint(model, specs, dtype, plan, *ways, kv)
 
     if asked.precision != "auto":
@@ -214,7 +229,8 @@ def resolve(
     further = min(left // 2 // token_bytes, (asked.sequences - 1) * context)
     further -= further % PAGE_POSITIONS
     memory = replace(memory, kv_bytes=memory.kv_bytes + further * token_bytes)
-    return Resolved(device, dtype, context, memory, context + further, kv)
+    pages = attends_pages(plan_in(dtype))
+    return Resolved(device, dtype, context, memory, context + further, kv, pages)
 
 
 def require_kv_attention(asked: EngineConfig) -> None:

@@ -427,7 +427,7 @@ def _kernel(
         chunk_tokens=MOST_PASS_TOKENS if asked.sequences == 1 else SHARED_CHUNK_TOKENS,
         keeps_prefixes=asked.keeps_prefixes,
         host_bytes=host_bytes,
-        page_attention=asked.page_attention,
+        page_attention=resolved.page_attention,
         tail_path=asked.tail_path,
     )
     cache = read_settings().cache
@@ -456,7 +456,7 @@ def _save_prompts(
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
-        asked.rounding, asked.packed_prompts, keeps_rows, asked.page_attention,
+        asked.rounding, asked.packed_prompts, keeps_rows, resolved.page_attention,
     )  # fmt: skip
     model.save_to(asked.cache_dir, cache_dir_bytes(asked), facts)
 

@@ -20,7 +20,6 @@ from soloist.engine.tail_path import (
     TailRule,
     tail_costs,
 )
-from soloist.errors import ShapeUnsupported
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -36,7 +35,6 @@ from soloist.prefill.elementwise import rope_table
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts
-from soloist.prefill.page_attention import require_page_attention
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
@@ -73,8 +71,8 @@ class Capacity:
         chunk_tokens: most prompt tokens a pass of prefill.
         keeps_prefixes: see `KernelExecutor`.
         host_bytes: of pinned host memory, at most, for cached prompts whose pages others need.
-        page_attention: prefill attends to KV pages by a kernel of ours, and has memory for that
-            (`PageAttention`).
+        page_attention: whether prefill attends to KV pages by a kernel of ours, and has memory for
+            that (`PageAttention`); None: where it runs.
         tail_path: which way the tokens behind a prompt's last chunk are read (`TailRule`).
     """
 
@@ -84,7 +82,7 @@ class Capacity:
     chunk_tokens: int = MOST_PASS_TOKENS
     keeps_prefixes: bool = False
     host_bytes: int = 0
-    page_attention: bool = False
+    page_attention: bool | None = None
     tail_path: TailPath = "prefill"
 
     @property
@@ -151,12 +149,9 @@ def load_kernel(
     """
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
-    if capacity.page_attention:
-        if not plan.kv_layout.format.is_plain:
-            raise ShapeUnsupported(
-                f"attention from KV pages in {plan.kv_layout.format.name}", "16 bits"
-            )
-        require_page_attention(page_form(plan.share, plan.dtype, plan.gpu.arch), plan.gpu.arch)
+    shares_gpu = len(set(devices)) < len(devices)
+    pages = page_form(plan, asked=capacity.page_attention, shares_gpu=shares_gpu)
+    capacity = replace(capacity, page_attention=pages is not None)
     reads = _Reads.ROWS if keep_rows else _Reads.UNPACKED
     if packed_prompts:
         require_packed_prompts(plan)
@@ -219,8 +214,9 @@ def _load_rank(
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
     share = plan.part_of(rank)
     operations = partial(
-        FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks
-    )
+        FusedElementwise, arch=plan.gpu.arch, cache_root=cache_root, rope=rope, ranks=plan.ranks,
+        pages=page_form(plan, asked=capacity.page_attention),
+    )  # fmt: skip
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     matrices: Products
     if reads is not _Reads.PACKED:
@@ -231,13 +227,11 @@ def _load_rank(
         tables = tables_of_columns(plan, packed)
         matrices = PackedMatrices(plan, packed, tables, most, cache_root)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
-    if capacity.page_attention and prefill.fused is not None:
-        prefill.fused.attend_to_pages()
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)
 
 
-def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
+def _costs_of_tails(plan: Plan, *, attends_pages: bool) -> TailCosts | None:
     """None where nothing was measured."""
     if plan.gpu.arch != MEASURED_ARCH or plan.ranks > 1:
         return None
@@ -248,7 +242,7 @@ def _costs_of_tails(plan: Plan, capacity: Capacity) -> TailCosts | None:
     values = sum(spec.num_values for spec in tensors(plan.model) if spec.is_layer_matrix)
     facts = TailFacts(
         plan.image.streamed_bytes, values, plan.kv_layout.pool_bytes(1) / PAGE_POSITIONS,
-        plan.model.num_layers, plan.shape.head_dim, capacity.page_attention,
+        plan.model.num_layers, plan.shape.head_dim, attends_pages,
     )  # fmt: skip
     return tail_costs(facts)
 
@@ -285,7 +279,7 @@ class KernelModel(KernelExecutor):
         plan: of the decode kernel.
         ranks: all of them, in order.
         devices: the GPU of each rank.
-        capacity: what its ranks have room for.
+        capacity: what its ranks have room for, with `page_attention` decided.
         stays_in_place: what prefill multiplies by is always at the same addresses.
 
     Raises:
@@ -317,7 +311,7 @@ class KernelModel(KernelExecutor):
             decoder, prefill, capacity.num_pages, plan.model.vocab_size, capacity.chunk_tokens,
             keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
-        costs = _costs_of_tails(plan, capacity)
+        costs = _costs_of_tails(plan, attends_pages=bool(capacity.page_attention))
         self.tails = TailRule(capacity.tail_path, costs, prefill.widths)
 
     @property

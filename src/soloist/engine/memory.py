@@ -21,7 +21,6 @@ from soloist.model.tensors import TensorSpec
 from soloist.prefill.buffers import prefill_bytes
 from soloist.prefill.experts import pieces_at_once
 from soloist.prefill.packed_form import arranged_bytes, parted_bytes
-from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
 from soloist.weights.memory import (
@@ -62,7 +61,7 @@ class Footprint:
         dtype: of weights and, where nothing else is said, KV cache.
         plan: of the decode kernel; without, the reference runs.
         packed_prompts: prompts are read from the packed weights.
-        page_attention: prompts attend to KV pages by a kernel of ours.
+        page_attention: prompts attend to KV pages by a kernel of ours (`page_form` decides).
         kv: what the reference stores keys and values as; None stores them as they are.
     """
 
@@ -88,11 +87,9 @@ class Footprint:
                 scratch_bytes=scratch_bytes(config, dtype, context_tokens, kv=self.kv),
             )
         num_pages = num_pages_of(context_tokens)
-        prefill = prefill_bytes(config, plan, num_pages)
+        prefill = prefill_bytes(config, plan, num_pages, attends_pages=self.page_attention)
         at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
         prefill += unpacked_experts_bytes(plan, at_once)
-        if self.page_attention:
-            prefill += MOST_PARTIAL_BYTES
         # On its way to the kernel's order a matrix takes what it takes on its way back.
         packing = unpacking_bytes(plan, self.specs)
         running = workspace_bytes(plan) + prefill

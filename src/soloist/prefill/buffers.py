@@ -14,6 +14,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.experts import mixture_bytes
+from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
@@ -86,25 +87,31 @@ def widest(pool: PagePool) -> torch.dtype:
     return torch.float32 if pool.device.type == "cuda" else pool.dtype
 
 
-def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
+def prefill_bytes(
+    config: ModelConfig, plan: Plan, num_pages: int, *, attends_pages: bool = False
+) -> int:
     """Most that reading prompts takes on a rank, beside weights and a pool of so many pages.
 
     Args:
         config: what the rank has.
         plan: of the decode kernel that shares the pool.
         num_pages: of the pool.
+        attends_pages: a kernel of ours reads keys and values where they lie.
     """
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
     most_tokens = min(MOST_PASS_TOKENS, positions)
     buffers = bytes_per_token(config, plan.dtype) * most_tokens
     experts = mixture_bytes(config, plan.dtype, most_tokens)
-    # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
-    gathered = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes
+    if attends_pages:
+        keys = MOST_PARTIAL_BYTES
+    else:
+        # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
+        keys = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes
     coding = coding_bytes(layout, most_tokens)
     rope = 2 * rope_table_bytes(config, positions)  # and what the table is made of
     padded = _attended_bytes(config, plan.dtype) * min(MOST_PADDED_TOKENS, positions)
     logits = plan.exchanges.sampled_rows * _FP32_BYTES
-    return buffers + experts + gathered + coding + rope + padded + logits
+    return buffers + experts + keys + coding + rope + padded + logits
 
 
 def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:

@@ -35,8 +35,8 @@ from soloist.prefill.elementwise import (
 from soloist.prefill.first_attention import FirstAttention
 from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import AWAIT_NS, THREADS
-from soloist.prefill.page_attention import PageAttention, require_page_attention
-from soloist.prefill.page_form import page_form
+from soloist.prefill.page_attention import PageAttention
+from soloist.prefill.page_form import PageForm
 from soloist.prefill.sources import prefill_sources
 
 _ACCESS_VALUES = 8
@@ -115,6 +115,7 @@ class FusedElementwise(Elementwise):
         cache_root: where compiled kernels are kept; None keeps none on disk.
         rope: see the base class.
         ranks: over how many the model is spread whose share `config` is; see `connect`.
+        pages: how all passes attend to KV pages by a kernel of ours; None has these gathered.
 
     Attributes:
         stream: handle of that in which a pass runs.
@@ -127,7 +128,7 @@ class FusedElementwise(Elementwise):
 
     capturable = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what models, devices and starts may differ in
         self,
         config: ModelConfig,
         vectors: Vectors,
@@ -136,12 +137,15 @@ class FusedElementwise(Elementwise):
         cache_root: Path | None,
         rope: Tensor | None = None,
         ranks: int = 1,
+        pages: PageForm | None = None,
     ) -> None:
         super().__init__(config, vectors, pool, rope)
         attention = config.layers[0].attention
         self._heads = attention.num_query_heads + 2 * attention.num_kv_heads
         assert pool.dtype in DTYPES, "a 16-bit pool"
-        self.ranks, self.sources = ranks, prefill_sources(config, DTYPES[pool.dtype], arch, ranks)
+        assert pages is None or pages.layout == pool.layout, "of this pool"
+        self.ranks = ranks
+        self.sources = prefill_sources(config, DTYPES[pool.dtype], arch, ranks, pages)
         sizes = [("hidden", config.hidden_size), *(("FFN", n) for n in self.sources.swiglu)]
         for name, size in sizes:
             if size % _ACCESS_VALUES:
@@ -160,11 +164,11 @@ class FusedElementwise(Elementwise):
             self._coded = self.load(coded_pages_source(pool.layout), (STORE_ENTRY, GATHER_ENTRY))
         with torch.cuda.device(pool.device):
             self._gate_up = {n: GateUp(s, cache_root) for n, s in self.sources.gate_up.items()}
-            own = self.sources.first_attention
+            self._pages = None if pages is None else PageAttention(pages, pool, cache_root)
+            own = self.sources.attention if pages is None else None
             self._attention = (
                 None if own is None else FirstAttention(attention.head_dim, own, cache_root)
             )
-        self._pages: PageAttention | None = None
         self.stream = 0
         self._rank = 0
         self._peers: Sequence[FusedElementwise] = [self]
@@ -181,6 +185,7 @@ class FusedElementwise(Elementwise):
     def connect(self, rank: int, peers: Sequence["FusedElementwise"]) -> None:
         """Before the first pass of several ranks: which one this is, and all of them in order."""
         self._rank, self._peers = rank, peers
+        assert self._pages is None or self._is_alone, "see `page_form`"
 
     def wait_for_nobody(self, *, alone: bool) -> None:
         """Whether `sum_norm` and `meet` go on at once, though nobody else runs."""
@@ -352,22 +357,10 @@ class FusedElementwise(Elementwise):
         self._attention.launch(heads.queries, heads.keys, heads.values, out, window, self.stream)
         return out.flatten(1)
 
-    def attend_to_pages(self) -> None:
-        """Have all passes attend to KV pages by a kernel of ours, from the first pass on.
-
-        Raises:
-            ShapeUnsupported: there is none for this model on this GPU.
-            DeviceError: it cannot be compiled or loaded.
-        """
-        found = page_form(self.config, DTYPES[self.pool.dtype], self._arch)
-        form = require_page_attention(found, self._arch)
-        with torch.cuda.device(self.pool.device):
-            self._pages = PageAttention(form, self.pool, self._cache_root)
-
     @property
     def attends_pages(self) -> bool:
         """See the base class."""
-        return self._pages is not None and self._is_alone
+        return self._pages is not None
 
     def attend_pages(
         self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soloist.errors import ShapeUnsupported
 from soloist.jit.tensor_map import TensorMap, boxes_map
 from soloist.kv.pool import PagePool
 from soloist.prefill import hopper
@@ -20,18 +19,6 @@ from soloist.prefill.page_form import (
     PageForm,
     launch_scale,
 )
-
-
-def require_page_attention(form: PageForm | None, arch: str) -> PageForm:
-    """Refuse models and GPUs for which there is no such kernel.
-
-    Raises:
-        ShapeUnsupported: there is none.
-    """
-    if form is None:
-        given = f"attention of prompts from KV pages on {arch}, for these heads"
-        raise ShapeUnsupported(given, f"{hopper.ARCH}, and 32, 64, 96 or 128 numbers a head")
-    return form
 
 
 class PageAttention:

@@ -6,12 +6,12 @@ Of `cuda/kernels/attend_pages.cu`. Pure: no torch, no device.
 import math
 from dataclasses import dataclass
 
+from soloist.errors import ShapeUnsupported
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import Boxes
 from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
-from soloist.model.config import ModelConfig
+from soloist.megakernel.plan import Plan
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import PAGE_FORMATS
 from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY, MERGE_ENTRY = "kernels/attend_pages.cu", "attend_pages", "merge_splits"
@@ -158,19 +158,48 @@ def launch_scale(head_dim: int) -> float:
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
-def page_form(config: ModelConfig, dtype: Dtype, arch: str) -> PageForm | None:
-    """The kernel for a model whose layers have the same heads; None where a library attends.
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def page_form(
+    plan: Plan, *, asked: bool | None = None, shares_gpu: bool = False
+) -> PageForm | None:
+    """What prompts of a plan attend by; None where a library does, after keys were gathered.
+
+    All who count memory, compile or load ask here.
 
     Args:
-        config: what the rank has, with heads of all its streams.
-        dtype: of the pool.
-        arch: such as 'sm_90a'.
+        plan: says architecture, heads, and how keys and values are stored.
+        asked: True and False ask for the kernel and for the library; None takes the kernel where
+            it runs.
+        shares_gpu: several ranks run on one GPU. The kernel takes SMs whole, and others wait there.
+
+    Raises:
+        ShapeUnsupported: the kernel was asked for where it does not run.
     """
-    a = config.layers[0].attention
-    if arch != ARCH or dtype not in PAGE_FORMATS or a.head_dim not in _SLOTS:
+    if asked is False:
         return None
-    group = a.num_query_heads // a.num_kv_heads
-    if group > TILE or PAGE_FORMATS[dtype].num_bytes(1) != _VALUE_BYTES:
+    obstacle = _obstacle(plan, shares_gpu=shares_gpu)
+    if not obstacle:
+        return PageForm(plan.kv_layout, plan.shape.group, plan.dtype)
+    if asked is None:
         return None
-    layout = KvLayout(config.num_layers, a.num_kv_heads, a.head_dim, PAGE_FORMATS[dtype])
-    return PageForm(layout, group, dtype)
+    dims = ", ".join(map(str, _SLOTS))
+    raise ShapeUnsupported(
+        f"attention of prompts from KV pages {obstacle}",
+        f"{ARCH}; 16 bits; {dims} numbers a head; a GPU for each rank",
+    )
+
+
+def _obstacle(plan: Plan, *, shares_gpu: bool) -> str:
+    """Why the kernel does not run; empty where it does."""
+    layout, group = plan.kv_layout, plan.shape.group
+    if plan.gpu.arch != ARCH:
+        return f"on {plan.gpu.arch}"
+    if not layout.format.is_plain:
+        return f"in {layout.format.name}"
+    if layout.head_dim not in _SLOTS:
+        return f"for {layout.head_dim} numbers a head"
+    if group > TILE:
+        return f"for {group} query heads to a KV head"
+    return "by ranks that share a GPU" if shares_gpu else ""

@@ -5,12 +5,16 @@ import pytest
 from soloist.device import HEADROOM_BYTES
 from soloist.engine.config import EngineConfig, Resolved, host_cache_bytes, resolve
 from soloist.engine.memory import MemoryEstimate, require_merging_memory
-from soloist.errors import OutOfMemory, SettingError
+from soloist.errors import OutOfMemory, SettingError, ShapeUnsupported
 from soloist.kv.layout import PAGE_POSITIONS
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
+from soloist.model.kv_format import kv_format
 from soloist.model.quantized import Codes
+from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.weights.choice import Rounding
 from unit.prefill.models import model
 
@@ -61,6 +65,43 @@ def test_auto_on_a_cpu_is_fp32_or_bf16_and_never_fp16(stored: Dtype) -> None:
     assert plenty.dtype is Dtype.FP32
     assert made(plenty.memory.weights_bytes).dtype is Dtype.BF16
     assert made(10**11, "cuda:0").dtype is stored
+
+
+def attending(arch: str = "sm_90a", **given: object) -> Resolved:
+    """As an engine decides on such a GPU."""
+    asked = EngineConfig(context_tokens=500, **given)  # type: ignore[arg-type]
+    kv = kv_format(asked.kv, DENSE, Dtype.BF16) if asked.kv else None
+    ranks = len(asked.rank_devices) or 1
+    plan = make_plan(DENSE, Dtype.BF16, TYPICAL[arch], ranks, kv=kv)
+    return resolve(
+        asked, DENSE, lambda _: decoder_tensors(DENSE), Dtype.BF16, "cuda:0", 10**11,
+        lambda _: plan,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "given"),
+    [
+        ("sm_90a", {"page_attention": False}), ("sm_90a", {"kv": "int8"}), ("sm_80", {}),
+        ("sm_100a", {}), ("sm_90a", {"rank_devices": (0, 0)}),
+    ],
+)  # fmt: skip
+def test_prompts_attend_to_pages_where_that_runs_and_the_estimate_follows(
+    arch: str, given: dict[str, object]
+) -> None:
+    """One rank or several, in 16 bits, on Hopper: otherwise keys and values are gathered."""
+    here, there = attending(), attending(arch, **given)
+    assert here.page_attention
+    assert not there.page_attention
+    assert attending(page_attention=True) == here
+    assert attending(rank_devices=(0, 1)).page_attention
+    if given == {"page_attention": False}:
+        gathered = 3 * 512 * TOKEN_BYTES // 2 // DENSE.num_layers  # in 16 bits
+        of_pages, of_library = here.memory.scratch_bytes, there.memory.scratch_bytes
+        assert of_pages - MOST_PARTIAL_BYTES == of_library - gathered
+    else:
+        with pytest.raises((ShapeUnsupported, SettingError)):
+            attending(arch, page_attention=True, **given)
 
 
 def host_cache(wanted: int | None, *, keeps: bool = True, has_kernel: bool = True) -> int:

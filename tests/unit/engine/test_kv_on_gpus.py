@@ -13,7 +13,7 @@ from soloist.engine import Engine, EngineConfig
 from soloist.engine import engine as engine_module
 from soloist.engine.config import Resolved, resolve
 from soloist.engine.events import Completion
-from soloist.engine.kernel import Capacity, _costs_of_tails
+from soloist.engine.kernel import _costs_of_tails
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.support import support_of
 from soloist.errors import KvUnsupported, OutOfMemory, SettingError, ShapeUnsupported
@@ -52,6 +52,7 @@ def test_the_kernel_and_all_sums_get_the_codes(
     assert engine.resolved.memory.kv_bytes == loaded.plan.kv_layout.pool_bytes(pages)
     assert engine.resolved.memory.kv_bytes * 1.9 < plain.resolved.memory.kv_bytes
     assert plain.resolved.kv.is_plain
+    assert (plain.resolved.page_attention, engine.resolved.page_attention) == (True, False)
 
 
 @NAMES
@@ -103,7 +104,7 @@ def test_what_reading_ends_of_prompts_takes_was_not_measured(name: KvName) -> No
     for kv, is_known in ((None, True), (name, False)):
         plan = support_of(H200, config, Dtype.BF16, kv=kv_format(kv, config, Dtype.BF16)).plan
         assert plan is not None
-        assert (_costs_of_tails(plan, Capacity(4096)) is not None) == is_known
+        assert (_costs_of_tails(plan, attends_pages=False) is not None) == is_known
 
 
 # --- codes are what the kernel refuses ------------------------------------------------------------

@@ -119,8 +119,18 @@ def test_of_the_kernel_what_is_packed_and_pooled_is_counted(tied: bool) -> None:
     assert needs.kv_bytes == num_bytes(pool.tensor)
     part = Part(Share(config, 1, 0), weights.__getitem__, vectors, pool, most_tokens=128)
     assert needs.scratch_bytes > workspace_bytes(plan) + part.num_bytes
-    of_pages = Footprint(config, specs, Dtype.BF16, plan, page_attention=True).estimate(65)
-    assert of_pages.scratch_bytes == needs.scratch_bytes + MOST_PARTIAL_BYTES
+
+
+@pytest.mark.parametrize("tokens", [65, 100_000])
+def test_attention_from_pages_has_sums_of_splits_and_gathers_nothing(tokens: int) -> None:
+    specs, plan = tensors(SMALL), small_plan(SMALL, 13)
+    gathering, from_pages = (
+        Footprint(SMALL, specs, Dtype.BF16, plan, page_attention=on).estimate(tokens)
+        for on in (False, True)
+    )
+    gathered = 3 * gathering.kv_bytes // SMALL.num_layers
+    assert gathering.scratch_bytes - gathered == from_pages.scratch_bytes - MOST_PARTIAL_BYTES
+    assert from_pages.kv_bytes == gathering.kv_bytes
 
 
 def test_the_host_holds_weights_and_the_reserve() -> None:

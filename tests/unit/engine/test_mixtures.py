@@ -49,9 +49,9 @@ class OnCpu(TorchElementwise):
 
     def __init__(
         self, config: ModelConfig, vectors: Vectors, pool: PagePool, arch: str,
-        cache_root: Path | None, rope: Tensor | None = None, ranks: int = 1,
+        cache_root: Path | None, rope: Tensor | None = None, ranks: int = 1, pages: object = None,
     ) -> None:  # fmt: skip
-        del arch, cache_root, ranks
+        del arch, cache_root, ranks, pages
         super().__init__(config, vectors, pool, rope)
 
 
@@ -145,4 +145,4 @@ def test_a_round_that_checks_predictions_costs_what_its_queries_read() -> None:
     assert costs[-1] / plain[-1] == pytest.approx(1 + chosen * (51.6 / 8 - 1), rel=0.005)
     dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
     assert kernel.predictions_of(make_plan(dense, Dtype.BF16, gpu(SMS))) is kernel.PREDICTIONS
-    assert kernel._costs_of_tails(plan, Capacity(CONTEXT)) is None
+    assert kernel._costs_of_tails(plan, attends_pages=True) is None

@@ -11,6 +11,7 @@ import torch
 from soloist.engine import Engine, EngineConfig
 from soloist.engine import engine as engine_module
 from soloist.engine.gpus import Placement
+from soloist.engine.kernel import Capacity
 from soloist.engine.memory import Staging
 from soloist.engine.support import Support, support_of
 from soloist.megakernel.gpu import TYPICAL
@@ -49,6 +50,7 @@ class Loaded:
     plan: Plan
     weights: list[Weights]
     keep_rows: bool
+    capacity: Capacity
 
     def prepare(self) -> None:
         """Nothing is there to be compiled."""
@@ -56,16 +58,18 @@ class Loaded:
 
 def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple[Engine, Loaded]:
     def load_kernel(
-        plan: Plan, weights: list[Weights], *_: object, keep_rows: bool, packed_prompts: bool
-    ) -> Loaded:
+        plan: Plan, weights: list[Weights], _devices: object, capacity: Capacity, *_: object,
+        keep_rows: bool, packed_prompts: bool,
+    ) -> Loaded:  # fmt: skip
         assert not packed_prompts
-        return Loaded(plan, weights, keep_rows)
+        return Loaded(plan, weights, keep_rows, capacity)
 
     monkeypatch.setattr(engine_module, "place", lambda *_: Card((CPU,) * ranks))
     monkeypatch.setattr("soloist.engine.kernel.load_kernel", load_kernel)
     config = EngineConfig(**{"model": "etude", "precision": "bf16", "context_tokens": 256, **asked})
     engine = Engine.load(config)
     assert isinstance(engine.model, Loaded)
+    assert engine.model.capacity.page_attention == engine.resolved.page_attention
     return engine, engine.model
 
 

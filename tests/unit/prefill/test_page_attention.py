@@ -2,13 +2,16 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from plan.shapes import LANEFORMER, MIXTURE, PUBLIC, SMALL, small_plan
 from soloist.engine import Engine, EngineConfig
 from soloist.errors import CudaMissing, ShapeUnsupported
 from soloist.jit.bindings import nvrtc
@@ -16,13 +19,14 @@ from soloist.jit.compiler import compile_source, require_clean
 from soloist.kv.layout import PAGE_POSITIONS, KvLayout
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
-from soloist.model.config import Attention
+from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.dtype import Dtype
-from soloist.model.kv_format import PAGE_FORMATS
+from soloist.model.families import read_config
+from soloist.model.kv_format import KV_FORMATS, PAGE_FORMATS, KvFormat
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.attention import visible
 from soloist.prefill.elementwise import Chunk
-from soloist.prefill.page_attention import PageAttention, require_page_attention
+from soloist.prefill.page_attention import PageAttention
 from soloist.prefill.page_form import (
     ENTRY,
     MERGE_ENTRY,
@@ -31,9 +35,9 @@ from soloist.prefill.page_form import (
     PageForm,
     page_form,
 )
+from soloist.prefill.part import config_of
 from soloist.prefill.upload import Upload
 from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
-from unit.prefill.models import model
 
 HEADS = {
     "heads of 32": (2, 1, 32), "llama-3.2-1b": (8, 4, 64), "laneformer": (4, 6, 96),
@@ -72,19 +76,65 @@ def test_it_compiles_without_spills(name: str, dtype: Dtype) -> None:
     assert kinds.count(HGMMA) == 2 * 128 // 16, "values of a tile, and those of a split's last one"
 
 
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("name", [*PUBLIC, "laneformer-2b", "mixture"])
+def test_hopper_has_the_kernel_where_nobody_says(name: str, ranks: int, dtype: Dtype) -> None:
+    """Of mixtures and lanes too, on one GPU and on several."""
+    files = {"laneformer-2b": LANEFORMER, "mixture": MIXTURE}
+    config = read_config(files[name]) if name in files else PUBLIC[name]
+    plan = make_plan(config, dtype, TYPICAL["sm_90a"], ranks)
+    form = page_form(plan)
+    assert form == page_form(plan, asked=True)
+    assert form is not None
+    assert (form.layout, form.dtype) == (plan.kv_layout, dtype)
+    a = config_of(plan.part_of(0)).layers[0].attention
+    heads = form.layout.num_heads, form.layout.num_heads * form.group
+    assert heads == (a.num_kv_heads, a.num_query_heads), "those of a pass"
+    assert page_form(plan, asked=False) is None
+
+
+def plan_of(
+    arch: str = "sm_90a", head_dim: int = 64, group: int = 4,
+    stored: KvFormat = PAGE_FORMATS[Dtype.BF16],
+) -> Plan:  # fmt: skip
+    """What the choice looks at, shapes that the decode kernel does not run included."""
+    made = SimpleNamespace(
+        gpu=replace(TYPICAL["sm_90a"], arch=arch), dtype=Dtype.BF16,
+        kv_layout=KvLayout(LAYERS, 2, head_dim, stored), shape=SimpleNamespace(group=group),
+    )  # fmt: skip
+    return cast("Plan", made)
+
+
 @pytest.mark.parametrize(
-    ("arch", "attention", "dtype"),
+    ("plan", "why"),
     [
-        ("sm_100a", Attention(8, 2, 64), Dtype.BF16), ("sm_90a", Attention(8, 2, 80), Dtype.BF16),
-        ("sm_90a", Attention(8, 2, 64), Dtype.FP32),
+        *((plan_of(arch=arch), f"on {arch}") for arch in TYPICAL if arch != "sm_90a"),
+        *((plan_of(stored=KV_FORMATS[name](64)), f"in {name}") for name in KV_FORMATS),
+        (plan_of(head_dim=80), "for 80 numbers a head"),
+        (plan_of(head_dim=256), "for 256 numbers a head"),
+        (plan_of(group=129), "for 129 query heads to a KV head"),
     ],
-)  # fmt: skip
-def test_others_have_the_library(arch: str, attention: Attention, dtype: Dtype) -> None:
-    found = page_form(model(attention), dtype, arch)
-    assert found is None
-    with pytest.raises(ShapeUnsupported, match="sm_90a, and 32, 64, 96 or 128 numbers a head"):
-        require_page_attention(found, arch)
-    assert page_form(model(Attention(8, 2, 64)), Dtype.BF16, "sm_90a") is not None
+    ids=str,
+)
+def test_others_have_the_library(plan: Plan, why: str) -> None:
+    """Without a word, unless the kernel was asked for."""
+    assert page_form(plan) is page_form(plan, asked=False) is None
+    allowed = "sm_90a; 16 bits; 32, 64, 96, 128 numbers a head; a GPU for each rank"
+    with pytest.raises(ShapeUnsupported, match=f"from KV pages {why} .*{allowed}"):
+        page_form(plan, asked=True)
+    assert page_form(plan_of()) is not None
+
+
+def test_ranks_that_share_a_gpu_have_the_library() -> None:
+    """The kernel takes an SM whole, and a rank that waits may hold a part of it."""
+    plan = small_plan(SMALL, 13, ranks=2)
+    assert page_form(plan) is not None
+    assert page_form(plan, shares_gpu=True) is None
+    with pytest.raises(ShapeUnsupported, match="by ranks that share a GPU"):
+        page_form(plan, asked=True, shares_gpu=True)
+    assert not EngineConfig(rank_devices=(0, 1)).shares_gpu
+    assert EngineConfig(rank_devices=(0, 0, 1, 1)).shares_gpu
 
 
 @pytest.mark.parametrize(

@@ -154,13 +154,14 @@ def prefill(
         ),
     ] = False,
     page_attention: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--page-attention",
-            help="Attend to KV pages by a kernel of our own, in every pass (Hopper GPUs; an "
-            "experiment).",
+            "--page-attention/--no-page-attention",
+            help="Attend to KV pages by a kernel of our own in every pass, or by a library after "
+            "they were copied.",
+            show_default="our own where it runs: on Hopper GPUs, without --kv",
         ),
-    ] = False,
+    ] = None,
     path: Annotated[
         str,
         typer.Option(
