@@ -14,7 +14,11 @@ import pytest
 
 from soloist.cli.fitting import find_fit
 from soloist.cli.machine import Card, Machine
+from soloist.engine.memory import Footprint
+from soloist.engine.support import support_on
 from soloist.errors import DownloadFailed
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config, tensors
 from soloist.model.folder import shipped_folder
 from soloist.model.transfer import fetch, find_missing
 
@@ -209,6 +213,10 @@ def test_a_machine_decides_what_fits_and_what_runs():
     on_gpu = find_fit(folder, Machine(card, 10**9))
     assert (on_gpu.executor, on_gpu.precision) == ("decode kernel", "bf16")
     assert on_gpu.context_tokens == on_gpu.most_tokens
+    config = read_config(folder / "config.json")
+    plan = support_on((9, 0), 132, 227 * 1024, config, Dtype.BF16).plan
+    of_pages = Footprint(config, tensors(config), Dtype.BF16, plan, page_attention=True)
+    assert on_gpu.needed_bytes == of_pages.estimate(1).needed_bytes, "as prompts are read there"
     old = Card("T4", (7, 5), 40, 64 * 1024, 16 * 10**9, None, "0")
     on_old = find_fit(folder, Machine(old, 10**9))
     assert on_old.executor == "reference"
