@@ -19,8 +19,10 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.elementwise import Elementwise
 from soloist.prefill.experts import ExpertProducts, mixture_of
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.reference.experts import Choice
+from soloist.reference.experts import Choice, choose
 
+# Rows that a router multiplies at once.
+ROUTER_ROWS = 256
 # Rows of a piece: an expert's share of the widest pass, within these.
 _LEAST_ROWS, _MOST_ROWS = 64, 256
 # Pieces that are multiplied at once: enough to fill a GPU, of large experts fewer.
@@ -125,6 +127,8 @@ class BatchedExperts(ExpertProducts):
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=pool.device)
 
+        self._router_input = empty(torch.float32, ROUTER_ROWS, self._hidden).zero_()
+        self._logits = empty(torch.float32, sizes.logits)
         self._total = empty(torch.float32, most_tokens, self._hidden)
         self._results = empty(wide, sizes.results, self._hidden)
         self._given = empty(wide, sizes.given)
@@ -136,9 +140,24 @@ class BatchedExperts(ExpertProducts):
     def num_bytes(self) -> int:
         """See ExpertProducts."""
         held = (
-            self._total, self._results, self._given, self._rows, self._gate_up, self._activated,
+            self._router_input, self._logits, self._total, self._results, self._given, self._rows,
+            self._gate_up, self._activated,
         )  # fmt: skip
         return sum(x.numel() * x.element_size() for x in held)
+
+    def choose(
+        self, layer: int, normed: Tensor, router: Tensor, correction: Tensor | None
+    ) -> Choice:
+        """See ExpertProducts; logits are multiplied always as many at a time."""
+        tokens, count = len(normed), len(router)
+        padded = -(-tokens // ROUTER_ROWS) * ROUTER_ROWS
+        logits = self._logits[: padded * count].view(padded, count)
+        for start in range(0, tokens, ROUTER_ROWS):
+            own = normed[start : start + ROUTER_ROWS]
+            self._router_input[: len(own)].copy_(own)
+            part = logits[start : start + ROUTER_ROWS]
+            torch.mm(self._router_input, router.mT, out=part)
+        return choose(mixture_of(self._config, layer).router, logits[:tokens], correction)
 
     def __call__(self, layer: int, normed: Tensor, choice: Choice, out: Tensor) -> None:
         """See ExpertProducts."""
@@ -177,13 +196,15 @@ class BatchedExperts(ExpertProducts):
             torch.bmm(activated, down.mT, out_dtype=given.dtype, out=given)
         return given
 
-    def keeps_bits(self, layer: int, row: Tensor) -> bool:
+    def keeps_bits(self, layer: int, row: Tensor, router: Tensor) -> bool:
         """See ExpertProducts."""
+        self.choose(layer, row.expand(ROUTER_ROWS, -1), router, None)
+        logits = self._logits[: ROUTER_ROWS * len(router)].view(ROUTER_ROWS, -1)
         mixture = mixture_of(self._config, layer)
         pieces, rows = pieces_at_once(mixture, self._hidden), piece_rows(mixture.router)
         same = torch.zeros(pieces, dtype=torch.int64, device=row.device)
         given = self.multiply(layer, same, row.expand(pieces, rows, -1).contiguous())
-        return bool((given == given[:1, :1]).all())
+        return bool((logits == logits[:1]).all()) and bool((given == given[:1, :1]).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +213,11 @@ class _Sizes:
 
     config: ModelConfig
     most_tokens: int
+
+    @property
+    def logits(self) -> int:
+        padded = -(-self.most_tokens // ROUTER_ROWS) * ROUTER_ROWS
+        return padded * max(m.router.num_experts for m in self.config.mixtures)
 
     @property
     def results(self) -> int:
@@ -218,10 +244,10 @@ def batched_bytes(config: ModelConfig, dtype: Dtype, most_tokens: int) -> int:
     if not config.mixtures:
         return 0
     sizes, hidden, value = _Sizes(config, most_tokens), config.hidden_size, dtype.num_bytes
-    wide = (most_tokens + sizes.results) * hidden + sizes.given
+    wide = (ROUTER_ROWS + most_tokens + sizes.results) * hidden + sizes.logits + sizes.given
     narrow = sizes.given + 3 * sizes.neurons
     slots = max(num_pieces(m, hidden, most_tokens) * piece_rows(m.router) for m in config.mixtures)
-    # A sort and its places; then places and slots of rows, sorted and not.
-    routing = 8 * sizes.results + 4 * slots
+    # Scores, ranks, a sort and its places; then places and slots of rows, sorted and not.
+    routing = 6 * sizes.logits + 8 * sizes.results + 4 * slots
     # Recorded passes have such values of their own beside those of others.
     return wide * _FP32_BYTES + narrow * value + 2 * routing * _PLACE_BYTES

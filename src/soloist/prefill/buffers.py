@@ -15,7 +15,6 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.batched_experts import batched_bytes
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.expert_form import packed_experts_bytes, reads_packed_experts
-from soloist.prefill.experts import router_bytes
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
@@ -99,11 +98,10 @@ def prefill_bytes(config: ModelConfig, plan: Plan, num_pages: int) -> int:
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
     most_tokens = min(MOST_PASS_TOKENS, positions)
     buffers = bytes_per_token(config, plan.dtype) * most_tokens
-    experts = router_bytes(config, most_tokens)
     if reads_packed_experts(plan):
-        experts += packed_experts_bytes(plan, most_tokens)
+        experts = packed_experts_bytes(plan, most_tokens)
     else:
-        experts += batched_bytes(config, plan.dtype, most_tokens)
+        experts = batched_bytes(config, plan.dtype, most_tokens)
     # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
     gathered = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes
     coding = coding_bytes(layout, most_tokens)

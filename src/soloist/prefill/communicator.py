@@ -61,7 +61,7 @@ class Workspace:
             assert experts is not None, "experts of mixtures are needed"
             if not isinstance(experts, ExpertProducts):
                 experts = BatchedExperts(config, experts, pool, operations, most_tokens)
-            self.mixtures = MixturePass(config, experts, pool, operations, most_tokens)
+            self.mixtures = MixturePass(config, experts, pool, operations)
 
 
 class Rows(NamedTuple):

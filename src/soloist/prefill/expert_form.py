@@ -17,8 +17,10 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.fragments import ARRANGED_COLUMNS
 from soloist.prefill.packed_form import ARCH, Form, Out, form_of
 
-ROWS_KERNEL, ROWS_ENTRIES = "kernels/expert_rows.cu", ("cut", "take", "add_shares")
+ROWS_KERNEL = "kernels/expert_rows.cu"
+ROWS_ENTRIES = ("route", "choose", "cut", "take", "add_shares")
 PIECE_BYTES = 16
+_WORD_BYTES = 4
 # Most rows of a piece, ascending: a narrow product reads weights as quickly, and wastes less.
 _NARROW, _WIDE = 64, 128
 # Rows of an expert, on average, from which on most fill a wide piece.
@@ -56,7 +58,13 @@ def expert_form(plan: Plan, operation: Operation, rows: int) -> Form:
 
 
 def expert_rows_source(plan: Plan, router: Router) -> Source:
-    """Of the kernels that sort rows by expert, and add what experts give."""
+    """Of the kernels that choose experts, sort rows by them, and add what they give."""
+    bools = {
+        "kBf16": plan.dtype is Dtype.BF16,
+        "kIsSoftmax": router.scores == "softmax",
+        "kIsCorrected": router.is_corrected,
+        "kNormalises": router.normalises,
+    }
     numbers = {
         "kExperts": router.num_experts,
         "kChosen": router.num_chosen,
@@ -66,7 +74,9 @@ def expert_rows_source(plan: Plan, router: Router) -> Source:
         "// Generated; see prefill/expert_form.py.",
         "#pragma once",
         '#include "ptx/types.cuh"',
-        f"constexpr bool kBf16 = {str(plan.dtype is Dtype.BF16).lower()};",
+        *(f"constexpr bool {name} = {str(x).lower()};" for name, x in bools.items()),
+        f"constexpr float kLeastSum = {float(router.least_sum)!r}f;",
+        f"constexpr float kShareScale = {float(router.scale)!r}f;",
         *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
     ]
     return Source(ROWS_KERNEL, "\n".join(lines) + "\n")
@@ -89,8 +99,10 @@ def packed_experts_bytes(plan: Plan, most_tokens: int) -> int:
     """What a pass of so many tokens takes for its experts, on a rank."""
     slots = most_slots(plan, most_tokens)
     hidden, neurons, value = plan.model.hidden_size, most_neurons(plan), plan.dtype.num_bytes
-    each = hidden * (value + Dtype.FP32.num_bytes) + neurons * value + 2 * Dtype.FP32.num_bytes
-    return slots * each + table_bytes(plan, most_tokens)
+    # Activations, sums, neurons; share, expert, row and token.
+    each = hidden * (value + _WORD_BYTES) + neurons * value + 5 * _WORD_BYTES
+    logits = most_tokens * most_experts(plan) * _WORD_BYTES
+    return slots * each + logits + table_bytes(plan, most_tokens)
 
 
 def table_bytes(plan: Plan, most_tokens: int) -> int:
@@ -106,6 +118,11 @@ def table_bytes(plan: Plan, most_tokens: int) -> int:
 def most_slots(plan: Plan, tokens: int) -> int:
     """Experts that so many tokens choose, counted for each of them."""
     return tokens * max(kind.experts.router.num_chosen for kind in _kinds(plan) if kind.experts)
+
+
+def most_experts(plan: Plan) -> int:
+    """Of a layer."""
+    return max(kind.experts.router.num_experts for kind in _kinds(plan) if kind.experts)
 
 
 def most_neurons(plan: Plan) -> int:

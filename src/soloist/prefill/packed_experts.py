@@ -28,6 +28,7 @@ from soloist.prefill.expert_form import (
     expert_form,
     expert_rows_source,
     expert_sources,
+    most_experts,
     most_neurons,
     most_pieces,
     most_slots,
@@ -42,6 +43,8 @@ from soloist.prefill.packed_product import Groups, PackedProduct, is_gated, on_d
 from soloist.reference.experts import Choice
 
 _THREADS, _CUT_THREADS = 256, 1024
+# Of blocks of `route` and `choose`.
+_ROUTED_TOKENS, _ROUTED_EXPERTS, _CHOOSING_WARPS = 16, 32, 4
 _VALUES_AT_ONCE = 8  # of a thread that takes rows
 
 
@@ -74,6 +77,8 @@ class PackedExperts(ExpertProducts):
         self._activated = empty(dtype, slots * most_neurons(plan))
         self._given = empty(torch.float32, slots, hidden)
         self._row_of, self._token_of = empty(torch.int32, slots), empty(torch.int32, slots)
+        self._logits = empty(torch.float32, most_tokens * most_experts(plan))
+        self._shares, self._chosen = empty(torch.float32, slots), empty(torch.int64, slots)
         # How many pieces there are, then the pieces.
         self._table = empty(torch.uint8, table_bytes(plan, most_tokens))
         self._products: dict[Form, PackedProduct] = {}
@@ -87,9 +92,25 @@ class PackedExperts(ExpertProducts):
     def num_bytes(self) -> int:
         """See ExpertProducts."""
         held = (
-            self._x, self._activated, self._given, self._row_of, self._token_of, self._table,
+            self._x, self._activated, self._given, self._row_of, self._token_of, self._logits,
+            self._shares, self._chosen, self._table,
         )  # fmt: skip
         return sum(x.numel() * x.element_size() for x in held)
+
+    def choose(
+        self, layer: int, normed: Tensor, router: Tensor, correction: Tensor | None
+    ) -> Choice:
+        """See ExpertProducts."""
+        experts = self._plan.image.layer(layer).experts
+        assert experts is not None, "a mixture"
+        tokens, k, stream = len(normed), experts.router.num_chosen, self._stream
+        launch, logits = self._rows_of(experts.router), self._logits[: tokens * len(router)]
+        choice = Choice(
+            self._chosen[: tokens * k].view(tokens, k), self._shares[: tokens * k].view(tokens, k)
+        )
+        launch.route(normed, router, logits, stream)
+        launch.choose(logits, correction, choice, stream)
+        return choice
 
     def __call__(self, layer: int, normed: Tensor, choice: Choice, out: Tensor) -> None:
         """See ExpertProducts."""
@@ -111,7 +132,7 @@ class PackedExperts(ExpertProducts):
         self._multiply(down, rows, activated, image, groups, given, stream)
         launch.add_shares(given, self._row_of, choice.shares, out, stream)
 
-    def keeps_bits(self, layer: int, row: Tensor) -> bool:  # noqa: ARG002 - by construction
+    def keeps_bits(self, layer: int, row: Tensor, router: Tensor) -> bool:  # noqa: ARG002 - by construction
         """See ExpertProducts."""
         return True
 
@@ -158,6 +179,20 @@ class ExpertRows:
     def __init__(self, source: Source, cache_root: Path | None) -> None:
         self._modules = {entry: hopper.load(source, entry, 0, cache_root) for entry in ROWS_ENTRIES}
 
+    def route(self, x: Tensor, router: Tensor, logits: Tensor, stream: int) -> None:
+        """`logits` [T · E] = `x` [T, H] · `router` [E, H]ᵀ, in fp32."""
+        blocks = -(-len(x) // _ROUTED_TOKENS) * -(-len(router) // _ROUTED_EXPERTS)
+        self._launch("route", blocks, _THREADS, stream, x, router, logits, len(x))
+
+    def choose(
+        self, logits: Tensor, correction: Tensor | None, choice: Choice, stream: int
+    ) -> None:
+        """What `reference.experts.choose` makes of `logits` [T · E], into `choice`."""
+        tokens = len(choice.experts)
+        args = (logits, correction, choice.experts, choice.shares, tokens)
+        blocks, threads = -(-tokens // _CHOOSING_WARPS), 32 * _CHOOSING_WARPS
+        self._launch("choose", blocks, threads, stream, *args)
+
     def cut(
         self, chosen: Tensor, rows: int, number: Tensor, pieces: Tensor, row_of: Tensor,
         token_of: Tensor, stream: int,
@@ -189,12 +224,14 @@ class ExpertRows:
         self._launch("add_shares", len(out), _THREADS, stream, *args)
 
     def _launch(
-        self, entry: str, blocks: int, threads: int, stream: int, *given: Tensor | int
+        self, entry: str, blocks: int, threads: int, stream: int, *given: Tensor | int | None
     ) -> None:
         args = tuple(ctypes.c_uint32(x) if isinstance(x, int) else _address(x) for x in given)
         self._modules[entry].launch(blocks, threads, 0, args, stream, cooperative=False)
 
 
-def _address(x: Tensor) -> ctypes.c_void_p:
+def _address(x: Tensor | None) -> ctypes.c_void_p:
+    if x is None:
+        return ctypes.c_void_p(None)
     assert x.is_contiguous(), "rows lie one after the other"
     return ctypes.c_void_p(x.data_ptr())

@@ -54,6 +54,7 @@ template <class To, class From> To bits_to(From x) {
 }
 inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
 inline float __uint_as_float(u32 x) { return bits_to<float>(x); }
+inline float __int_as_float(i32 x) { return bits_to<float>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -106,6 +107,23 @@ inline u32 __shfl_up_sync(u32, u32 x, u32 by) {
   const u32 found = left[threadIdx.x - (threadIdx.x % 32 >= by ? by : 0)];
   __syncwarp();
   return found;
+}
+inline u32 __shfl_xor_sync(u32, u32 x, u32 by) {
+  return __shfl_sync(~0u, x, threadIdx.x % 32 ^ by);
+}
+template <class Fold> u32 folded(u32 x, const Fold& fold) {
+  left[threadIdx.x] = x;
+  __syncwarp();
+  u32 all = x;
+  for (u32 i = 0; i < 32; ++i) all = fold(all, left[threadIdx.x / 32 * 32 + i]);
+  __syncwarp();
+  return all;
+}
+inline u32 __reduce_max_sync(u32, u32 x) {
+  return folded(x, [](u32 a, u32 b) { return a > b ? a : b; });
+}
+inline u32 __reduce_min_sync(u32, u32 x) {
+  return folded(x, [](u32 a, u32 b) { return a < b ? a : b; });
 }
 inline u32 __ballot_sync(u32, bool x) {
   left[threadIdx.x] = x;

@@ -150,22 +150,30 @@ EXPERT_ROWS_MAIN = r"""
 inline u32 atomicAdd(u32* at, u32 x) { return std::exchange(*at, *at + x); }
 #include "kernel.cu"
 
-static struct {
-  const i64* chosen;
-  u32 slots, rows;
-  u32* number;
-  Piece* pieces;
-  i32 *row_of, *token_of;
-} all;
-static void run_thread() {
-  cut(all.chosen, all.slots, all.rows, all.number, all.pieces, all.row_of, all.token_of);
+static std::function<void()> thread_of_block;
+static void run_any_thread() {
+  thread_of_block();
   threads[threadIdx.x].ended = true;
   pause();
 }
+extern "C" int run_route(const u16* x, const float4* router, float* logits, u32 tokens) {
+  thread_of_block = [=] { route(x, router, logits, tokens); };
+  const u32 blocks = (tokens + kRoutedTokens - 1) / kRoutedTokens * kExpertGroups;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    if (!run_block(run_any_thread, 256)) return 0;
+  return 1;
+}
+extern "C" int run_choose(const float* logits, const float* correction, i64* experts, float* shares,
+                          u32 tokens) {
+  thread_of_block = [=] { choose(logits, correction, experts, shares, tokens); };
+  for (blockIdx.x = 0; blockIdx.x * kChoosingWarps < tokens; ++blockIdx.x)
+    if (!run_block(run_any_thread, kChoosingWarps * 32)) return 0;
+  return 1;
+}
 extern "C" int run_cut(const i64* chosen, u32* number, Piece* pieces, i32* row_of, i32* token_of,
                        u32 slots, u32 rows) {
-  all = {chosen, slots, rows, number, pieces, row_of, token_of};
-  return run_block(run_thread, kCutWarps * 32);
+  thread_of_block = [=] { cut(chosen, slots, rows, number, pieces, row_of, token_of); };
+  return run_block(run_any_thread, kCutWarps * 32);
 }
 extern "C" void run_take(const u16* x, const i32* token_of, uint4* out, u32 count) {
   for (blockIdx.x = 0; blockIdx.x <= count / 256; ++blockIdx.x)

@@ -27,7 +27,6 @@ from soloist.prefill.batched_experts import (
     pieces_at_once,
     pieces_of,
 )
-from soloist.prefill.experts import router_bytes
 from soloist.prefill.packed_matrices import require_packed_prompts
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
@@ -256,8 +255,7 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
         mixtures = run.parts[0].work.mixtures
         assert mixtures is not None
         # On CUDA products are fp32.
-        counted = router_bytes(config, CONTEXT) + batched_bytes(config, Dtype.BF16, CONTEXT)
-        assert mixtures.num_bytes <= counted, name
+        assert mixtures.num_bytes <= batched_bytes(config, Dtype.BF16, CONTEXT), name
         plan = plan_of(config)
         unpacked = UnpackedExperts(plan, pack_weights(plan, random_weights(config), CPU))
         for layer, kind in enumerate(config.layers):
@@ -269,7 +267,7 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
         )
         assert unpacked.num_bytes <= counted, name
     dense = replace(config, layers=MIXTURES["some layers dense"].layers[:1])
-    assert router_bytes(dense, CONTEXT) == batched_bytes(dense, Dtype.BF16, CONTEXT) == 0
+    assert batched_bytes(dense, Dtype.BF16, CONTEXT) == 0
 
 
 def test_widths_are_given_up_where_a_row_s_bits_hang_on_its_place(

@@ -33,7 +33,7 @@ from soloist.prefill.fragments import Tiling
 from soloist.prefill.packed_experts import PackedExperts
 from soloist.prefill.packed_form import Form
 from soloist.prefill.packed_product import Groups
-from soloist.reference.experts import Choice
+from soloist.reference.experts import Choice, choose
 from soloist.weights.packed import pack_weights
 from soloist.weights.unpacking import UnpackedExperts
 from unit.prefill.models import random_weights
@@ -95,6 +95,14 @@ class RowsOnHost:
             place = self.folder / f"rows{len(self.libraries)}"
             self.libraries[source] = built_expert_rows(source, place)
         self._library = self.libraries[source]
+
+    def route(self, x: Tensor, router: Tensor, logits: Tensor, _: int) -> None:
+        assert self._library.run_route(*map(address, (x, router, logits)), len(x))
+
+    def choose(self, logits: Tensor, correction: Tensor | None, choice: Choice, _: int) -> None:
+        corrected = ctypes.c_void_p(None) if correction is None else address(correction)
+        places = (address(logits), corrected, *map(address, choice))
+        assert self._library.run_choose(*places, len(choice.experts))
 
     def cut(
         self, chosen: Tensor, rows: int, number: Tensor, pieces: Tensor, row_of: Tensor,
@@ -210,6 +218,59 @@ def test_bits_depend_on_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_form, "_LEAST_WIDE_SHARE", 1)
     assert piece_rows(USUAL, TOKENS) == 128
     assert torch.equal(given(slice(None)), whole)
+
+
+ROUTERS = {
+    "softmax": Router(40, 5),
+    "normalised": Router(128, 8, normalises=True),
+    "corrected sigmoids": Router(
+        70, 4, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=1.5
+    ),
+    "all of them": Router(4, 4, normalises=True),
+}
+
+
+def launches_of(router: Router) -> RowsOnHost:
+    config = mixture_model(32, hidden_size=160, router=router)
+    plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 7, 227 * 1024))
+    return RowsOnHost(expert_form.expert_rows_source(plan, router), None)
+
+
+def chosen_by_kernel(router: Router, logits: Tensor, correction: Tensor | None) -> Choice:
+    shape = (len(logits), router.num_chosen)
+    seen = Choice(torch.full(shape, -1), torch.full(shape, torch.nan))
+    launches_of(router).choose(logits.contiguous(), correction, seen, 0)
+    return seen
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_as_the_reference_chooses_them(name: str) -> None:
+    router, draw = ROUTERS[name], torch.Generator().manual_seed(0)
+    logits = torch.randn(37, router.num_experts, generator=draw) * 3
+    logits[5:9] = logits[5:9].round()  # many are equal
+    logits[9] = 0.0
+    corrected = torch.randn(router.num_experts, generator=draw) if router.is_corrected else None
+    seen, theirs = chosen_by_kernel(router, logits, corrected), choose(router, logits, corrected)
+    assert torch.equal(seen.experts, theirs.experts)
+    torch.testing.assert_close(seen.shares, theirs.shares, rtol=1e-5, atol=1e-7)
+    # Nobody reads behind the experts, whatever logits are.
+    logits[3], logits[4, 1] = torch.nan, torch.inf
+    wild = chosen_by_kernel(router, logits, corrected).experts
+    assert all(len(set(row)) == router.num_chosen for row in wild.tolist())
+    assert 0 <= int(wild.min()) <= int(wild.max()) < router.num_experts
+
+
+@pytest.mark.parametrize("name", ["softmax", "normalised"])
+def test_logits_of_routers_are_products_in_fp32(name: str) -> None:
+    router, draw = ROUTERS[name], torch.Generator().manual_seed(1)
+    x = torch.randn(37, 160, generator=draw).bfloat16()
+    weights = torch.randn(router.num_experts, 160, generator=draw)
+    launches = launches_of(router)
+    logits = [torch.empty(tokens, router.num_experts) for tokens in (37, 5)]
+    for own in logits:
+        launches.route(x[: len(own)], weights, own, 0)
+    torch.testing.assert_close(logits[0], x.float() @ weights.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits[1], logits[0][:5])
 
 
 @pytest.mark.parametrize(("experts", "k", "tokens"), [(16, 3, 150), (70, 5, 41), (4, 2, 1)])
