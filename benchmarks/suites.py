@@ -101,7 +101,7 @@ _KEPT = (
     ("llama-3.2-1b", "--prompt-tokens 100000 --kept 99840 --runs 5"),
     ("llama-3.1-8b", "--prompt-tokens 32000 --prompt-tokens 100000 --prefix cold --runs 2"),
 )
-_WAYS_OF_ATTENTION = ("", " --page-attention")
+_WAYS_OF_ATTENTION = (" --no-page-attention", "")
 _WAYS_OF_PRODUCTS = ("", " --packed-prompts")
 
 

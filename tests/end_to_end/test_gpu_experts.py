@@ -15,7 +15,7 @@ from end_to_end.test_experts import write_mixture
 from end_to_end.test_gpu_kinds_and_formats import here, loaded
 from end_to_end.test_gpu_lanes import Spread, rounded
 from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
-from interpreter.mixtures import MIXTURES, SMS
+from interpreter.mixtures import MIXTURES, OF_WHOLE_WORDS, SMS
 from interpreter.models import prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -32,10 +32,13 @@ from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.quantized import AT_LOAD
 from soloist.parallel.share import Share
+from soloist.prefill.expert_form import reads_packed_experts
 from soloist.prefill.fused import FusedElementwise
+from soloist.prefill.packed_experts import PackedExperts
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.build import build_reference
 from soloist.sampling import SamplingParams
 from soloist.weights import random as random_of_specs
@@ -158,10 +161,13 @@ def test_activations_that_are_no_numbers_end_a_launch_in_order(queries: int) -> 
 
 @pytest.mark.parametrize("keep_rows", [True, False], ids=["rows", "unpacked"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, *OF_WHOLE_WORDS])
 def test_the_kernel_goes_on_from_a_prompt(name: str, ranks: int, keep_rows: bool) -> None:
-    config = MIXTURES[name]
-    plan, weights = make_plan(config, Dtype.BF16, here(SMS), ranks), random_weights(config)
+    config, sms = OF_WHOLE_WORDS.get(name) or (MIXTURES[name], SMS)
+    plan, weights = make_plan(config, Dtype.BF16, here(sms), ranks), random_weights(config)
+    assert ranks > 1 or reads_packed_experts(plan) is (
+        name in OF_WHOLE_WORDS and arch() == "sm_90a"
+    )
     model = loaded(plan, weights, keep_rows=keep_rows)
     ids = prompt(config, TOKENS)
     wanted = reference_logits(config, rounded(weights), ids)
@@ -184,8 +190,8 @@ def test_the_kernel_goes_on_from_a_prompt(name: str, ranks: int, keep_rows: bool
     assert float(torch.tensor(errors[: len(cuts) - 1]).median()) < MOST_ERROR
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Prefill:
+@pytest.fixture(scope="module", params=["packed", "in rows"])
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prefill:
     """Two layers of qwen3-30b-a3b."""
     config = read_config(MIXTURE)
     config = replace(config, layers=config.layers[:2], context_tokens=8192)
@@ -195,8 +201,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Prefill:
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, PAGES, torch.bfloat16, GPU)
     own = vectors(weights) | routers_of(plan, packed)
-    products = Products(weights.__getitem__, UnpackedExperts(plan, packed))
-    fused = partial(FusedElementwise, arch=arch(), cache_root=tmp_path_factory.mktemp("cache"))
+    cache = tmp_path_factory.mktemp("cache")
+    experts: PackedExperts | UnpackedExperts = UnpackedExperts(plan, packed)
+    if request.param == "packed":
+        experts = PackedExperts(plan, packed, MOST_PASS_TOKENS, cache)
+    products = Products(weights.__getitem__, experts)
+    fused = partial(FusedElementwise, arch=arch(), cache_root=cache)
     return Prefill([Part(Share(config, 1, 0), products, own, pool, fused)])
 
 

@@ -38,6 +38,23 @@ MIXTURES: Mapping[str, ModelConfig] = {
     ),
 }
 SMS = 7
+# Prompts are multiplied by experts as they are packed: columns are multiples of 32, of each of two
+# ranks too. With the SMs that let one end in half a step.
+OF_WHOLE_WORDS: Mapping[str, tuple[ModelConfig, int]] = {
+    "whole words": (
+        _model(
+            Mlp(136),
+            replace(_USUAL, expert=Mlp(64)),
+            replace(_USUAL, expert=Mlp(96)),
+            hidden_size=64,
+        ),
+        SMS,
+    ),
+    "half steps, whole words": (
+        _model(replace(_USUAL, expert=Mlp(192)), replace(_USUAL, expert=Mlp(768)), hidden_size=96),
+        6,
+    ),
+}
 
 
 def wide_experts(neurons: int) -> ModelConfig:

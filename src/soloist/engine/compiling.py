@@ -18,6 +18,7 @@ from soloist.megakernel.header import Build
 from soloist.megakernel.kernel import decode_sources
 from soloist.megakernel.plan import Plan
 from soloist.prefill.coded_pages import coded_pages_source
+from soloist.prefill.expert_form import expert_sources
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import config_of
 from soloist.prefill.sources import prefill_sources
@@ -69,7 +70,7 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
         config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks, page_form(plan)
     )
     coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
-    for source in (*prefill.all, *coded):
+    for source in (*prefill.all, *expert_sources(plan), *coded):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)
     yield NamedSource("memory bandwidth", bandwidth_source())
 

@@ -27,13 +27,18 @@ from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.page_copies import PageCopies
 from soloist.kv.pool import PagePool
 from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
 from soloist.model.families import tensors
 from soloist.model.torch_types import TORCH_DTYPES, Weights
+from soloist.prefill.batched_experts import ExpertMatrices
 from soloist.prefill.elementwise import rope_table
+from soloist.prefill.expert_form import reads_packed_experts
+from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
+from soloist.prefill.packed_experts import PackedExperts
 from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
@@ -221,14 +226,24 @@ def _load_rank(
     matrices: Products
     if reads is not _Reads.PACKED:
         rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
-        # Of experts there is one copy in any case.
-        matrices = Products(rows, UnpackedExperts(plan, packed) if plan.has_experts else None)
+        matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
         matrices = PackedMatrices(plan, packed, tables, most, cache_root)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)
+
+
+def _experts(
+    plan: Plan, packed: PackedWeights, most_tokens: int, cache_root: Path | None
+) -> ExpertProducts | ExpertMatrices | None:
+    """How prompts are multiplied by experts, of which there is one copy in any case."""
+    if not plan.has_experts:
+        return None
+    if reads_packed_experts(plan):
+        return PackedExperts(plan, packed, most_tokens, cache_root)
+    return UnpackedExperts(plan, packed)
 
 
 def _costs_of_tails(plan: Plan, *, attends_pages: bool) -> TailCosts | None:

@@ -18,8 +18,9 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, plain
 from soloist.model.tensors import TensorSpec
+from soloist.prefill.batched_experts import pieces_at_once
 from soloist.prefill.buffers import prefill_bytes
-from soloist.prefill.experts import pieces_at_once
+from soloist.prefill.expert_form import reads_packed_experts
 from soloist.prefill.packed_form import arranged_bytes, parted_bytes
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
@@ -88,8 +89,9 @@ class Footprint:
             )
         num_pages = num_pages_of(context_tokens)
         prefill = prefill_bytes(config, plan, num_pages, attends_pages=self.page_attention)
-        at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
-        prefill += unpacked_experts_bytes(plan, at_once)
+        if not reads_packed_experts(plan):
+            at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
+            prefill += unpacked_experts_bytes(plan, at_once)
         # On its way to the kernel's order a matrix takes what it takes on its way back.
         packing = unpacking_bytes(plan, self.specs)
         running = workspace_bytes(plan) + prefill

@@ -12,8 +12,9 @@ from soloist.kv.pool import PagePool, coding_bytes
 from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
+from soloist.prefill.batched_experts import batched_bytes
 from soloist.prefill.elementwise import DTYPES
-from soloist.prefill.experts import mixture_bytes
+from soloist.prefill.expert_form import packed_experts_bytes, reads_packed_experts
 from soloist.prefill.page_form import MOST_PARTIAL_BYTES
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
@@ -101,7 +102,10 @@ def prefill_bytes(
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
     most_tokens = min(MOST_PASS_TOKENS, positions)
     buffers = bytes_per_token(config, plan.dtype) * most_tokens
-    experts = mixture_bytes(config, plan.dtype, most_tokens)
+    if reads_packed_experts(plan):
+        experts = packed_experts_bytes(plan, most_tokens)
+    else:
+        experts = batched_bytes(config, plan.dtype, most_tokens)
     if attends_pages:
         keys = MOST_PARTIAL_BYTES
     else:

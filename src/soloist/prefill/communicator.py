@@ -10,9 +10,10 @@ from torch import Tensor
 
 from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
+from soloist.prefill.batched_experts import BatchedExperts
 from soloist.prefill.buffers import Buffers, allocate, widest
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise
-from soloist.prefill.experts import MixturePass
+from soloist.prefill.experts import ExpertProducts, MixturePass
 from soloist.prefill.products import Products
 from soloist.prefill.residual_streams import residual_streams_of
 
@@ -56,8 +57,11 @@ class Workspace:
         self.attended: Tensor | None = None
         self.mixtures: MixturePass | None = None
         if config.mixtures:
-            assert products.experts is not None, "experts of mixtures are needed"
-            self.mixtures = MixturePass(config, products.experts, pool, operations, most_tokens)
+            experts = products.experts
+            assert experts is not None, "experts of mixtures are needed"
+            if not isinstance(experts, ExpertProducts):
+                experts = BatchedExperts(config, experts, pool, operations, most_tokens)
+            self.mixtures = MixturePass(config, experts, pool, operations)
 
 
 class Rows(NamedTuple):

@@ -1,101 +1,51 @@
-"""Mixtures of experts in a pass: each token's own experts, multiplied in pieces of one shape.
+"""Mixtures of experts in a pass: which experts each token takes, and what they give it."""
 
-The rows of an expert are cut into pieces of as many rows each, the last one filled up, and as many
-pieces are multiplied at once: every product is of one shape, whatever tokens chose. So a token's
-bits depend on neither who else chose its experts nor the number of rows of its pass. How many
-pieces there may be follows from the number of rows, and which expert a piece is of only the device
-knows: the host waits for nothing, and a graph can be recorded.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from soloist.kv.pool import PagePool
-from soloist.model.config import Mixture, ModelConfig, Router
-from soloist.model.dtype import Dtype
+from soloist.model.config import Mixture, ModelConfig
 from soloist.prefill.elementwise import Elementwise
-from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.reference.experts import Choice, choose
-
-# Rows that the router multiplies at once.
-ROUTER_ROWS = 256
-# Rows of a piece: an expert's share of the widest pass, within these.
-_LEAST_ROWS, _MOST_ROWS = 64, 256
-# Pieces that are multiplied at once: enough to fill a GPU, of large experts fewer.
-_MOST_PIECES, _MOST_VALUES = 16, 1 << 26
-_FP32_BYTES, _PLACE_BYTES = 4, 8
+from soloist.reference.experts import Choice
 
 
-# gate_up [G, 2 F, H] and down [G, H, F] of a layer's experts, whose numbers [G] the device has;
-# valid until the next call.
-ExpertMatrices = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+class ExpertProducts(ABC):
+    """Lets tokens choose experts, and multiplies them by those."""
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size of the buffers."""
 
-def piece_rows(router: Router) -> int:
-    """Rows of a piece, a power of two."""
-    share = MOST_PASS_TOKENS * router.num_chosen // router.num_experts
-    power: int = 1 << max(0, share - 1).bit_length()
-    return min(max(power, _LEAST_ROWS), _MOST_ROWS)
+    @abstractmethod
+    def choose(
+        self, layer: int, normed: Tensor, router: Tensor, correction: Tensor | None
+    ) -> Choice:
+        """The experts of tokens, and their shares; valid until the next call.
 
+        Args:
+            layer: which has a mixture.
+            normed: [T, H], what the layer's MLP reads.
+            router: [E, H] fp32.
+            correction: [E] fp32, as of `reference.experts.choose`.
+        """
 
-def pieces_at_once(mixture: Mixture, hidden_size: int) -> int:
-    """Pieces whose matrices are there at once."""
-    values = 2 * mixture.expert.intermediate_size * hidden_size
-    return max(1, min(_MOST_PIECES, _MOST_VALUES // values))
+    @abstractmethod
+    def __call__(self, layer: int, normed: Tensor, choice: Choice, out: Tensor) -> None:
+        """`out` [T, H] = each token's experts, times their shares, added in fp32 in their order.
 
+        Args:
+            layer: as of `choose`.
+            normed: the same.
+            choice: of these tokens.
+            out: of any dtype.
+        """
 
-def num_pieces(mixture: Mixture, hidden_size: int, tokens: int) -> int:
-    """Pieces that so many tokens may need, whatever they choose, in whole groups.
-
-    An expert that has any rows has one piece, and one more for each whole piece before its last.
-    """
-    router, at_once = mixture.router, pieces_at_once(mixture, hidden_size)
-    chosen, rows = tokens * router.num_chosen, piece_rows(router)
-    most = min(router.num_experts, chosen) + (chosen // rows if tokens > rows else 0)
-    return -(-most // at_once) * at_once
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Which rows of which experts are multiplied together.
-
-    Attributes:
-        experts: [N], of each piece; of one without rows any.
-        slots: [N, rows]: token · k + which of its experts; of rows of padding T · k.
-    """
-
-    experts: Tensor
-    slots: Tensor
-
-
-def pieces_of(mixture: Mixture, hidden_size: int, chosen: Tensor) -> Pieces:
-    """Cut the rows of all experts into pieces, in the order of experts and then of tokens.
-
-    Args:
-        mixture: the layer's.
-        hidden_size: H.
-        chosen: [T, k], each token's experts.
-    """
-    flat, rows = chosen.flatten(), piece_rows(mixture.router)
-    count, device = len(flat), chosen.device
-    order = flat.argsort(stable=True)
-    of_rows = flat[order]
-    numbers = torch.arange(mixture.router.num_experts, device=device)
-    first = torch.searchsorted(of_rows, numbers)
-    stop = torch.searchsorted(of_rows, numbers, right=True)
-    own = (stop - first + rows - 1) // rows
-    ends = own.cumsum(0)
-    piece = torch.arange(num_pieces(mixture, hidden_size, len(chosen)), device=device)
-    # Pieces behind the last one lie behind the last expert's rows.
-    experts = torch.searchsorted(ends, piece, right=True).clamp_(max=len(numbers) - 1)
-    within = piece - (ends - own)[experts]
-    start = first[experts] + within * rows
-    places = start[:, None] + torch.arange(rows, device=device)
-    slots = torch.where(places < stop[experts][:, None], order[places.clamp(max=count - 1)], count)
-    return Pieces(experts, slots)
+    @abstractmethod
+    def keeps_bits(self, layer: int, row: Tensor, router: Tensor) -> bool:
+        """Whether rows that equal `row` [1, H] have equal results wherever they lie."""
 
 
 class MixturePass:
@@ -103,169 +53,49 @@ class MixturePass:
 
     Args:
         config: what the rank has, with a mixture in some layer.
-        matrices: of its experts.
+        experts: multiply.
         pool: says device and dtype.
-        operations: has routers and SwiGLU.
-        most_tokens: of a pass.
+        operations: has routers.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        matrices: ExpertMatrices,
+        experts: ExpertProducts,
         pool: PagePool,
         operations: Elementwise,
-        most_tokens: int,
     ) -> None:
-        self._config, self._matrices, self._operations = config, matrices, operations
-        self._hidden = config.hidden_size
-        sizes = _Sizes(config, most_tokens)
-        # Only CUDA multiplies 16-bit matrices into fp32.
-        wide = torch.float32 if pool.device.type == "cuda" else pool.dtype
-
-        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=pool.device)
-
-        self._router_input = torch.zeros(
-            ROUTER_ROWS, self._hidden, dtype=torch.float32, device=pool.device
-        )
-        self._logits = empty(torch.float32, sizes.logits)
-        self._total = empty(torch.float32, most_tokens, self._hidden)
-        self._results = empty(wide, sizes.results, self._hidden)
-        self._given = empty(wide, sizes.given)
-        self._rows = empty(pool.dtype, sizes.given)
-        self._gate_up = empty(pool.dtype, 2 * sizes.neurons)
-        self._activated = empty(pool.dtype, sizes.neurons)
+        self._config, self._experts, self._operations = config, experts, operations
+        self._device, self._dtype = pool.device, pool.dtype
 
     @property
     def num_bytes(self) -> int:
         """Size of the buffers."""
-        held = (
-            self._router_input, self._logits, self._total, self._results, self._given, self._rows,
-            self._gate_up, self._activated,
-        )  # fmt: skip
-        return sum(x.numel() * x.element_size() for x in held)
+        return self._experts.num_bytes
 
     def __call__(self, layer: int, normed: Tensor, out: Tensor) -> None:
-        """`out` [T, H] = each token's experts, times their shares, added in fp32 in their order.
-
-        Args:
-            layer: which has a mixture.
-            normed: [T, H], what the layer's MLP reads.
-            out: of any dtype.
-        """
-        mixture = self.mixture(layer)
-        tokens, k = len(normed), mixture.router.num_chosen
-        choice = self.choice(layer, normed)
-        pieces = pieces_of(mixture, self._hidden, choice.experts)
-        # A row behind all others takes what padding gives.
-        results, at_once = self._results[: tokens * k + 1], pieces_at_once(mixture, self._hidden)
-        groups = (torch.split(x, at_once) for x in (pieces.experts, pieces.slots))
-        for experts, slots in zip(*groups, strict=True):
-            # Rows of padding read the last token, since those of a product do not mix.
-            of_rows = (slots.flatten() // k).clamp_(max=tokens - 1)
-            x = self._rows[: len(of_rows) * self._hidden].view(-1, self._hidden)
-            torch.index_select(normed, 0, of_rows, out=x)
-            given = self.multiply(layer, experts, x.view(*slots.shape, -1))
-            results.index_copy_(0, slots.flatten(), given.flatten(0, 1))
-        each, total = results[:-1].view(tokens, k, -1), self._total[:tokens]
-        torch.mul(each[:, 0], choice.shares[:, :1], out=total)
-        for i in range(1, k):
-            total.addcmul_(each[:, i].to(total.dtype), choice.shares[:, i : i + 1])
-        out.copy_(total)
-
-    def mixture(self, layer: int) -> Mixture:
-        """Of a layer that has one."""
-        mixture = self._config.layers[layer].mlp
-        assert isinstance(mixture, Mixture), "the layer has experts"
-        return mixture
+        """`out` [T, H] = what each token's experts give; arguments as of `ExpertProducts`."""
+        self._experts(layer, normed, self.choice(layer, normed), out)
 
     def choice(self, layer: int, normed: Tensor) -> Choice:
-        """Of `normed` [T, H], by logits in fp32 that are multiplied always as many at a time."""
-        vectors, tokens = self._operations.layers[layer], len(normed)
-        assert vectors.router is not None, "the layer has experts"
-        count = vectors.router.shape[0]
-        padded = -(-tokens // ROUTER_ROWS) * ROUTER_ROWS
-        logits = self._logits[: padded * count].view(padded, count)
-        for start in range(0, tokens, ROUTER_ROWS):
-            own = normed[start : start + ROUTER_ROWS]
-            self._router_input[: len(own)].copy_(own)
-            part = logits[start : start + ROUTER_ROWS]
-            torch.mm(self._router_input, vectors.router.mT, out=part)
-        return choose(self.mixture(layer).router, logits[:tokens], vectors.router_correction)
-
-    def multiply(self, layer: int, experts: Tensor, x: Tensor) -> Tensor:
-        """What experts [G] give of `x` [G, rows, H], each of its own: the same, in fp32 on CUDA."""
-        count, rows, hidden = x.shape
-        neurons = self.mixture(layer).expert.intermediate_size
-        gate_up, down = self._matrices(layer, experts)
-        product = self._gate_up[: count * rows * 2 * neurons].view(count, rows, -1)
-        activated = self._activated[: count * rows * neurons].view(count, rows, -1)
-        given = self._given[: count * rows * hidden].view(count, rows, -1)
-        torch.bmm(x, gate_up.mT, out=product)
-        self._operations.silu_mul(product, None, activated)
-        if given.dtype is x.dtype:
-            torch.bmm(activated, down.mT, out=given)
-        else:
-            torch.bmm(activated, down.mT, out_dtype=given.dtype, out=given)
-        return given
+        """The experts of `normed` [T, H], and their shares; valid until the next call."""
+        correction = self._operations.layers[layer].router_correction
+        return self._experts.choose(layer, normed, self._router(layer), correction)
 
     def keeps_bits(self, layer: int) -> bool:
         """Whether equal rows have equal results wherever they lie in a product of the layer."""
-        mixture, device = self.mixture(layer), self._rows.device
-        generator = torch.Generator(device).manual_seed(0)
-        row = torch.randn(1, self._hidden, generator=generator, device=device)
-        row = row.to(self._rows.dtype)
-        self.choice(layer, row.expand(ROUTER_ROWS, -1))
-        count = mixture.router.num_experts
-        logits = self._logits[: ROUTER_ROWS * count].view(ROUTER_ROWS, count)
-        pieces, rows = pieces_at_once(mixture, self._hidden), piece_rows(mixture.router)
-        same = torch.zeros(pieces, dtype=torch.int64, device=device)
-        given = self.multiply(layer, same, row.expand(pieces, rows, -1).contiguous())
-        return bool((logits == logits[:1]).all()) and bool((given == given[:1, :1]).all())
+        generator, hidden = torch.Generator(self._device).manual_seed(0), self._config.hidden_size
+        row = torch.randn(1, hidden, generator=generator, device=self._device)
+        return self._experts.keeps_bits(layer, row.to(self._dtype), self._router(layer))
+
+    def _router(self, layer: int) -> Tensor:
+        router = self._operations.layers[layer].router
+        assert router is not None, "the layer has experts"
+        return router
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Values of the buffers of a model's mixtures, in a pass of at most so many tokens."""
-
-    config: ModelConfig
-    most_tokens: int
-
-    @property
-    def logits(self) -> int:
-        padded = -(-self.most_tokens // ROUTER_ROWS) * ROUTER_ROWS
-        return padded * max(m.router.num_experts for m in self.config.mixtures)
-
-    @property
-    def results(self) -> int:
-        """Rows of H values."""
-        return self.most_tokens * max(m.router.num_chosen for m in self.config.mixtures) + 1
-
-    @property
-    def given(self) -> int:
-        return self.config.hidden_size * max(map(self._rows_at_once, self.config.mixtures))
-
-    @property
-    def neurons(self) -> int:
-        return max(self._rows_at_once(m) * m.expert.intermediate_size for m in self.config.mixtures)
-
-    def _rows_at_once(self, mixture: Mixture) -> int:
-        return pieces_at_once(mixture, self.config.hidden_size) * piece_rows(mixture.router)
-
-
-def mixture_bytes(config: ModelConfig, dtype: Dtype, most_tokens: int) -> int:
-    """Most that mixtures take in a pass of so many tokens, on a rank that has these sizes.
-
-    Beside rows of experts, which whoever has their matrices counts.
-    """
-    if not config.mixtures:
-        return 0
-    sizes, hidden, value = _Sizes(config, most_tokens), config.hidden_size, dtype.num_bytes
-    wide = (ROUTER_ROWS + most_tokens + sizes.results) * hidden + sizes.logits + sizes.given
-    narrow = sizes.given + 3 * sizes.neurons
-    slots = max(num_pieces(m, hidden, most_tokens) * piece_rows(m.router) for m in config.mixtures)
-    # Scores, ranks, a sort and its places; then places and slots of rows, sorted and not.
-    routing = 6 * sizes.logits + 8 * sizes.results + 4 * slots
-    # Recorded passes have such values of their own beside those of others.
-    return wide * _FP32_BYTES + narrow * value + 2 * routing * _PLACE_BYTES
+def mixture_of(config: ModelConfig, layer: int) -> Mixture:
+    """Of a layer that has one."""
+    mixture = config.layers[layer].mlp
+    assert isinstance(mixture, Mixture), "the layer has experts"
+    return mixture

@@ -7,7 +7,7 @@ the decode kernel has of a step. A chunk's columns are neighbours in the matrix.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -121,10 +121,27 @@ def fragments(
         gated: of gate_up, whose results are one value for a gate row and an up row.
         first: row from which on results are wanted.
     """
+    return _paired(_groups(shape, operation, block_bytes.__mul__, gated=gated), operation, first)
+
+
+def expert_fragments(
+    shape: ModelShape, operation: Operation, *, gated: bool
+) -> tuple[Fragment, ...]:
+    """The same of one expert's matrix, where one block's rows follow those of another."""
+    matrix = operation.matrix
+
+    def block_at(block: int) -> int:
+        return matrix.first_unit(block) * matrix.unit_bytes
+
+    return _paired(_groups(shape, operation, block_at, gated=gated), operation, 0)
+
+
+def _paired(groups: Iterable[list[Half]], operation: Operation, first: int) -> tuple[Fragment, ...]:
+    """Two halves each; those that are left over meet, whichever blocks have them."""
     assert has_fragments(operation), "halves of 8 rows"
     found: list[Fragment] = []
     single: Half | None = None
-    for halves in _groups(shape, operation, block_bytes, gated=gated):
+    for halves in groups:
         pairs = zip(halves[::2], halves[1::2], strict=False)
         found += [p for p in pairs if any(_is_wanted(operation, half, first) for half in p)]
         if len(halves) % 2 == 0 or not _is_wanted(operation, halves[-1], first):
@@ -227,7 +244,7 @@ def best_shares(
 
 def half_tiles_of_rows(shape: ModelShape, operation: Operation, block_bytes: int) -> list[Half]:
     """The halves of a matrix whose rows are in their natural order, by row / 8."""
-    groups = _groups(shape, operation, block_bytes, gated=False)
+    groups = _groups(shape, operation, block_bytes.__mul__, gated=False)
     return [half for halves in groups for half in halves]
 
 
@@ -236,9 +253,9 @@ def _is_wanted(operation: Operation, half: Half, first: int) -> bool:
 
 
 def _groups(
-    shape: ModelShape, operation: Operation, block_bytes: int, *, gated: bool
+    shape: ModelShape, operation: Operation, block_at: Callable[[int], int], *, gated: bool
 ) -> Iterator[list[Half]]:
-    """Halves of each group of tiles of each block."""
+    """Halves of each group of tiles of each block, which has the matrix from `block_at` on."""
     matrix, most = operation.matrix, 2 * operation.group_tiles
     half_bytes, steps = matrix.format.half_tile_bytes, matrix.steps
     for block in range(matrix.blocks):
@@ -246,7 +263,7 @@ def _groups(
         end = matrix.first_unit(block + 1) * matrix.unit_half_tiles
         for start in range(first, end, most):
             count = min(most, end - start)
-            at = block * block_bytes + (start - first) * steps * half_bytes
+            at = block_at(block) + (start - first) * steps * half_bytes
             yield [
                 _half(operation, i, count, at, _result(shape, operation, start + i, gated=gated))
                 for i in range(count)

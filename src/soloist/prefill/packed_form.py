@@ -62,6 +62,8 @@ class Form:
         most_slots: that lie in shared memory, where there is room for them.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
+        ends_in_half: as of the matrix.
+        grouped: rows are those of several experts, each with a matrix of its own.
     """
 
     stored: WeightFormat
@@ -75,6 +77,8 @@ class Form:
     direct: bool = False
     most_slots: int = _MOST_SLOTS
     parts: int = 1
+    ends_in_half: bool = False
+    grouped: bool = False
 
     @property
     def fragments(self) -> int:
@@ -128,10 +132,17 @@ class Form:
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,
         }
         lines = [
-            weights_header(self.stored, self.dtype, self.steps, pairs_steps=self.pairs_steps),
+            weights_header(
+                self.stored,
+                self.dtype,
+                self.steps,
+                pairs_steps=self.pairs_steps,
+                ends_in_half=self.ends_in_half,
+            ),
             f"enum class Out : u32 {{ {', '.join(Out)} }};",
             f"constexpr Out kOut = Out::{self.out};",
             f"constexpr bool kDirect = {str(self.direct).lower()};",
+            f"constexpr bool kGrouped = {str(self.grouped).lower()};",
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
@@ -142,7 +153,10 @@ class Form:
 
 def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
-    return Form(matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out)
+    return Form(
+        matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
+        ends_in_half=matrix.ends_in_half,
+    )  # fmt: skip
 
 
 def operations_of(plan: Plan) -> list[Operation]:
@@ -174,7 +188,9 @@ def rows_source(stored: WeightFormat, dtype: Dtype, steps: int) -> Source:
     return Source(ROWS_KERNEL, weights_header(stored, dtype, steps, pairs_steps=False) + "\n")
 
 
-def weights_header(stored: WeightFormat, dtype: Dtype, steps: int, *, pairs_steps: bool) -> str:
+def weights_header(
+    stored: WeightFormat, dtype: Dtype, steps: int, *, pairs_steps: bool, ends_in_half: bool = False
+) -> str:
     """What `cuda/tile/fragments.cuh` wants to know of a matrix."""
     meaning = stored.meaning
     codes = None if meaning is None else meaning.codes
@@ -182,6 +198,7 @@ def weights_header(stored: WeightFormat, dtype: Dtype, steps: int, *, pairs_step
     bools = {
         "kBf16": dtype is Dtype.BF16,
         "kPairsSteps": pairs_steps,
+        "kEndsInHalf": ends_in_half,
         "kHasZeros": stored.zero_bits > 0,
     }
     numbers = {

@@ -2,6 +2,7 @@
 
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,26 @@ class _Product(ctypes.Structure):
         ("tiles", ctypes.c_uint32),
         ("pitch", ctypes.c_uint32),
         ("results", ctypes.c_uint32),
+        ("num_pieces", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
+        ("expert_bytes", ctypes.c_uint64),
     )
+
+
+class Groups(NamedTuple):
+    """Rows of several experts, each of which has a matrix of its own.
+
+    Attributes:
+        number: on the device, how many pieces there are.
+        pieces: the kernel's `Piece`, of each so many.
+        most: that there may be.
+        expert_bytes: from one expert's matrix to the next's.
+    """
+
+    number: Tensor
+    pieces: Tensor
+    most: int
+    expert_bytes: int
 
 
 class PackedProduct:
@@ -66,6 +86,7 @@ class PackedProduct:
             stream: handle.
         """
         form, tokens = self.form, len(x)
+        assert not form.grouped, "rows of one matrix"
         parts = () if form.parts == 1 else (form.parts,)
         assert out.shape == (*parts, tokens, tiling.results), "a row for every token"
         assert out.is_contiguous(), "rows lie one after the other"
@@ -76,10 +97,40 @@ class PackedProduct:
             image, table.data_ptr(), out.data_ptr(),
             tokens, token_tiles, tiles, tiling.results, tiling.results,
         )  # fmt: skip
+        self._launch(x, product, tiles, stream)
+
+    def launch_grouped(
+        self, x: Tensor, image: int, groups: Groups, table: Tensor, tiling: Tiling, out: Tensor,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """The same of rows that lie expert by expert, each multiplied by its expert's matrix.
+
+        Args:
+            x: [R, K], arranged.
+            image: address of the first expert's matrix.
+            groups: which rows are whose.
+            table: of `tiling`, on the device.
+            tiling: of an expert's rows.
+            out: [R, results].
+            stream: handle.
+        """
+        form, rows = self.form, len(x)
+        assert form.grouped, "compiled for groups"
+        assert out.shape == (rows, tiling.results), "a row for every row"
+        assert out.is_contiguous(), "rows lie one after the other"
+        product = _Product(
+            image, table.data_ptr(), out.data_ptr(),
+            rows, 0, tiling.count, tiling.results, tiling.results,
+            groups.number.data_ptr(), groups.pieces.data_ptr(), groups.expert_bytes,
+        )  # fmt: skip
+        self._launch(x, product, groups.most * tiling.count, stream)
+
+    def _launch(self, x: Tensor, product: _Product, most_tiles: int, stream: int) -> None:
+        form = self.form
         box = Box(form.tokens, CHUNK_COLUMNS)
         args = (tensor_map(hopper.address(x), *x.shape, box), product)
         self._module.launch(
-            min(tiles, self._module.num_sms), form.threads, form.shared_bytes, args, stream,
+            min(most_tiles, self._module.num_sms), form.threads, form.shared_bytes, args, stream,
             cooperative=False,
         )  # fmt: skip
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.prefill.experts import ExpertMatrices
+from soloist.prefill.batched_experts import ExpertMatrices
+from soloist.prefill.experts import ExpertProducts
 
 Matrices = Callable[[str], Tensor]
 # Libraries ask no more of where a matrix lies.
@@ -28,7 +29,7 @@ class Products:
     Args:
         matrices: a row-major matrix [out, in], of l lanes [l, out, in], by the name of its
             `TensorSpec`, valid until the next call.
-        experts: those of mixtures; None where there are none.
+        experts: rows of those of mixtures, or what multiplies by them; None where there are none.
 
     Attributes:
         in_rows: all matrices can be had row by row; otherwise the embedding alone, unless it is
@@ -41,7 +42,9 @@ class Products:
 
     in_rows = True
 
-    def __init__(self, matrices: Matrices, experts: ExpertMatrices | None = None) -> None:
+    def __init__(
+        self, matrices: Matrices, experts: ExpertMatrices | ExpertProducts | None = None
+    ) -> None:
         self.matrix, self.experts = matrices, experts
         self.padded_rows: Mapping[tuple[str, int], int] = {}
         self.pads = True

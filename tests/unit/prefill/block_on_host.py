@@ -29,6 +29,7 @@ _WORLD = r"""
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <utility>
 #include <vector>
 #define __device__
 #define __global__
@@ -53,7 +54,9 @@ template <class To, class From> To bits_to(From x) {
 }
 inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
 inline float __uint_as_float(u32 x) { return bits_to<float>(x); }
+inline float __int_as_float(i32 x) { return bits_to<float>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline u32 __popc(u32 x) { return __builtin_popcount(x); }
 template <class T> T __ldg(const T* p) { T x; std::memcpy(&x, p, sizeof x); return x; }
@@ -64,7 +67,7 @@ inline u32 __byte_perm(u32 a, u32 b, u32 places) {
   return made;
 }
 
-constexpr u32 kRoom = 240 * 1024, kMost = 384;
+constexpr u32 kRoom = 240 * 1024, kMost = 1024;
 alignas(1024) static u8 shared[kRoom];
 static u64 barriers[64];
 constexpr u32 kBarriersAt = 1u << 20;
@@ -97,6 +100,30 @@ inline u32 __shfl_sync(u32, u32 x, u32 from) {
   const u32 found = left[threadIdx.x / 32 * 32 + from];
   __syncwarp();
   return found;
+}
+inline u32 __shfl_up_sync(u32, u32 x, u32 by) {
+  left[threadIdx.x] = x;
+  __syncwarp();
+  const u32 found = left[threadIdx.x - (threadIdx.x % 32 >= by ? by : 0)];
+  __syncwarp();
+  return found;
+}
+inline u32 __shfl_xor_sync(u32, u32 x, u32 by) {
+  return __shfl_sync(~0u, x, threadIdx.x % 32 ^ by);
+}
+template <class Fold> u32 folded(u32 x, const Fold& fold) {
+  left[threadIdx.x] = x;
+  __syncwarp();
+  u32 all = x;
+  for (u32 i = 0; i < 32; ++i) all = fold(all, left[threadIdx.x / 32 * 32 + i]);
+  __syncwarp();
+  return all;
+}
+inline u32 __reduce_max_sync(u32, u32 x) {
+  return folded(x, [](u32 a, u32 b) { return a > b ? a : b; });
+}
+inline u32 __reduce_min_sync(u32, u32 x) {
+  return folded(x, [](u32 a, u32 b) { return a < b ? a : b; });
 }
 inline u32 __ballot_sync(u32, bool x) {
   left[threadIdx.x] = x;

@@ -123,6 +123,70 @@ extern "C" int run(const u16* x, const u8* image, const u8* table, u8* out, u32 
 """
 
 
+GROUPED_MAIN = (
+    MAIN
+    + r"""
+// The same of rows that lie expert by expert.
+extern "C" int run_grouped(const u16* x, const u8* image, const u8* table, u8* out,
+                           const u32* number, const Piece* pieces, u32 rows, u32 columns,
+                           u32 row_tiles, u32 results, u32 blocks, u32 seed, u64 expert_bytes) {
+  random_state = seed;
+  map.words[0] = reinterpret_cast<u64>(x), map.words[1] = rows, map.words[2] = columns;
+  product = {image, reinterpret_cast<const Half*>(table), out, rows, 0, row_tiles, results, results,
+             number, pieces, expert_bytes};
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    if (!run_block(run_thread, kPackedThreads)) return 0;
+    for (const auto& own : issued) if (!own.empty()) return 0;
+  }
+  return 1;
+}
+"""
+)
+
+EXPERT_ROWS_MAIN = r"""
+#define __shared__ static
+#include "world.h"
+inline u32 atomicAdd(u32* at, u32 x) { return std::exchange(*at, *at + x); }
+#include "kernel.cu"
+
+static std::function<void()> thread_of_block;
+static void run_any_thread() {
+  thread_of_block();
+  threads[threadIdx.x].ended = true;
+  pause();
+}
+extern "C" int run_route(const u16* x, const float4* router, float* logits, u32 tokens) {
+  thread_of_block = [=] { route(x, router, logits, tokens); };
+  const u32 blocks = (tokens + kRoutedTokens - 1) / kRoutedTokens * kExpertGroups;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    if (!run_block(run_any_thread, 256)) return 0;
+  return 1;
+}
+extern "C" int run_choose(const float* logits, const float* correction, i64* experts, float* shares,
+                          u32 tokens) {
+  thread_of_block = [=] { choose(logits, correction, experts, shares, tokens); };
+  for (blockIdx.x = 0; blockIdx.x * kChoosingWarps < tokens; ++blockIdx.x)
+    if (!run_block(run_any_thread, kChoosingWarps * 32)) return 0;
+  return 1;
+}
+extern "C" int run_cut(const i64* chosen, u32* number, Piece* pieces, i32* row_of, i32* token_of,
+                       u32 slots, u32 rows) {
+  thread_of_block = [=] { cut(chosen, slots, rows, number, pieces, row_of, token_of); };
+  return run_block(run_any_thread, kCutWarps * 32);
+}
+extern "C" void run_take(const u16* x, const i32* token_of, uint4* out, u32 count) {
+  for (blockIdx.x = 0; blockIdx.x <= count / 256; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) take(x, token_of, out, count);
+}
+extern "C" void run_add_shares(const float4* given, const i32* row_of, const float* shares,
+                               void* out, u32 tokens, u32 wide) {
+  for (blockIdx.x = 0; blockIdx.x < tokens; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x)
+      add_shares(given, row_of, shares, out, wide);
+}
+"""
+
 ROWS_MAIN = r"""
 #include "kernel.cu"
 
@@ -150,13 +214,20 @@ def built(form: Form, folder: Path) -> ctypes.CDLL:
     """The kernel of a form."""
     header = form.source.header
     header = header[: header.index("__device__ __forceinline__ void multiply_rows")]
-    return _compiled(header, without_shared(form.source.text), MAIN, folder)
+    main = GROUPED_MAIN if form.grouped else MAIN
+    return _compiled(header, without_shared(form.source.text), main, folder)
 
 
 def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `rows_source`."""
     header = source.header + "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
     return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def built_expert_rows(source: Source, folder: Path) -> ctypes.CDLL:
+    """The kernels of `expert_rows_source`."""
+    header = source.header + "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+    return _compiled(header, source.text, EXPERT_ROWS_MAIN, folder)
 
 
 def _compiled(header: str, kernel: str, main: str, folder: Path) -> ctypes.CDLL:

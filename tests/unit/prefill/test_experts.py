@@ -19,9 +19,9 @@ from soloist.model.dtype import Dtype
 from soloist.model.torch_types import Weights
 from soloist.parallel.share import Share
 from soloist.prefill import settling
-from soloist.prefill.experts import (
+from soloist.prefill.batched_experts import (
     ExpertMatrices,
-    mixture_bytes,
+    batched_bytes,
     num_pieces,
     piece_rows,
     pieces_at_once,
@@ -255,7 +255,7 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
         mixtures = run.parts[0].work.mixtures
         assert mixtures is not None
         # On CUDA products are fp32.
-        assert mixtures.num_bytes <= mixture_bytes(config, Dtype.BF16, CONTEXT), name
+        assert mixtures.num_bytes <= batched_bytes(config, Dtype.BF16, CONTEXT), name
         plan = plan_of(config)
         unpacked = UnpackedExperts(plan, pack_weights(plan, random_weights(config), CPU))
         for layer, kind in enumerate(config.layers):
@@ -267,7 +267,7 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
         )
         assert unpacked.num_bytes <= counted, name
     dense = replace(config, layers=MIXTURES["some layers dense"].layers[:1])
-    assert mixture_bytes(dense, Dtype.BF16, CONTEXT) == 0
+    assert batched_bytes(dense, Dtype.BF16, CONTEXT) == 0
 
 
 def test_widths_are_given_up_where_a_row_s_bits_hang_on_its_place(

@@ -7,6 +7,10 @@
 // In a block one warp has chunks of 64 columns copied to slots, tokens and weights, and kGroups groups of four warps multiply 64 rows
 // each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what lies beside it do not
 // matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32. Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
+//
+// kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
+// only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
+// matrix. What lies behind a piece's last row is multiplied with it and not written.
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -31,12 +35,17 @@ inline constexpr u32 kLeavingBytes = kBatch * (kOut == Out::kWide ? kWideRowByte
 static_assert(kPackedShared == kPackedSlots * kSlotBytes + kMultiplyingWarps * kLeavingBytes, "slots and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
 static_assert(kSlotBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
+static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 
 struct Slots {
   u32 data, full, empty;  // barriers have 8 bytes each
 };
 using Turn = SlotState<kPackedSlots>;
+// Rows of x that one expert has.
+struct Piece {
+  u32 expert, first, stop, nothing;
+};
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -44,22 +53,39 @@ struct Product {
   u8* out;
   u32 tokens, token_tiles, tiles, pitch;  // of out, in values
   u32 results;                            // values of a row that there are
+  const u32* num_pieces;                  // grouped: `tiles` are those of one of them
+  const Piece* pieces;
+  u64 expert_bytes;  // from one expert's matrix to the next's
 };
 inline constexpr u32 kTableHalves = 16;
 // What a tile is of: rows, and where sums are made in parts, some of their chunks.
 inline constexpr u32 kPartChunks = kChunks / kParts;
 struct Tile {
   u32 token, row_tile, part;
-  __device__ __forceinline__ Tile(const Product& product, u32 tile)
-      : token(tile % product.token_tiles * kTokens), row_tile(tile / product.token_tiles / kParts),
-        part(kParts > 1 ? tile / product.token_tiles % kParts : 0) {}
+  u32 stop;         // behind the last row of x that is its own
+  const u8* image;  // where the first block has the matrix
+  __device__ __forceinline__ Tile(const Product& product, u32 tile) {
+    if constexpr (kGrouped) {
+      const uint4 piece = __ldg(reinterpret_cast<const uint4*>(product.pieces) + tile / product.tiles);
+      token = piece.y, stop = piece.z, row_tile = tile % product.tiles, part = 0;
+      image = product.image + piece.x * product.expert_bytes;
+    } else {
+      token = tile % product.token_tiles * kTokens, row_tile = tile / product.token_tiles / kParts;
+      part = kParts > 1 ? tile / product.token_tiles % kParts : 0;
+      stop = product.tokens, image = product.image;
+    }
+  }
 };
+__device__ __forceinline__ u32 num_tiles(const Product& product) {
+  if constexpr (kGrouped) return *product.num_pieces * product.tiles;
+  return product.tiles;
+}
 
 // The loading warp: a lane for each piece of weights, and one for tokens.
 __device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, const Product& product, u32 lane) {
   Turn turn;
 #pragma unroll 1
-  for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
+  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
     const Tile own(product, tile);
     Half half{};
     if (!kDirect && lane < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + lane];
@@ -75,7 +101,7 @@ __device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, con
       }
       __syncwarp();
       if (copies)
-        copy_bulk(to + kTokenBytes + lane * kPieceBytes, product.image + piece_at(half, lane % 2, chunk), kPieceBytes, full);
+        copy_bulk(to + kTokenBytes + lane * kPieceBytes, own.image + piece_at(half, lane % 2, chunk), kPieceBytes, full);
     }
   }
 }
@@ -216,7 +242,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
   const u32 shared = results + warp * kLeavingBytes;
   Turn turn;
 #pragma unroll 1
-  for (u32 tile = blockIdx.x; tile < product.tiles; tile += gridDim.x) {
+  for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
     const u32 start = place.part * kPartChunks, end = start + kPartChunks;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
@@ -230,8 +256,8 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
     Shared next;
     u32 before = 0;
     if (is_active) {
-      next.load(product.image, halves, start, lane);
-      if constexpr (kDirect) read_weights(ahead, lane, halves, 0, product.image, start);
+      next.load(place.image, halves, start, lane);
+      if constexpr (kDirect) read_weights(ahead, lane, halves, 0, place.image, start);
     }
     const auto take = [&](u32 chunk, uint4 (&a)[4]) {
       wait_or_trap(slots.full + turn.slot * 8, turn.round);
@@ -239,11 +265,11 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
       if (is_active) {
         Stored stored;
         if constexpr (kDirect) stored = ahead;
-        else read_weights(stored, lane, halves, from + kTokenBytes + warp * kFragmentBytes, product.image, chunk);
+        else read_weights(stored, lane, halves, from + kTokenBytes + warp * kFragmentBytes, place.image, chunk);
         const Shared shared_now = next;
         if (chunk + 1 < end) {
-          next.load(product.image, halves, chunk + 1, lane);
-          if constexpr (kDirect) read_weights(ahead, lane, halves, 0, product.image, chunk + 1);
+          next.load(place.image, halves, chunk + 1, lane);
+          if constexpr (kDirect) read_weights(ahead, lane, halves, 0, place.image, chunk + 1);
         }
 #pragma unroll
         for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, shared_now, is_tile, k / 2, k % 2);
@@ -272,6 +298,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
     if (!is_active) continue;
     take_sums(sums);
     Product to = product;
+    to.tokens = place.stop;
     if constexpr (kParts > 1) to.out += static_cast<u64>(place.part) * product.tokens * product.pitch * sizeof(float);
 #pragma unroll
     for (u32 first = 0; first < kTokens; first += kLeaving) {

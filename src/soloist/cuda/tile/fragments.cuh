@@ -2,7 +2,7 @@
 // time, a *chunk* of a *fragment*. In registers they are the numbers that unpacking gives (weights/numbers.py), bit by bit.
 // Where they lie is told by prefill/fragments.py; the orders of values are those of weights/layout.py.
 //
-// spec.cuh: kValueBits, kCodes, kPairsSteps, kSteps, and of quantised weights kGroup, kScaleType, kScaleRows, kHasZeros.
+// spec.cuh: kValueBits, kCodes, kPairsSteps, kSteps, kEndsInHalf, and of quantised weights kGroup, kScaleType, kScaleRows, kHasZeros.
 #pragma once
 #include "ptx/e4m3.cuh"
 #include "ptx/memory.cuh"
@@ -46,6 +46,8 @@ __device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk) 
   const ChunkPlace place(chunk);
   const u64 at = in_step(half, place.step);
   if (half.kind == HalfKind::kAlone) return at + place.warp * kPieceBytes;
+  // In half a step a warp of the decode kernel has 32 columns, so a chunk is of two of them.
+  if (kEndsInHalf && place.step == kSteps - 1) return at + (2 * place.warp + which) * kPieceBytes;
   if (kValueBits == 4) return at + (2 * place.warp + which) * kPieceBytes;
   return at + which * kValueBytes + place.warp * kPieceBytes;
 }
