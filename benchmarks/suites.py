@@ -101,7 +101,11 @@ _KEPT = (
     ("llama-3.2-1b", "--prompt-tokens 100000 --kept 99840 --runs 5"),
     ("llama-3.1-8b", "--prompt-tokens 32000 --prompt-tokens 100000 --prefix cold --runs 2"),
 )
-_WAYS_OF_ATTENTION = (" --no-page-attention", "")
+# The file of an H100 is of the commit before attention from pages was the default.
+_WAYS_OF_ATTENTION = {
+    "h100": ("", " --page-attention"),
+    "h200": (" --no-page-attention", " --page-attention"),
+}
 _WAYS_OF_PRODUCTS = ("", " --packed-prompts")
 
 
@@ -131,7 +135,7 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
         "kept-prompts": tuple(
             _prefill(shape, f"{options}{way}")
             for shape, options in _KEPT
-            for way in _WAYS_OF_ATTENTION
+            for way in _WAYS_OF_ATTENTION[kind]
         ),
         "predictions": tuple(
             f"bench decode {_quantized(form, shape)} {_RUN} --prediction --wrong {wrong}"
