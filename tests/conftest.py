@@ -15,6 +15,9 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker:
+        # Models that tests load would take all cores each: 26 workers had 130 threads that ran.
+        os.environ.setdefault("SOLOIST_THREADS", "1")
     if config.getoption("--one-gpu-each") and worker:
         # Before CUDA starts in this process, which reads it then.
         number = int(worker.removeprefix("gw")) % config.getoption("--one-gpu-each")
