@@ -8,7 +8,7 @@ a launch.
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -487,32 +487,63 @@ class KernelExecutor(Executor):
             return own_failure(_CHOOSING, error)
 
     def _verified_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
-        """Launches of one round that check what the request drafts; whether there was one."""
+        """Launches of one round that check what the request drafts; whether there was one.
+
+        The next one starts before the tokens of this one are told, which takes the host a good
+        part of a round. So where they end the answer in a way that is seen only then, by a stop
+        string or a client that leaves, there is a round too many.
+        """
         assert self.drafting is not None, "it drafts"
-        count = 0
-        while not (count >= most or request.has_all_tokens or self._is_asked_to_stop):
-            draft = request.draft(self.drafting.costs.most)
-            # `reserve` was called before the first one.
-            if draft is None or (count and not self.reserve([request])):
-                break
-            outcome = self._verify(request, draft)
-            count += 1
-            yield [outcome]
-            if not isinstance(outcome, Verified):
-                break
+        most_drafts, count = self.drafting.costs.most, 0
+        # `reserve` was called before the first one.
+        draft = request.draft(most_drafts) if most > 0 and not request.has_all_tokens else None
+        check = None if draft is None else self._begin_check(request, draft)
+        try:
+            while check is not None:
+                outcome, count = self._end_check(request, check), count + 1
+                check = None
+                if count < most and self._may_follow(request, outcome):
+                    draft = request.draft(most_drafts)
+                    if draft is not None and self.reserve([request]):
+                        check = self._begin_check(request, draft)
+                yield [outcome]
+        finally:
+            if check is not None and check.tokens is not None:
+                self.decoder.abandon()
+                for _ in check.tokens:
+                    pass
         return count > 0
 
-    def _verify(self, request: Request, draft: Draft) -> Outcome:
-        """A round with a query for the latest token and for each of the draft.
+    def _may_follow(self, request: Request, outcome: Outcome) -> bool:
+        """Whether a round may be made behind that of an outcome which nobody was told yet."""
+        if not isinstance(outcome, Verified) or self._is_asked_to_stop:
+            return False
+        ending_ids = request.sampler.stop_test.ending_ids
+        ends = any(picked.token_id in ending_ids for picked in outcome.picks)
+        return not (ends or request.has_all_tokens)
+
+    def _begin_check(self, request: Request, draft: Draft) -> "_Check":
+        """Start a round with a query for the latest token and for each of the draft.
 
         Keys and values of drafts that are wrong stay in the request's own pages, behind all that
         anyone sees, until the answer comes there and writes its own.
         """
-        allocation = self.allocation_of(request)
         try:
-            queries = _columns(request, self._decode_path.row_of(allocation), draft)
-            draft = replace(draft, ids=draft.ids[: len(queries) - 1])
-            chosen = self.decoder.run(queries, 1)[-1]
+            queries = _columns(
+                request, self._decode_path.row_of(self.allocation_of(request)), draft
+            )
+            self.decoder.start(queries, 1)
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+            return _Check(draft, failure=own_failure(_CHOOSING, error))
+        draft = replace(draft, ids=draft.ids[: len(queries) - 1])
+        return _Check(draft, self.decoder.tokens())
+
+    def _end_check(self, request: Request, check: "_Check") -> Outcome:
+        """What the round that checks a draft brought."""
+        if check.tokens is None:
+            return check.failure
+        try:
+            chosen = list(check.tokens)[-1]
             logits = None if request.top_logprobs is None else self.decoder.logits
 
             def pick_at(column: int) -> Picked:
@@ -520,11 +551,11 @@ class KernelExecutor(Executor):
                     request, chosen[column], None if logits is None else logits[column]
                 )
 
-            return verify(request, draft, pick_at)
+            return verify(request, check.draft, pick_at)
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
             return own_failure(_CHOOSING, error)
         finally:
-            self.allocator.came_to(allocation, request.position)
+            self.allocator.came_to(self.allocation_of(request), request.position)
 
     def _take_pages(self, requests: Sequence[Request], count: int) -> int:
         """As many rounds, at most `count`, as there are pages for."""
@@ -587,6 +618,21 @@ class KernelExecutor(Executor):
         self.decoder.stop()
 
 
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A launch of one round that checks a draft.
+
+    Attributes:
+        draft: as much of it as has queries.
+        tokens: the launch's, as they come; None where it could not start.
+        failure: why not.
+    """
+
+    draft: Draft
+    tokens: Iterator[list[int]] | None = None
+    failure: Outcome = None
+
+
 @runtime_checkable
 class _DraftingLauncher(Protocol):
     """What of a decoder launches rounds that draft."""
@@ -632,7 +678,8 @@ def _columns(request: Request, row: int, draft: Draft) -> list[Query]:
                     raise
                 break
             if choice is not None:
-                choice = replace(choice, counts=choice.counts.as_they_are())
+                counts = choice.counts.as_they_are(each_token=choice.params.has_penalties)
+                choice = replace(choice, counts=counts)
             queries.append(Query(row, position + column, [token_id], choice=choice))
     finally:
         sampler.rollback(max(0, request.position - position))

@@ -102,12 +102,12 @@ class Struct:
             end = offsets[field.name] + field.num_bytes
         return offsets
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """Bytes: of the field that needs most."""
         return max(field.alignment for field in self.fields)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """With padding."""
         last = self.fields[-1]

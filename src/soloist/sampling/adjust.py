@@ -60,10 +60,16 @@ class TokenCounts:
         self.in_output[token_id] -= 1
         self.num_output -= 1
 
-    def as_they_are(self) -> Self:
-        """The same counts, whatever is added here later."""
+    def as_they_are(self, *, each_token: bool) -> Self:
+        """The same counts, whatever is added here later.
+
+        Args:
+            each_token: how often the output has each token stays, too, and not its length alone:
+                a copy of V numbers, which penalties want.
+        """
         counts = copy(self)
-        counts.in_output = self.in_output.copy()
+        if each_token:
+            counts.in_output = self.in_output.copy()
         return counts
 
     def _check(self, token_id: int) -> None:

@@ -172,7 +172,9 @@ class FakeDecoder:
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         pack_drafting(query, launch, VOCAB)
         if (choice := query.choice) is not None:  # the kernel has counts of its own
-            query = replace(query, choice=replace(choice, counts=choice.counts.as_they_are()))
+            query = replace(
+                query, choice=replace(choice, counts=choice.counts.as_they_are(each_token=True))
+            )
         self.start([query], launch.most_tokens)
         self._drafting = launch
 

@@ -11,7 +11,7 @@ import torch
 from soloist.engine import Completion, Failure
 from soloist.engine.core import EngineCore
 from soloist.engine.events import Chunk
-from soloist.engine.executor import Executor
+from soloist.engine.executor import Executor, Verified
 from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.reference import COLUMN_COSTS, ReferenceModel
 from soloist.engine.request import Request
@@ -224,6 +224,27 @@ def test_a_right_prediction_takes_one_launch_that_drafts() -> None:
     assert end.timings.drafts.predicted_accepted == 140
     assert len(decoder.launches) <= 3, "the prompt's, and one or two of the answer"
     assert decoder.num_rounds <= 20 + 3, "(161 - 1) / 8, and the prompt's"
+
+
+def test_the_next_round_runs_while_tokens_are_told() -> None:
+    asked, executor = greedy(161), kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    assert plain is not None
+    executor.drafting, decoder = PREDICTIONS, executor.decoder
+    assert isinstance(decoder, FakeDecoder)
+    drafter = Drafter(PREDICTIONS, asked.prompt, plain.token_ids)
+    request = Request(asked.prompt, asked.sampler(), drafter=drafter)
+    assert executor.open(request)
+    while executor.read(request) is None:
+        pass
+    rounds = executor.rounds([request], 64)
+    (outcome,) = next(rounds)
+    assert isinstance(outcome, Verified)
+    assert decoder.is_running, "the one behind it"
+    rounds.close()
+    assert not decoder.is_running, "nobody writes to pages that are given back"
+    executor.free(request)
+    executor.check()
 
 
 ALIGNED = {
