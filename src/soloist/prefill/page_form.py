@@ -171,7 +171,7 @@ def page_form(
     Args:
         plan: says architecture, heads, and how keys and values are stored.
         asked: True and False ask for the kernel and for the library; None takes the kernel where
-            it runs.
+            it runs, but for models with lanes, for which no test on a GPU has shown it.
         shares_gpu: several ranks run on one GPU. The kernel takes SMs whole, and others wait there.
 
     Raises:
@@ -180,10 +180,10 @@ def page_form(
     if asked is False:
         return None
     obstacle = _obstacle(plan, shares_gpu=shares_gpu)
+    if asked is None and (obstacle or plan.shape.has_lanes):
+        return None
     if not obstacle:
         return PageForm(plan.kv_layout, plan.shape.group, plan.dtype)
-    if asked is None:
-        return None
     dims = ", ".join(map(str, _SLOTS))
     raise ShapeUnsupported(
         f"attention of prompts from KV pages {obstacle}",
