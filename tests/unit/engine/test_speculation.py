@@ -16,10 +16,13 @@ from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.reference import COLUMN_COSTS, ReferenceModel
 from soloist.engine.request import Request
 from soloist.model.config import Attention, ModelConfig
+from soloist.model.folder import shipped_folder
 from soloist.reference.build import build_reference
 from soloist.reference.columns import columns_pay, rows_keep_bits
 from soloist.sampling import Sampler, SamplingParams
 from soloist.speculation import Archive, Costs, Drafter, Drafting
+from soloist.text.stream import TextStream
+from soloist.text.tokenizer import Tokenizer
 from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
 from unit.prefill.models import MODELS, model, random_weights
 from unit.sampling.constraints import Drawn, Steps
@@ -245,6 +248,36 @@ def test_the_next_round_runs_while_tokens_are_told() -> None:
     assert not decoder.is_running, "nobody writes to pages that are given back"
     executor.free(request)
     executor.check()
+
+
+def told(executor: KernelExecutor, asked: Asked, text: TextStream, drafter: Drafter | None):
+    """Texts as they come, and the end, of a request alone."""
+    core = EngineCore(executor)
+    request = Request(asked.prompt, asked.sampler(), text, drafter=drafter)
+    *chunks, end = core.run(request)
+    executor.check()
+    assert isinstance(end, Completion)
+    return [event.text for event in chunks], (end.token_ids, end.text, end.finish_reason, end.stop)
+
+
+def test_a_stop_string_ends_an_answer_while_the_next_round_runs() -> None:
+    """Only who joins tokens to text sees it, and a round is under way by then."""
+    tokenizer, num_stopped = Tokenizer.from_folder(shipped_folder("etude")), 0
+    for seed in range(40):
+        asked, rng = greedy(80), random.Random(seed)
+        asked.prompt = [3, *(rng.randrange(4, VOCAB) for _ in range(9))]
+        _, (ids, whole, *_) = told(kernel(1), asked, TextStream(tokenizer), None)
+        at = rng.randrange(len(whole) - 3)
+        stop = [whole[at : at + rng.randint(1, 3)]]
+        plain = told(kernel(1), asked, TextStream(tokenizer, stop), None)
+        num_stopped += plain[1][2] == "stop"
+        executor = kernel(1)
+        executor.drafting, decoder = ALWAYS, executor.decoder
+        assert isinstance(decoder, FakeDecoder)
+        drafter = Drafter(ALWAYS, asked.prompt, edited(rng, ids, 0.05))
+        assert told(executor, asked, TextStream(tokenizer, stop), drafter) == plain, seed
+        assert not decoder.is_running
+    assert num_stopped == 40
 
 
 ALIGNED = {
