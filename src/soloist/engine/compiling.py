@@ -18,7 +18,7 @@ from soloist.megakernel.header import Build
 from soloist.megakernel.kernel import decode_sources
 from soloist.megakernel.plan import Plan
 from soloist.prefill.coded_pages import coded_pages_source
-from soloist.prefill.expert_form import expert_sources
+from soloist.prefill.expert_form import expert_sources, reads_packed_experts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import config_of
 from soloist.prefill.sources import prefill_sources
@@ -69,8 +69,9 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
     prefill = prefill_sources(
         config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks, page_form(plan)
     )
+    experts = expert_sources(plan) if reads_packed_experts(plan) else ()
     coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
-    for source in (*prefill.all, *expert_sources(plan), *coded):
+    for source in (*prefill.all, *experts, *coded):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)
     yield NamedSource("memory bandwidth", bandwidth_source())
 

@@ -15,11 +15,14 @@ from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.config import Router
 from soloist.model.dtype import Dtype
 from soloist.prefill.fragments import ARRANGED_COLUMNS
-from soloist.prefill.packed_form import ARCH, Form, Out, form_of
+from soloist.prefill.packed_form import ARCH, PIECE, Form, Out, form_of, knows_format
 
 ROWS_KERNEL = "kernels/expert_rows.cu"
 ROWS_ENTRIES = ("route", "choose", "cut", "take", "add_shares")
-PIECE_BYTES = 16
+# Off until tests on a GPU have run these kernels; then the switch goes.
+RUNS_PACKED_EXPERTS = False
+# Of blocks of `route`, `choose` and `cut`; a thread of `route` has two logits.
+ROUTED_TOKENS, ROUTED_EXPERTS, CHOOSING_WARPS, CUT_WARPS = 16, 32, 4, 32
 _WORD_BYTES = 4
 # Most rows of a piece, ascending: a narrow product reads weights as quickly, and wastes less.
 _NARROW, _WIDE = 64, 128
@@ -29,13 +32,18 @@ _LEAST_WIDE_SHARE = 96
 
 def reads_packed_experts(plan: Plan) -> bool:
     """Whether prompts are multiplied by experts as they are packed; elsewhere by their rows."""
+    return RUNS_PACKED_EXPERTS and knows_experts(plan)
+
+
+def knows_experts(plan: Plan) -> bool:
+    """Whether these products can multiply by a plan's experts."""
     if plan.gpu.arch != ARCH or not plan.has_experts:
         return False
     return all(
         plan.model.hidden_size % ARRANGED_COLUMNS == 0
         and kind.operations["down"].matrix.columns % ARRANGED_COLUMNS == 0
         and kind.operations["gate_up"].matrix.order is RowOrder.PAIRED
-        and not any(_is_coarse(kind.operations[name]) for name in OF_EXPERTS)
+        and all(knows_format(kind.operations[name].matrix.format) for name in OF_EXPERTS)
         for kind in _kinds(plan)
     )
 
@@ -69,6 +77,10 @@ def expert_rows_source(plan: Plan, router: Router) -> Source:
         "kExperts": router.num_experts,
         "kChosen": router.num_chosen,
         "kRowValues": plan.model.hidden_size,
+        "kRoutedTokens": ROUTED_TOKENS,
+        "kRoutedExperts": ROUTED_EXPERTS,
+        "kChoosingWarps": CHOOSING_WARPS,
+        "kCutWarps": CUT_WARPS,
     }
     lines = [
         "// Generated; see prefill/expert_form.py.",
@@ -78,15 +90,14 @@ def expert_rows_source(plan: Plan, router: Router) -> Source:
         f"constexpr float kLeastSum = {float(router.least_sum)!r}f;",
         f"constexpr float kShareScale = {float(router.scale)!r}f;",
         *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
+        PIECE.cuda,
     ]
     return Source(ROWS_KERNEL, "\n".join(lines) + "\n")
 
 
 def expert_sources(plan: Plan) -> tuple[Source, ...]:
-    """Everything that is compiled for prompts of a plan's mixtures, each once."""
-    if not reads_packed_experts(plan):
-        return ()
-    found = []
+    """Everything that is compiled for prompts of a plan's mixtures that it knows, each once."""
+    found: list[Source] = []
     for kind in _kinds(plan):
         operations = [kind.operations[name] for name in OF_EXPERTS]
         found += [expert_form(plan, op, n).source for op in operations for n in (_NARROW, _WIDE)]
@@ -107,12 +118,8 @@ def packed_experts_bytes(plan: Plan, most_tokens: int) -> int:
 
 def table_bytes(plan: Plan, most_tokens: int) -> int:
     """Of how many pieces there are, and of the pieces of a pass of at most so many tokens."""
-    most = max(
-        most_pieces(kind.experts.router, tokens)
-        for kind in _kinds(plan) if kind.experts is not None
-        for tokens in range(1, most_tokens + 1)
-    )  # fmt: skip
-    return (1 + most) * PIECE_BYTES
+    pieces = most_experts(plan) + most_slots(plan, most_tokens) // _NARROW
+    return (1 + pieces) * PIECE.num_bytes
 
 
 def most_slots(plan: Plan, tokens: int) -> int:
@@ -132,9 +139,3 @@ def most_neurons(plan: Plan) -> int:
 
 def _kinds(plan: Plan) -> Iterator[LayerKind]:
     return (kind for kind in plan.image.kinds if kind.experts is not None)
-
-
-def _is_coarse(operation: Operation) -> bool:
-    """Its codes have offsets or super-blocks, which products with packed matrices do not know."""
-    stored = operation.matrix.format
-    return stored.offset_bits > 0 or bool(stored.super_block)

@@ -23,28 +23,29 @@ from soloist.model.config import Router
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill import hopper
 from soloist.prefill.expert_form import (
-    PIECE_BYTES,
+    CHOOSING_WARPS,
+    CUT_WARPS,
+    ROUTED_EXPERTS,
+    ROUTED_TOKENS,
     ROWS_ENTRIES,
     expert_form,
     expert_rows_source,
     expert_sources,
+    knows_experts,
     most_experts,
     most_neurons,
     most_pieces,
     most_slots,
     piece_rows,
-    reads_packed_experts,
     table_bytes,
 )
 from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fragments import BLOCK_FRAGMENTS, Tiling, expert_fragments, tiled
-from soloist.prefill.packed_form import ARCH, Form
+from soloist.prefill.packed_form import ARCH, PIECE, Form
 from soloist.prefill.packed_product import Groups, PackedProduct, is_gated, on_device
 from soloist.reference.experts import Choice
 
-_THREADS, _CUT_THREADS = 256, 1024
-# Of blocks of `route` and `choose`.
-_ROUTED_TOKENS, _ROUTED_EXPERTS, _CHOOSING_WARPS = 16, 32, 4
+_THREADS, _WARP = 256, 32
 _VALUES_AT_ONCE = 8  # of a thread that takes rows
 
 
@@ -52,7 +53,7 @@ class PackedExperts(ExpertProducts):
     """Multiplies by experts that lie as the decode kernel streams them.
 
     Args:
-        plan: of the decode kernel, one that `reads_packed_experts`.
+        plan: of the decode kernel, as `knows_experts` wants it.
         packed: its weights.
         most_tokens: of a pass.
         cache_root: where compiled kernels are kept; None keeps none on disk.
@@ -64,7 +65,7 @@ class PackedExperts(ExpertProducts):
     def __init__(
         self, plan: Plan, packed: PackedWeights, most_tokens: int, cache_root: Path | None
     ) -> None:
-        assert reads_packed_experts(plan), "experts that these kernels know"
+        assert knows_experts(plan), "experts that these kernels know"
         assert packed.experts is not None, "there are experts"
         self._plan, self._experts, self._cache_root = plan, packed.experts, cache_root
         self._device, dtype = packed.experts.device, TORCH_DTYPES[plan.dtype]
@@ -119,7 +120,7 @@ class PackedExperts(ExpertProducts):
         (tokens, k), stream = choice.experts.shape, self._stream
         slots, rows = tokens * k, piece_rows(experts.router, tokens)
         launch, columns = self._rows_of(experts.router), experts.down.columns
-        number, pieces = self._table[:PIECE_BYTES], self._table[PIECE_BYTES:]
+        number, pieces = self._table[: PIECE.num_bytes], self._table[PIECE.num_bytes :]
         x, given = self._x[:slots], self._given[:slots]
         activated = self._activated[: slots * columns].view(slots, columns)
         launch.cut(choice.experts, rows, number, pieces, self._row_of, self._token_of, stream)
@@ -181,7 +182,7 @@ class ExpertRows:
 
     def route(self, x: Tensor, router: Tensor, logits: Tensor, stream: int) -> None:
         """`logits` [T · E] = `x` [T, H] · `router` [E, H]ᵀ, in fp32."""
-        blocks = -(-len(x) // _ROUTED_TOKENS) * -(-len(router) // _ROUTED_EXPERTS)
+        blocks = -(-len(x) // ROUTED_TOKENS) * -(-len(router) // ROUTED_EXPERTS)
         self._launch("route", blocks, _THREADS, stream, x, router, logits, len(x))
 
     def choose(
@@ -190,7 +191,7 @@ class ExpertRows:
         """What `reference.experts.choose` makes of `logits` [T · E], into `choice`."""
         tokens = len(choice.experts)
         args = (logits, correction, choice.experts, choice.shares, tokens)
-        blocks, threads = -(-tokens // _CHOOSING_WARPS), 32 * _CHOOSING_WARPS
+        blocks, threads = -(-tokens // CHOOSING_WARPS), CHOOSING_WARPS * _WARP
         self._launch("choose", blocks, threads, stream, *args)
 
     def cut(
@@ -203,13 +204,13 @@ class ExpertRows:
             chosen: [T, k] int64.
             rows: of a piece.
             number: 4 bytes, how many pieces there are.
-            pieces: of `PIECE_BYTES` each.
+            pieces: `PIECE` of each.
             row_of: int32, of each slot.
             token_of: int32, of each row.
             stream: handle.
         """
         args = (chosen, chosen.numel(), rows, number, pieces, row_of, token_of)
-        self._launch("cut", 1, _CUT_THREADS, stream, *args)
+        self._launch("cut", 1, CUT_WARPS * _WARP, stream, *args)
 
     def take(self, x: Tensor, token_of: Tensor, out: Tensor, stream: int) -> None:
         """`out` [R, H] = each row's token of `x` [T, H], arranged."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from soloist.jit.source import Source
+from soloist.megakernel.abi import Field, Struct
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import Matrix, RowOrder
@@ -34,6 +35,19 @@ _LANES, _GROUP_WARPS = 32, 4
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
 _SCALES = {Dtype.BF16: "kBf16", Dtype.FP16: "kFp16", Dtype.FP32: "kFp32"}
+
+
+# Of rows that are grouped by expert.
+PIECE = Struct(
+    "Piece",
+    "Rows of activations that one expert has, neighbours of each other.",
+    (
+        Field("expert", "u32"),
+        Field("first", "u32"),
+        Field("stop", "u32", "behind the last row"),
+        Field("unused", "u32", "16 bytes are read at once"),
+    ),
+)
 
 
 class Out(StrEnum):
@@ -146,6 +160,7 @@ class Form:
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
+            PIECE.cuda,
             multiply_rows(self.tokens, self.dtype),
         ]
         return "\n".join(lines) + "\n"
@@ -157,6 +172,11 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
         ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
+
+
+def knows_format(stored: WeightFormat) -> bool:
+    """Whether these products know it: not with offsets, nor with super-blocks."""
+    return not (stored.offset_bits or stored.super_block)
 
 
 def operations_of(plan: Plan) -> list[Operation]:

@@ -37,6 +37,7 @@ from soloist.prefill.packed_form import (
     Out,
     arranged_bytes,
     form_of,
+    knows_format,
     operations_of,
     parted_bytes,
     parts_of,
@@ -67,7 +68,7 @@ def require_packed_prompts(plan: Plan) -> None:
         if matrix.columns % ARRANGED_COLUMNS:
             given = f"{matrix.columns} columns of {matrix.name}"
             raise ShapeUnsupported(given, f"multiples of {ARRANGED_COLUMNS}")
-        if matrix.format.offset_bits or matrix.format.super_block:
+        if not knows_format(matrix.format):
             given = f"{matrix.name} in {matrix.format.name}"
             raise ShapeUnsupported(given, "formats without offsets and super-blocks")
         assert has_fragments(op), "a rank that is alone has units of whole halves"

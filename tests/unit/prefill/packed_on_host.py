@@ -188,6 +188,7 @@ extern "C" void run_add_shares(const float4* given, const i32* row_of, const flo
 """
 
 ROWS_MAIN = r"""
+#include "world.h"
 #include "kernel.cu"
 
 extern "C" void run_arrange(const u16* x, const u16* columns, uint4* out, u32 row_values,
@@ -238,5 +239,5 @@ def _compiled(header: str, kernel: str, main: str, folder: Path) -> ctypes.CDLL:
         folder,
         own=_OWN + PRODUCTS_IN_FLIGHT,
         shims=_SHIMS,
-        tiles=("fragments", "silu"),
+        tiles=("arranged", "fragments", "silu"),
     )

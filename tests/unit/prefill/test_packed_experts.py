@@ -135,6 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     OnHost.folder = RowsOnHost.folder = folder
+    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", True)
     monkeypatch.setattr(packed_experts, "PackedProduct", OnHost)
     monkeypatch.setattr(packed_experts, "ExpertRows", RowsOnHost)
     monkeypatch.setattr(packed_experts, "expert_sources", lambda _: ())
@@ -318,7 +319,7 @@ def test_no_pass_needs_more_pieces_than_there_is_room_for() -> None:
         assert rest < rows
 
 
-def test_where_experts_are_read_as_they_are_packed() -> None:
+def test_where_experts_are_read_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     config, sms = MODELS["usual"]
     hopper, ampere = Gpu("sm_90a", sms, 227 * 1024), TYPICAL["sm_80"]
     assert reads_packed_experts(make_plan(config, Dtype.BF16, hopper))
@@ -327,13 +328,16 @@ def test_where_experts_are_read_as_they_are_packed() -> None:
     assert not reads_packed_experts(make_plan(odd, Dtype.BF16, hopper))
     dense = make_plan(PUBLIC["llama-3.2-1b"], Dtype.BF16, TYPICAL["sm_90a"])
     assert not reads_packed_experts(dense)
-    assert expert_sources(dense) == ()
+    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", False)
+    assert not reads_packed_experts(make_plan(config, Dtype.BF16, hopper))
 
 
-def test_all_kernels_are_compiled_ahead() -> None:
+def test_all_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = MODELS["usual"]
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
-    sources = {named.source for named in kernel_sources(plan)}
     # gate_up of both sizes has as many columns; each matrix comes in narrow and in wide pieces.
     assert len(expert_sources(plan)) == 2 + 2 * 2 + 1
+    sources = {named.source for named in kernel_sources(plan)}
     assert sources.issuperset(expert_sources(plan))
+    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", False)
+    assert sources - {named.source for named in kernel_sources(plan)} == {*expert_sources(plan)}

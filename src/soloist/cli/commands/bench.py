@@ -159,7 +159,7 @@ def prefill(
             "--page-attention/--no-page-attention",
             help="Attend to KV pages by a kernel of our own in every pass, or by a library after "
             "they were copied.",
-            show_default="our own where it runs: on Hopper GPUs, without --kv",
+            show_default="our own on Hopper GPUs, without --kv and lanes",
         ),
     ] = None,
     path: Annotated[

@@ -2,18 +2,16 @@
 // token's sum.
 //
 // A *slot* is a token and one of the experts that it chose: token · k + which. Slots are sorted by expert, and by number within one.
+//
+// spec.cuh: sizes of the model and of blocks, the router, and `Piece`; prefill/expert_form.py.
 #include "ptx/mma.cuh"
 #include "spec.cuh"
-
-// Rows of x that one expert has; see kernels/packed_product.cu.
-struct Piece {
-  u32 expert, first, stop, nothing;
-};
-inline constexpr u32 kCutWarps = 32;
+#include "tile/arranged.cuh"
 
 // logits [T, E] = x [T, H] · routerᵀ in fp32, by rising columns whatever T is. A block has so many tokens and experts; a thread has one
 // token and two experts. H is a multiple of 32.
-inline constexpr u32 kRoutedTokens = 16, kRoutedExperts = 32, kRoutedColumns = 128, kQuads = kRoutedColumns / 4;
+inline constexpr u32 kRoutedColumns = 128, kQuads = kRoutedColumns / 4;
+static_assert(kRoutedTokens == 16 && kRoutedExperts == 32, "256 threads have two logits each");
 inline constexpr u32 kExpertGroups = (kExperts + kRoutedExperts - 1) / kRoutedExperts;
 extern "C" __global__ void __launch_bounds__(256)
     route(const u16* __restrict__ x, const float4* __restrict__ router, float* __restrict__ logits, u32 tokens) {
@@ -76,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Which experts a token takes, in ascending order, and their shares; see `choose` of reference/experts.py. A warp has a token. Of equal
 // scores the lower index counts, and NaN is above all, so whatever logits are, experts are kChosen different ones that there are.
-inline constexpr u32 kChoosingWarps = 4, kScores = (kExperts + 31) / 32;
+inline constexpr u32 kScores = (kExperts + 31) / 32;
 extern "C" __global__ void __launch_bounds__(kChoosingWarps * 32)
     choose(const float* __restrict__ logits, const float* __restrict__ correction, i64* __restrict__ experts,
            float* __restrict__ shares, u32 tokens) {
@@ -134,17 +132,15 @@ extern "C" __global__ void __launch_bounds__(kChoosingWarps * 32)
     before += __popc(all);
   }
   __syncwarp();
-  float sum = kLeastSum;
+  if (lane >= kChosen) return;
+  float share = chosen_scores[warp][lane];
   if constexpr (kNormalises) {
-    sum = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
     for (u32 k = 0; k < kChosen; ++k) sum += chosen_scores[warp][k];
-    sum += kLeastSum;
+    share /= sum + kLeastSum;
   }
-  if (lane < kChosen) {
-    const float score = chosen_scores[warp][lane];
-    shares[token * kChosen + lane] = (kNormalises ? score / sum : score) * kShareScale;
-  }
+  shares[token * kChosen + lane] = share * kShareScale;
 }
 
 // Slots of each expert, in ascending order, and pieces of at most `rows` of them. One block, since all of it waits for the counts of all.
@@ -202,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(256)
     take(const u16* __restrict__ x, const i32* __restrict__ token_of, uint4* __restrict__ out, u32 count) {
   const u32 i = blockIdx.x * 256 + threadIdx.x;
   if (i >= count) return;
-  const u32 row = i / (kRowValues / 8), at = i % (kRowValues / 8), first = at / 4 * 32 + at % 4 * 2;
-  const u16* const from = x + static_cast<u64>(token_of[row]) * kRowValues + first;
+  const u32 row = i / (kRowValues / 8), at = i % (kRowValues / 8);
+  const u16* const from = x + static_cast<u64>(token_of[row]) * kRowValues + first_arranged_column(at);
   u32 words[4];
 #pragma unroll
   for (u32 q = 0; q < 4; ++q) words[q] = *reinterpret_cast<const u32*>(from + q * 8);

@@ -42,10 +42,6 @@ struct Slots {
   u32 data, full, empty;  // barriers have 8 bytes each
 };
 using Turn = SlotState<kPackedSlots>;
-// Rows of x that one expert has.
-struct Piece {
-  u32 expert, first, stop, nothing;
-};
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix

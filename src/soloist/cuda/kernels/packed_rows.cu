@@ -1,4 +1,5 @@
 // What goes with products of packed matrices: activations whose columns are arranged, and rows of an embedding that is packed.
+#include "tile/arranged.cuh"
 #include "tile/fragments.cuh"
 
 // out [T, K]: `arranged_column` of prefill/fragments.py says which column of x each place has, or of x's columns in the order of a
@@ -7,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(256)
     arrange(const u16* __restrict__ x, const u16* __restrict__ columns, uint4* __restrict__ out, u32 row_values, u32 count) {
   const u32 i = blockIdx.x * 256 + threadIdx.x;
   if (i >= count) return;
-  const u32 row = i / (row_values / 8), at = i % (row_values / 8), first = at / 4 * 32 + at % 4 * 2;
+  const u32 row = i / (row_values / 8), at = i % (row_values / 8), first = first_arranged_column(at);
   const u16* const from = x + static_cast<u64>(row) * row_values;
   u32 words[4];
 #pragma unroll
