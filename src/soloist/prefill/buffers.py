@@ -15,7 +15,7 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.batched_experts import batched_bytes
 from soloist.prefill.elementwise import DTYPES
 from soloist.prefill.expert_form import packed_experts_bytes, reads_packed_experts
-from soloist.prefill.page_form import MOST_PARTIAL_BYTES
+from soloist.prefill.page_form import PageForm
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
 from soloist.reference.memory import rope_table_bytes
@@ -107,7 +107,7 @@ def prefill_bytes(
     else:
         experts = batched_bytes(config, plan.dtype, most_tokens)
     if attends_pages:
-        keys = MOST_PARTIAL_BYTES
+        keys = PageForm(layout, plan.shape.group, plan.dtype).partials_bytes(num_pages)
     else:
         # Earlier chunks of one layer, gathered: where graphs find them, and beyond their reach.
         keys = 3 * num_pages * layout.page_values // layout.num_layers * plan.dtype.num_bytes

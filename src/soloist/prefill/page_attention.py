@@ -14,7 +14,6 @@ from soloist.prefill.page_form import (
     ENTRY,
     MERGE_ENTRY,
     MERGE_THREADS,
-    MOST_PARTIAL_BYTES,
     THREADS,
     PageForm,
     launch_scale,
@@ -28,7 +27,7 @@ class PageAttention:
         form: for the model.
         pool: has keys and values.
         cache_root: where compiled kernels are kept; None keeps none on disk.
-        most_partial_bytes: of sums of splits; a pass that has more does without splits.
+        splits: whether there is room for sums of splits; without it there are none.
 
     Raises:
         DeviceError: it cannot be compiled or loaded.
@@ -39,15 +38,16 @@ class PageAttention:
         form: PageForm,
         pool: PagePool,
         cache_root: Path | None,
-        most_partial_bytes: int = MOST_PARTIAL_BYTES,
+        *,
+        splits: bool = True,
     ) -> None:
         self.form = form
         self._attend = hopper.load(form.source, ENTRY, form.shared_bytes, cache_root)
         self._merge = hopper.load(form.source, MERGE_ENTRY, 0, cache_root)
-        self._slots = most_partial_bytes // form.partial_bytes
-        num_bytes = max(1, self._slots) * form.partial_bytes
-        self._partials = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
         address, pages = hopper.address(pool.tensor), pool.num_pages
+        self._slots = form.partials_bytes(pages) // form.partial_bytes if splits else 0
+        num_bytes = self._slots * form.partial_bytes
+        self._partials = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
         self._of_pool = (
             *(boxes_map(address, boxes) for boxes in form.keys(pages)),
             boxes_map(address, form.values(pages)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from soloist.errors import ShapeUnsupported
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import Boxes
-from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, KvLayout
+from soloist.kv.layout import HALF_PAGE_POSITIONS, PAGE_HALVES, PAGE_POSITIONS, KvLayout
 from soloist.megakernel.plan import Plan
 from soloist.model.dtype import Dtype
 from soloist.prefill.header import AWAIT_NS
@@ -24,8 +24,10 @@ SPLIT_KEYS = 4096
 TILE = 128
 # By head dimension: as many tiles of keys or values ahead as shared memory has room for.
 _SLOTS = {32: 12, 64: 8, 96: 6, 128: 4}
-# Sums of splits in memory: what a pass of 256 rows of llama-3.1-8b over 100,000 positions has.
-MOST_PARTIAL_BYTES = 112 * 1024 * 1024
+# Items of one split whose sums have room in memory: with more of them every SM has whole items.
+_PARTIAL_ITEMS = 128
+# All sums of splits take no more than this, and in a larger pool no more than such a share of it.
+_MOST_PARTIAL_BYTES, _POOL_SHARE = 112 * 1024 * 1024, 64
 _VALUE_BYTES, _SUM_BYTES = 2, 4
 _BOX_COLUMNS = 32
 _BOX_BYTES = _BOX_COLUMNS * _VALUE_BYTES
@@ -72,6 +74,16 @@ class PageForm:
     def partial_bytes(self) -> int:
         """Of one split's sums of one item."""
         return TILE * self.head_dim * _SUM_BYTES + MERGE_THREADS * 4 * _SUM_BYTES
+
+    def partials_bytes(self, num_pages: int) -> int:
+        """Room for sums of splits beside a pool of so many pages, which one sequence may have all.
+
+        A pass that has more of them does without splits.
+        """
+        splits = -(-num_pages * PAGE_POSITIONS // self.split_keys)
+        most = max(_MOST_PARTIAL_BYTES, self.layout.pool_bytes(num_pages) // _POOL_SHARE)
+        slots = min(_PARTIAL_ITEMS * splits, most // self.partial_bytes) if splits > 1 else 0
+        return slots * self.partial_bytes
 
     def merging_blocks(self, rows: int) -> int:
         """Of the kernel that merges splits of up to so many rows: one for 32 columns of an item."""

@@ -14,6 +14,7 @@ from plan.shapes import SMALL, small_plan
 from soloist.device import HEADROOM_BYTES
 from soloist.engine.memory import Footprint, require_host_memory, stage
 from soloist.errors import OutOfMemory, gigabytes
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.megakernel.memory import workspace_bytes
 from soloist.model.config import Attention
@@ -22,7 +23,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.parallel.share import Share
 from soloist.prefill.buffers import num_bytes
-from soloist.prefill.page_form import MOST_PARTIAL_BYTES
+from soloist.prefill.page_form import SPLIT_KEYS, PageForm
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
@@ -129,7 +130,10 @@ def test_attention_from_pages_has_sums_of_splits_and_gathers_nothing(tokens: int
         for on in (False, True)
     )
     gathered = 3 * gathering.kv_bytes // SMALL.num_layers
-    assert gathering.scratch_bytes - gathered == from_pages.scratch_bytes - MOST_PARTIAL_BYTES
+    pages = -(-tokens // PAGE_POSITIONS)
+    partials = PageForm(plan.kv_layout, plan.shape.group, plan.dtype).partials_bytes(pages)
+    assert (partials > 0) == (tokens > SPLIT_KEYS)
+    assert gathering.scratch_bytes - gathered == from_pages.scratch_bytes - partials
     assert from_pages.kv_bytes == gathering.kv_bytes
 
 

@@ -30,7 +30,6 @@ from soloist.prefill.page_attention import PageAttention
 from soloist.prefill.page_form import (
     ENTRY,
     MERGE_ENTRY,
-    MOST_PARTIAL_BYTES,
     SPLIT_KEYS,
     PageForm,
     page_form,
@@ -191,7 +190,7 @@ class OnGpu:
         self.folder = folder
         self.kernel = PageAttention(form, self.pool, folder)
         # Without memory for sums of splits a pair's splits are one item's.
-        self.unsplit = PageAttention(form, self.pool, folder, most_partial_bytes=0)
+        self.unsplit = PageAttention(form, self.pool, folder, splits=False)
 
     def chunk(self, first: int, stop: int) -> Chunk:
         return self.upload.chunk(torch.zeros(stop - first).int(), first, self.table, stop - first)
@@ -270,8 +269,18 @@ def test_a_captured_launch_finds_its_place_on_the_device(tmp_path: Path) -> None
     assert torch.equal(out, case.attend(9000 - 256, 9000))
 
 
-def test_a_splits_sums_fit_where_passes_are_short() -> None:
-    """Of 256 tokens of llama-3.1-8b over 100,000 positions."""
+@pytest.mark.parametrize("positions", [100_000, 1_000_000])
+def test_sums_of_splits_have_room_where_passes_are_short(positions: int) -> None:
+    """Of 256 tokens of llama-3.1-8b, whose pool takes 64 times as much at least."""
+    form, pages = form_of("llama-3.1-8b"), -(-positions // PAGE_POSITIONS)
+    form = replace(form, layout=replace(form.layout, num_layers=32))
+    items = -(-256 // form.item_tokens) * form.layout.num_heads * -(-positions // SPLIT_KEYS)
+    room = form.partials_bytes(pages)
+    assert items * form.partial_bytes <= room <= form.layout.pool_bytes(pages) / 64
+
+
+def test_a_short_pool_has_little_or_no_room_for_sums_of_splits() -> None:
     form = form_of("llama-3.1-8b")
-    items = -(-256 // form.item_tokens) * form.layout.num_heads * -(-100_000 // SPLIT_KEYS)
-    assert items * form.partial_bytes <= MOST_PARTIAL_BYTES
+    assert form.partials_bytes(SPLIT_KEYS // PAGE_POSITIONS) == 0
+    assert form.partials_bytes(8192 // PAGE_POSITIONS) == 2 * 128 * form.partial_bytes
+    assert form.partials_bytes(32768 // PAGE_POSITIONS) <= 112 * 1024 * 1024
