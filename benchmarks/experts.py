@@ -8,8 +8,10 @@ difference of two such runs over the difference of their layers.
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +21,10 @@ from torch import Tensor
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.engine.support import find_support
 from soloist.kv.layout import PAGE_POSITIONS
+from soloist.megakernel.header import ABLATIONS, Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.trace import block_times, spans
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -31,6 +35,7 @@ from soloist.weights.random import random_tensors
 
 _TIMES = 3  # after one that is not timed
 _FIRST_TOKEN = 1000
+_TRACED_ROUND = 32
 # Of the layers' matrices; the head is in 16 bits, as in the checkpoints that there are.
 _FORMATS = {
     "bf16": None,
@@ -48,6 +53,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="first position that is timed")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument(
+        "--trace", action="store_true", help="tell where the time of a round with one query goes"
+    )
     asked = parser.parse_args()
     config = read_config(asked.shape)
     config = replace(config, layers=config.layers[: asked.layers])
@@ -57,6 +65,10 @@ def main() -> None:
     for queries in (1, MAX_QUERIES):
         each = _seconds_of_rounds(model, queries, asked.context, asked.new_tokens)
         print(f"{queries} queries: {each * 1e6:.1f} µs a round, {1 / each:,.1f} rounds/s")
+    if asked.trace:
+        for leaves_out in ("none", "stream"):
+            _tell_trace(model, asked.context, leaves_out)
+        model.decoder.load(Build())
     print(f"prompts: passes of {model.prefill.widths or 'any'} rows")
     for tokens in asked.prompt_tokens:
         seconds = _seconds_of_prompt(model, tokens)
@@ -93,6 +105,22 @@ def _seconds_of_rounds(model: KernelModel, queries: int, context: int, new_token
     decoder.run([Query(i, 0, own) for i, own in enumerate(ids)], context)
     follows = [Query(i, context, [_FIRST_TOKEN + i]) for i in range(queries)]
     return _median_seconds(lambda: decoder.run(follows, new_tokens)) / new_tokens
+
+
+def _tell_trace(model: KernelModel, context: int, leaves_out: str) -> None:
+    """Mean time of a block between two marks, over the layers, in µs a layer."""
+    decoder = model.decoder
+    decoder.load(Build(trace_round=_TRACED_ROUND, ablation=ABLATIONS[leaves_out]))
+    decoder.run([Query(0, context, [_FIRST_TOKEN])], _TRACED_ROUND + 2)
+    blocks = [block_times(row) for row in decoder.trace.tolist()]
+    times: Counter[str] = Counter()
+    for block in blocks:
+        for span, (start, end) in zip(spans(model.plan), pairwise(block.marks_ns), strict=True):
+            part = "outside of layers" if span.layer is None else f"{span.phase} {span.name}"
+            times[part] += end - start
+    scale = 1e3 * len(blocks) * len(model.plan.model.layers)
+    print(f"µs a layer, without {leaves_out}: {sum(times.values()) / scale:.2f}")
+    print(", ".join(f"{part} {ns / scale:.2f}" for part, ns in times.items()))
 
 
 def _seconds_of_prompt(model: KernelModel, tokens: int) -> float:
