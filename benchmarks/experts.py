@@ -113,10 +113,16 @@ def _tell_trace(model: KernelModel, context: int, leaves_out: str) -> None:
     decoder.load(Build(trace_round=_TRACED_ROUND, ablation=ABLATIONS[leaves_out]))
     decoder.run([Query(0, context, [_FIRST_TOKEN])], _TRACED_ROUND + 2)
     blocks = [block_times(row) for row in decoder.trace.tolist()]
+    # A router waits twice: for activations, and for the logits of other blocks.
+    parts, seen = [], Counter[tuple[int | None, str]]()
+    for span in spans(model.plan):
+        name = "outside of layers" if span.layer is None else f"{span.phase} {span.name}"
+        seen[span.layer, name] += 1
+        again = span.layer is not None and seen[span.layer, name] > 1
+        parts.append(f"{name} again" if again else name)
     times: Counter[str] = Counter()
     for block in blocks:
-        for span, (start, end) in zip(spans(model.plan), pairwise(block.marks_ns), strict=True):
-            part = "outside of layers" if span.layer is None else f"{span.phase} {span.name}"
+        for part, (start, end) in zip(parts, pairwise(block.marks_ns), strict=True):
             times[part] += end - start
     scale = 1e3 * len(blocks) * len(model.plan.model.layers)
     print(f"µs a layer, without {leaves_out}: {sum(times.values()) / scale:.2f}")
