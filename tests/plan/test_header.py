@@ -60,7 +60,9 @@ def test_constants_are_the_plans(plan: Plan) -> None:
         "kMaxQueries": MAX_QUERIES,
         "kExchangeCopies": EXCHANGE_COPIES,
         "kSlotBytes": SLOT_BYTES,
-        "kRingSlots": plan.shared.ring_slots,
+        "kRingSlots": plan.ring_slots,
+        "kExpertSlots": plan.expert_slots,
+        "kRingBytes": plan.shared.ring_slots * SLOT_BYTES,
         "kLayers": plan.model.num_layers,
         "kHidden": plan.model.hidden_size,
         "kVocab": plan.model.vocab_size,
@@ -158,7 +160,7 @@ def test_a_build_for_one_query_keeps_the_order_of_sums(plan: Plan) -> None:
     assert sharing == {plan.attention.row_tiles // plan.attention.warp_tiles}
     changed = {name for name in single if single[name] != several[name]}
     memory = {name for name in changed if name.startswith("kSh")}
-    memory |= {"kRingSlots", "kEarlySlots", "kReduceBytes", "kWideReduceBytes"}
+    memory |= {"kRingSlots", "kRingBytes", "kEarlySlots", "kReduceBytes", "kWideReduceBytes"}
     assert changed - memory <= {"kMostQueries", "kRowTiles", "kWarpTiles"}
     assert single["kRingSlots"] >= several["kRingSlots"], "fewer queries leave it more room"
 

@@ -24,6 +24,8 @@ class Tuning:
         few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
             which do not wait for sums.
         few_ranks_layer_bytes: see above.
+        expert_slots: of the ring of chosen experts: enough for what is in flight and what is
+            multiplied. All others are for what can be streamed while a choice is not known.
         page_copies_in_flight: of KV pages where a block serves several groups of columns.
         fetch_slots: slots behind those of a full ring that come to the L2 meanwhile, where blocks
             of several GPUs stream at most `fetch_layer_bytes` of a layer: they wait for each other
@@ -64,6 +66,7 @@ class Tuning:
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
     few_ranks_layer_bytes: int = 1024 * 1024
+    expert_slots: int = 5
     page_copies_in_flight: int = 3
     fetch_slots: int = 8
     fetch_cycles: int = 800

@@ -70,7 +70,7 @@ struct OwnIds {
 
 template <class M>
 __device__ __forceinline__ u8* shared_part(u32 offset) {
-  return dynamic + M::kRingSlots * M::kSlotBytes + offset;
+  return dynamic + M::kRingBytes + offset;
 }
 template <class M>
 __device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part<M>(M::kShSampling)); }
