@@ -228,7 +228,7 @@ class Plan:
 
     @property
     def expert_copies_in_flight(self) -> int:
-        """The same of chosen experts. In fewer bits copies are small: as many as there are slots."""
+        """The same of chosen experts; in fewer bits copies are small, and all slots take some."""
         tuning = self.gpu.architecture.tuning
         return self.expert_slots if self._is_quantized else tuning.copies_in_flight
 
