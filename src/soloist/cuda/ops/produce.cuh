@@ -204,6 +204,30 @@ __device__ __forceinline__ Part part_of_phase(const Params& params, const Expert
   });
   return part;
 }
+// Whether a phase of a layer begins with a matrix of the MLP that all tokens take beside experts: it hangs on no choice.
+template <class M>
+__device__ __forceinline__ bool has_shared_part(u32 layer, u32 phase) {
+  bool has = false;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0) has = L::kHasSharedMlp && phase >= kGateUpPhase;
+  });
+  return has;
+}
+template <class M>
+__device__ __forceinline__ Part shared_part_of_phase(const u8* image, u32 layer, u32 phase) {
+  Part part;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0)
+      if constexpr (L::kHasSharedMlp) {
+        using Mlp = typename L::SharedMlp;
+        if (phase == kGateUpPhase) part = part_of<M, typename Mlp::GateUp>(image, L::weights(layer));
+        else part = part_of<M, typename Mlp::Down>(image, L::weights(layer));
+      }
+  });
+  return part;
+}
 // Layers with experts that a phase of gate_up begins: it waits for the choice.
 template <class M>
 __device__ __forceinline__ bool waits_for_choice(u32 layer, u32 phase) {
@@ -243,6 +267,24 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
       p.of_head = layer == M::kLayers;
       if constexpr (M::kMostSlots > 0) {
         const auto& chosen = *reinterpret_cast<const ExpertSlots<M>*>(reinterpret_cast<const u8*>(control) - M::kShControl + M::kShChoice);
+        if constexpr (M::kHasSharedMlp) {
+          const u32 shared = !p.of_head && has_shared_part<M>(layer, phase);
+          u32 count = shared;
+#pragma unroll 1
+          for (u32 n = 0;; ++n, begin = 0) {
+            if (n == shared) {
+              if (!p.of_head && waits_for_choice<M>(layer, phase)) mbarrier_wait(chosen_barrier, choices++ & 1);
+              count += p.of_head ? 1 : num_parts<M>(chosen, layer, phase);
+            }
+            if (n == count) break;
+            Part part;
+            if (n < shared) part = shared_part_of_phase<M>(params.image, layer, phase);
+            else if (p.of_head) part = part_of<M, typename M::Head>(params.image, 0);
+            else part = part_of_phase<M>(params, chosen, layer, phase, n - shared);
+            p.weights(part, begin);
+          }
+          continue;
+        }
         if (!p.of_head && waits_for_choice<M>(layer, phase)) mbarrier_wait(chosen_barrier, choices++ & 1);
         const u32 count = p.of_head ? 1 : num_parts<M>(chosen, layer, phase);
 #pragma unroll 1
