@@ -158,6 +158,11 @@ class Layer:
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.shared
 
     @property
+    def gates_shared(self) -> bool:
+        """An MLP beside experts has a gate."""
+        return isinstance(self.mlp, Mixture) and self.mlp.gates_shared
+
+    @property
     def each_mlp(self) -> Mlp:
         """The MLP, or what each of the experts is."""
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.expert
