@@ -75,10 +75,10 @@ class Exchanges:
         """Buffers of 16-bit activations, which matrices are multiplied with."""
         operands: dict[str, Activations] = {}
         for kind in self.kinds:
-            for product in products_of(kind.layer):
-                if product.operand not in ("gated", "shared_gated"):
-                    activations = _activations(kind.operations[product.name])
-                    operands.setdefault(product.operand, activations)
+            for matrix in products_of(kind.layer):
+                if matrix.operand not in ("gated", "shared_gated"):
+                    activations = _activations(kind.operations[matrix.name])
+                    operands.setdefault(matrix.operand, activations)
         for kind in self.kinds:
             operands.setdefault(self.gated(kind), _gated(kind))
             if (shared := _shared_gated(kind)) is not None:

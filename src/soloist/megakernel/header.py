@@ -350,9 +350,7 @@ def _layer(
         experts = _place_of_layer(segment, first, image.experts_offset)
         yield "  // Where all experts of a layer begin, and which block has what of them."
         yield f"  {where} experts(unsigned layer) {{ return {experts}; }}"
-        yield from _indented(kind.experts.cuda())
-    if "shared.down" in kind.operations:
-        yield from _indented(_shared_mlp(plan, kind))
+        yield from _indented((*kind.experts.cuda(), *_shared_mlp(plan, kind)))
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
@@ -406,6 +404,8 @@ def _choice_of_matrix() -> Iterator[str]:
 
 def _shared_mlp(plan: Plan, kind: LayerKind) -> Iterator[str]:
     """A struct of the MLP beside a layer's experts, with what that of a layer has of its MLP."""
+    if "shared.down" not in kind.operations:
+        return
     gated = plan.exchanges.workspace[plan.exchanges.shared_gated(kind)]
     constants = {"kWsGated": gated.offset, "kWsGatedBytes": gated.num_bytes}
     yield "// The MLP that all tokens take."

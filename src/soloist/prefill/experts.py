@@ -86,7 +86,9 @@ class MixturePass:
         hidden = config.hidden_size
         self.beside = torch.empty(rows, hidden, dtype=widest(pool), device=pool.device)
         wide = torch.float32
-        self._gate_input = torch.zeros(min(gated, ROUTER_ROWS), hidden, dtype=wide, device=pool.device)
+        self._gate_input = torch.zeros(
+            min(gated, ROUTER_ROWS), hidden, dtype=wide, device=pool.device
+        )
         self._gates = torch.empty(gated, 1, dtype=wide, device=pool.device)
 
     @property

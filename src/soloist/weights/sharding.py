@@ -45,20 +45,20 @@ def _cut(share: Share, layer: int, short: str, values: Tensor) -> Tensor:
         columns = _columns_of(share.query_heads, attention.head_dim)
         return _own_columns(values, columns, attention.num_query_heads * attention.head_dim)
     if short in ("gate_up", "gate_up_bias", "down"):
-        whole, own = share.whole.layers[layer].each_mlp, sizes.each_mlp
-        return _own_neurons(share.neurons(layer), short, values, whole, own)
+        mlps = share.whole.layers[layer].each_mlp, sizes.each_mlp
+        return _own_neurons(short, values, *mlps, share.neurons(layer))
     if short in ("shared.gate_up", "shared.down"):
-        shared, own_shared = share.whole.layers[layer].common_mlp, sizes.common_mlp
+        shared, share_of_it = share.whole.layers[layer].common_mlp, sizes.common_mlp
         assert shared is not None, "an MLP beside experts"
-        assert own_shared is not None, "and a share of it"
-        return _own_neurons(share.shared_neurons(layer), short, values, shared, own_shared)
+        assert share_of_it is not None, "and a share of it"
+        return _own_neurons(short, values, shared, share_of_it, share.shared_neurons(layer))
     if short == "head":
         rows = share_of(share.whole, share.ranks).vocab_size
         return _taken(values, padded(share.vocabulary, rows))
     return values
 
 
-def _own_neurons(neurons: range, short: str, values: Tensor, whole: Mlp, own: Mlp) -> Tensor:
+def _own_neurons(short: str, values: Tensor, whole: Mlp, own: Mlp, neurons: range) -> Tensor:
     """Some neurons of an MLP's gate and up, or of its `down`, and zeros up to a share's size."""
     places = padded(neurons, own.intermediate_size)
     if short.endswith("down"):

@@ -323,10 +323,17 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   Sums<Down> totals;
   totals.clear();
   Ahead<Down> ahead;
-  if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
-  if constexpr (kAtOnce) {
+  if constexpr (L::kHasSharedMlp) {
+    // With several queries there are too few registers to ask for a slot's activations meanwhile.
+    constexpr bool kAsks = kAtOnce && kMostQueries == 1;
+    const auto operand = slot_operand<L>(cx, gated, 0, slots.queries[0], layer);
+    if constexpr (kAsks) ask_for_slot(ahead, operand);
+    add_shared<L>(cx, layer, units, totals);
+    if constexpr (kAtOnce)
+      if (!kAsks || !has_come(ahead)) ahead.fill(operand);
+  } else if constexpr (kAtOnce) {
     ahead.fill(slot_operand<L>(cx, gated, 0, slots.queries[0], layer));
-    if constexpr (!L::kHasSharedMlp) cx.arrived();
+    cx.arrived();
   }
 #pragma unroll 1
   for (u32 slot = 0; slot < count; ++slot) {
