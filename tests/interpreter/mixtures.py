@@ -98,6 +98,31 @@ def with_shared_mlp(config: ModelConfig, *, gated: bool = True) -> ModelConfig:
     return replace(config, layers=tuple(map(with_one, config.layers)))
 
 
+def qwen15_moe_a27b() -> ModelConfig:
+    """In four of its layers: an MLP with a gate, as large as four experts."""
+    mixture = Mixture(Router(60, 4), Mlp(1408), shared=Mlp(5632), gates_shared=True)
+    return ModelConfig(
+        family="qwen2_moe", hidden_size=2048, vocab_size=151936, context_tokens=8192,
+        norm_epsilon=1e-6, layers=(Layer(Attention(16, 16, 128, qkv_bias=True), mixture),) * 4,
+        rope=Rope(1_000_000.0), tied_head=False,
+    )  # fmt: skip
+
+
+def glm_45_air() -> ModelConfig:
+    """In four of its layers, the first of them dense, with 64 of its 96 query heads."""
+    router = Router(
+        128, 8, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=1.0
+    )
+    mixture, attention = Mixture(router, Mlp(1408), shared=Mlp(1408)), Attention(64, 8, 128)
+    layers = (Mlp(10944), *[mixture] * 3)
+    return ModelConfig(
+        family="glm4_moe", hidden_size=4096, vocab_size=151552, context_tokens=8192,
+        norm_epsilon=1e-5,
+        layers=tuple(Layer(replace(attention, qkv_bias=True), mlp) for mlp in layers),
+        rope=Rope(1_000_000.0, share=0.5), tied_head=False,
+    )  # fmt: skip
+
+
 def mixtral_8x7b() -> ModelConfig:
     """In four of its layers."""
     mixture = Mixture(Router(8, 2, normalises=True), Mlp(14336))
