@@ -99,22 +99,22 @@ def with_shared_mlp(config: ModelConfig, *, gated: bool = True) -> ModelConfig:
 
 
 def qwen15_moe_a27b() -> ModelConfig:
-    """In four of its layers: an MLP with a gate, as large as four experts."""
+    """An MLP with a gate, as large as four experts."""
     mixture = Mixture(Router(60, 4), Mlp(1408), shared=Mlp(5632), gates_shared=True)
     return ModelConfig(
         family="qwen2_moe", hidden_size=2048, vocab_size=151936, context_tokens=8192,
-        norm_epsilon=1e-6, layers=(Layer(Attention(16, 16, 128, qkv_bias=True), mixture),) * 4,
+        norm_epsilon=1e-6, layers=(Layer(Attention(16, 16, 128, qkv_bias=True), mixture),) * 24,
         rope=Rope(1_000_000.0), tied_head=False,
     )  # fmt: skip
 
 
 def glm_45_air() -> ModelConfig:
-    """In four of its layers, the first of them dense, with 64 of its 96 query heads."""
+    """With 64 of its 96 query heads: a dense layer, then an MLP as large as an expert."""
     router = Router(
         128, 8, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=1.0
     )
     mixture, attention = Mixture(router, Mlp(1408), shared=Mlp(1408)), Attention(64, 8, 128)
-    layers = (Mlp(10944), *[mixture] * 3)
+    layers = (Mlp(10944), *[mixture] * 45)
     return ModelConfig(
         family="glm4_moe", hidden_size=4096, vocab_size=151552, context_tokens=8192,
         norm_epsilon=1e-5,
